@@ -72,7 +72,7 @@ def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, object]:
 
 
 def plan_json(plan: Plan) -> dict[str, object]:
-    """Plain values of the whole plan, for JSON; the keys are stable.
+    """Return plain values of the whole plan, for JSON; the keys are stable.
 
     Where JSON has no number (the days of a run that would never end) there is ``None``.
     """
@@ -143,6 +143,7 @@ def evidence_json(plan: Plan) -> dict[str, object]:
 
 
 def _finite(value: object) -> object:
+    """Return a value for JSON: numbers that are not finite become ``None``, within tables and lists too."""
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

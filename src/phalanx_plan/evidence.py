@@ -82,7 +82,10 @@ class Band:
         return self.ratios[index] <= ratio <= self.ratios[-1 - index]
 
     def at(self, scores: Floats) -> Floats:
-        """Ratios at normal scores (0 is the median, 1.645 is the 95 % quantile), of the same shape."""
+        """Return the ratios at normal scores (0 is the median, 1.645 is the 95 % quantile), of the same shape.
+
+        Interpolated in the logarithm, and extrapolated by the last slopes.
+        """
         logs = np.log(self.ratios)
         log_ratios: Floats = np.interp(scores, _SCORES, logs)
         for end, next_ in ((0, 1), (-1, -2)):

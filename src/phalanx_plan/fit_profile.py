@@ -111,6 +111,7 @@ def _rate(points: Sequence[tuple[tuple[float, ...], float]]) -> float:
 
 
 def _last_rate(points: Sequence[tuple[tuple[float, ...], float]]) -> float:
+    """Return the bytes per second of the largest measurement."""
     size, seconds = max(points)
     return size[-1] / seconds
 
@@ -122,6 +123,7 @@ def _fit_matmul(
     name: str,
     origin: CalibrationOrigin,
 ) -> MatmulFit:
+    """Fit launch time, efficiency, half-size and memory efficiency of products in format ``name`` to measured (size, seconds)."""
     first = dataclasses.replace(start.matmul.get(name, next(iter(start.matmul.values()))), wave_share=0.0)
     sizes, seconds = np.array([size for size, _ in points]), np.array([took for _, took in points])
 
@@ -148,6 +150,7 @@ def _fit_memory(
     start: Constants,
     origin: CalibrationOrigin,
 ) -> MemoryFit:
+    """Fit launch time and efficiency of memory-bound kernels to measured (bytes, seconds)."""
     bytes_, seconds = np.array([size[0] for size, _ in points]), np.array([took for _, took in points])
     peak = accelerator.memory_bytes_per_s.value
 
@@ -162,6 +165,7 @@ def _fit_memory(
 def _fit_attention(
     points: MeasuredPoints, accelerator: Accelerator, start: Constants, origin: CalibrationOrigin
 ) -> AttentionFit:
+    """Return attention's median rates, forward and backward, as shares of the peak, with their scatter."""
     peak = max(accelerator.flops[name].value for name in ("fp32", "bf16") if name in accelerator.flops)
     shares: dict[str, float] = {}
     errors = []
@@ -185,7 +189,7 @@ def _fit_attention(
 
 
 def _link(points: MeasuredPoints) -> tuple[float, float]:
-    """Latency (s) and rate (bytes/s) between two ranks."""
+    """Return latency (s) and rate (bytes/s) between two ranks, assumed if they were not measured."""
     measured = points.get("point_to_point")
     if not measured:
         return 2e-5, 2e9
@@ -199,6 +203,7 @@ _SHARE = {"all_reduce": 2.0}
 def _fit_collective(
     points: MeasuredPoints, name: str, start: Constants, link: tuple[float, float], origin: CalibrationOrigin
 ) -> CollectiveFit:
+    """Fit the constants of the collective ``name`` to measured ((members, bytes), seconds)."""
     measured = points[name]
     members, bytes_ = np.array([size for size, _ in measured]).T
     seconds = np.array([took for _, took in measured])

@@ -188,7 +188,8 @@ class Price:
 def price(topology: Topology, seats: Sequence[str], flows: Sequence[Flow], ranks_per_node: int) -> Price:
     """Price a placement that gives seat *k*, ranks ``k * ranks_per_node`` and on, to node ``seats[k]``.
 
-    ``topology.node_bytes_per_s`` must be known. The flows must cover exactly the ranks of the seats.
+    ``topology.node_bytes_per_s`` must be known. The flows must cover exactly the ranks of the seats. Returns seconds of
+    a step by level and the lower bound, without any contention between flows.
     """
     domains = _domains(topology, seats)
     by_seat, by_rank = _between_seats(flows, ranks_per_node)
@@ -358,6 +359,8 @@ def verify(
 
     Raises:
         TopologyError: There are too few nodes, one is not in the topology, or a unit straddles a domain with ``no_straddling``.
+
+    The loss is what the slowest link needs beyond the lower bound.
     """
     if len(set(nodes)) < shape.seats:
         raise TopologyError(

@@ -51,7 +51,9 @@ class OwnPlanner:
         )
 
     def best_placement(self, spec: RunSpec, read_topology: Callable[[], Topology]) -> PricedNodes:
-        """Return the best placement on the free nodes of a network."""
+        """Return the best placement on the free nodes of a network, with its loss in seconds of a step and a sentence
+        on it. Raises the errors of ``traffic_of`` and ``choices``.
+        """
         traffic = traffic_of(spec, spec.launch.cluster)
         network = with_rates_of(read_topology(), spec, traffic)
         best = choices(network, traffic.shape, traffic.flows, spec.fleet.spares)[0]
@@ -173,13 +175,18 @@ def traffic_of(spec: RunSpec, cluster_name: str) -> RunTraffic:
 def placer_on(topology: Topology, spec: RunSpec) -> Placer:
     """Return the placer of a network.
 
-    Spares, unit and order come from the run file; ``launch.order`` counts only with a ``launch.unit``, since it has a default.
-    A topology without the rate of its nodes gets that of the planned cluster.
+    Spares, unit and order come from the run file; ``launch.order`` counts only with a ``launch.unit``, since it has a
+    default. A topology without the rate of its nodes gets that of the planned cluster. The placer raises
+    ``TopologyError`` for incomplete nodes or too few of them.
     """
     unit = spec.launch.unit
     order: Order | None = spec.launch.order if unit else None
 
     def place(job: TrainingJob, layout: PlannedLayout) -> NetworkCost:
+        """Return the network's cost of a layout in its best placement.
+
+        Raises ``TopologyError`` if it is not whole nodes, or too few are free.
+        """
         per_node = job.cluster.per_node
         if layout.ranks > per_node and layout.ranks % per_node:
             raise TopologyError(
@@ -286,7 +293,9 @@ def better_slots(layout: Layout, ranks_per_node: int, slots: int, most: int) -> 
 
 
 def lost_node_notes(layout: Layout, ranks_per_node: int, slots: int, most: int) -> tuple[str, ...]:
-    """Return a note for the user if a lost node costs more than ``MUCH`` and more slots would reduce that; arguments of ``better_slots``."""
+    """Return a note for the user if a lost node costs more than ``MUCH`` and more slots would reduce that; arguments of
+    ``better_slots``. Empty otherwise.
+    """
     after_loss = lost_node(layout, ranks_per_node, slots)
     if after_loss is None or after_loss.slowdown <= MUCH:
         return ()

@@ -71,6 +71,7 @@ def notes_of(
 
 
 def _applies(path: str, treatment: FieldTreatment, spec: RunSpec, cluster: Cluster) -> bool:
+    """Return True if a field's treatment applies: by its own rule, or if the field is not its default."""
     if treatment.applies is not None:
         return treatment.applies(spec, cluster)
     return bool(value_at(spec, path) != _default(path))
@@ -81,13 +82,16 @@ def value_at(spec: RunSpec, path: str) -> Any:
 
 
 def _default(path: str) -> object:
+    """Return a field's default."""
     section, _, name = path.rpartition(".")
     owner = value_at(RunSpec(), section) if section else RunSpec()
     return next(field.default for field in fields(owner) if field.name == name)
 
 
 def evaluation_share(spec: RunSpec) -> float:
-    """Time of the evaluations during a run over its training time, by their sequences."""
+    """Return the time of the evaluations during a run as a share of its training time, by their sequences; 0 without
+    evaluations.
+    """
     evaluation = spec.evaluation
     if not evaluation.every_steps:
         return 0.0

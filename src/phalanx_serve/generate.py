@@ -137,6 +137,7 @@ def continued(
 
 
 def _text(ids: Iterator[int], detokenizer: IncrementalDetokenizer) -> Iterator[str]:
+    """Yield the text of ids as it becomes certain."""
     for token in ids:
         yield detokenizer.feed(token)
     yield detokenizer.flush()
@@ -239,6 +240,7 @@ def _engine_of(model: Transformer, length: int, numerics: Numerics) -> Engine:
 
 
 def _from_engine(engine: Engine, request: Request) -> Iterator[int]:
+    """Yield the tokens of a request as the engine computes them. Raises ValueError if it fails."""
     engine.submit(request)
     while engine.busy:
         for output in engine.step():
@@ -255,6 +257,7 @@ def _decode(
     sampling: Sampling,
     stop: frozenset[int],
 ) -> Iterator[int]:
+    """Yield tokens up to ``length`` in total, with a pass over the whole text for each; end before one in ``stop``."""
     weight = next(model.parameters())
     cap = model.spec.logit_cap
 

@@ -83,8 +83,9 @@ def require_device(device: torch.device, *, exact: bool, divided: bool) -> None:
 
 @contextmanager
 def computing_on(device: torch.device, task: str) -> Iterator[None]:
-    """Run ``task`` on ``device``. Raises DeviceMemoryError if the device is out of memory, and PartLostError if it
-    no longer answers.
+    """Context that runs ``task`` on ``device``, which becomes the current one.
+
+    Raises DeviceMemoryError if the device is out of memory, and PartLostError if it no longer answers.
     """
     if device.type == "cpu":
         yield
@@ -149,7 +150,9 @@ def numerics_id(
 
 
 def bits_of(numerics: Numerics, run: RunSpec, dtype: str, *, kept: str = "compute") -> Bits:
-    """Return the origin of the bits of ``run`` as it is served in ``dtype`` ("float32", "bfloat16")."""
+    """Return whose bits ``run`` gives as it is served in ``dtype`` ("float32", "bfloat16"): the trainer's, those of the
+    request alone, or unspecified.
+    """
     from phalanx.train.score import other_arithmetic  # with what trains, which takes seconds to import
 
     if numerics == "fast" or run.model.factory:

@@ -19,8 +19,8 @@ from typing import Any
 
 
 def by_transformers(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Return the new tokens of ``AutoModelForCausalLM.generate`` for each prompt, with the folder's end tokens and
-    without its sampling settings.
+    """Return the version and the new tokens of ``AutoModelForCausalLM.generate`` for each prompt, with the folder's end
+    tokens and without its sampling settings.
     """
     import torch
 
@@ -41,7 +41,7 @@ def by_transformers(folder: str, dtype: str, prompts: list[list[int]], tokens: i
 
 
 def by_vllm(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Return the new tokens of ``vllm.LLM.generate`` for each prompt at temperature 0."""
+    """Return the version and the new tokens of ``vllm.LLM.generate`` for each prompt at temperature 0."""
     vllm: Any = import_module("vllm")
     model = vllm.LLM(model=folder, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True)
     sampling = vllm.SamplingParams(temperature=0, max_tokens=tokens, detokenize=False)
@@ -50,7 +50,7 @@ def by_vllm(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> d
 
 
 def main() -> None:
-    """Answer the request."""
+    """Read a request as JSON from standard input, and print the texts as JSON. All other output goes to standard error."""
     question = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

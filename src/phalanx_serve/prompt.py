@@ -183,6 +183,10 @@ def plain_messages(messages: Sequence[Mapping[str, object]], template: ChatTempl
 
 
 def _plain_message(number: int, message: Mapping[str, object], template: ChatTemplate) -> Message:
+    """Return a message without empty fields, with its content as one text.
+
+    Raises TokenizerError for fields that the template does not write.
+    """
     # OpenAI's clients send null, or an empty list, for a field that is not there.
     plain: Message = {
         name: value
@@ -205,6 +209,7 @@ def _plain_message(number: int, message: Mapping[str, object], template: ChatTem
 
 
 def _role(number: int, role: object, template: ChatTemplate) -> str:
+    """Return a message's role; a developer's is the system's for templates that lack it. Raises TokenizerError."""
     if role not in _ROLES:
         raise TokenizerError(f"messages[{number}].role = {role!r}: one of {', '.join(_ROLES)}")
     if role == "developer" and not template.names("developer"):
@@ -217,14 +222,16 @@ def _role(number: int, role: object, template: ChatTemplate) -> str:
 
 
 def _list(number: int, calls: object) -> Sequence[object]:
+    """Return the calls. Raises TokenizerError for no list."""
     if not isinstance(calls, list):
         raise TokenizerError(f"messages[{number}].tool_calls: a list")
     return calls
 
 
 def _with_arguments(number: int, call: object) -> object:
-    """Return a tool call with its arguments as an object, as templates expect them. OpenAI's clients send them as
-    JSON text.
+    """Return a tool call with its arguments as an object, as templates expect them.
+
+    OpenAI's clients send them as JSON text. Raises TokenizerError for malformed ones.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
@@ -239,6 +246,7 @@ def _with_arguments(number: int, call: object) -> object:
 
 
 def _content(number: int, content: object) -> str:
+    """Return a message's content as one text. Raises TokenizerError for parts of another type than text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -261,6 +269,7 @@ def stop_tokens(
     names.
 
     With the folder of its ``templates``, also the end of a turn in the conversations that the run was trained on.
+    Damaged files of a template are ignored.
     """
     stop = {tokenizer.end_of_document}
     if published is not None and (published / GENERATION_CONFIG).is_file():
@@ -314,6 +323,7 @@ class ModelText:
         return self._require_known(encoded, "prompt")
 
     def _require_known(self, ids: list[int], field_name: str) -> list[int]:
+        """Return ``ids``. Raises RefusedError for one outside the vocabulary."""
         for token_id in ids:
             if not 0 <= token_id < self.vocab_size:
                 because = f"; {self.note}" if self.note else ""
@@ -324,7 +334,10 @@ class ModelText:
         return ids
 
     def chat_ids(self, body: Chat, room: LengthLimit) -> list[int]:
-        """Return the ids of a conversation, up to the start of the answer. Raises RefusedError."""
+        """Return the ids of a conversation, up to the start of the answer.
+
+        Raises RefusedError if there is no template, if it refuses the messages, or they are too long.
+        """
         if self.template is None:
             raise RefusedError(
                 f"the model {self.name!r} has no chat template: use /v1/completions, which continues text, or start the server with "
@@ -359,8 +372,9 @@ class ModelText:
 
 
 def read_model_text(run_dir: Path, name: str, vocab_size: int, chat_template: str = "") -> ModelText:
-    """Load the text side of a run's model; ``chat_template`` is a file that replaces its own. Raises
-    TokenizerError.
+    """Load the text side of a run's model; ``chat_template`` is a file that replaces its own.
+
+    Raises TokenizerError. A damaged template of the run's own is left out.
     """
     tokenizer = load_run_tokenizer(run_dir)
     published = published_with(run_dir, tokenizer)

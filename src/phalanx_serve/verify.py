@@ -63,7 +63,10 @@ def verify_export(
     tokens: int,
     python: str,
 ) -> None:
-    """Print how far ``engine`` and the run's model agree; exit with code 1 if they differ."""
+    """Print how far ``engine`` and the run's model agree; exit with code 1 if they differ.
+
+    Raises ClickException if either cannot compute.
+    """
     with explained(VerifyError, ValueError):
         version, texts = other_texts(engine, folder, dtype, prompts, tokens, python)
         model, _ = load_model(run_dir, step, dtype=getattr(torch, dtype))
@@ -100,7 +103,10 @@ def prompts_to_verify(run_dir: Path, texts: Sequence[str], count: int) -> list[l
 
 
 def held_out_prompts(run_dir: Path, count: int, tokens: int = _PROMPT_TOKENS) -> list[list[int]]:
-    """Return the first ``tokens`` of held-out sequences, evenly spaced. Raises DataError."""
+    """Return the first ``tokens`` of held-out sequences, evenly spaced.
+
+    Raises DataError for a run that was never trained or holds no data out.
+    """
     remedy = "give prompts: --verify-prompt TEXT"
     directory = RunDirectory(run_dir)
     if not directory.record.exists():
@@ -198,6 +204,7 @@ def judged(
 
 
 def _judged(model: Transformer | Chain, number: int, prompt: list[int], text: list[int]) -> Judged:
+    """Compare a text with the model's own likeliest tokens at each place, in one pass."""
     if not text:
         return Judged(number, 0)
     rows = slice(len(prompt) - 1, -1)

@@ -89,9 +89,11 @@ def require_rensa() -> ModuleType:
 
 
 def signature(normal: str, permutations: int, ngram: int) -> NDArray[np.uint32]:
-    """Return each permutation's minimum over the n-grams of the lower-case text, (permutations,). A shorter text is one n-gram.
+    """Return the MinHash signature of ``normal``: each permutation's minimum over n-grams of its words, (permutations,)
+    uint32.
 
-    In scripts without spaces, n-grams consist of letters (``phalanx.data.words``).
+    The text is lowered first. One of fewer than ``ngram`` words is one n-gram. In scripts without spaces, n-grams
+    consist of letters (``phalanx.data.words``). Raises ``MissingPackageError`` without ``rensa``.
     """
     words = words_of(normal.lower()).units
     grams = [" ".join(words[start : start + ngram]) for start in range(max(1, len(words) - ngram + 1))]
@@ -101,7 +103,10 @@ def signature(normal: str, permutations: int, ngram: int) -> NDArray[np.uint32]:
 
 
 def band_rows(values: NDArray[np.uint32], ordinal: int, bands: int, rows: int) -> NDArray[np.void]:
-    """Return the stored bands of a document with this signature, (bands,) of ``band_dtype``."""
+    """Return the stored bands of a document with this signature, (bands,) of ``band_dtype``.
+
+    An entry has the band's hash, the document's ``ordinal``, and the lowest bit of each value, packed.
+    """
     entries = np.zeros(bands, dtype=band_dtype(bands * rows))
     little = values.astype("<u4")
     entries["key"] = [
@@ -116,9 +121,12 @@ def band_rows(values: NDArray[np.uint32], ordinal: int, bands: int, rows: int) -
 def similar_pairs(
     entries: NDArray[np.void], places: NDArray[np.uint64], permutations: int, least_similarity: float
 ) -> NDArray[np.uint64]:
-    """Return pairs (earlier place, later place), (m, 2), that connect similar entries with the same key.
+    """Return pairs (earlier place, later place), (m, 2), of entries with the same key whose similarity is at least
+    ``least_similarity``.
 
-    ``entries`` (n,) has the fields of ``band_dtype``, ``places`` is (n,).
+    Similarity is estimated from how many of the ``permutations`` bits agree. A group's first entry takes all that are
+    similar to it, then the rest repeats; not all pairs are returned. ``entries`` (n,) has the fields of ``band_dtype``,
+    ``places`` is (n,).
     """
     order = np.lexsort((places, entries["key"]))
     keys, bits, ordered = entries["key"][order], entries["bits"][order], places[order]
@@ -139,6 +147,9 @@ def similar_pairs(
 def _pairs_of_group(
     places: NDArray[np.uint64], bits: NDArray[np.uint8], permutations: int, least: int
 ) -> Iterator[NDArray[np.uint64]]:
+    """Yield pairs (first place of a cluster, later place): the first entry takes all that are similar to it, then the
+    rest repeats.
+    """
     while len(places) > 1:
         agree = permutations - np.bitwise_count(bits ^ bits[0]).sum(axis=1, dtype=np.int64)
         similar = agree >= least

@@ -58,7 +58,10 @@ class Words:
 
 
 def words_of(text: str, pattern: re.Pattern[str] | None = None) -> Words:
-    """Return the words of ``text``: parts between white space, or matches of ``pattern``."""
+    """Return the words of ``text``: parts between white space, or matches of ``pattern``.
+
+    If the script has no spaces, the units are letters, each a fraction of a word.
+    """
     words = text.split() if pattern is None else pattern.findall(text)
     if not is_spaceless(text):
         return Words(words)
@@ -67,6 +70,7 @@ def words_of(text: str, pattern: re.Pattern[str] | None = None) -> Words:
 
 
 def _units(word: str) -> Iterator[str]:
+    """Yield the letters of scripts without spaces one by one, and what is between them."""
     start = 0
     for letter in _LETTER.finditer(word):
         if start < letter.start():

@@ -202,18 +202,23 @@ class _Words:
         return self.take(_either(words), lambda word: word if word in words else None)
 
     def count(self, expected: str, least: int = 0) -> int:
+        """Take a whole number of at least ``least``. Raises as ``take`` does."""
+
         def read(word: str) -> int | None:
             return int(word) if re.fullmatch(r"[0-9]{1,9}", word) and int(word) >= least else None
 
         return self.take(expected, read)
 
     def factor(self) -> float:
+        """Take a factor above 1, as "2x"."""
+
         def read(word: str) -> float | None:
             return _decimal(word[:-1]) if word.endswith("x") and (_decimal(word[:-1]) or 0) > 1 else None
 
         return self.take('a factor above 1, such as "2x"', read)
 
     def seconds(self) -> float:
+        """Take a number of seconds above 0, and the "s" behind it."""
         value = self.take("a number of seconds above 0", lambda word: _decimal(word) or None)
         self.one_of("s")
         return value
@@ -255,6 +260,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def _action(words: _Words) -> FaultAction:
+    """Parse the first words of a fault: what happens, and to which target."""
     match words.one_of("kill", "stop", "slow", "cut", "delay", "corrupt", "nan", "fill"):
         case "kill":
             return _kill(words)
@@ -281,6 +287,7 @@ def _action(words: _Words) -> FaultAction:
 
 
 def _kill(words: _Words) -> Kill:
+    """Parse the target of "kill" and its number. Raises ``FaultError``."""
     match words.one_of("worker", "node", "rank", "coordinator"):
         case "coordinator":
             return Kill("coordinator")
@@ -293,11 +300,13 @@ def _kill(words: _Words) -> Kill:
 
 
 def _numbered(words: _Words, kind: str) -> int:
+    """Take ``kind`` and a number behind it."""
     words.one_of(kind)
     return words.count(f"the number of a {kind}")
 
 
 def _link(words: _Words) -> tuple[int, int]:
+    """Parse "link node A node B" to two different numbers."""
     words.one_of("link")
     first = _numbered(words, "node")
     words.one_of("node")
@@ -309,6 +318,8 @@ def _link(words: _Words) -> tuple[int, int]:
 
 
 def _moment(words: _Words) -> When:
+    """Parse "step N" or a number of seconds, after "at"."""
+
     def step_or_time(word: str) -> float | None:
         return -1.0 if word == "step" else _decimal(word)
 
@@ -343,9 +354,9 @@ class FleetShape:
 def random_faults(seed: int, count: int, fleet: FleetShape) -> tuple[Fault, ...]:
     """Draw ``count`` faults that a run on ``fleet`` must survive with its bits unchanged, in order of steps.
 
-    Kills of workers, of nodes (at most ``losable_nodes``) and of the coordinator, hangs for good, and links
-    cut for a while, at random steps and phases; a quarter of them happens in the step of another. The same
-    seed gives the same faults.
+    Kills of workers, of nodes (at most ``losable_nodes``) and of the coordinator, hangs for good, and links cut for a
+    while, at random steps and phases; a quarter of them happens in the step of another. The same seed gives the same
+    faults. Raises ``ValueError`` for a run of fewer than 3 steps.
     """
     if fleet.steps < 3:
         raise ValueError(f"random faults need a run of at least 3 steps, this one has {fleet.steps}")
@@ -362,6 +373,7 @@ def random_faults(seed: int, count: int, fleet: FleetShape) -> tuple[Fault, ...]
 
 
 def _random_fault(draw: _Draw, fleet: FleetShape, step: int, *, may_lose_node: bool) -> Fault:
+    """Draw one fault at ``step``, in a random phase or none."""
     phase = draw.one_of((None, *PHASES))
     kinds = ["worker", "rank", "stop", "coordinator"]
     if may_lose_node:
@@ -417,6 +429,7 @@ def read_faults(arguments: Iterable[str], fleet: FleetShape) -> tuple[Fault, ...
 
 
 def _read_argument(argument: str, fleet: FleetShape) -> tuple[Fault, ...]:
+    """Return the faults of an argument: "random:SEED:COUNT", a file with a fault a line, or one fault. Raises ``ValueError``."""
     if argument.startswith("random:"):
         match = re.fullmatch(r"random:([0-9]{1,20}):([0-9]{1,6})", argument)
         if not match:
@@ -428,11 +441,13 @@ def _read_argument(argument: str, fleet: FleetShape) -> tuple[Fault, ...]:
 
 
 def _fault_lines(path: Path) -> list[tuple[int, str]]:
+    """Return (number, text) of each line with text, without comments."""
     lines = [line.split("#")[0].rstrip() for line in path.read_text().splitlines()]
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _read_line(path: str, number: int, line: str, fleet: FleetShape) -> Fault:
+    """Parse a line of a file of faults; errors name the file and the line."""
     try:
         return _checked(parse_fault(line), fleet)
     except ValueError as error:
@@ -452,6 +467,10 @@ def _checked(fault: Fault, fleet: FleetShape) -> Fault:
 
 
 def _targets(action: FaultAction) -> list[tuple[str, int]]:
+    """Return (kind, number) of each node, rank or worker that an action names.
+
+    Empty for the coordinator, and for faults without such a target.
+    """
     match action:
         case Kill(target, number):
             return [] if target == "coordinator" else [(target, number)]

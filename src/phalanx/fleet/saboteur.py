@@ -92,7 +92,10 @@ class Saboteur:
         self.witness, self._parts = Witness(), ()
 
     def assembled(self, built: Built, saver: AsyncSaver) -> None:
-        """Wrap the calls of a step at which faults may be due."""
+        """Wrap the calls of a step at which faults may be due.
+
+        Attaches a witness if gradients are to be corrupted and no audit has one.
+        """
         model = built.model
         self._parts = model.parts
         _before(model, "begin", lambda: self.at("forward"))
@@ -123,6 +126,7 @@ class Saboteur:
                 self._commit(fault)
 
     def _due(self, fault: Fault, phase: FaultPhase | None) -> bool:
+        """Return True if the fault is due now, in ``phase`` (None: at the end of a step)."""
         when = fault.when
         if when.phase != phase:
             return False
@@ -131,6 +135,7 @@ class Saboteur:
         return self.step >= when.step if phase == "recovery" else self.step == when.step
 
     def _concerns_me(self, fault: Fault) -> bool:
+        """Return True if the fault's target is this worker, its rank or its node; rank 0 injects all others."""
         match fault.action:
             case Kill(target="worker", number=number):
                 return number == self.here.worker
@@ -159,6 +164,7 @@ class Saboteur:
         return False
 
     def _commit(self, fault: Fault) -> None:
+        """Inject the fault: print it, and kill, suspend, slow down, cut off or corrupt this process."""
         print(f"fault: {fault} (rank {self.rank}, step {self.step})", flush=True)
         match fault.action:
             case Kill(target="coordinator"):
@@ -191,6 +197,7 @@ class Saboteur:
                 self._later(fault.for_s, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
 
     def _stop(self, for_s: float | None) -> None:
+        """Suspend this process; with ``for_s`` a shell resumes it."""
         if for_s is not None:  # A stopped process cannot wake itself.
             wake = f"sleep {for_s}; kill -CONT {os.getpid()}"
             subprocess.Popen(["sh", "-c", wake], start_new_session=True)
@@ -209,14 +216,18 @@ class Saboteur:
         threading.Thread(target=again, name="cut link", daemon=True).start()
 
     def _later(self, after_s: float | None, act: Callable[[], None]) -> None:
+        """Call ``act`` after ``after_s`` seconds, in a thread; never if that is None."""
         if after_s is not None:
             threading.Timer(after_s, act).start()
 
     def _spoil_losses(self, built: Built) -> None:
-        """Make the loss of a slot NaN when a fault is due; not of a slot that an audit recomputes."""
+        """Replace the runner's ``gradients`` by one that makes the loss of a slot NaN, once, when a fault is due; not
+        of a slot that an audit recomputes.
+        """
         gradients = built.runner.gradients
 
         def spoiled(work: SlotWork) -> list[Tensor]:
+            """Return the losses; the first of them is NaN if a fault is due, once."""
             losses = gradients(work)
             counted = [turn for turn, current in enumerate(work.rounds) if current.counts]
             if self._nan and counted:
@@ -232,6 +243,7 @@ class Saboteur:
             time.sleep((self._slow - 1) * seconds)
 
     def _corrupt_snapshot(self) -> None:
+        """Flip one bit in the middle of each complete snapshot of this worker."""
         for segment in self.segments:
             snapshot = segment.snapshot()
             if snapshot is not None:
@@ -250,6 +262,7 @@ def _once(witness: Witness) -> Callable[[Tensor], None]:
 
 
 def _flip_bit(tensor: Tensor) -> None:
+    """Flip one bit of the element in the middle of an fp32 tensor."""
     bits = tensor.view(-1).view(torch.int32)
     bits[bits.numel() // 2] ^= 1 << 21
 

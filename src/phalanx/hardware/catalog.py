@@ -43,9 +43,11 @@ _ORIGIN = ("source", "date")
 def spelled_out(
     kind: type, stated: Values, catalog: Mapping[str, Values], key: str, place: str
 ) -> dict[str, object]:
-    """The fields of ``kind``: those ``stated``, over those of the entry of ``catalog`` that its ``like`` names, and so on.
+    """Return the fields of ``kind``: those ``stated``, over those of the entry of ``catalog`` that its ``like`` names,
+    and so on.
 
-    An inherited figure keeps its own source and date.
+    An inherited figure keeps its own source and date. Raises ``HardwareError`` for a ``like`` that is not in the
+    catalog.
     """
     parent: dict[str, object] = {}
     like = stated.get("like")
@@ -59,7 +61,10 @@ def spelled_out(
 
 
 def read_accelerator(values: Values, place: str) -> Accelerator:
-    """The accelerator that ``values``, spelled out, describe. Raises ``HardwareError``."""
+    """The accelerator that ``values``, spelled out, describe.
+
+    Raises ``HardwareError`` with every mistake, also for no FLOP/s and a power below idle.
+    """
     accelerator = read_entry(
         Accelerator, {name: values[name] for name in values if name not in _ORIGIN}, place
     )
@@ -76,7 +81,10 @@ def read_accelerator(values: Values, place: str) -> Accelerator:
 
 
 def read_system(values: Values, accelerators: Mapping[str, Accelerator], place: str) -> System:
-    """The system that ``values``, spelled out, describe, made of one of ``accelerators``. Raises ``HardwareError``."""
+    """The system that ``values``, spelled out, describe, made of one of ``accelerators``.
+
+    Raises ``HardwareError`` with every mistake, also for levels of the fabric out of order and a PUE below 1.
+    """
     fields = {field: value for field, value in values.items() if field != "date"}
     name = fields.get("accelerator")
     if isinstance(name, str) and name in accelerators:
@@ -109,6 +117,7 @@ def _with_origin(kind: type, values: Values, origin: Values) -> dict[str, object
 
 
 def _figure(kind: Any, value: object, origin: Values) -> object:
+    """Return a stated value with its source and date: those beside it, else ``origin``; tables are searched for figures."""
     if kind is Fact or (Fact in get_args(kind) and get_origin(kind) is not Mapping):
         return {**origin, **value} if isinstance(value, Mapping) else {"value": value, **origin}
     if not isinstance(value, Mapping):
@@ -172,10 +181,10 @@ def system(key: str) -> System:
 def cluster(description: str) -> Cluster:
     """The cluster that ``description`` names.
 
-    ``h100:16384`` is so many accelerators; ``gb200-nvl72 x 1389`` so many scale-up domains; a name alone is one domain. In the
-    place of the name may stand a TOML file, or ``this``: the file that ``this_machine`` names.
+    ``h100:16384`` is so many accelerators; ``gb200-nvl72 x 1389`` so many scale-up domains; a name alone is one domain.
+    In the place of the name may stand a TOML file, or ``this``: the file that ``this_machine`` names.
 
-    Raises ``HardwareError`` with the mistake and the known names.
+    Raises ``HardwareError`` with the mistake and the known names. Raises it too if the fabric does not join so many.
     """
     match = _CLUSTER.fullmatch(description)
     if match is None:
@@ -196,9 +205,11 @@ def this_machine() -> Path:
 
 
 def load_user(path: Path) -> System:
-    """The system in a user's TOML file: ``[system]``, and ``[accelerator]`` and ``[profile]`` where the catalog has none.
+    """Return the system in a user's TOML file: ``[system]``, and ``[accelerator]`` and ``[profile]`` where the catalog
+    has none.
 
-    Raises ``HardwareError`` that names the field and the remedy.
+    With ``[profile]``, the file is its accelerator's profile. Raises ``HardwareError`` that names the field and the
+    remedy.
     """
     if not path.is_file():
         raise HardwareError(
@@ -239,6 +250,7 @@ _Entry = TypeVar("_Entry")
 
 
 def _named(entries: Mapping[str, _Entry], key: str, kind: str) -> _Entry:
+    """Return the entry ``key``; raises ``HardwareError`` with the known ones and the nearest."""
     if key not in entries:
         near = get_close_matches(key.lower(), entries, n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""

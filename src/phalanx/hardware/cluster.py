@@ -226,10 +226,10 @@ def read_figure(text: str) -> float:
 
 
 def with_value(cluster: Cluster, name: str, value: float, source: str = "set by the user") -> Cluster:
-    """``cluster`` where the figure ``name`` is ``value``, noted in ``overrides``.
+    """Return ``cluster`` where the figure ``name`` is ``value``, noted in ``overrides``.
 
-    ``name`` is dotted: ``pue``, ``fabric.bytes_per_s``, ``accelerator.price_per_hour``, ``accelerator.flops.bf16``. Raises
-    ``HardwareError`` if there is no such figure.
+    ``name`` is dotted: ``pue``, ``fabric.bytes_per_s``, ``accelerator.price_per_hour``, ``accelerator.flops.bf16``.
+    Raises ``HardwareError`` if there is no such figure, or if the value is not possible, or far from the old one.
     """
     free = value == 0 and name.endswith(_MAY_BE_ZERO)
     if not (math.isfinite(value) and (value > 0 or free)):
@@ -258,6 +258,7 @@ def with_value(cluster: Cluster, name: str, value: float, source: str = "set by 
 
 
 def _replaced(owner: Any, path: list[str], value: float, source: str, name: str) -> Any:
+    """Return ``owner`` with the figure at ``path`` replaced; raises ``HardwareError`` if there is none, or not a single one."""
     here, rest = path[0], path[1:]
     if isinstance(owner, dict):
         names = list(owner)
@@ -282,7 +283,7 @@ def _replaced(owner: Any, path: list[str], value: float, source: str, name: str)
 
 
 def _check_size(value: float, old: float, name: str) -> None:
-    """Raises ``HardwareError`` for a value so far from the figure it replaces that it must be in another unit."""
+    """Raise ``HardwareError`` for a value so far from the figure it replaces that it must be in another unit."""
     if value > 0 and old > 0 and not 1 / _FARTHEST <= value / old <= _FARTHEST:
         raise HardwareError(
             f"{name} = {value:g} is {max(value / old, old / value):.2g} times {'more' if value > old else 'less'} than the "

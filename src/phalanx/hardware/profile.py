@@ -175,7 +175,8 @@ def profile_names() -> tuple[str, ...]:
 def profile_of(accelerator: Accelerator, name: str | None = None) -> Profile:
     """The constants for ``accelerator``: those called ``name`` or in the TOML file ``name``, else those that it names.
 
-    Raises ``HardwareError`` if there is no such profile, or if a field of it is missing or wrong.
+    Raises ``HardwareError`` if there is no such profile, or if a field of it is missing or wrong. Cached by the file's
+    time of modification.
     """
     chosen = name or accelerator.profile or accelerator.key
     path = Path(chosen) if chosen.endswith(".toml") else _FOLDER / f"{chosen}.toml"
@@ -193,7 +194,11 @@ def _constants_at(path: Path, changed_ns: int) -> Constants:  # noqa: ARG001 - a
 
 
 def _read_constants(file: Values, path: Path) -> Constants:
-    """The ``[profile]`` table of ``file``. A fit states beside its constants where they come from; else its file does."""
+    """The ``[profile]`` table of ``file``.
+
+    A fit states beside its constants where they come from; else its file does. Raises ``HardwareError`` for missing or
+    wrong fields.
+    """
     place = f"{path}, [profile]"
     shared = {name: file[name] for name in ("source", "date") if name in file}
     # The time scalars of a software stack stand in the same table; whoever plans for one reads them.

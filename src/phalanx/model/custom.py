@@ -90,7 +90,7 @@ class Chain(nn.Module):
         self.head = model.head
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
-        """Reduce the model to a stage of a pipeline, like ``Transformer.keep``."""
+        """Reduce the model to a stage of a pipeline, like ``Transformer.keep``. Changes it in place."""
         self.blocks = nn.ModuleDict(
             {name: block for name, block in self.blocks.items() if int(name) in layers}
         )
@@ -153,7 +153,8 @@ class CustomFacts:
 
 
 def custom_facts(spec: ModelSpec, seq_len: int, dtype: torch.dtype = torch.float32) -> CustomFacts:
-    """Build a user's model on the meta device, check it, and return its facts.
+    """Build a user's model on the meta device, check that it can be trained, and return its parameters and the training
+    FLOP per token of each block.
 
     Args:
         spec: Resolved.
@@ -177,6 +178,7 @@ def custom_facts(spec: ModelSpec, seq_len: int, dtype: torch.dtype = torch.float
 
 
 def _build(factory: Callable[..., Any], spec: ModelSpec) -> Any:
+    """Call the user's factory. Raises ``CustomModelError``."""
     try:
         return factory(spec)
     except Exception as error:
@@ -239,6 +241,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _require_head(model: nn.Module, spec: ModelSpec, refuse: _Refusal) -> None:
+    """Raise the error of ``refuse`` unless the head is a plain projection, tied or not as the spec has it."""
     if not hasattr(model, "head"):
         raise refuse(
             "the model has no attribute head",
@@ -265,6 +268,9 @@ def _require_head(model: nn.Module, spec: ModelSpec, refuse: _Refusal) -> None:
 
 
 def _require_trainable(model: nn.Module, refuse: _Refusal) -> None:
+    """Raise the error of ``refuse`` for buffers, plain tensors, dropout, shared or frozen parameters, and other dtypes
+    than fp32.
+    """
     for name, _ in model.named_buffers():
         raise refuse(
             f"{name} is a buffer, whose values are neither initialized nor saved",
@@ -300,6 +306,10 @@ def _require_trainable(model: nn.Module, refuse: _Refusal) -> None:
 
 
 def _parameters(chain: Chain, model: nn.Module) -> Iterator[Parameter]:
+    """Yield the model's parameters with their kinds: stated by the model, or by shape.
+
+    Raises ``CustomModelError`` for a wrong kind.
+    """
     stated = getattr(model, "parameter_kind", lambda _name: None)
     for name, parameter in chain.named_parameters():
         kind = stated(name) or _kind_by_shape(name, parameter.ndim)
@@ -316,6 +326,7 @@ def _parameters(chain: Chain, model: nn.Module) -> Iterator[Parameter]:
 
 
 def _kind_by_shape(name: str, dimensions: int) -> ParameterKind:
+    """Return the kind of a parameter that the model does not state."""
     if dimensions == 1:
         return "bias" if name.rpartition(".")[2] == "bias" else "norm"
     if name.startswith("embedding."):
@@ -324,7 +335,10 @@ def _kind_by_shape(name: str, dimensions: int) -> ParameterKind:
 
 
 def _forward_costs(chain: Chain, tokens: Tensor) -> list[float]:
-    """Return the forward FLOP of each block on ``tokens``; check the shapes that the parts return."""
+    """Return the forward FLOP of each block on ``tokens``; the first includes the embedding, the last norm and head.
+
+    Raises ``CustomModelError`` if a part returns another shape.
+    """
     spec = chain.spec
     expected_shape = (*tokens.shape, spec.dim)
     parts = [
@@ -350,6 +364,7 @@ def _forward_costs(chain: Chain, tokens: Tensor) -> list[float]:
 
 
 def _on_meta(spec: ModelSpec, name: str, module: nn.Module, x: Tensor) -> Any:
+    """Call a module of the user's on the meta device. Raises ``CustomModelError``."""
     try:
         return module(x)
     except Exception as error:
@@ -360,7 +375,10 @@ def _on_meta(spec: ModelSpec, name: str, module: nn.Module, x: Tensor) -> Any:
 
 
 def _require_gradients(chain: Chain, tokens: Tensor) -> None:
-    """Refuse parameters that the logits do not depend on: they would get no gradient and no optimizer step."""
+    """Refuse parameters that the logits do not depend on: they would get no gradient and no optimizer step.
+
+    Raises ``CustomModelError``. A model whose backward pass fails on the meta device is not checked.
+    """
     named = dict(chain.named_parameters())
     try:
         gradients = torch.autograd.grad(chain(tokens).sum(), list(named.values()), allow_unused=True)
@@ -451,7 +469,10 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _require_same_forward(model: nn.Module, spec: ModelSpec, tokens: Tensor) -> None:
-    """If the model defines ``forward``, call it and check that it computes the chain."""
+    """If the model defines ``forward``, call it and check that it computes the chain.
+
+    Raises ``CustomModelError`` otherwise. Its parts keep the hooks that record the calls.
+    """
     if type(model).forward is nn.Module.forward:
         return
     calls: list[_PartCall] = []

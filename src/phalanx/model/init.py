@@ -59,7 +59,10 @@ def _pieces(box: tuple[int, ...], chunk: int) -> Iterator[tuple[slice, ...]]:
 
 @torch.no_grad()
 def fill(out: Tensor, parameter: Parameter, offset: tuple[int, ...], spec: ModelSpec, seed: int) -> None:
-    """Write the initial values of the box at ``offset`` of ``parameter`` into ``out``, which has the box's shape."""
+    """Write the initial values of the box at ``offset`` of ``parameter`` into ``out``, which has the box's shape.
+
+    Norms are 1 (0 with an offset), biases 0, others normal. Values depend on seed, name and position only.
+    """
     if parameter.kind in ("norm", "bias", "balance"):
         out.fill_(1.0 if parameter.kind == "norm" and not spec.norm_offset else 0.0)
         return

@@ -70,6 +70,7 @@ class Block(nn.Module):
 
 
 def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
+    """Return ``norm`` of ``x``, or ``x`` without a norm."""
     if norm is None:
         return x
     normalized: Tensor = norm(x)
@@ -207,7 +208,8 @@ class Transformer(nn.Module):
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
         """Reduce the model to a stage of a pipeline: these layers, which keep their names.
 
-        Only the first stage has the embedding; only the last has norm, head and predictions ahead.
+        Only the first stage has the embedding; only the last has norm, head and predictions ahead. Changes the model in
+        place.
         """
         self.blocks = nn.ModuleDict(
             {name: block for name, block in self.blocks.items() if int(name) in layers}
@@ -231,7 +233,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return ``readout`` of the last hidden states; by default logits.
 
-        The loss is a readout, because a rank has the full projection weights only inside this call.
+        The loss is a readout, because a rank has the full projection weights only inside this call. New tokens are
+        added to ``cache``. Raises ``ValueError`` for both a cache and documents.
 
         Args:
             x: Tokens ``(b, s)``, int64, or the first layer's hidden states ``(b, s, d)``, as for a stage without embedding.
@@ -283,7 +286,10 @@ class Transformer(nn.Module):
         return vectors * rounded(self.spec.dim**0.5, vectors.dtype) if self.spec.scale_embeddings else vectors
 
     def _length(self, positions: Tensor, cache: Sequence[Cache] | None) -> int:
-        """Return the number of tokens in the full sequence if the rotation depends on it; else 0."""
+        """Return the number of tokens in the full sequence if the rotation depends on it; else 0.
+
+        Raises ``ValueError`` if the cache has keys that were rotated for a shorter one.
+        """
         short = longest_short(self.spec)
         if not short:
             return 0

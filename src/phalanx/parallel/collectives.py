@@ -82,7 +82,7 @@ class _RankStep:
         return by_stage
 
     def step(self) -> Calls:
-        """Count all collectives of one optimizer step."""
+        """Count all collectives of this rank in one optimizer step, by (axis, kind)."""
         rounds = rounds_per_step(self.spec, self.layout)
         slot: Calls = Counter()
         for stage in self.holding.stages:

@@ -47,10 +47,11 @@ def apply_experts(
     spec: RunSpec,  # noqa: ARG001  all axes are applied by the same call
     clock: CommClock,
 ) -> dict[str, Partition]:
-    """Distribute the experts of ``module`` over the expert axes of ``mesh``. The module is on the meta device and not yet sharded.
+    """Distribute the experts of ``module`` over the expert axes of ``mesh``. The module is on the meta device and not
+    yet sharded.
 
-    Afterwards the experts' parameters are this rank's parts. Each mixture takes the tokens of this rank, as the other axes have
-    divided them.
+    Afterwards the experts' parameters are this rank's parts, empty, and each mixture has its exchange. Each mixture
+    takes the tokens of this rank, as the other axes have divided them.
 
     Returns:
         The partition of each expert parameter, by name; also of those that are complete on this rank.
@@ -65,6 +66,7 @@ def apply_experts(
 
 
 def _exchange(mesh: Mesh, clock: CommClock) -> Exchange:
+    """Return the exchange between experts of the mesh's layout: local, over expert ranks, over divided experts, or both."""
     layout = mesh.layout
     exchange: Exchange = LocalExchange()
     if layout.expert > 1:
@@ -75,7 +77,10 @@ def _exchange(mesh: Mesh, clock: CommClock) -> Exchange:
 
 
 def _cut(experts: Experts, prefix: str, mesh: Mesh) -> dict[str, Partition]:
-    """Replace the parameters of ``experts`` by this rank's parts. Return the partitions by name."""
+    """Replace the parameters of ``experts`` by this rank's parts.
+
+    Return the partitions by name. Biases of down projections also set where this rank's part of the result begins.
+    """
     partitions = {}
     for name, full_param in list(experts.named_parameters()):
         partition = Partition(tuple(full_param.shape), tuple(_splits(_DIVIDED[name], mesh)))
@@ -89,6 +94,7 @@ def _cut(experts: Experts, prefix: str, mesh: Mesh) -> dict[str, Partition]:
 
 
 def _splits(inner: int, mesh: Mesh) -> Iterator[DimSplit]:
+    """Yield how an expert parameter is divided: dimension 0 over expert ranks, ``inner`` over expert-tensor ranks."""
     layout = mesh.layout
     if layout.expert > 1:
         yield DimSplit(0, mesh.expert_rank, layout.expert, mesh.expert_group)
@@ -159,6 +165,7 @@ class ExpertExchange:
         return combine(results, order, routing.weights)  # (n, d)
 
     def _route(self, sending: Tensor) -> TokenRoute:
+        """Exchange the token counts by expert, and return the route. Waits for the device."""
         coming = torch.empty_like(sending)  # (ranks, local experts)
         with self.clock.measure():
             dist.all_to_all_single(coming, sending, group=self.group)
@@ -243,6 +250,7 @@ def _exchanged(rows: Tensor, route: TokenRoute, exchange: ExpertExchange) -> Ten
 
 
 def _sent(rows: Tensor, route: TokenRoute, exchange: ExpertExchange) -> Tensor:
+    """Send rows along ``route`` with one all-to-all and return the received ones ``(received, d)``."""
     received = rows.new_empty((sum(route.received), rows.shape[1]))  # (received, d)
     with exchange.clock.measure():
         dist.all_to_all_single(received, rows.contiguous(), route.received, route.sent, group=exchange.group)

@@ -51,7 +51,7 @@ class Child:
         leads_session: bool = False,
         parent: str = "its launcher",
     ) -> None:
-        """See ``start``."""
+        """Take charge of a process that runs already; ``start`` starts one."""
         self._process, self._output, self._parent = process, output, parent
         self._leads_session = leads_session
         self._lock = threading.RLock()  # a signal handler may interrupt the thread that has it
@@ -136,7 +136,7 @@ class Child:
         return False
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process, if it runs."""
+        """Send a signal to the process, if it runs. A death by it then counts as intended in its log."""
         with self._lock:
             if not self._is_over and self.exit_code() is None:
                 self._sent.add(number)
@@ -171,7 +171,7 @@ class Child:
         return code
 
     def end(self, fine: Container[int] = (0,)) -> int:
-        """Kill the process and all that is left of its session's group, and reap it. Returns the exit code.
+        """Kill the process and all that is left of its session's group, and reap it. Return the exit code.
 
         Its log gets a line about how it ended, unless the code is one of ``fine``. May be called again.
         """
@@ -189,6 +189,7 @@ class Child:
         return code
 
     def _last_line(self, code: int, fine: Container[int]) -> tuple[str, Literal["info", "error"]]:
+        """Return the log's last line about how the process ended, empty if that was expected, and its level."""
         if code in fine:
             return "", "info"
         if -code in self._sent:
@@ -219,7 +220,10 @@ class LineChild(Child):
         )
 
     def exchange(self, request: Mapping[str, object]) -> dict[str, Any] | None:
-        """Send a request and return the reply, None from a child that has ended. A child that replies otherwise is killed."""
+        """Send a request and return the reply, None from a child that has ended.
+
+        A child that replies otherwise is killed. Waits as long as the child takes.
+        """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -236,7 +240,7 @@ class LineChild(Child):
         return None
 
     def end(self, fine: Container[int] = (0,)) -> int:
-        """See ``Child.end``; closes the pipes too."""
+        """Kill and reap the process as ``Child.end`` does, and close its pipes. Return the exit code."""
         code = super().end(fine)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -246,7 +250,10 @@ class LineChild(Child):
 
 
 def end_all(children: Iterable[Child], patience_s: float = 0.0, fine: Container[int] = (0,)) -> None:
-    """End several children; returns once all are reaped. Together they get ``patience_s`` to end by themselves."""
+    """End several children; return once all are reaped.
+
+    Together they get ``patience_s`` to end by themselves. Those left are killed.
+    """
     children, deadline_s = list(children), time.monotonic() + patience_s
     for child in children:
         child.wait(deadline_s - time.monotonic())
@@ -257,7 +264,7 @@ def end_all(children: Iterable[Child], patience_s: float = 0.0, fine: Container[
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process with this exit code ended, in words."""
+    """Return how a process with this exit code ended, in words, with the signal's name if it was killed by a known one."""
     if code >= 0:
         return f"ended with code {code}"
     with suppress(ValueError):
@@ -275,7 +282,10 @@ _EXIT_FAILED = 1
 
 
 def die_with_parent() -> None:
-    """Have Linux kill this process when the thread that started it ends (prctl(2), PR_SET_PDEATHSIG)."""
+    """Have Linux kill this process when the thread that started it ends (prctl(2), PR_SET_PDEATHSIG).
+
+    Exits at once if the parent is gone already. Does nothing on other systems.
+    """
     if sys.platform != "linux":
         return
     pr_set_pdeathsig = 1  # linux/prctl.h
@@ -294,6 +304,7 @@ def _parent() -> int:
 
 
 def _end_after(parent: int) -> None:
+    """End this process, with an error code, when its parent is no longer ``parent``."""
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     os._exit(_EXIT_FAILED)

@@ -13,7 +13,9 @@ _WHERE_UNLIMITED = 1 << 20
 
 
 def raise_open_file_limit(at_least: int = 0) -> int:
-    """Raise this process's limit on open files to the hard limit, or to ``at_least`` where there is none; returns the limit."""
+    """Raise this process's limit on open files to the hard limit, or to ``at_least`` where there is none; return the
+    limit. A system that refuses keeps its limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = max(at_least, _WHERE_UNLIMITED) if hard == resource.RLIM_INFINITY else hard
     if soft == resource.RLIM_INFINITY or soft >= limit:

@@ -42,7 +42,7 @@ class Restarts:
     _standing: object = None
 
     def after_death(self, standing: object = None, *, was_useful: bool = False) -> float | None:
-        """Count a death. Returns the seconds to wait before the next start, None if there is to be none.
+        """Count a death. Return the seconds to wait before the next start, None if there is to be none.
 
         Args:
             standing: Position of the work, as any value that changes with progress. The first death at a position begins a new row.

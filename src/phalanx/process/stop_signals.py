@@ -50,6 +50,7 @@ class StopRequest:
         self._end = None
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        """Record the request and call ``end``, if given; from then on Ctrl-C interrupts as usual."""
         self.made = True
         if self._end is not None:
             self._end()
@@ -86,7 +87,10 @@ class StopOrders:
 
 @contextmanager
 def on_stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Inside, each Ctrl-C, SIGTERM and SIGHUP calls ``stop`` instead of its earlier handler, except signals that are ignored.
+    """Context in which each Ctrl-C, SIGTERM and SIGHUP calls ``stop`` instead of its earlier handler, which returns
+    afterwards.
+
+    Signals that are ignored stay so.
 
     In other threads than the main one it changes nothing: Python lets only the main thread handle signals.
     """

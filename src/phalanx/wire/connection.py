@@ -51,7 +51,7 @@ class FramedConnection:
         """The other end, for people: an address, or a name such as "the router"."""
 
     def send_message(self, message: msgspec.Struct, body: memoryview | bytes = b"") -> None:
-        """Send a message, and the raw bytes that it announces right behind it."""
+        """Send a message, and the raw bytes that it announces right behind it. Raises WireError."""
         framed = frame(encode(message))
         with self._sending:
             self._send(framed)
@@ -74,7 +74,10 @@ class FramedConnection:
             return decoder.decode(body)
 
     def receive_message_or_end(self, decoder: MessageDecoder[_T]) -> _T | None:
-        """Return the next message; None if the peer closed the connection between two messages."""
+        """Return the next message; None if the peer closed the connection between two messages.
+
+        Raises WireError for a malformed one or a broken connection.
+        """
         try:
             first = self._socket.recv(1)
         except OSError as error:
@@ -96,7 +99,10 @@ class FramedConnection:
         return bytes(body)
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill ``view`` with raw bytes, straight into its memory."""
+        """Fill ``view`` with raw bytes, straight into its memory.
+
+        Raises EndedError if the connection ends before, SilentError after the deadline.
+        """
         done = 0
         while done < len(view):
             try:
@@ -122,6 +128,7 @@ class FramedConnection:
         self._socket.close()
 
     def _send(self, body: memoryview | bytes) -> None:
+        """Send all bytes, piece by piece. Raises WireError."""
         view = memoryview(body)
         try:
             for start in range(0, len(view), _PIECE_BYTES):  # the timeout is for each piece, not for all
@@ -130,11 +137,13 @@ class FramedConnection:
             raise self._failure(error) from error
 
     def _body(self, head: bytes) -> bytes:
+        """Receive the body of a message whose head was received. Raises WireError."""
         with _naming(self.peer):
             length = body_length(head)
         return self.receive(length)
 
     def _observe_deadline(self) -> None:
+        """Limit the next read to the time until the deadline; raises SilentError if it has passed."""
         if self._deadline_s is not None:
             remaining_s = self._deadline_s - time.monotonic()
             if remaining_s <= 0:
@@ -142,6 +151,7 @@ class FramedConnection:
             self._socket.settimeout(remaining_s)
 
     def _failure(self, error: OSError) -> WireError:
+        """Return the WireError for a failure of the socket: EndedError, SilentError or another."""
         kind: type[WireError] = WireError
         if isinstance(error, ConnectionResetError | BrokenPipeError):
             kind = EndedError
@@ -239,9 +249,10 @@ class SealedConnection:
 def sealed(
     connection: socket.socket, peer: str, token: str, role: Role, purpose: str, within_s: float
 ) -> SealedConnection:
-    """Prove both ends of a connected socket to each other within ``within_s``; afterwards the peer may be silent for any time.
+    """Prove both ends of a connected socket to each other within ``within_s``; afterwards the peer may be silent for
+    any time.
 
-    Raises UnprovenError and WireError.
+    Raises UnprovenError and WireError. Messages are not delayed (TCP_NODELAY).
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     raw = FramedConnection(connection, peer)

@@ -81,6 +81,7 @@ def body_length(head: bytes, longest_bytes: int = LONGEST_MESSAGE_BYTES) -> int:
 
 
 def _require_short(nbytes: int, longest_bytes: int) -> None:
+    """Raise ``MessageError`` for a message longer than allowed."""
     if nbytes > longest_bytes:
         raise MessageError(f"a message of {nbytes:,} bytes, more than the {longest_bytes:,} allowed")
 
@@ -122,6 +123,7 @@ class Seal:
         return body
 
     def _next(self, body: bytes) -> bytes:
+        """Return the seal of the next message, by its number."""
         self._number += 1
         return hmac.digest(self._key, self._number.to_bytes(8, "big") + body, "sha256")[:SEAL_BYTES]
 
@@ -139,13 +141,17 @@ class Seals:
 def handshake(
     token: str, purpose: str, role: Role, earlier: Sequence[str] = ()
 ) -> Generator[bytes | int, bytes, Seals]:
-    """Steps of a handshake: yields bytes to send (answer with anything), or the number of bytes to receive (answer with them).
+    """Yield the steps of a handshake: bytes to send (answer with anything), or the number of bytes to receive (answer
+    with them).
 
     Args:
         token: The run's.
         purpose: Purpose of the connection, and its run; the same at both ends.
         earlier: Tokens before a rotation, which a server accepts of clients for a while; a client never uses one.
         role: Of this end. The client proves itself first, so that a server gives nothing to strangers, not even something to guess at.
+
+    Returns:
+        The seals of the messages that follow.
 
     Raises:
         UnprovenError: The peer does not know the token, or speaks another protocol.

@@ -50,7 +50,9 @@ class Doorway:
         """Hosts that have proven themselves, the latest last."""
 
     def enter(self, connection: socket.socket, host: str) -> Newcomer:
-        """Give a new connection a place; if there is none, end another newcomer's connection."""
+        """Give a new connection a place; if there is none, end the oldest newcomer's, preferring hosts that have never
+        proven themselves.
+        """
         newcomer = Newcomer(connection, host)
         with self._lock:
             if len(self._waiting) >= self._places:
@@ -62,7 +64,7 @@ class Doorway:
         return newcomer
 
     def leave(self, newcomer: Newcomer, *, proven: bool) -> None:
-        """Free the place. A second call does nothing."""
+        """Free the place; a host that has ``proven`` itself is remembered. A second call does nothing."""
         with self._lock:
             self._waiting.pop(newcomer, None)
             if proven:
@@ -134,7 +136,7 @@ class ProvenPort:
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
-        """End all connections and stop listening."""
+        """End all connections and stop listening. Returns once the listening thread has ended."""
         with self._lock:
             self._closed.set()
             for connection in self._open:
@@ -147,6 +149,7 @@ class ProvenPort:
         self._serve_peer = _refuse
 
     def _accept(self) -> None:
+        """Accept connections until closed, each served in a thread of its own. Failures are logged, and it pauses."""
         while not self._closed.is_set():
             try:
                 connection, address = self._listener.accept()
@@ -167,6 +170,7 @@ class ProvenPort:
                 self._closed.wait(_PAUSE_S)
 
     def _serve(self, newcomer: Newcomer, peer: str) -> None:
+        """Authenticate a newcomer within the time and serve it; log why its connection ended, and close it."""
         level = logging.DEBUG
         try:
             with self._secured(newcomer) as connection, self._listed(connection):
@@ -186,7 +190,7 @@ class ProvenPort:
                 newcomer.connection.close()
 
     def _secured(self, newcomer: Newcomer) -> socket.socket:
-        """Return the newcomer's connection, under TLS if there is a context."""
+        """Return the newcomer's connection, under TLS if there is a context. The handshake has a time limit."""
         newcomer.connection.settimeout(self._handshake_timeout_s)
         newcomer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is not None:
@@ -199,7 +203,7 @@ class ProvenPort:
 
     @contextmanager
     def _listed(self, connection: socket.socket) -> Iterator[None]:
-        """List a connection among those that ``close`` ends."""
+        """List a connection among those that ``close`` ends. Raises WireError if the port is closing."""
         with self._lock:
             if self._closed.is_set():
                 raise WireError("the port is closing")

@@ -36,6 +36,8 @@ async def authenticate(
 ) -> Seals:
     """Prove to each other that both ends know ``token``, for ``purpose``; a server accepts ``earlier`` tokens too.
 
+    The seals are returned. Raises the errors of ``send`` and ``receive``.
+
     Args:
         send: Sends bytes.
         receive: Returns that many bytes; a stream of whole messages may return the next message instead.
@@ -71,7 +73,10 @@ class FrameStream:
         self._reader, self._writer = reader, writer
 
     async def receive(self, longest_bytes: int = LONGEST_MESSAGE_BYTES) -> bytes:
-        """Return the bytes of the next frame."""
+        """Return the bytes of the next frame.
+
+        Raises EndedError if the connection ends, MessageError for a frame longer than ``longest_bytes``.
+        """
         try:
             head = await self._reader.readexactly(LENGTH_BYTES)
             return await self._reader.readexactly(body_length(head, longest_bytes))
@@ -79,7 +84,10 @@ class FrameStream:
             raise EndedError("ended the connection") from error
 
     async def send(self, body: bytes, longest_bytes: int = LONGEST_MESSAGE_BYTES) -> None:
-        """Send a frame, and wait while the peer reads more slowly than this end sends."""
+        """Send a frame, and wait while the peer reads more slowly than this end sends.
+
+        Raises EndedError, and MessageError for a body that is too long.
+        """
         self.write(body, longest_bytes)
         try:
             await self._writer.drain()

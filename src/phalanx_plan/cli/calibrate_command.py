@@ -63,6 +63,10 @@ def command(out: Path | None, ranks: int | None, quick: bool, clock: Clock | Non
 
 
 def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool) -> JsonObject:
+    """Measure kernels, collectives and training steps of this machine, and return the tables of its TOML file.
+
+    Takes minutes. Progress is printed unless ``quiet``.
+    """
     from phalanx.hardware.catalog import accelerator
     from phalanx.hardware.local.device import device_name, device_of_rank, gpus
     from phalanx.train.measure.calibrate import (
@@ -94,12 +98,16 @@ def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool
 
 
 def _say(quiet: bool, work: str) -> None:
+    """Print what is being measured on standard error, unless ``quiet``."""
     if not quiet:
         click.echo(f"measuring {work} ...", err=True)
 
 
 def _key(device_name: str) -> str:
-    """Return the key of the accelerator in the catalog that a driver calls ``device_name``."""
+    """Return the key of the accelerator in the catalog that a driver calls ``device_name``.
+
+    Raises ClickException if there is none.
+    """
     from phalanx.hardware.catalog import accelerators
 
     matches = [
@@ -116,6 +124,7 @@ def _key(device_name: str) -> str:
 
 
 def _origin(settings: Settings) -> CalibrationOrigin:
+    """Return where, when and with which software the figures were measured."""
     import datetime
     import platform
 
@@ -150,7 +159,7 @@ def _stack_scalar(tables: JsonObject, settings: Settings, origin: CalibrationOri
 
 
 def _ratios(tables: JsonObject, settings: Settings, ranks: int) -> list[float]:
-    """Return measured over predicted time of each run."""
+    """Return measured over predicted time of each run. Trains each one."""
     import tempfile
 
     import tomli_w
@@ -189,6 +198,7 @@ def _real_runs(ranks: int, settings: Settings) -> list[RunSpec]:
 
 
 def _print(tables: JsonObject) -> None:
+    """Print the measured rates, and the points and errors of each fit."""
     chip, profile = tables["accelerator"], tables["profile"]
     rates = ", ".join(f"{name} {rate / 1e9:,.4g} GFLOP/s" for name, rate in chip["flops"].items())
     click.echo(f"{chip['name']}: {rates}, memory {chip['memory_bytes_per_s'] / 1e9:,.3g} GB/s")

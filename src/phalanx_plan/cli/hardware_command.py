@@ -40,6 +40,7 @@ def command(name: str | None, as_json: bool) -> None:
 
 
 def _list(as_json: bool) -> None:
+    """Print all accelerators and systems, as tables or JSON."""
     if as_json:
         entries = {key: _plain(entry) for key, entry in accelerators().items()}
         click.echo(
@@ -66,6 +67,7 @@ def _list(as_json: bool) -> None:
 
 
 def _summary(entry: Accelerator) -> tuple[str, ...]:
+    """Return an accelerator's row of the table."""
     sixteen = entry.flops.get("bf16", entry.flops.get("fp16"))
     return (
         entry.key,
@@ -82,6 +84,7 @@ def _summary(entry: Accelerator) -> tuple[str, ...]:
 
 
 def _show(name: str, as_json: bool) -> None:
+    """Print an accelerator's or a system's figures with their sources, and the fitted constants. Raises ``HardwareError``."""
     system = systems().get(name)
     chip = accelerators().get(name) or (system.accelerator if system else accelerator(name))
     fits = dict(_fits(chip))
@@ -103,6 +106,7 @@ def _show(name: str, as_json: bool) -> None:
 
 
 def _figures(entry: Accelerator | System) -> Table:
+    """Return a table of an entry's figures: name, value, source and date."""
     table = Table.grid(padding=(0, 2))
     for name, value in _leaves(entry, ""):
         fact = value if isinstance(value, Fact) else Fact(value, "")
@@ -113,7 +117,7 @@ def _figures(entry: Accelerator | System) -> Table:
 
 
 def _leaves(entry: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Names and values of all figures in ``entry``, the accelerator of a system left out."""
+    """Yield names and values of all figures in ``entry``, the accelerator of a system left out."""
     for field in dataclasses.fields(entry):
         value, name = getattr(entry, field.name), prefix + field.name
         if isinstance(value, dict):
@@ -131,6 +135,7 @@ def _leaves(entry: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _fits(chip: Accelerator) -> Iterator[tuple[str, Any]]:
+    """Yield (name, fit) of all fitted constants of an accelerator."""
     constants = profile_of(chip).constants
     yield from ((f"matmul {key}", fit) for key, fit in constants.matmul.items())
     yield from (
@@ -142,6 +147,7 @@ def _fits(chip: Accelerator) -> Iterator[tuple[str, Any]]:
 
 
 def _fit_table(fits: dict[str, Any]) -> Table:
+    """Return a table of fits: name, constants and origin."""
     table = Table.grid(padding=(0, 2))
     for name, fit in fits.items():
         values = [

@@ -49,6 +49,7 @@ def command(name: str | None, as_json: bool) -> None:
 
 
 def _facts(spec: ModelSpec) -> JsonObject:
+    """Return a model's counts and shape for JSON."""
     model = resolve(spec, _VOCAB)
     counts = count(model, _SEQ_LEN)
     return {
@@ -63,6 +64,7 @@ def _facts(spec: ModelSpec) -> JsonObject:
 
 
 def _print_all(models: dict[str, JsonObject]) -> None:
+    """Print a table of the known models, and the conventions of counting."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for column in ("name", "parameters", "active", "layers", "dim", "heads", "KV heads", "experts"):
         is_name = column == "name"  # users copy it
@@ -82,6 +84,7 @@ def _print_all(models: dict[str, JsonObject]) -> None:
 
 
 def _print_one(name: str, facts: JsonObject) -> None:
+    """Print the counts and the shape of one model."""
     table = Table.grid(padding=(0, 2))
     for key in ("parameters", "active_parameters", "flops_per_token"):
         table.add_row(key, f"{facts[key]:,}")

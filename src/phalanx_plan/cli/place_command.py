@@ -144,7 +144,10 @@ def _print_choices(spec: RunSpec, topology: Topology, options: PlaceOptions) -> 
 
 
 def _print_allocation(spec: RunSpec, topology: Topology, hosts: Sequence[str], options: PlaceOptions) -> None:
-    """Print the run's loss on the allocated nodes; exit with code ``REFUSED`` if it is over the limit."""
+    """Print the run's loss on the allocated nodes; exit with code ``REFUSED`` if it is over the limit.
+
+    Raises ``TopologyError`` if the run cannot be placed there.
+    """
     from phalanx_plan.placing import verify
     from phalanx_plan.planner import traffic_of, with_rates_of
 
@@ -230,6 +233,7 @@ def _print_verdict(verdict: PlacementAssessment, options: PlaceOptions, *, is_wo
 
 
 def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, ranked: list[Choice]) -> None:
+    """Print the run's traffic, a table of placements, and the nodes of the best one in rank order."""
     from rich.table import Table
     from rich.text import Text
 
@@ -282,6 +286,7 @@ def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, ranked: list[
 
 
 def _ratio(best: Choice) -> str:
+    """Return how the best placement's slowest link compares with the lower bound, in words."""
     if best.price.certified:
         return "its slowest link is a node's own, so no placement is faster"
     slowest, bound = _ms(best.price.slowest_s), _ms(best.price.bound_s)

@@ -48,7 +48,10 @@ _TO_FILL_IN = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "sc
 
 
 def write_files(plan: Plan, spec: RunSpec, options: LayoutOptions) -> None:
-    """Write the files of the options, and print their paths."""
+    """Write the files of the options (report, trace, run file), and print their paths on standard error.
+
+    Fields to fill in before training are named there too.
+    """
     report, trace, out = options.report, options.trace, options.out
     if report is not None:
         from phalanx_plan.report.page import report_page
@@ -237,6 +240,7 @@ def _fit_law(budget: str | None, options: FitOptions | PlanOptions) -> None:
 
 
 def _answer_budget(budget: str, options: SizeOptions) -> None:
+    """Check the options, find the best model for a budget, print it and write the files."""
     refuse_repeated(options.overrides)
     refuse_outputs(options)
     question = budget_question(budget, options)
@@ -244,7 +248,7 @@ def _answer_budget(budget: str, options: SizeOptions) -> None:
 
 
 def _answer_service(options: ServiceOptions) -> None:
-    """Plan workers that serve the model, and print them."""
+    """Plan workers that serve the model, and print them. Raises UsageError or ``DemandError``."""
     from phalanx_plan.cli.serving_table import answer_service
 
     refuse_repeated(options.overrides)
@@ -256,7 +260,10 @@ def _answer_service(options: ServiceOptions) -> None:
 
 
 def _answer_layouts(options: LayoutOptions) -> None:
-    """Plan layouts of the run, write the files of the options and print the plan. Raises an error for a field that plans do not use."""
+    """Plan layouts of the run, write the files of the options and print the plan.
+
+    Raises an error for a field that plans do not use. Exits with code 1 if the chosen layout does not fit.
+    """
     from phalanx_plan.api import plan_json
     from phalanx_plan.cli.plan_tables import print_plan
     from phalanx_plan.search.plan import make_plan

@@ -20,6 +20,7 @@ class GivenOnce(Command):
     """A command that refuses a repeated option, unless the option is declared to be repeatable."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; raises UsageError for an option that takes one value and is given twice."""
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         once_only = [
             option

@@ -63,7 +63,10 @@ def refuse_outputs(options: SearchOptions, trace: Path | None = None, files: tup
 
 
 def requested_placer(options: LayoutOptions, spec: RunSpec) -> Placer | None:
-    """Return the placer of layouts on the network of the options; ``None`` without a network."""
+    """Return the placer of layouts on the network of the options; ``None`` without a network.
+
+    Reads the network's file or its scheduler. Raises UsageError if it cannot be read.
+    """
     network, shares = options.network, options.shares
     if network is None:
         if shares:
@@ -122,7 +125,10 @@ def refuse_beside(option: str, allowed: Iterable[str], instead: str) -> None:
 
 
 def budget_question(budget: str, options: SizeOptions) -> Question:
-    """Return the question of a budget. Raises an error for fields that the answer decides."""
+    """Return the question of a budget.
+
+    Raises an error for fields that the answer decides. Options that were not given leave its defaults.
+    """
     from phalanx_plan.scaling.answer import Question
     from phalanx_plan.scaling.optimum import read_budget
     from phalanx_plan.scaling.shapes import MODEL_KINDS
@@ -168,7 +174,7 @@ class _Mistake(click.ClickException):
 
 @contextmanager
 def mistakes() -> Iterator[None]:
-    """Show the error of a request in one message, with exit code 2."""
+    """Context that shows a ``ValueError`` or ``OSError`` of a request in one message, with exit code 2."""
     from phalanx.cli.errors import explained  # with the rules of a run file, which the help does not need
 
     try:
@@ -181,9 +187,10 @@ def mistakes() -> Iterator[None]:
 
 
 def requested_spec(options: ModelOptions, sizes: BatchOptions | None = None) -> RunSpec:
-    """Return the run of the first file or of the known model, with its overrides. Raises UsageError unless exactly one is set.
+    """Return the run of the first file or of the known model, with its overrides. Raises UsageError unless exactly one
+    is set.
 
-    ``sizes`` are the batch of a known model.
+    ``sizes`` are the batch of a known model. Also for a field that two options set. Raises the errors of reading a run.
     """
     model, overrides = options.model, options.fields
     if bool(options.files) == (model is not None):
@@ -204,7 +211,10 @@ def requested_spec(options: ModelOptions, sizes: BatchOptions | None = None) -> 
 
 
 def requested_cluster(options: ClusterOptions) -> Cluster:
-    """Return the cluster by its name or file, with the overridden figures."""
+    """Return the cluster by its name or file, with the overridden figures.
+
+    A name without a number is explained on standard error. Raises UsageError or ``HardwareError``.
+    """
     from phalanx.hardware.catalog import cluster
     from phalanx.hardware.cluster import read_figure, with_value
 

@@ -64,6 +64,7 @@ def print_plan(plan: Plan, *, explain: bool) -> None:
 
 
 def _print_head(console: Console, plan: Plan) -> None:
+    """Print the evidence, the model, the cluster, and what was overridden."""
     job = plan.job
     counts, cluster = job.workload.counts, job.cluster
     console.print(str(plan.evidence), style="yellow" if plan.evidence.kind == "never" else "dim")
@@ -103,6 +104,9 @@ def _print_ideas(console: Console, plan: Plan) -> None:
 
 
 def _ranking(plan: Plan) -> Table:
+    """Return a table of the best layouts: step, MFU, memory, accelerators, time and cost without failures, and the
+    network's addition if they were placed. Its caption explains the columns.
+    """
     table = Table(box=None, padding=(0, 1), pad_edge=False, width=min(100, text_console().width))
     days_of = [plan.tokens / estimate.tokens_per_s / 86_400 for estimate in plan.best]
     usd_of = [
@@ -146,7 +150,7 @@ def _added(cost: NetworkCost) -> str:
 
 
 def _print_placement(console: Console, plan: Plan) -> None:
-    """Print the placement of the chosen layout on the network."""
+    """Print the placement of the chosen layout on the network. Nothing without a placed plan."""
     if plan.placements is None:
         return
     cost = plan.placements[plan.chosen.layout]
@@ -162,6 +166,9 @@ def _print_placement(console: Console, plan: Plan) -> None:
 
 
 def _print_losers(console: Console, plan: Plan) -> None:
+    """Print what the best layout of each other family loses, and how many layouts were excluded by what; nothing
+    without a search.
+    """
     result = plan.search_result
     if result is None:
         return
@@ -209,6 +216,7 @@ def _print_explained(console: Console, plan: Plan) -> None:
 
 
 def _rival(plan: Plan) -> Estimate | None:
+    """Return the best estimate of another layout than the chosen one; ``None`` without a search."""
     result = plan.search_result
     return (
         next((estimate for estimate in result.best if estimate.layout != plan.chosen.layout), None)
@@ -218,6 +226,7 @@ def _rival(plan: Plan) -> Estimate | None:
 
 
 def _breakdown(quantity: str, chosen: Estimate, other: Estimate | None) -> Table:
+    """Return a table of "memory" or "time" by term, beside those of the other layout, if given."""
     rows = dict(terms(quantity, chosen, other))
     total = (sum(this for this, _ in rows.values()), sum(that or 0.0 for _, that in rows.values()))
     unit, scale = ("GB", 1e-9) if quantity == "memory" else ("s", 1.0)
@@ -248,6 +257,7 @@ def terms(
 
 
 def _verdict(chosen: Estimate, other: Estimate | None) -> str:
+    """Return whether the layout fits, its rates, and how it compares with the other layout."""
     room = (chosen.capacity_bytes - chosen.memory_bytes) / 1e9
     text = f"fits with {room:.1f} GB to spare" if chosen.fits else f"does not fit: {-room:.1f} GB too much"
     text += f"; {chosen.tokens_per_s:,.0f} tokens/s, MFU {mfu_text(chosen)}, {chosen.flops_per_s / 1e12:,.4g} TFLOP/s each"
@@ -261,6 +271,7 @@ def _verdict(chosen: Estimate, other: Estimate | None) -> str:
 
 
 def _run_table(plan: Plan) -> Table:
+    """Return a table of the run as a whole."""
     table = Table.grid(padding=(0, 2))
     table.title, table.title_justify = "The run as a whole", "left"
     table.add_column(style="dim")
@@ -270,6 +281,7 @@ def _run_table(plan: Plan) -> Table:
 
 
 def _run_rows(run: RunEstimate) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of the run as a whole: time, goodput, failures, checkpoints, energy and cost."""
     levels = run.goodput_by_level
     finish = run.finish_days
     time = unit_for([run.days], DAYS)
@@ -323,7 +335,7 @@ def _failures(run: RunEstimate) -> str:
 
 
 def print_answer(answer: BudgetAnswer) -> None:
-    """Print the recommended models of a budget as sentences and tables."""
+    """Print the recommended models of a budget as sentences and tables. Also what would change the answer, and its evidence."""
     console = text_console()
     for index, recommendation in enumerate(answer.recommendations):
         console.print(

@@ -56,6 +56,7 @@ def _json(
 
 
 def _answer_json(answer: ServingFleet) -> dict[str, object]:
+    """Return a fleet as plain values for JSON, times by name."""
     facts = dataclasses.asdict(answer)
     facts["ttft_s"] = dict(zip(("median", "percentile"), answer.ttft_s, strict=True))
     facts["tpot_s"] = dict(zip(("median", "percentile"), answer.tpot_s, strict=True))
@@ -81,6 +82,7 @@ _EVIDENCE = (
 
 
 def _print(service: Service, name: str, good: list[ServingFleet], bad: list[ServingFleet], top: int) -> None:
+    """Print the best fleet, a table of others, the parts of a step, and fleets that do not meet the objectives."""
     console, best, traffic = text_console(), good[0], service.traffic
     context_tokens = traffic.prompt + traffic.text
     console.print(_EVIDENCE, style="dim")
@@ -119,6 +121,7 @@ def _print(service: Service, name: str, good: list[ServingFleet], bad: list[Serv
 
 
 def _row(answer: ServingFleet) -> tuple[str, ...]:
+    """Return a fleet's row of the table."""
     workers = f"{answer.decode_workers} x {answer.decode}"
     if answer.roles == "apart":
         workers = f"{answer.prefill_workers} x {answer.prefill} > {workers}"

@@ -95,6 +95,7 @@ def fleet(options: SimulateFleetOptions) -> None:
 
 
 def _range(seeds: str) -> range:
+    """Parse FIRST:END; raises BadParameter for another text."""
     first, _, end = seeds.partition(":")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
         raise click.BadParameter(
@@ -108,6 +109,7 @@ def _progress(unit: str) -> OnProgress:
     last_s = time.monotonic()
 
     def show(finished: float, total: float) -> None:
+        """Print the progress on standard error, at most once per pause."""
         nonlocal last_s
         if time.monotonic() - last_s > _PAUSE_S:
             last_s = time.monotonic()
@@ -117,6 +119,7 @@ def _progress(unit: str) -> OnProgress:
 
 
 def _small(seeds: range, as_json: bool, on_progress: OnProgress) -> None:
+    """Simulate a world for each seed, and print sums of faults, recoveries and lost steps. Raises if an invariant breaks."""
     began_s = time.monotonic()
     faults: Counter[str] = Counter()
     totals: Counter[str] = Counter()
@@ -150,6 +153,7 @@ def _small(seeds: range, as_json: bool, on_progress: OnProgress) -> None:
 
 
 def _format(report: FleetReport) -> str:
+    """Return the report of a large fleet as text."""
     scenario = report.scenario
     causes = ", ".join(f"{name} {count}" for name, count in report.failures.items())
     lines = [
@@ -171,6 +175,7 @@ def _format(report: FleetReport) -> str:
 
 
 def _kept(name: str, kept: SeatsKept) -> str:
+    """Return a line on how many units leave their domain, and where nodes are replaced."""
     torn = ", ".join(
         f"{units:.1f} their {level}" for level, units in zip(LEVELS, kept.torn_units, strict=True)
     )
@@ -181,6 +186,7 @@ def _kept(name: str, kept: SeatsKept) -> str:
 
 
 def _shares(seconds: dict[str, float], whole_s: float) -> list[str]:
+    """Return lines of seconds and shares, the largest first, with the total."""
     rows = [*sorted(seconds.items(), key=lambda row: -row[1]), ("total", whole_s)]
     return [f"{name:<20} {value:>18,.1f} s {100 * value / whole_s:>8.3f} %" for name, value in rows]
 
@@ -273,6 +279,9 @@ def _as_json(start_time: Start) -> dict[str, object]:
 
 
 def _table(starts: list[Start]) -> list[str]:
+    """Return the lines of a table of starts by phase, in seconds, one column for each size, with the sum, and a line
+    that explains brackets: times that another phase hides.
+    """
     lines = [f"{'seconds, nodes:':<18}" + "".join(f"{start_time.nodes:>12,}" for start_time in starts)]
     for index, phase in enumerate(starts[0].phases):
         cells = (

@@ -41,7 +41,10 @@ def refuse_model_fields(overrides: Sequence[str]) -> None:
 
 
 def answer_budget(question: Question, *, out: Path | None, report: Path | None, as_json: bool) -> None:
-    """Find the best model for a budget, print it, and write the output files of the better kind of model."""
+    """Find the best model for a budget, print it, and write the output files of the better kind of model.
+
+    Progress goes to standard error. Raises UsageError for output files without a cluster.
+    """
     from phalanx_plan.cli.plan_tables import print_answer
     from phalanx_plan.scaling.answer import answer
     from phalanx_plan.scaling.words import answer_json
@@ -57,6 +60,7 @@ def answer_budget(question: Question, *, out: Path | None, report: Path | None, 
 
 
 def _write(recommended: BudgetAnswer, out: Path | None, report: Path | None) -> None:
+    """Write the report and the run file of the best model, and name the fields to fill in, if it has a plan."""
     best = recommended.best
     if best.plan is None:
         return
@@ -82,7 +86,9 @@ def _write(recommended: BudgetAnswer, out: Path | None, report: Path | None) -> 
 def answer_fit(
     places: Sequence[Path], *, overrides: Sequence[str], tokens: str | None, budget: str | None, as_json: bool
 ) -> None:
-    """Fit a law to the run directories among ``places``; predict the run file among them, or the best model for a FLOP budget."""
+    """Fit a law to the run directories among ``places``; predict the run file among them, or the best model for a FLOP
+    budget. Prints the law and the predictions. Raises UsageError for more than one run file, and ``FitError``.
+    """
     from phalanx_plan.cli.plan_tables import print_fit
     from phalanx_plan.scaling.fit import fit
     from phalanx_plan.scaling.words import fit_json
@@ -105,6 +111,7 @@ def answer_fit(
 
 
 def _asked_run(path: Path, overrides: Sequence[str], tokens: str | None) -> tuple[float, float]:
+    """Return the parameters and tokens of the run file to predict, with its overrides."""
     from phalanx.model.facts.presets import PRESETS
     from phalanx.run.read import read_run
     from phalanx_plan.search.query import read_tokens
@@ -115,6 +122,7 @@ def _asked_run(path: Path, overrides: Sequence[str], tokens: str | None) -> tupl
 
 
 def _flops(text: str) -> float:
+    """Return a budget in FLOP; raises UsageError for another unit."""
     from phalanx_plan.scaling.optimum import read_budget
 
     budget = read_budget(text)
@@ -161,6 +169,9 @@ def size_of(spec: RunSpec) -> int:
 
 
 def _small_run(place: Path, directory: RunDirectory, spec: RunSpec) -> SmallRun:
+    """Return the size, tokens and held-out loss of a finished run; raises ``FitError`` if it is not finished or has no
+    such loss.
+    """
     from phalanx_plan.scaling.fit import FitError, SmallRun
 
     result = directory.finished_result()

@@ -72,7 +72,9 @@ class StepTimeline:
 
 
 def step_timeline(job: TrainingJob, chosen: Estimate) -> StepTimeline:
-    """Return the spans of the step of an estimate."""
+    """Return the spans of the step of an estimate, in seconds: the first flush of the pipeline action by action, the
+    others as one span each.
+    """
     evaluation = prepare(job, candidates_of([chosen.layout], job.modes))
     pipes = evaluation.pipes
     ranks, micro_batches = int(pipes.ranks[0]), int(pipes.micro_batches[0])
@@ -170,6 +172,7 @@ def perfetto(job: TrainingJob, chosen: Estimate) -> dict[str, object]:
 
 
 def _chrome(event: TraceEvent) -> dict[str, object]:
+    """Return an event in the format of Chrome's traces."""
     arguments = {"stage": event.stage, "micro_batch": event.micro_batch} if event.stage >= 0 else {}
     return {
         "ph": "X",
@@ -201,6 +204,7 @@ def step_changes(plan: Plan) -> dict[str, tuple[float, float]]:
 
 
 def _jobs(job: TrainingJob) -> Iterator[tuple[str, TrainingJob, TrainingJob]]:
+    """Yield (figure, job with it lowered, job with it raised); the power limit is only lowered."""
     chip = job.cluster.accelerator
     figures = {
         "memory bandwidth": ("accelerator.memory_bytes_per_s", chip.memory_bytes_per_s.value),
@@ -230,18 +234,20 @@ def _with_data_overlap(stack: Stack, factor: float) -> Stack:
 
 
 def _with(job: TrainingJob, figure: str, value: float) -> TrainingJob:
+    """Return the job with another value of one figure of the cluster."""
     cluster = with_value(job.cluster, figure, value)
     return replace(job, cluster=cluster, profile=Profile(cluster.accelerator, job.profile.constants))
 
 
 def _with_flops(job: TrainingJob, factor: float) -> TrainingJob:
+    """Return the job with all peak rates times ``factor``."""
     for name, fact in job.cluster.accelerator.flops.items():
         job = _with(job, f"accelerator.flops.{name}", fact.value * factor)
     return job
 
 
 def days_changes(plan: Plan) -> dict[str, float]:
-    """Return the days of the run under each changed assumption."""
+    """Return the days of the run under each changed assumption. Failure rates, recovery, and step times at their P5 and P95."""
     planned = plan.assumptions
     changed = {f"failure rates: {level}": replace(planned, failure_level=level) for level in LEVELS}
     # With fixed times for saves to memory, saves to storage keep their own interval.

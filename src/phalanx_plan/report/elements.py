@@ -155,7 +155,7 @@ def colors(kinds: Iterable[str]) -> dict[str, str]:
 
 
 def stacked_bars(bars: Sequence[Bar], unit: str, limit: float | None = None) -> str:
-    """Draw horizontal stacked bars with a legend; ``limit`` is drawn as a line."""
+    """Return an SVG of horizontal stacked bars with a legend; ``limit`` is drawn as a line."""
     kinds = [
         kind
         for kind in dict.fromkeys(k for bar in bars for k in bar.parts)
@@ -193,7 +193,7 @@ def legend(color: Mapping[str, str]) -> str:
 
 
 def gantt(spans: Sequence[GanttSpan], rows: Sequence[str], length: float, unit: str) -> str:
-    """Draw a time line with one row for each of ``rows``."""
+    """Return an SVG of a time line of ``length`` with one row for each of ``rows``."""
     kinds = list(dict.fromkeys(span.kind for span in spans))
     color = colors(kinds) | {kind: "#e8e8e8" for kind in kinds if kind == "idle"}
     scale, each = _scale(0, length), max(5, min(18, 460 // max(1, len(rows))))
@@ -213,7 +213,7 @@ def gantt(spans: Sequence[GanttSpan], rows: Sequence[str], length: float, unit: 
 
 
 def scatter(dots: Sequence[Dot], x_unit: str, y_unit: str) -> str:
-    """Draw points; marked points are larger."""
+    """Return an SVG of points; marked points are larger."""
     height = 260
     x_low, x_high = padded([point.x for point in dots], 0.06)
     y_low, y_high = padded([point.y for point in dots], 0.06)
@@ -232,7 +232,7 @@ def curves(
     y_unit: str,
     mark: tuple[float, str] | None = None,
 ) -> str:
-    """Draw lines over a logarithmic x axis; ``mark`` is an x with a caption."""
+    """Return an SVG of lines over a logarithmic x axis; ``mark`` is an x with a caption."""
     height, color = 260, colors(lines)
     points = [point for curve in lines.values() for point in curve]
     low, high = (math.log10(bound) for bound in (min(p[0] for p in points), max(p[0] for p in points)))
@@ -253,7 +253,7 @@ def curves(
 
 
 def tornado(changes: Mapping[str, tuple[float, float]], unit: str) -> str:
-    """Draw, for each name, the change of the result when a figure is lowered and when it is raised."""
+    """Return an SVG that shows, for each name, the change of the result when a figure is lowered and when it is raised."""
     most = max([abs(value) for pair in changes.values() for value in pair] + [1e-9])
     scale = _scale(-most, most)
     marks = []
@@ -284,6 +284,7 @@ def _vertical(low: float, high: float, height: float) -> Scale:
 
 
 def _x_axis(low: float, high: float, height: float, unit: str) -> list[str]:
+    """Return the marks of a horizontal axis with ticks and its unit."""
     scale = _scale(low, high)
     marks = [line(_LEFT, height, WIDTH - _RIGHT, height, _stroke("#999"))]
     marks += [label(scale(tick), height + 16, f"{tick:.6g}", "middle") for tick in _ticks(low, high)]
@@ -291,6 +292,7 @@ def _x_axis(low: float, high: float, height: float, unit: str) -> list[str]:
 
 
 def _y_axis(low: float, high: float, height: float, unit: str) -> list[str]:
+    """Return the marks of a vertical axis with ticks and its unit."""
     scale = _vertical(low, high, height)
     marks = [line(_LEFT, height, _LEFT, 8, _stroke("#999"))]
     marks += [label(_LEFT - 6, scale(tick) + 4, f"{tick:.6g}", "end") for tick in _ticks(low, high)]

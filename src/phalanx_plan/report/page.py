@@ -99,6 +99,7 @@ def verdict(plan: Plan) -> tuple[str, tuple[str, ...]]:
 
 
 def _against(plan: Plan) -> Iterator[str]:
+    """Yield the reasons against the plan: it does not fit, may never finish, or has a caveat that decides."""
     if not plan.chosen.fits:
         over = plan.chosen.memory_bytes - plan.chosen.capacity_bytes
         yield f"the layout does not fit: {over / 1e9:,.1f} GB too much on the fullest accelerator"
@@ -108,6 +109,7 @@ def _against(plan: Plan) -> Iterator[str]:
 
 
 def _doubts(plan: Plan) -> Iterator[str]:
+    """Yield the reasons to measure first: no published run, announced hardware, caveats and warnings."""
     if plan.evidence.kind == "never":
         yield (
             f"{plan.evidence.subject} was never measured: run a few hundred steps of this layout on one node, and phalanx calibrate, before "
@@ -128,6 +130,7 @@ def _verdict(plan: Plan) -> str:
 
 
 def _ranges(plan: Plan) -> str:
+    """Return a table of time, cost, energy and step at P5, P50 and P95, as HTML."""
     run, band = plan.run, plan.band
     time, money = unit_for([run.days], DAYS), unit_for([run.cost.total_usd], DOLLARS)
     energy = unit_for([run.energy.total_kwh], ENERGY)
@@ -270,6 +273,7 @@ def _between(value: float, percentiles: Percentiles, units: Sequence[DisplayUnit
 
 
 def _memory(plan: Plan) -> str:
+    """Return the bars of each pipeline rank's memory, of some ranks if there are many."""
     bars = rank_memory(plan)
     if len(bars) > _MOST_BARS:
         chosen = np.unique(np.linspace(0, len(bars) - 1, _MOST_BARS).astype(int))
@@ -321,6 +325,7 @@ def _time_bars(plan: Plan) -> list[Bar]:
 
 
 def _timeline(plan: Plan) -> str:
+    """Return the time line of a step, of some ranks if there are too many spans."""
     line = step_timeline(plan.job, plan.chosen)
     events = line.events
     rows = sorted({event.rank for event in events})
@@ -339,6 +344,7 @@ def _timeline(plan: Plan) -> str:
 
 
 def _span(event: TraceEvent, row: int) -> GanttSpan:
+    """Return a trace event as a span of row ``row``."""
     kind = "not drawn in detail" if event.name[0].isdigit() or event.name.startswith("flush") else event.name
     where = f", stage {event.stage}, micro-batch {event.micro_batch}" if event.stage >= 0 else ""
     title = f"{event.name}{where}: {event.end_s - event.begin_s:.4g} s"
@@ -346,6 +352,7 @@ def _span(event: TraceEvent, row: int) -> GanttSpan:
 
 
 def _front(plan: Plan) -> str:
+    """Return the scatter of the layouts that no other beats, with the chosen one."""
     assert plan.search_result is not None, "only called after a search"
     dots = [
         Dot(
@@ -362,6 +369,7 @@ def _front(plan: Plan) -> str:
 
 
 def _losers(plan: Plan) -> str:
+    """Return tables of the other families' best layouts, and of the reasons for which layouts were excluded."""
     assert plan.search_result is not None, "only called after a search"
     rows = [
         (
@@ -380,6 +388,7 @@ def _losers(plan: Plan) -> str:
 
 
 def _sensitivity(plan: Plan) -> str:
+    """Return the HTML of how step and run change with single figures."""
     changes = {"as planned": plan.run.days, **days_changes(plan)}
     time = unit_for([plan.run.days], DAYS)
     return (
@@ -393,6 +402,7 @@ def _sensitivity(plan: Plan) -> str:
 
 
 def _goodput(plan: Plan) -> str:
+    """Return curves of goodput by the checkpoint interval, for each level of failure rates."""
     best = plan.run.interval_s
     intervals = [best * 10**power for power in np.linspace(-1, 2, 31)]
     lines = {f"failure rates {level}": list(_curve(plan, level, intervals)) for level in LEVELS}
@@ -400,12 +410,14 @@ def _goodput(plan: Plan) -> str:
 
 
 def _curve(plan: Plan, level: RateLevel, intervals: Sequence[float]) -> Iterator[tuple[float, float]]:
+    """Yield (interval in seconds, goodput) at a level of failure rates."""
     for interval_s in intervals:
         assumptions = dataclasses.replace(plan.assumptions, checkpoint_interval_s=interval_s)
         yield interval_s, goodput_plan(plan.inputs, assumptions, level).goodput
 
 
 def _run(plan: Plan) -> str:
+    """Return the table of the run as a whole, its use of wall time, and notes."""
     run = plan.run
     time = unit_for([run.days], DAYS)
     shares = {name: share for name, share in run.breakdown.items() if share > 0}
@@ -432,6 +444,7 @@ def _run(plan: Plan) -> str:
 
 
 def _assumptions(plan: Plan) -> str:
+    """Return tables of all figures and assumptions with their sources."""
     job, chip = plan.job, plan.job.cluster.accelerator
     facts = [
         (f"peak {name}", f"{fact.value / 1e12:,.5g} TFLOP/s", fact.source, fact.date)
@@ -475,6 +488,7 @@ def _assumptions(plan: Plan) -> str:
 
 
 def _plain(value: object) -> str:
+    """Return a value as text."""
     if isinstance(value, Band):
         return f"P5 {value.p5:.4g}, P50 {value.p50:.4g}, P95 {value.p95:.4g}"
     if isinstance(value, tuple):

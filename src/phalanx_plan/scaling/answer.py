@@ -136,7 +136,8 @@ class BudgetAnswer:
 def answer(question: Question, on_progress: Callable[[str], None] = lambda _: None) -> BudgetAnswer:
     """Find the best model of each kind for a budget; ``on_progress`` is called before each search of layouts.
 
-    Raises ``BudgetError`` for a budget that buys nothing or needs a cluster, ``PlanRequestError`` if no layout fits.
+    Raises ``BudgetError`` for a budget that buys nothing or needs a cluster, ``PlanRequestError`` if no layout fits. A
+    kind of model without a layout is left out with the reason, unless no kind has one. Best first, by predicted loss.
     """
     if question.cluster is None and question.budget.unit != "flop":
         raise BudgetError(
@@ -166,6 +167,7 @@ def answer(question: Question, on_progress: Callable[[str], None] = lambda _: No
 
 
 def _on_data(surface: LossSurface, question: Question) -> LossSurface:
+    """Return the loss on limited data, which is repeated, if the question limits it."""
     if math.isinf(question.unique_tokens):
         return surface
     return RepeatedData(surface, question.unique_tokens)
@@ -181,6 +183,10 @@ def _solved(question: Question, surface: LossSurface, cost: CostPerToken, times:
 
 
 def _recommended(question: Question, kind: ModelKind, on_progress: Callable[[str], None]) -> Recommended:
+    """Find the best model of one kind, plan its run, and compare laws and other budgets.
+
+    Raises ``BudgetError`` if inference leaves no tokens to train on.
+    """
     law = CHINCHILLA if kind == "dense" else routed_law(EXPANSION)
     cost, planned, shape = _cost_of(question, kind, law, on_progress)
     budget = question.budget.amount
@@ -223,6 +229,7 @@ def _size_band(question: Question, cost: CostPerToken) -> tuple[float, float]:
 
 
 def _law_rows(question: Question, kind: ModelKind, cost: CostPerToken) -> list[LawRow]:
+    """Return each law's optimum for the budget, with how far it is beyond the law's own runs."""
     laws: Sequence[DenseLaw | MixtureLaw] = DENSE_LAWS if kind == "dense" else mixture_laws(EXPANSION)
     rows = []
     for law in (*laws, *((joint_law(1),) if kind == "dense" else ())):
@@ -258,7 +265,11 @@ def _best_size(question: Question, law: LossSurface, cost: CostPerToken) -> floa
 def _cost_of(
     question: Question, kind: ModelKind, law: LossSurface, on_progress: Callable[[str], None]
 ) -> tuple[CostPerToken, dict[ModelShape, Plan], ModelShape]:
-    """Return the cost of a token by size, the plans that it is from, and the best shape for the budget."""
+    """Return the cost of a token by size, the plans that it is from, and the best shape for the budget.
+
+    For a budget that is not in FLOP, layouts are searched for a few sizes, until the best one is near a planned size.
+    Raises ``PlanRequestError`` if none fits.
+    """
     if question.budget.unit == "flop":
         shape = shape_of(kind, _best_size(question, law, flops_per_token))
         planned = {}
@@ -312,12 +323,14 @@ def _add_plan(
     plans: dict[ModelShape, Plan],
     on_progress: Callable[[str], None],
 ) -> None:
+    """Plan the shape nearest ``size`` for the budget, and add that to ``plans``. Raises ``PlanRequestError``."""
     shape = shape_of(kind, size)
     tokens = question.budget.amount / _guessed(question)(shape.active)
     plans[shape] = _search(question, shape, tokens, on_progress)
 
 
 def _search(question: Question, shape: ModelShape, tokens: float, on_progress: Callable[[str], None]) -> Plan:
+    """Search the layouts of a shape on the question's cluster, for these tokens; reports progress."""
     assert question.cluster is not None, "a search is on a cluster"
     on_progress(f"{shape.name} on {question.cluster.key}: searching layouts")
     spec = run_of_shape(shape, tokens, question.seq_len, question.batch, question.overrides)
@@ -343,7 +356,7 @@ def _stated(question: Question) -> frozenset[str]:
 
 
 def _unit_cost(question: Question, plan: Plan) -> float:
-    """Return the cost of one token in the budget's unit."""
+    """Return the cost of one token in the budget's unit. Raises ``PlanRequestError`` if it is 0 or not finite."""
     run, tokens = plan.run, plan.inputs.tokens
     days = run.days / tokens
     by_unit = {

@@ -91,7 +91,10 @@ class FittedLaw:
 
 
 def fit(runs: Sequence[SmallRun], samples: int = _SAMPLES, seed: int = 0) -> FittedLaw:
-    """Fit the law, deterministically. Raises ``FitError`` that names the missing runs."""
+    """Fit the law to the runs, deterministically, with ``samples`` refits to resampled residuals as its uncertainty.
+
+    Raises ``FitError`` that names the missing runs.
+    """
     _refuse_too_few(runs)
     sizes, tokens = (np.log([getattr(run, name) for run in runs]) for name in ("parameters", "tokens"))
     losses = np.log([run.loss for run in runs])
@@ -114,6 +117,7 @@ def fit(runs: Sequence[SmallRun], samples: int = _SAMPLES, seed: int = 0) -> Fit
 
 
 def _refuse_too_few(runs: Sequence[SmallRun]) -> None:
+    """Raise ``FitError`` for too few runs, sizes or numbers of tokens, and for values that are not positive."""
     if len(runs) < LEAST_RUNS:
         raise FitError(
             f"{len(runs)} runs: the law has {CONSTANTS} constants; fit at least {LEAST_RUNS} finished runs, of at least "
@@ -194,6 +198,7 @@ def _minimize(theta: _Floats, at: _Floats, losses: _Floats) -> tuple[_Floats, _F
 
 
 def _law(theta: _Floats, middle: tuple[float, float]) -> PowerLaw:
+    """Return the power law of fitted parameters, which are relative to ``middle``."""
     size, alpha, data, beta, floor = theta.tolist()
     return PowerLaw(
         floor=math.exp(floor),

@@ -133,7 +133,10 @@ def over_trained(
     smaller: float,
     inference_tokens: float = 0.0,
 ) -> OverTrained:
-    """Compare a model that is ``smaller`` times smaller, with a cost of serving that is lower by this factor."""
+    """Compare a model that is ``smaller`` times smaller, with a cost of serving that is lower by this factor.
+
+    Returns its loss for the same budget, and the share of the budget with which it reaches the best model's loss.
+    """
     parameters = best.parameters / smaller
     tokens = tokens_for(parameters, budget, cost, inference_tokens)
     loss = surface.loss(parameters, tokens)

@@ -77,6 +77,7 @@ def _candidates(kind: ModelKind, active: float) -> Iterator[ModelShape]:
 
 
 def _counted(kind: ModelKind, width: int, layers: int, active: float) -> ModelShape:
+    """Return a shape with its counts of parameters."""
     model = resolve((_dense if kind == "dense" else _mixture)(width, layers, active))
     counts = count(model, 8192)
     return ModelShape(kind, model, counts.parameters, counts.active_parameters)
@@ -87,6 +88,7 @@ def _vocabulary(active: float) -> int:
 
 
 def _dense(width: int, layers: int, active: float) -> ModelSpec:
+    """Return a dense model of this width and depth; ``active`` decides its vocabulary and tied embeddings."""
     heads = width // 128
     return ModelSpec(
         layers=layers,
@@ -156,6 +158,7 @@ def run_of_shape(
 
 
 def _short(number: float) -> str:
+    """Return a number of parameters as in a model's name: "1.3b"."""
     for letter, size in (("t", 1e12), ("b", 1e9), ("m", 1e6)):
         if number >= size:
             return f"{number / size:.3g}{letter}"

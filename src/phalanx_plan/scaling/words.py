@@ -48,7 +48,10 @@ def sentence(answer: BudgetAnswer, recommendation: Recommended) -> str:
 
 
 def comparison(answer: BudgetAnswer) -> Iterator[str]:
-    """Compare the two kinds of models, by the laws that sized them and by the joint law."""
+    """Compare the two kinds of models, by the laws that sized them and by the joint law.
+
+    Also how far unique tokens suffice, if they are limited.
+    """
     if len(answer.recommendations) > 1:
         first, second = answer.recommendations
         agrees = "agrees" if first.joint_loss < second.joint_loss else "disagrees"
@@ -141,7 +144,7 @@ def changes(answer: BudgetAnswer) -> Iterator[str]:
 
 
 def report_section(answer: BudgetAnswer) -> str:
-    """Return the answer as a section of a report."""
+    """Return the answer as a section of a report. HTML."""
     paragraphs = [
         f"{'Train' if index == 0 else 'Or'} {sentence(answer, recommendation)}."
         for index, recommendation in enumerate(answer.recommendations)

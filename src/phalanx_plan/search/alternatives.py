@@ -148,7 +148,8 @@ def ideas_of(
 ) -> tuple[Idea, ...]:
     """Return the best plans by ``objective`` that divide the model differently, best first; three if there are as many.
 
-    With ``placements``, only layouts in it count, with the seconds that their placement adds.
+    With ``placements``, only layouts in it count, with the seconds that their placement adds. Layouts that are much
+    slower are taken only if there are too few others.
     """
     winner = result.best[0]
     losers = [loser.layout for loser in result.runners_up if loser.slower != float("inf")]
@@ -184,6 +185,7 @@ def ideas_of(
 
 
 def _key(estimate: Estimate, objective: str) -> tuple[float, float]:
+    """Return what estimates are ranked by: the objective, then the step."""
     by = {"time": estimate.step_s, "cost": estimate.step_s * estimate.ranks, "gpus": float(estimate.ranks)}
     return by[objective], estimate.step_s
 
@@ -205,6 +207,7 @@ def _means(layout: PlannedLayout) -> tuple[object, ...]:
 
 
 def _title(layout: PlannedLayout) -> str:
+    """Return how a layout divides the model, in words."""
     parts = []
     if layout.pipeline > 1:
         stages = f" x {layout.stages_per_rank} stages" if layout.stages_per_rank > 1 else ""
@@ -227,6 +230,9 @@ def _title(layout: PlannedLayout) -> str:
 
 
 def _gives_up(estimate: Estimate, winner: Estimate) -> Iterator[str]:
+    """Yield what a layout gives up against the winner: time, accelerators, free memory, what is offloaded, and notable
+    terms of its step.
+    """
     if estimate is not winner:
         slower = estimate.step_s / winner.step_s - 1
         change = {name: seconds - winner.time.get(name, 0.0) for name, seconds in estimate.time.items()}
@@ -276,6 +282,7 @@ _MORE = {
 
 
 def _offloaded(layout: PlannedLayout) -> Iterator[tuple[str, bool]]:
+    """Yield (name, True if offloaded) of what can be offloaded."""
     yield "activations", layout.offload_activations
     yield "the optimizer's state", layout.offload_optimizer
 

@@ -22,7 +22,7 @@ from phalanx_plan.workload.stacks import TrainingJob
 
 
 def written_layout(spec: RunSpec, job: TrainingJob, ranks: int) -> PlannedLayout:
-    """Return the layout of the run file on ``ranks`` ranks."""
+    """Return the layout of the run file on ``ranks`` ranks. Nothing is checked here."""
     parallel, memory, train = spec.parallel, spec.memory, spec.train
     layout = layout_of(parallel, ranks)
     slots = job.workload.slots or layout.data_ranks
@@ -57,6 +57,7 @@ _ZERO = {"none": 2, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def _zero(spec: RunSpec, job: TrainingJob) -> int:
+    """Return the ZeRO stage of the run's sharding, or the highest that the stack has."""
     stage = _ZERO[spec.parallel.sharding]
     return stage if stage in job.stack.zero_stages else max(job.stack.zero_stages)
 
@@ -95,7 +96,9 @@ def read_layout(text: str, spec: RunSpec, job: TrainingJob) -> PlannedLayout:
 
 
 def _data_ranks(text: str, settings: dict[str, Any], inner: int) -> int:
-    """Remove ``dp`` and ``gpus`` from ``settings`` and return the data-parallel ranks that they set; 0 if neither is set."""
+    """Remove ``dp`` and ``gpus`` from ``settings`` and return the data-parallel ranks that they set; 0 if neither is
+    set. Raises ``PlanRequestError`` if the two disagree.
+    """
     data, ranks = int(settings.pop("data", 0)), int(settings.pop("ranks", 0))
     if ranks % inner:
         raise PlanRequestError(f"--layout {text}: gpus={ranks} is no multiple of tp x cp x pp = {inner}")
@@ -107,7 +110,10 @@ def _data_ranks(text: str, settings: dict[str, Any], inner: int) -> int:
 
 
 def _fields(text: str, job: TrainingJob) -> dict[str, Any]:
-    """Return the fields of a layout that ``text`` sets, by their full names."""
+    """Return the fields of a layout that ``text`` sets, by their full names.
+
+    Raises ``PlanRequestError`` for an unknown, repeated or malformed one.
+    """
     settings: dict[str, Any] = {}
     for part in text.split(","):
         word, sign, value = (piece.strip() for piece in part.partition("="))
@@ -131,6 +137,7 @@ _FROM_ZERO = ("zero", "offload_activations", "offload_optimizer", "sequence_para
 
 
 def _value(name: str, value: str, job: TrainingJob) -> int | str | bool:
+    """Parse the value of a layout's field; raises ``PlanRequestError`` with the possible ones."""
     words = {
         "schedule": SCHEDULES,
         "recompute": tuple(mode.name for mode in job.modes),
@@ -154,6 +161,7 @@ def _value(name: str, value: str, job: TrainingJob) -> int | str | bool:
 
 
 def _check_room(text: str, ranks: int, job: TrainingJob, replica: int) -> None:
+    """Raise ``PlanRequestError`` for more ranks than the cluster has, or incomplete replicas."""
     if ranks > job.cluster.accelerators:
         raise PlanRequestError(
             f"--layout {text}: {ranks:,} ranks, but the cluster {job.cluster.key} has {job.cluster.accelerators:,} "
@@ -222,6 +230,8 @@ def parallel_of(spec: RunSpec, layout: PlannedLayout) -> ParallelSpec:
 
 
 def _memory(memory: MemorySpec, layout: PlannedLayout) -> MemorySpec:
+    """Return the memory section of a run file for the layout; the kind of offload is kept where there is one."""
+
     def place(name: str, before: str) -> Any:
         return ("host" if before == "none" else before) if getattr(layout, name) else "none"
 
@@ -235,6 +245,7 @@ def _memory(memory: MemorySpec, layout: PlannedLayout) -> MemorySpec:
 
 
 def _precision(spec: RunSpec, layout: PlannedLayout) -> PrecisionSpec:
+    """Return the precision section for the layout's format."""
     name = layout.precision
     if name == "fp8" and spec.precision.matmul == "compute":
         return replace(spec.precision, matmul="fp8-rowwise")
@@ -242,7 +253,9 @@ def _precision(spec: RunSpec, layout: PlannedLayout) -> PrecisionSpec:
 
 
 def least_change(job: TrainingJob, layout: PlannedLayout, *, offload: bool) -> str:
-    """Describe the change that makes a layout fit on the same ranks with the shortest step. ``offload`` permits moving its state to host memory."""
+    """Describe the change that makes a layout fit on the same ranks with the shortest step: recomputation,
+    micro-batches of one, or offloading; or that none does. ``offload`` permits moving its state to host memory.
+    """
     options = [
         replace(
             layout,
@@ -271,7 +284,10 @@ def least_change(job: TrainingJob, layout: PlannedLayout, *, offload: bool) -> s
 
 
 def what_would_fit(job: TrainingJob, options: Options) -> str:
-    """Describe how many accelerators or how much memory would suffice if nothing fits; empty if neither helps."""
+    """Describe how many accelerators or how much memory would suffice if nothing fits; empty if neither helps.
+
+    Searches again for each.
+    """
     advice = []
     count = max(options.gpus or (job.cluster.accelerators,))
     for doubling in range(1, _MOST_DOUBLINGS + 1):
@@ -290,6 +306,7 @@ def what_would_fit(job: TrainingJob, options: Options) -> str:
 
 
 def _fits(job: TrainingJob, options: Options) -> bool:
+    """Return True if a search finds a layout that fits."""
     try:
         search(job, replace(options, finalists=1, top=1))
     except ValueError:

@@ -57,7 +57,11 @@ class Requirement:
 
 
 def requirement(text: str, job: TrainingJob) -> Requirement:
-    """Parse a condition. Raises ``ValueError`` that lists the valid fields and values."""
+    """Parse a condition.
+
+    Raises ``ValueError`` that lists the valid fields and values. Only whole numbers and the words of schedule and
+    recompute can be compared.
+    """
     match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|!=|==|=|<|>)\s*([\w+-]+)\s*", text)
     if match is None:
         several = (
@@ -207,7 +211,8 @@ class Front:
     def add(self, first: int, alive: Ints, seconds: Floats, bytes_: Floats, ranks: Ints) -> None:
         """Add a chunk whose first geometry is number ``first``. ``alive`` are its geometries with a fitting layout.
 
-        ``seconds``, shape (choices, alive), and ``ranks``, shape (alive,), are of these; ``bytes_``, shape (choices, geometries), of all.
+        ``seconds``, shape (choices, alive), and ``ranks``, shape (alive,), are of these; ``bytes_``, shape (choices,
+        geometries), of all. Keeps those that nothing before beats in time, memory and ranks.
         """
         choices = len(seconds)
         quickest, least = seconds.min(axis=0), self._steps(bytes_.min(axis=0)[alive])

@@ -186,6 +186,7 @@ def without_room(chosen: Estimate, roomy: Estimate | None) -> Iterator[Caveat]:
 
 
 def _without_device(stack: str, cluster: Cluster) -> Iterator[Caveat]:
+    """Yield the caveat that this project's trainer does not run on the accelerator, if so."""
     vendor = cluster.accelerator.vendor
     if stack == OWN and vendor not in ("NVIDIA", "any"):
         yield Caveat(
@@ -250,9 +251,10 @@ def make_plan(
 ) -> Plan:
     """Search layouts, estimate the requested layout, or both; then estimate the run as a whole.
 
-    ``stated`` are the fields that the user set beside a known model. If slots, checkpoints and fleet are not among them,
-    the layout and the assumptions choose them. ``None`` means all fields, those of a run file. With a ``placer``, the ranking includes the
-    seconds that a placement on its network adds to a step. Raises ``ValueError`` with the cause and the remedy.
+    ``stated`` are the fields that the user set beside a known model. If slots, checkpoints and fleet are not among
+    them, the layout and the assumptions choose them. ``None`` means all fields, those of a run file. With a ``placer``,
+    the ranking includes the seconds that a placement on its network adds to a step. Raises ``ValueError`` with the
+    cause and the remedy. A search of all layouts takes seconds.
     """
     if aim.require and not searching:
         raise PlanRequestError(
@@ -331,6 +333,7 @@ def make_plan(
 
 
 def _requested_estimate(spec: RunSpec, job: TrainingJob, text: str) -> Estimate:
+    """Estimate the layout of ``text``; raises ``PlanRequestError`` if it is malformed, or this project's trainer cannot run it."""
     layout = read_layout(text, spec, job)
     if job.stack.name == OWN:
         slots = job.workload.slots or layout.data
@@ -343,6 +346,7 @@ def _requested_estimate(spec: RunSpec, job: TrainingJob, text: str) -> Estimate:
 
 
 def _search(job: TrainingJob, options: Options) -> SearchResult:
+    """Search layouts; raises ``PlanRequestError`` that adds what would fit if nothing does."""
     try:
         return search(job, options)
     except NothingFitsError as error:

@@ -123,7 +123,10 @@ def refuse_unused(overrides: Sequence[str], *, searching: bool, tokens: str | No
 
 
 def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: bool = True) -> TrainingJob:
-    """Return the job to estimate: the workload of ``spec``, by a stack, on ``cluster``."""
+    """Return the job to estimate: the workload of ``spec``, by a stack, on ``cluster``.
+
+    A format that the cluster lacks is replaced as configured. Raises ``PlanRequestError`` for an unknown stack.
+    """
     compute = _compute_on(cluster, spec.precision)
     spec = replace(spec, precision=replace(spec.precision, compute=compute))
     profile = profile_of(cluster.accelerator)
@@ -167,7 +170,7 @@ def _published_job(
 
 
 def _own_modes(software: TrainingSoftware, run: Circumstances) -> Iterator[str]:
-    """Yield the parts that a software and its recipe recompute, in modes that the planner lacks."""
+    """Yield the parts that a software and its recipe recompute, in modes that the planner lacks. Empty if it names none."""
     if software.recompute:
         yield software.recompute
     recipe = recipe_of(run)
@@ -176,7 +179,10 @@ def _own_modes(software: TrainingSoftware, run: Circumstances) -> Iterator[str]:
 
 
 def with_requested_modes(job: TrainingJob, aim: Aim) -> TrainingJob:
-    """Add the recomputation modes that a layout or conditions name by parts; this project's trainer has none of them."""
+    """Add the recomputation modes that a layout or conditions name by parts; this project's trainer has none of them.
+
+    Raises ``PlanRequestError`` for parts that the model lacks.
+    """
     if job.stack.name == OWN:
         return job
     texts = (*(aim.layout or "").split(","), *aim.require)
@@ -212,6 +218,7 @@ def is_calibrated(cluster: Cluster) -> bool:
 
 
 def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:
+    """Return this project's stack as the run file and the cluster change it: compiled, in fp32, or on CPUs."""
     stack = stack_of(spec)
     if spec.runtime.compile:
         schedules = tuple(name for name in stack.schedules if name not in SPLIT_BACKWARD)
@@ -230,6 +237,7 @@ def calibrated(stack: Stack, cluster: Cluster) -> Stack:
     """Return ``stack`` with the scalar that a calibration of this accelerator measured on real steps, if there is one.
 
     Ranks that work at the same time share caches, memory and cores' units. More than one rank has a separate scalar.
+    Reads the accelerator's file.
     """
     if not is_calibrated(cluster):
         return stack
@@ -275,7 +283,11 @@ def options_of(
     top: int,
     gpus: tuple[int, ...] = (),
 ) -> Options:
-    """Return the options of a search for this run. Raises ``PlanRequestError`` for an unknown objective ``optimize``."""
+    """Return the options of a search for this run.
+
+    Raises ``PlanRequestError`` for an unknown objective ``optimize``. For "cost" and "gpus", fewer accelerators are
+    tried too, halving their number.
+    """
     if optimize not in get_args(Objective):
         raise PlanRequestError(f"--optimize {optimize}: take one of {', '.join(get_args(Objective))}")
     everything = job.cluster.accelerators

@@ -103,7 +103,8 @@ class SearchResult:
 
 
 def search(job: TrainingJob, options: Options | None = None) -> SearchResult:
-    """Return the best layouts of ``job``.
+    """Return the best layouts of ``job``, the runners-up of other families, and the Pareto front. Layouts are evaluated
+    in closed form, finalists by their exact schedule.
 
     Raises ``NothingFitsError`` if no legal layout fits, another ``ValueError`` if none is legal; both name the cause.
     """
@@ -249,6 +250,7 @@ class _Best:
         self.row = np.zeros(choices, dtype=np.int64)
 
     def add(self, rows: Ints, values: Floats) -> None:
+        """Update the best with the ``values`` (choices, geometries) of geometries number ``rows``; the first among equals stays."""
         self.of_row[rows] = values.min(axis=0)
         place = values.argmin(axis=1)
         least = values[np.arange(len(values)), place]
@@ -281,7 +283,10 @@ class _Tally:
         self.front = Front(self.full_evaluation.job.cluster.accelerator.memory_bytes.value)
 
     def add(self, first: int, evaluation: Evaluation) -> None:
-        """Add a chunk whose first geometry is number ``first``."""
+        """Add a chunk whose first geometry is number ``first``.
+
+        Updates the counts of what fits and of what each rule excludes, the best ones and the front.
+        """
         look = _look(evaluation, self.options, self.excluded)
         self.valid += look.valid
         self.lean.add(first + np.arange(look.bytes.shape[1]), look.bytes)
@@ -331,8 +336,8 @@ def _decide(
 ) -> tuple[tuple[Estimate, ...], tuple[RunnerUp, ...]]:
     """Return the best layouts by the exact schedule, and the best member of every losing family.
 
-    Finalists are the best by the closed form, the best with room in memory, and the best of each family that comes close to them.
-    If closed form and schedule disagree, the winner may be among these.
+    Finalists are the best by the closed form, the best with room in memory, and the best of each family that comes
+    close to them. If closed form and schedule disagree, the winner may be among these. Some layout must fit.
     """
     hopeful = sorted(
         (key, place, number) for place, tally in enumerate(tallies) for key, number in tally.leaders()
@@ -441,7 +446,7 @@ def _best_of(best: _Best, candidates: Candidates, name: str, value: int) -> tupl
 
 
 def why_slower(winner: Estimate, loser: Estimate) -> str:
-    """Return the missing memory, or the term with the largest increase."""
+    """Return in words the memory that the loser lacks, or the term with the largest increase."""
     if not loser.fits:
         return f"{loser.memory_bytes / 1e9:.0f} GB > {loser.capacity_bytes / 1e9:.0f} GB"
     change = {term: loser.time.get(term, 0.0) - seconds for term, seconds in winner.time.items()}

@@ -49,7 +49,9 @@ Table = dict[str, Ints]
 
 
 def geometries(job: TrainingJob, options: Options, counts: tuple[int, ...]) -> tuple[Table, dict[str, int]]:
-    """Return the rows of all legal geometries, and how many rows each rule removed before the axes after it were crossed in."""
+    """Return the rows of all legal geometries, and how many rows each rule removed before the axes after it were
+    crossed in. Rows of ``Table`` are columns by name; ``counts`` are the numbers of accelerators allowed.
+    """
     workload, model = job.workload, job.workload.model
     most = max(counts)
     excluded: dict[str, int] = {}
@@ -95,7 +97,10 @@ _CUT_BLOCKS = "a block of the optimizer's int8 state is cut"
 
 
 def _whole_blocks(job: TrainingJob, degrees: Ints, *, stacked: bool = False) -> Bools:
-    """Return the mask of tensor degrees that keep the optimizer's blocks undivided (``phalanx.run.kinds.whole_model``)."""
+    """Return the mask of tensor degrees that keep the optimizer's blocks undivided (``phalanx.run.kinds.whole_model``).
+
+    All are True without an optimizer.
+    """
     optimizer, model = job.stack.states.optimizer, job.workload.model
     if optimizer is None:  # other software has formats of its own
         return np.ones(degrees.shape, dtype=bool)
@@ -108,7 +113,10 @@ def _whole_blocks(job: TrainingJob, degrees: Ints, *, stacked: bool = False) -> 
 
 
 def _keep_whole(job: TrainingJob, axis: str, table: Table, excluded: dict[str, int]) -> Table:
-    """Drop degrees above 1 of an axis that cannot divide the model, by the field that forbids it and with the remedy."""
+    """Drop degrees above 1 of an axis that cannot divide the model, by the field that forbids it and with the remedy.
+
+    Adds the number of dropped rows to ``excluded``.
+    """
     for name, problem in undivided(job.workload.model):
         if name == axis:
             table = _keep(table, table[axis] == 1, str(problem), excluded)
@@ -183,7 +191,10 @@ def _schedules(job: TrainingJob, options: Options, table: Table, excluded: dict[
 
 
 def runnable(job: TrainingJob, table: Table, excluded: dict[str, int]) -> Table:
-    """Drop rows with more stages than layers, or with micro-batches that their schedule cannot run."""
+    """Drop rows with more stages than layers, or with micro-batches that their schedule cannot run.
+
+    Adds the number of dropped rows to ``excluded``.
+    """
     few = table["pipeline"] * table["stages_per_rank"] <= most_stages(job.workload, job.stack)
     table = _keep(table, few, "more stages than layers", excluded)
     batches = job.workload.batch // (table["data"] * table["micro_batch"])
@@ -241,6 +252,7 @@ def crossed(table: Table, name: str, values: list[int]) -> Table:
 
 
 def _keep(table: Table, mask: Bools, rule: str, excluded: dict[str, int]) -> Table:
+    """Return the rows where ``mask`` is True; add the number of the others to ``excluded[rule]``."""
     excluded[rule] = excluded.get(rule, 0) + int((~mask).sum())
     return rows_where(table, mask)
 
@@ -270,7 +282,10 @@ class Space:
 
 
 def space(job: TrainingJob, options: Options) -> Space:
-    """Return all layouts for every number of accelerators. Raises ``ValueError`` if there is none."""
+    """Return all layouts for every number of accelerators.
+
+    Raises ``ValueError`` if there is none. Also if the conditions of ``options`` leave nothing.
+    """
     needs = [requirement(text, job) for text in options.require]
     free = _free_axes(job, options)
     counts = options.gpus or (job.cluster.accelerators,)
@@ -296,7 +311,10 @@ def space(job: TrainingJob, options: Options) -> Space:
 
 
 def exclusions(job: TrainingJob, candidates: Candidates, options: Options) -> dict[str, Bools]:
-    """Return masks by reason: choices on the free axes that the geometry or the user's conditions exclude."""
+    """Return masks by reason: choices on the free axes that the geometry or the user's conditions exclude.
+
+    Masks broadcast to the shape of ``candidates``.
+    """
     first = np.asarray(job.stack.zero_stages[0])
     reasons = {
         "nothing to shard": (candidates.dense_shard == 1) & (candidates.zero != first),
@@ -370,6 +388,7 @@ _MOST_FINER = 40_000
 
 
 def _with_axes(table: Table, free: tuple[Ints, Ints, Ints, Ints], precision: str) -> Candidates:
+    """Return the candidates of a table's rows (last axis) with every combination of the values of the free axes."""
     recompute, zero, offload_optimizer, offload_activations = free
 
     def along(values: Ints, axis: int) -> Ints:

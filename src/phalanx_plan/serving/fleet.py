@@ -59,7 +59,9 @@ def mean_wait_s(rate: float, service_s: float, spread: float, servers: int) -> f
 
 
 def wait_percentile_s(rate: float, service_s: float, spread: float, servers: int, share: float) -> float:
-    """Return the seconds within which ``share`` of the arrivals are served."""
+    """Return the seconds within which ``share`` of the arrivals are served. 0 if they do not wait, infinite if the
+    servers are overloaded.
+    """
     waits = erlang_c(servers, rate * service_s)
     mean = mean_wait_s(rate, service_s, spread, servers)
     if not math.isfinite(mean):
@@ -73,6 +75,7 @@ def most_running(mean: float, share: float) -> float:
 
 
 def _normal_quantile(share: float) -> float:
+    """Return the value below which ``share`` of a standard normal distribution lies, by bisection."""
     low, high = -10.0, 10.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -115,7 +118,8 @@ class ServingFleet:
 
 
 def plan_service(service: Service) -> tuple[list[ServingFleet], list[ServingFleet]]:
-    """Return the fleets that meet the objectives, best first, and the others, nearest first.
+    """Return the fleets that meet the objectives, best first, and the others, nearest first. Workers that do both roles
+    and pairs that do one each are tried; only the first few fleets have ``parts_s``.
 
     Raises ``DemandError`` if no worker holds a single request.
     """
@@ -170,6 +174,7 @@ def _best_decode(service: Service, workers: list[PlannedWorker]) -> list[Planned
 
 
 def _with_parts(service: Service, answer: ServingFleet) -> ServingFleet:
+    """Return the fleet with the seconds of each part of its decode step."""
     division = answer.decode
     rows = max(1.0, answer.running / division.data / division.pipeline)
     step = ServingStep(
@@ -206,6 +211,10 @@ def _mean_running(most: float, share: float) -> float:
 
 
 def _apart(service: Service, first: PlannedWorker, second: PlannedWorker) -> ServingFleet:
+    """Return the best fleet in which workers ``first`` prefill and workers ``second`` decode.
+
+    ``killed`` has the reason, if none does it.
+    """
     traffic, goal = service.traffic, service.objectives
     total = service.cluster.accelerators
     sizes = first.division.ranks, second.division.ranks
@@ -240,6 +249,7 @@ def _shares(total: int, sizes: tuple[int, int], prefill_rate: float, decode_rate
 
 
 def _together(service: Service, worker: PlannedWorker) -> ServingFleet:
+    """Return the fleet in which each worker prefills and decodes. ``killed`` has the reason, if it misses the objectives."""
     traffic, goal = service.traffic, service.objectives
     total, size = service.cluster.accelerators, worker.division.ranks
     most = total // size
@@ -300,6 +310,7 @@ def _most_rate(service: Service, worker: PlannedWorker, servers: int) -> float:
 
 
 def _most_share(holds: Callable[[float], bool]) -> float:
+    """Return the largest share of load, up to 0.98, for which ``holds``, by bisection; 0 if it fails for any."""
     low, high = 0.0, 0.98
     if holds(high):
         return high
@@ -310,6 +321,7 @@ def _most_share(holds: Callable[[float], bool]) -> float:
 
 
 def _fewest_servers(service: Service, worker: PlannedWorker, rate: float, most: int) -> int:
+    """Return the fewest prefill workers that keep the time to first token at ``rate``; the fewest that keep up if none does."""
     least = max(1, math.ceil(rate * service.traffic.new / worker.prefill_tokens_per_s / 0.98))
     for servers in range(least, min(most, least + 64) + 1):
         if (
@@ -329,6 +341,9 @@ def _answer(
     rate: float,
     killed: str,
 ) -> ServingFleet:
+    """Return the fleet of ``count`` (prefill, decode) workers at ``rate`` with its times, cost per million tokens and
+    energy. Sets ``killed`` if a time objective is missed.
+    """
     traffic, goal = service.traffic, service.objectives
     decoding, prefilling = count[1], count[0]
     running = _running(service, second, rate / decoding, traffic, first if roles == "together" else None)
@@ -410,6 +425,7 @@ def _goodput(answer: ServingFleet) -> tuple[float, float]:
 
 
 def _distance(service: Service, answer: ServingFleet) -> float:
+    """Return how far a fleet is from the objectives: ten times the missing share of the rate, and the excess of both times."""
     goal = service.objectives
     short = 0.0 if not math.isfinite(service.traffic.rate) else 1 - answer.rate / service.traffic.rate
     late = max(0.0, answer.ttft_s[1] / goal.ttft_s - 1) + max(0.0, answer.tpot_s[1] / goal.tpot_s - 1)

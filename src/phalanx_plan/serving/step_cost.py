@@ -92,7 +92,10 @@ def rank_token_bytes(model: ModelSpec, division: Division) -> float:
 
 
 def weight_bytes(model: ModelSpec, division: Division, format: str) -> float:  # noqa: A002
-    """Bytes of weights on the fullest rank: a stage's layers, and of the ends the larger."""
+    """Bytes of weights on the fullest rank: a stage's layers, and of the ends the larger.
+
+    Only matrices of blocks and the output have ``format``; all other weights take two bytes.
+    """
     blocks, ends = 0.0, {"embedding": 0.0, "end": 0.0, "ahead": 0.0}
     for part, number in numbered_parameters(model):
         narrow = part.kind in ("matrix", "output") and part.section == "block"
@@ -112,7 +115,7 @@ def weight_bytes(model: ModelSpec, division: Division, format: str) -> float:  #
 
 
 def step_bytes(model: ModelSpec, division: Division, rows: int) -> float:
-    """Bytes of activations while a group computes ``rows``: the widest layer, copies for experts, and scores."""
+    """Most bytes of activations on a rank while a group computes ``rows``: the widest layer, copies for experts, and scores."""
     copies = model.moe.per_token if model.moe else 0
     inner = max(model.ffn_dim, 0) / division.tensor
     layer = rows * 2 * (6 * model.dim + 3 * inner + 3 * copies * model.dim / division.tensor)
@@ -144,7 +147,11 @@ def requests_held(
 
 
 def pass_s(read_s: Sequence[float], compute_s: Sequence[float], buffers: int = 2, passes: int = 8) -> float:
-    """Seconds of one pass in the long run, by the recurrence; the reader runs on into the next pass."""
+    """Seconds of one pass in the long run, by the recurrence; the reader runs on into the next pass.
+
+    ``read_s`` and ``compute_s`` are seconds of each layer; ``buffers`` layers fit in memory, and ``passes`` are
+    simulated.
+    """
     layers = len(read_s)
     read_end: list[float] = []
     compute_end: list[float] = []
@@ -218,7 +225,10 @@ class ServingStep:
 
 
 def step_s(step: ServingStep, overlap: bool = False) -> float:
-    """Seconds from the begin of a step to its tokens, through all stages of a pipeline."""
+    """Seconds from the begin of a step to its tokens, through all stages of a pipeline.
+
+    ``overlap`` splits the rows into two halves, of which one computes while the other exchanges.
+    """
     if not overlap:
         return sum(step_parts(step).values())
     half = step_parts(replace(step, rows=step.rows / 2))
@@ -258,6 +268,7 @@ def _operations(model: ModelSpec, mixed: bool) -> tuple[Operation, ...]:
 
 
 def _priced(step: ServingStep, operations: tuple[Operation, ...] | list[MatrixProduct]) -> dict[str, float]:
+    """Return the seconds of operations on a rank, by ``PARTS``; those of other kinds are free."""
     part_seconds = dict.fromkeys(PARTS, 0.0)
     for operation in operations:
         match operation:
@@ -305,6 +316,7 @@ def _product_s(step: ServingStep, product: MatrixProduct) -> float:
 
 
 def _multiplied_s(step: ServingStep, product: MatrixProduct) -> float:
+    """Return the seconds of a matrix product; of experts, on the rank's share of those that any row reaches."""
     division = step.division
     format_ = "bf16" if product.wide and step.format == "fp8" else step.format
     if product.experts:
@@ -325,6 +337,7 @@ def _multiplied_s(step: ServingStep, product: MatrixProduct) -> float:
 
 
 def _attention_s(step: ServingStep, core: AttentionCore) -> float:
+    """Return the seconds of attention: in decode the slower of reading the cache and computing."""
     keys = core.keys(max(1, round(step.attended_tokens)))
     heads = core.heads / step.division.tensor
     if step.prefill:  # causal: half of the square
@@ -343,6 +356,7 @@ def _attention_s(step: ServingStep, core: AttentionCore) -> float:
 
 
 def _exchange_s(step: ServingStep, exchange: LayerExchange) -> float:
+    """Return the seconds of a collective in a layer; 0 for kinds that serving does not need."""
     division, model = step.division, step.model
     if exchange.kind == "scatter" and division.tensor > 1:  # beside the next gather: an all-reduce
         carried = step.rows * exchange.width * 2

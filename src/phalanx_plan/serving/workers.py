@@ -67,6 +67,7 @@ class Objectives:
 
 
 def _seconds(text: str) -> float:
+    """Parse a time with its unit, as in ``50ms``, into seconds. Raises ``ValueError``."""
     match = re.fullmatch(r"([\d.]+(?:e[-+]?\d+)?)\s*(us|ms|s|min)", text)
     if match is None:
         raise ValueError("a time with its unit, as in 50ms or 1s")
@@ -74,6 +75,7 @@ def _seconds(text: str) -> float:
 
 
 def _number(text: str) -> float:
+    """Parse a number that may end in k or M. Raises ``ValueError``."""
     match = re.fullmatch(r"([\d.]+(?:e[-+]?\d+)?)(k|M)?", text)
     if match is None:
         raise ValueError("a number, as in 2000 or 2k")
@@ -97,6 +99,10 @@ _SLO: dict[str, _Reader] = {
 
 
 def _read(option: str, text: str, readers: dict[str, _Reader]) -> dict[str, float]:
+    """Parse ``key=value`` items joined by commas, by field name.
+
+    Raises ``DemandError`` for an unknown, repeated or invalid item.
+    """
     values: dict[str, float] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = (part.strip() for part in item.partition("="))
@@ -163,7 +169,7 @@ class PlannedWorker:
 
 
 def divisions(model: ModelSpec, accelerators: int, domain: int) -> Iterator[Division]:
-    """Yield the legal divisions of a worker of at most ``accelerators``."""
+    """Yield the legal (tensor, data, pipeline) divisions of a worker of at most ``accelerators``."""
     tensors = [1 << power for power in range(7) if 1 << power <= min(domain, accelerators)]
     kind = attention_kind(model)
     sizes = [size for _, size in kind.tensor_sizes(model)]
@@ -180,6 +186,7 @@ def divisions(model: ModelSpec, accelerators: int, domain: int) -> Iterator[Divi
 
 
 def _beside_experts(model: ModelSpec, tensor: int, pipeline: int, accelerators: int) -> Iterator[Division]:
+    """Yield the divisions whose data-parallel ranks share out the experts."""
     assert model.moe is not None, "the caller has looked"
     for data in sorted({1 << power for power in range(1, 9)} | {18, 36, 72, 144}):
         ranks = data * tensor
@@ -205,6 +212,7 @@ def workers_of(service: Service) -> Iterator[PlannedWorker]:
 
 
 def _worker(service: Service, division: Division) -> PlannedWorker | None:
+    """Return a worker with its prefill and decode times; ``None`` if it cannot hold a request of the traffic's full length."""
     model, cluster, traffic = service.model, service.cluster, service.traffic
     request_tokens = traffic.prompt + traffic.text
     if requests_held(model, cluster, division, service.format, PREFILL_ROWS, request_tokens) < 1:

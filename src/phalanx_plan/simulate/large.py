@@ -121,6 +121,7 @@ class LargeFleet:
     """The simulated machines and their training, and the core that receives their reports."""
 
     def __init__(self, scenario: Scenario, step_cost: StepCost | None = None) -> None:
+        """Set up the fleet of a scenario, with a study of its seats if there are units."""
         self.scenario, self.clock, self.random = scenario, SimulatedClock(), random.Random(scenario.seed)
         self.total = scenario.nodes + scenario.spares
         unit = scenario.unit
@@ -157,7 +158,10 @@ class LargeFleet:
     # --- events to the core
 
     def receive(self, event: m.CoreEvent) -> None:
-        """Pass one event to the core, and simulate the effects of its decision."""
+        """Pass one event to the core, and simulate the effects of its decision.
+
+        Checks the invariants now and then. Raises BrokenInvariant.
+        """
         self._count_nodes()
         before, planned = mark(self.state), self.state.planned
         self.state, _ = core.step(self.state, event, self.clock.now_s)
@@ -171,6 +175,10 @@ class LargeFleet:
         self._plan_tick()
 
     def _turn(self) -> None:
+        """Simulate the phase that the fleet has entered: account its time, and plan its end.
+
+        Raises BrokenInvariant for a failed fleet.
+        """
         state, now_ns = self.state, to_ns(self.clock.now_s)
         if state.phase is FleetPhase.PARKING and state.planned and self.account.bucket == USEFUL:
             step_ns = to_ns(self.scenario.step_s)
@@ -205,6 +213,7 @@ class LargeFleet:
         return act
 
     def _run(self) -> None:
+        """Begin to train: account useful time, and end the recovery. Raises BrokenInvariant if a member is down."""
         dead = [name for name in self.unnoticed | self.cold if self.state.nodes[name].seat != NO_SEAT]
         if dead:
             raise BrokenInvariant(f"epoch {self.state.epoch} runs with the dead: {dead}")
@@ -217,7 +226,11 @@ class LargeFleet:
             self.fault_s = None
 
     def _halt(self, bucket: str) -> None:
-        """Stop training: divide its time since the epoch began into complete steps and the interrupted one."""
+        """Stop training: divide its time since the epoch began into complete steps and the interrupted one.
+
+        Account the time until now, and that of steps done before as recomputed; time continues in ``bucket``. Does
+        nothing unless training.
+        """
         if self.account.bucket != USEFUL:
             return
         now_ns, step_ns = to_ns(self.clock.now_s), to_ns(self.scenario.step_s)
@@ -233,11 +246,13 @@ class LargeFleet:
         self.furthest = max(self.furthest, self.reached)
 
     def _boundary(self) -> None:
+        """Stop at the end of a step, if the fleet trains, and park."""
         if self.account.bucket == USEFUL:
             self._halt(PARKING)
             self.clock.after(self.scenario.park_s, self._if_still(self._all_parked))
 
     def _all_parked(self) -> None:
+        """Report what disk holds, and that all members are parked, with the snapshots that they have."""
         every = max(1, round(self.scenario.save_every_s / self.scenario.step_s))
         newest = self.reached // every * every
         self.receive(m.DiskHolds(tuple(range(max(every, newest - every), newest + 1, every))))
@@ -255,6 +270,7 @@ class LargeFleet:
         return tuple(sorted(name for name in self.unnoticed if name in names))
 
     def _snapshots_of(self, name: str, steps: tuple[int, ...]) -> tuple[m.RankSnapshot, ...]:
+        """Return the snapshots of a node's own ranks and of those that it holds as a buddy, at ``steps``."""
         state = self.state
         formation, seat = state.settings.formation, state.nodes[name].seat
         cared_for = state.ring.index(seat)
@@ -266,6 +282,7 @@ class LargeFleet:
         )
 
     def _all_bound(self) -> None:
+        """Report that all members have entered the epoch, except cold and lost ones."""
         epoch, members = self.state.epoch, self.state.awaiting
         for name in sorted((self.cold - self.down) & members):
             if self.state.epoch == epoch:
@@ -276,6 +293,7 @@ class LargeFleet:
             self.receive(m.Rollcall("bound", epoch, absent=self._down_of(self.state.awaiting)))
 
     def _plan_tick(self) -> None:
+        """Plan a tick for the core's next deadline, if anything is waited for and none is planned before."""
         state = self.state
         growing = state.phase is FleetPhase.RUNNING and can_grow(state)
         if state.suspects or self.unnoticed or growing:
@@ -285,12 +303,14 @@ class LargeFleet:
                 self.clock.at(at_s, lambda: self._tick(at_s))
 
     def _tick(self, at_s: float) -> None:
+        """Report heartbeats and send a tick; nothing if an earlier tick was planned meanwhile."""
         if at_s == self.tick_s:
             self.tick_s = float("inf")
             self._all_well()
             self.receive(m.Tick())
 
     def _all_well(self) -> None:
+        """Report heartbeats of all nodes but the unnoticed lost ones, with the current step."""
         step = self.reached
         if self.account.bucket == USEFUL:
             running_ns = to_ns(self.clock.now_s) - self.account.since_ns
@@ -300,6 +320,7 @@ class LargeFleet:
         )
 
     def _count_nodes(self) -> None:
+        """Add the time since the last call to the node-seconds of ranks, spares, and nodes that are out."""
         now_ns, state = to_ns(self.clock.now_s), self.state
         passed_ns, self.counted_ns = now_ns - self.counted_ns, now_ns
         if passed_ns:
@@ -311,16 +332,19 @@ class LargeFleet:
     # --- faults
 
     def _next_incident(self) -> None:
+        """Plan the next failure at a random time, by the rate of all nodes."""
         per_s = self.scenario.rate / 1000 / DAY_S * self.total
         self.clock.after(self.random.expovariate(per_s), self._incident)
 
     def _incident(self) -> None:
+        """Draw a failure and its node, let it happen if the node is up, and plan the next one."""
         cause, name = draw_cause(self.random), str(self.random.randrange(self.total))
         if name not in self.down:
             self._strike(cause, name)
         self._next_incident()
 
     def _strike(self, cause: Cause, name: str) -> None:
+        """Simulate a failure: of a result, a worker, a node, or of all nodes of a rack or a switch together. Counts it."""
         self.failures[cause.name] += 1
         self.of_members += self.state.nodes[name].seat != NO_SEAT
         if cause.scope is FailureScope.RESULT:
@@ -340,6 +364,7 @@ class LargeFleet:
                     self._lose_node(str(index), back_s, silent)
 
     def _stop_if_member(self, name: str) -> bool:
+        """Stop training if a node holds ranks, and return whether it does; recovery time counts from the first fault."""
         member = self.state.nodes[name].seat != NO_SEAT
         if member and self.fault_s is None:
             self.fault_s = self.clock.now_s
@@ -348,6 +373,10 @@ class LargeFleet:
         return member
 
     def _lose_worker(self, name: str, *, hang: bool) -> None:
+        """Lose a worker of a node, which is reported after a moment, or after the lease for a hang; it warms up later.
+
+        Does nothing on a cold node.
+        """
         if name in self.cold:
             return
         member, incarnation = self._stop_if_member(name), self.incarnation[name]
@@ -364,11 +393,13 @@ class LargeFleet:
         self.clock.after(self.scenario.warm_up_s, lambda: self._warm(name, incarnation))
 
     def _warm(self, name: str, incarnation: int) -> None:
+        """Report a node whose workers are warm again, if it is still the same agent and up."""
         if self.incarnation[name] == incarnation and name not in self.down:
             self.cold.discard(name)
             self.receive(m.Ready(name, incarnation, self._points(name)))
 
     def _lose_node(self, name: str, back_s: float, silent: bool) -> None:
+        """Lose a node until ``back_s`` seconds later; unless ``silent``, its connection and a peer report it."""
         member, disconnected = self._stop_if_member(name), m.Disconnected(name, self.incarnation[name])
         self.down.add(name)
         self.unnoticed.add(name)
@@ -381,6 +412,7 @@ class LargeFleet:
         self._plan_tick()
 
     def _a_peer_notices(self) -> None:
+        """Let the first node that is well report a broken connection; nothing if there is none."""
         state = self.state
         for name in state.seats:
             if name not in self.down and name not in self.cold:
@@ -390,12 +422,14 @@ class LargeFleet:
                 return
 
     def _return(self, name: str) -> None:
+        """Bring a node back under a new incarnation; it joins the fleet."""
         self.down.discard(name)
         self.unnoticed.discard(name)
         self.incarnation[name] += 1
         self.receive(self._joined(name))
 
     def _compute_wrongly(self, name: str) -> None:
+        """Let the next audit report a node as corrupt, and admit it a day later. Does nothing if it does not train."""
         audit_s = self.scenario.audit_every_s
         since_s = self.clock.now_s % audit_s
         if self.account.bucket != USEFUL or self.state.nodes[name].seat == NO_SEAT:
@@ -430,7 +464,7 @@ class LargeFleet:
     # --- the run
 
     def run(self, on_progress: OnProgress) -> FleetReport:
-        """Simulate the complete scenario. Raises BrokenInvariant."""
+        """Simulate the complete scenario. Raises BrokenInvariant. ``on_progress`` is called with the simulated and all days."""
         for name in list(self.incarnation):
             self.receive(self._joined(name))
         self._next_incident()
@@ -445,6 +479,7 @@ class LargeFleet:
         return self._report(end_s)
 
     def _report(self, end_s: float) -> FleetReport:
+        """Return the report. Raises BrokenInvariant if times or steps do not add up."""
         totals_ns, state = self.account.totals_ns, self.state
         if sum(totals_ns.values()) != to_ns(end_s) or sum(self.node_ns.values()) != self.total * to_ns(end_s):
             raise BrokenInvariant(f"{totals_ns} and {self.node_ns} do not add up to {end_s} s")

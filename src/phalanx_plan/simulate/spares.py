@@ -82,7 +82,10 @@ class Seating:
             ]
 
     def record_seats(self, now_s: float, seats: Sequence[str]) -> None:
-        """Record the node in each seat from ``now_s`` on; count replacements, and the domains that they stay in."""
+        """Record the node in each seat from ``now_s`` on; count replacements, and the domains that they stay in.
+
+        Changed seats are priced anew.
+        """
         self.advance(now_s)
         for old, new in zip(self.seats, seats, strict=False):
             if old != new:
@@ -130,7 +133,9 @@ class SpareStudy:
         self.drawn.record_seats(now_s, self._any_spares(seats, spares))
 
     def _any_spares(self, seats: Sequence[str], spares: set[str]) -> list[str]:
-        """Return the other fleet's seats, as many as ``seats``: present nodes keep theirs, any free node takes a vacant one."""
+        """Return the other fleet's seats, as many as ``seats``: present nodes keep theirs, any free node takes a vacant
+        one. Random draws advance ``self.random``.
+        """
         usable = spares.union(seats)
         before = self.drawn.seats or list(seats)
         kept = [name if name in usable else "" for name in before[: len(seats)]]

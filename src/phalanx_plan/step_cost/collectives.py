@@ -131,6 +131,9 @@ def point_to_point_s(cluster: Cluster, stride: Numbers, bytes: Numbers, size: Nu
 
 
 def _gather(cluster: Cluster, size: Numbers, stride: Numbers, bytes: Numbers, name: str) -> Array:  # noqa: A002
+    """Seconds of a gather or a reduce-scatter of ``bytes`` in total, the best of ring and trees; ``name`` is that of
+    its constants.
+    """
     path, volume = _path(cluster, size, stride), np.asarray(bytes, dtype=np.float64)
     inside = _inside(path, name, volume)
     network = volume / path.inner * (path.outer - 1) / path.outer / _ring_rate(path, path.hop)
@@ -141,6 +144,7 @@ def _gather(cluster: Cluster, size: Numbers, stride: Numbers, bytes: Numbers, na
 
 
 def _path(cluster: Cluster, size: Numbers, stride: Numbers) -> _Path:
+    """Return how a group of ``size`` ranks, ``stride`` apart, divides into domains and the network between them."""
     size, stride = np.asarray(size, dtype=np.float64), np.asarray(stride, dtype=np.float64)
     inner = np.minimum(size, np.maximum(1, cluster.domain.size // stride))
     constants = profile_of(cluster.accelerator).constants
@@ -162,6 +166,7 @@ def _tree(latency_s: Array, network_s: Array, inside_s: Array) -> Array:
 
 
 def _inside(path: _Path, name: str, volume: Array) -> Array:
+    """Seconds of a collective of ``volume`` bytes on the part of the group in one domain."""
     members = path.inner
     k = (members - 1) / members
     if path.cluster.domain.torus_axes and name in ("all_to_all", "dispatch"):
@@ -170,6 +175,7 @@ def _inside(path: _Path, name: str, volume: Array) -> Array:
 
 
 def _reduce_inside(path: _Path, volume: Array) -> Array:
+    """Seconds of an all-reduce in one domain: the best of ring and in-switch."""
     members = path.inner
     ring = path.constants.collectives["all_reduce"]
     best = inside_s(path.cluster.domain, ring, volume, 2 * (members - 1) / members, members)
@@ -180,7 +186,9 @@ def _reduce_inside(path: _Path, volume: Array) -> Array:
 
 
 def inside_s(domain: Domain, fit: CollectiveFit, volume: Array, k: Array | float, members: Array) -> Array:
-    """Seconds of a collective that stays in ``domain``: ``volume`` bytes, of which a member's links carry ``k``-fold."""
+    """Seconds of a collective that stays in ``domain``: ``volume`` bytes, of which a member's links carry ``k``-fold. 0
+    for a group of one.
+    """
     step = fit.base_s + fit.hops * domain.latency_s * (members - 1)
     rate = domain.bytes_per_s.value * _torus_share(domain, members)
     reached = fit.efficiency * rate / (1 + fit.small_group / np.maximum(members - 1, 1))

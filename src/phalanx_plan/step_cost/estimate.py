@@ -89,7 +89,7 @@ class Evaluation:
         return memory_at(self.job, self.candidates, self.holdings, self.costs, self.pipes, self.table[kind])
 
     def most_memory(self, more: Floats | float = 0.0) -> Floats:
-        """Bytes of the worst rank of each candidate; ``more`` bytes are added to those of state."""
+        """Bytes of the worst rank of each candidate; ``more`` bytes are added to those of state. ``more`` broadcasts."""
         lasting = self.lasting or self.with_lasting().lasting
         assert lasting is not None, "it was computed just now"
         each, place, candidate, kind = self._each_place()
@@ -289,7 +289,10 @@ def estimates(
 def estimated(
     evaluation: Evaluation, layouts: Sequence[PlannedLayout], *, exact: bool
 ) -> tuple[Estimate, ...]:
-    """Return ``estimates`` of ``layouts``, which are legal and the candidates of ``evaluation``, along one axis."""
+    """Return ``estimates`` of ``layouts``, which are legal and the candidates of ``evaluation``, along one axis.
+
+    ``exact`` replaces the bubble by that of the exact schedule. The rank of each is its worst in memory.
+    """
     job, length = evaluation.job, len(layouts)
     memory = [_columns(evaluation.memory(kind), length) for kind in range(len(evaluation.table))]
     closed = evaluation.time()
@@ -330,6 +333,7 @@ def _estimate(
 
 
 def _peak(job: TrainingJob, precision: str) -> float:
+    """Return the peak operations per second in a precision, or in the nearest that the accelerator has."""
     flops = job.cluster.accelerator.flops
     return next(flops[name].value for name in (precision, "bf16", "fp16", *flops) if name in flops)
 
@@ -341,6 +345,7 @@ def _columns(terms: Mapping[str, Floats], length: int) -> list[dict[str, float]]
 
 
 def _check(job: TrainingJob, candidates: Candidates) -> None:
+    """Raise ``ValueError`` if the first layout divides the batch or the layers wrongly, or its schedule cannot run."""
     slots = job.workload.slots or int(candidates.data[0])
     each = int(slots * candidates.micro_batch[0])
     if job.workload.batch % each or slots % int(candidates.data[0]):

@@ -71,9 +71,11 @@ def grouped_matmul_s(
     result_bytes: float = 0.0,
     streams: int = 0,
 ) -> Seconds:
-    """Seconds of ``groups`` products (m, k) x (k, n), as a rank's experts take them: in one kernel, or one each on ``streams``.
+    """Seconds of ``groups`` products (m, k) x (k, n), as a rank's experts take them: in one kernel, or one each on
+    ``streams``.
 
     ``m`` is the mean of the groups' rows on the rank that is waited for: the caller multiplies its imbalance in.
+    ``streams`` of 0 is one kernel.
     """
     single = matmul_s(profile, format, m, n, k, batch=groups, result_bytes=result_bytes)
     launch = profile.constants.matmul[fitted_format(profile, format)].launch_s
@@ -145,7 +147,10 @@ def sustained_flops(profile: Profile, format: str) -> float:  # noqa: A002
 
 
 def fitted_format(profile: Profile, format: str) -> str:  # noqa: A002
-    """Return the format whose fit is used for ``format``: itself if measured, else the nearest measured one."""
+    """Return the format whose fit is used for ``format``: itself if measured, else the nearest measured one.
+
+    Raises ``HardwareError`` if there is none.
+    """
     near = {"fp16": ("bf16",), "tf32": ("bf16", "fp32"), "fp32": ("tf32", "bf16"), "int8": ("fp8", "bf16")}
     options = (format, *near.get(format, ("bf16", "fp16", "fp32")))
     fitted = next((option for option in options if option in profile.constants.matmul), None)
@@ -158,6 +163,7 @@ def fitted_format(profile: Profile, format: str) -> str:  # noqa: A002
 
 
 def _peak(profile: Profile, format: str) -> float:  # noqa: A002
+    """Return peak operations per second in a format. Raises ``HardwareError`` if the accelerator lacks it."""
     peak = profile.accelerator.flops.get(format)
     if peak is None:
         formats = ", ".join(profile.accelerator.flops)

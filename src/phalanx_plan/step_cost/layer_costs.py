@@ -80,7 +80,7 @@ class LayerCosts:
 
 
 def layer_costs(job: TrainingJob, candidates: Candidates) -> LayerCosts:
-    """Compute the tables for all of ``candidates``."""
+    """Compute the tables for all of ``candidates``. Each is computed once for all candidates with equal shares of a layer."""
     keys, row = _unique(candidates)
     seconds = np.zeros((len(KINDS), len(PHASES), len(CATEGORIES), len(keys.tensor)))
     parts = np.zeros((2, len(KINDS), len(PARTS) + 1, len(keys.tensor)))
@@ -170,6 +170,7 @@ class _RankShare:
         return bytes_
 
     def _bytes(self, tensor: KeptTensor) -> int:
+        """Bytes of an element of a kept tensor; 0 for one that is another's operand in the same format."""
         wide, narrow = self.precision.activation_bytes, self.precision.operand_bytes
         if self.job.stack.activations.wide_operands:
             narrow = wide
@@ -267,6 +268,7 @@ class _RankShare:
         return self._exchange(operation)
 
     def _product(self, product: MatrixProduct) -> Floats:
+        """Seconds of a matrix product by phase: forward, gradient of the input, gradient of the weights; casts included."""
         rows = self.rows(product.rows)
         own = product.columns - product.key_columns
         columns = own / self.over(product.columns_over) + product.key_columns / self.over("key_heads")
@@ -308,6 +310,7 @@ class _RankShare:
         return np.stack([forward, backward, np.zeros_like(forward)])
 
     def _attention(self, attention: AttentionCore) -> Floats:
+        """Seconds of attention by phase, for the rank that has most of it unless the pieces are balanced."""
         # 2 FLOP for each multiply-add, over half of the square; backward 2.5 times (arXiv 2307.08691, section 3.1).
         keys = attention.keys(self.job.workload.seq_len)
         per_token = keys * attention.heads * attention.widths
@@ -343,6 +346,7 @@ class _RankShare:
         return 1 if self.job.stack.kernels.fused_pointwise else 3
 
     def _pointwise(self, operation: Pointwise) -> Floats:
+        """Seconds of an operation bound by memory, by phase."""
         passes = self._passes
         elements = self.rows(operation.rows) / self.over(operation.over) * self.precision.activation_bytes
         each = self._kernels(operation)[0]
@@ -354,6 +358,7 @@ class _RankShare:
         return np.stack([forward, backward, np.zeros_like(forward)])
 
     def _exchange(self, exchange: LayerExchange) -> tuple[str, Floats]:
+        """The category of an exchange and its seconds by phase, of which other work hides none except in tensor parallelism."""
         if exchange.kind in ("dispatch", "combine"):
             both = self._to_experts(exchange)
             return "expert_comm", np.stack([both, both, np.zeros_like(both)])
@@ -374,6 +379,7 @@ class _RankShare:
         return "tensor_comm", np.stack([forward, backward, np.zeros_like(forward)]) * exposed
 
     def _keys_and_values(self, exchange: LayerExchange) -> Floats:
+        """Seconds by phase to gather keys and values of all context ranks, or to pass them around the ring."""
         keys = self.keys
         block = (
             self.rows("tokens") * exchange.width / self.over(exchange.over) * self.precision.activation_bytes
@@ -393,6 +399,7 @@ class _RankShare:
         return np.stack([forward, backward, np.zeros_like(forward)])
 
     def _to_experts(self, exchange: LayerExchange) -> Floats:
+        """Seconds to bring tokens to their experts or back, once per domain or once per copy."""
         moe = self.job.workload.model.moe
         assert moe is not None, "only mixtures have an exchange with experts"
         job, keys = self.job, self.keys

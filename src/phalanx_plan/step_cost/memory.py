@@ -52,7 +52,10 @@ def micro_batches_per_slot(job: TrainingJob, candidates: Candidates) -> Ints:
 def state_bytes(
     job: TrainingJob, candidates: Candidates, holdings: Holdings, place: PlaceCounts
 ) -> dict[str, Floats]:
-    """Bytes of weights, gradients and optimizer state, by kind."""
+    """Bytes of weights, gradients and optimizer state, by kind.
+
+    What the stack does not hold has no entry. Offloaded moments take none.
+    """
     stack = job.stack
     full, share = (
         times(place.counts, holdings.dense) + times(place.counts, holdings.experts),
@@ -114,6 +117,7 @@ def _moments(
 
 
 def _state(state: ParameterState, candidates: Candidates, full: Floats, share: Floats) -> Floats:
+    """Bytes of one kind of state of a rank: sharded from its ZeRO stage on, and none if offloaded."""
     elements = np.where(candidates.zero >= state.sharded_from, share, full)
     on_accelerator = 1 - candidates.offload_optimizer if state.optimizer else 1
     return state.bytes * elements * on_accelerator
@@ -174,7 +178,10 @@ def activation_bytes(
     pipes: Pipelines,
     place: PlaceCounts,
 ) -> dict[str, Floats]:
-    """Bytes of activations kept for backward, and of temporary buffers of a pass, by kind."""
+    """Bytes of activations kept for backward, and of temporary buffers of a pass, by kind.
+
+    Temporary buffers are those of the worst layer.
+    """
     layers = [kind for kind in (0, 1) if place.counts[kind].any()]  # the kinds that some rank has
     per_layer = {kind: costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in (*layers, 3)}
     kept = times(tuple(place.counts[kind] for kind in layers), tuple(per_layer[kind] for kind in layers))
@@ -305,6 +312,7 @@ def _slot_bytes(job: TrainingJob, candidates: Candidates) -> Floats:
 
 
 def _largest_block(holdings: Holdings, place: PlaceCounts) -> Floats:
+    """Elements of the largest layer that a rank has."""
     blocks = [
         (count, block)
         for count, block in zip(place.counts[:2], holdings.block[:2], strict=True)
@@ -336,6 +344,7 @@ def _boundary(job: TrainingJob, candidates: Candidates) -> Floats:
 
 
 def _logits(job: TrainingJob, candidates: Candidates) -> Floats:
+    """Bytes of the scores of the tokens in one chunk of the loss, on one tensor rank."""
     tokens = candidates.micro_batch * job.workload.seq_len / candidates.context
     at_once = np.minimum(tokens, job.stack.loss.chunk or np.inf)
     width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]

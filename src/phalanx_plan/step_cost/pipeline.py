@@ -99,6 +99,7 @@ def idle_s(
 
 
 def _zbv(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Floats) -> Floats:
+    """Seconds in which the slowest rank waits in a flush of ``zbv``; 0 on one rank."""
     others = pipes.ranks - 1
     paths = (
         2 * others * (inputs - weights),
@@ -110,6 +111,7 @@ def _zbv(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Floats) -> 
 
 
 def _dualpipev(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Floats) -> Floats:
+    """Seconds in which the slowest rank waits in a flush of ``dualpipev``; 0 on one rank."""
     others = pipes.ranks - 1
     paths = (
         others * (2 * inputs - weights) - forward,
@@ -120,6 +122,7 @@ def _dualpipev(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Float
 
 
 def _longest(paths: tuple[Floats, ...]) -> Floats:
+    """The elementwise maximum of ``paths``, which broadcast."""
     longest = paths[0]
     for path in paths[1:]:
         longest = np.maximum(longest, path)
@@ -225,7 +228,7 @@ def flush_s(
 def timeline(
     name: ScheduleName, pipeline: int, per_rank: int, micro_batches: int, times: StageTimes, hop_s: float
 ) -> list[TimedAction]:
-    """Every action of the first layout of ``times``, in an order in which it could be computed."""
+    """Return every action of the first layout of ``times``, in an order in which it could be computed."""
     dealt = waves(name, pipeline, per_rank, micro_batches)
     ends, took = (table[..., 0] for table in _ends(dealt, times, np.array([hop_s])))
     schedule = Schedule(name, pipeline, per_rank)
@@ -240,7 +243,10 @@ def timeline(
 
 @lru_cache(maxsize=64)
 def waves(name: ScheduleName, pipeline: int, per_rank: int, micro_batches: int) -> Waves:
-    """All actions of all ranks, each in the first wave after that of its input."""
+    """All actions of all ranks, each in the first wave after that of its input.
+
+    Raises ``ValueError`` if the schedule cannot run to its end. The result is cached: do not change it.
+    """
     schedule = Schedule(name, pipeline, per_rank)
     columns = [_columns(schedule, rank, micro_batches) for rank in range(pipeline)]
     wave_of_result, wave_of = _deal([(column.needs.tolist(), column.makes.tolist()) for column in columns])
@@ -336,5 +342,6 @@ def _ends(dealt: Waves, times: StageTimes, hop_s: Floats) -> tuple[Floats, Float
 
 
 def _flush_s(dealt: Waves, times: StageTimes, hop_s: Floats) -> Floats:
+    """Seconds until the last rank has ended its last action, of each layout."""
     last: Floats = _ends(dealt, times, hop_s)[0][-1].max(axis=0)
     return last

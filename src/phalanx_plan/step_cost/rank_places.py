@@ -36,7 +36,10 @@ class PlaceTable:
         return self.table.kinds
 
     def __getitem__(self, kind: int | Ints) -> PlaceCounts:
-        """Return the ``kind``-th place of each candidate; an array gives each candidate its own, and broadcasts."""
+        """Return the ``kind``-th place of each candidate; an array gives each candidate its own, and broadcasts.
+
+        Raises ``IndexError`` beyond the last.
+        """
         table, row = self.table, self.row
         if not 0 <= np.max(kind) < table.kinds:
             raise IndexError(f"there are {table.kinds} places")

@@ -76,7 +76,10 @@ class Slowest:
 
 
 def pass_times(job: TrainingJob, candidates: Candidates, costs: LayerCosts) -> PassTimes:
-    """Times of one micro-batch in each kind of layer."""
+    """Times of one micro-batch in each kind of layer.
+
+    Waits for offloaded activations are included; forward recomputation counts to the input's gradient.
+    """
     kinds = range(len(KINDS))
     forward, inputs, weights = (
         tuple(costs.of(costs.by_phase, kind, phase) for kind in kinds) for phase in range(len(PHASES))
@@ -92,7 +95,7 @@ def pass_times(job: TrainingJob, candidates: Candidates, costs: LayerCosts) -> P
 
 
 def slowest_place(passes: PassTimes, table: PlaceTable) -> Ints:
-    """Index of each candidate's slowest place."""
+    """Index of each candidate's slowest place. The first among equals."""
     layer = passes.layer_s
     longest = times(table[0].counts, layer)
     slow = np.zeros(longest.shape, dtype=np.int64)
@@ -411,7 +414,7 @@ def scale_tax(job: TrainingJob, ranks: Ints) -> Floats:
 
 
 def with_tax(job: TrainingJob, candidates: Candidates, terms: dict[str, Floats]) -> dict[str, Floats]:
-    """Adds the scale tax and the effect of the stack's ``time_scalar`` as terms."""
+    """Return ``terms`` with the scale tax and the effect of the stack's ``time_scalar`` added as terms."""
     tax = scale_tax(job, candidates.ranks)
     clean = total(terms)
     terms = terms | {"scale_tax": clean * tax}

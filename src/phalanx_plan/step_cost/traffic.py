@@ -54,7 +54,7 @@ def flows(job: TrainingJob, layout: PlannedLayout, *, spread_sums: bool = True) 
 
 
 def _joined(all_flows: list[Flow]) -> Iterator[Flow]:
-    """One flow for each axis and pattern, without those that carry nothing."""
+    """Yield one flow for each axis, pattern, size and stride, with the sum of its bytes, without those that carry nothing."""
     sums: dict[tuple[str, Pattern, int, int], float] = {}
     for flow in all_flows:
         key = flow.axis, flow.pattern, flow.size, flow.stride
@@ -70,7 +70,7 @@ def _passes(job: TrainingJob, layout: PlannedLayout) -> float:
 
 
 def _exchanges(evaluation: Evaluation, layout: PlannedLayout) -> Iterator[Flow]:
-    """The flows of the layers' own collectives, on the rank that the others wait for."""
+    """Yield the flows of the layers' own collectives, on the rank that the others wait for."""
     job = evaluation.job
     counts = evaluation.table[slowest_place(evaluation.passes, evaluation.table)].counts
     operations = layers(job.workload, job.stack)
@@ -84,7 +84,7 @@ def _exchanges(evaluation: Evaluation, layout: PlannedLayout) -> Iterator[Flow]:
 def _exchange(
     job: TrainingJob, layout: PlannedLayout, exchange: LayerExchange, count: float
 ) -> Iterator[Flow]:
-    """The flows of ``count`` passes of one exchange, forward and backward; a recomputed block goes forward twice."""
+    """Yield the flows of ``count`` passes of one exchange, forward and backward; a recomputed block goes forward twice."""
     precision = next(number_format for number_format in PRECISIONS if number_format.name == layout.precision)
     wide, narrow = precision.activation_bytes, precision.operand_bytes
     tokens = layout.micro_batch * job.workload.seq_len / layout.context
@@ -119,7 +119,7 @@ def _exchange(
 
 
 def _pipeline(job: TrainingJob, layout: PlannedLayout) -> Iterator[Flow]:
-    """Hidden states to the next stage, and their gradients to the one before."""
+    """Yield the flow of hidden states to the next stage; their gradients to the one before carry as much."""
     precision = next(number_format for number_format in PRECISIONS if number_format.name == layout.precision)
     rows = layout.micro_batch * job.workload.seq_len / layout.context
     rows /= layout.tensor if layout.sequence_parallel else 1
@@ -129,7 +129,10 @@ def _pipeline(job: TrainingJob, layout: PlannedLayout) -> Iterator[Flow]:
 
 
 def _weights(evaluation: Evaluation, layout: PlannedLayout, *, spread_sums: bool) -> Iterator[Flow]:
-    """Gathers of weights, and exchanges of gradients over shards and over replicas."""
+    """Yield the flows of gathers of weights, and of exchanges of gradients over shards and over replicas.
+
+    ``spread_sums``: they are sent from everyone to everyone, not around a ring.
+    """
     job, candidates, holdings = evaluation.job, evaluation.candidates, evaluation.holdings
     data = job.stack.data
     counts = evaluation.table[slowest_place(evaluation.passes, evaluation.table)].counts

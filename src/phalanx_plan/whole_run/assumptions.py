@@ -96,6 +96,7 @@ class RunAssumptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Raise ``RunEstimateError`` for a value out of its range."""
         for name in ("beyond_peer_share", "snapshot_overlap"):
             if not 0 <= getattr(self, name) <= 1:
                 raise RunEstimateError(f"{name} must be between 0 and 1, is {getattr(self, name)}")
@@ -240,6 +241,7 @@ class RunInputs:
     """Data that a step reads; ``None`` if unknown."""
 
     def __post_init__(self) -> None:
+        """Raise ``RunEstimateError`` for a quantity that is not positive, or negative checkpoint bytes."""
         for name in ("step_s", "tokens_per_step", "tokens", "accelerators", "replicas"):
             if not getattr(self, name) > 0:
                 raise RunEstimateError(f"{name} must be positive, is {getattr(self, name)}")

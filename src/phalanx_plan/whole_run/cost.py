@@ -52,7 +52,9 @@ class EnergyError(ValueError):
 def accelerator_power_w(
     accelerator: Accelerator, shares: Mapping[Activity, float], draw: Mapping[Activity, Fact] = DRAW
 ) -> float:
-    """Mean power (W) of an accelerator that spends these shares of its time; they must sum to 1."""
+    """Mean power (W) of an accelerator that spends these shares of its time; raises ``EnergyError`` unless they sum to
+    1. ``draw`` has each activity's share of the range from idle to rated power.
+    """
     unknown = set(shares) - set(get_args(Activity))
     if unknown or abs(sum(shares.values()) - 1) > 1e-6 or min(shares.values()) < 0:
         raise EnergyError(
@@ -100,7 +102,8 @@ def energy(
 ) -> Energy:
     """Energy of ``accelerators`` for ``wall_s`` seconds, of which ``step_share`` (0 to 1) in steps.
 
-    ``shares``: what an accelerator does during a step, see ``accelerator_power_w``.
+    ``shares``: what an accelerator does during a step, see ``accelerator_power_w``. Spares, hosts and cooling are
+    included, in kWh. Raises ``EnergyError`` for a share out of range or a negative time.
     """
     if not 0 <= step_share <= 1 or wall_s < 0:
         raise EnergyError(f"step_share must be in [0, 1] and wall_s >= 0: {step_share=}, {wall_s=}")
@@ -164,6 +167,7 @@ def cost(
     """Cost of a run of ``wall_s`` seconds. ``stored_bytes``: of checkpoints kept, on average over the run.
 
     For owned machines, ``usd_per_accelerator_hour`` is their depreciation, and ``electricity_in_price`` is False.
+    Raises ``CostError`` for a negative amount.
     """
     amounts = {
         "accelerators": accelerators,

@@ -114,7 +114,7 @@ class RunEstimate:
     """The source of each figure that the user did not set."""
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON: infinities become null, totals are added."""
+        """Return plain values for JSON: infinities become null, totals are added."""
         values: dict[str, Any] = _plain(asdict(self))
         if self.data is not None:
             values["data"]["binds"] = self.data.binds
@@ -124,7 +124,11 @@ class RunEstimate:
 
 
 def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -> RunEstimate:
-    """Estimate the run as a whole, deterministically, simulations included."""
+    """Estimate the run as a whole, deterministically, simulations included.
+
+    ``assumptions`` are the defaults if None. A run that would never finish has infinite times. Raises the errors of the
+    parts.
+    """
     assumed = assumptions or RunAssumptions()
     places = tiers(
         inputs.cluster,
@@ -236,6 +240,7 @@ def _risk(
 
 
 def _reading(inputs: RunInputs, assumed: RunAssumptions) -> DataReading | None:
+    """Return the read rates of the run's data; ``None`` if the inputs have no data."""
     if inputs.data is None:
         return None
     bandwidth = inputs.cluster.storage_bytes_per_s.value
@@ -263,6 +268,7 @@ def _node_losses_per_s(inputs: RunInputs, assumed: RunAssumptions) -> float:
 
 
 def _fleet_share(inputs: RunInputs, assumed: RunAssumptions) -> float:
+    """Return the share of the fleet's rate that remains while nodes are in repair."""
     away = nodes_in_repair(_node_losses_per_s(inputs, assumed), assumed.repair_s)
     return fleet_share(assumed.recovery, away, _nodes(inputs), inputs.replicas)
 
@@ -323,6 +329,7 @@ def _finish_s(
 def _energy(
     inputs: RunInputs, assumed: RunAssumptions, wall_s: float, shares: Mapping[str, float], spares: int
 ) -> Energy:
+    """Return the energy of ``wall_s`` seconds, with the user's PUE if one is assumed."""
     cluster = inputs.cluster
     if assumed.pue is not None:
         cluster = replace(cluster, pue=Fact(assumed.pue, "set by the user"))
@@ -348,6 +355,7 @@ def _cost(
 
 
 def _percentiles(values: Floats) -> Percentiles:
+    """Return the 5th, 50th and 95th percentile and the mean."""
     ordered = np.sort(values)
 
     def at(share: float) -> float:
@@ -360,6 +368,9 @@ def _percentiles(values: Floats) -> Percentiles:
 def _warnings(
     inputs: RunInputs, assumed: RunAssumptions, tier: TierCost, durable: TierCost, plan: CheckpointPlan
 ) -> Iterator[str]:
+    """Yield what the estimate leaves out or that cannot work: too few spares, host memory, slow storage, a hopeless
+    run, too many accelerators.
+    """
     if assumed.recovery == "spare" and _spare_nodes(inputs, assumed) < (
         needed := _spares_needed(inputs, assumed)
     ):
@@ -414,7 +425,7 @@ def _sources(inputs: RunInputs, assumed: RunAssumptions, plan: CheckpointPlan) -
 
 
 def _plain(value: object) -> Any:
-    """Return the value as types that JSON supports."""
+    """Return the value as types that JSON supports; a number that is not finite becomes None."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

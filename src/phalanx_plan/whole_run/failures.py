@@ -90,6 +90,7 @@ LLAMA3_INTERRUPTIONS: Mapping[str, int] = {
 def _llama3(
     name: str, device: Literal["accelerator", "node"], *causes: str, takes_node: bool = True
 ) -> FailureClass:
+    """Return the failure class of some of Llama 3's causes, in failures per 1,000 device-days."""
     count = sum(LLAMA3_INTERRUPTIONS[cause] for cause in causes)
     days = _LLAMA3_ACCELERATOR_DAYS if device == "accelerator" else _LLAMA3_NODE_DAYS
     typical = 1000 * count / days
@@ -162,7 +163,8 @@ def failures_per_s(
 ) -> float:
     """Interruptions a second of a job on ``accelerators`` of the cluster (all of them, if None).
 
-    ``takes_node`` selects the failures that cost a machine (True) or do not (False); None counts all.
+    ``takes_node`` selects the failures that cost a machine (True) or do not (False); None counts all. Raises
+    ``FailureModelError`` for fewer than one accelerator.
     """
     number = cluster.accelerators if accelerators is None else accelerators
     if number < 1:
@@ -183,10 +185,10 @@ def mtti_s(per_s: float) -> float:
 
 
 def classes_at_node_rate(per_1000_node_days: float, per_node: int = 8) -> tuple[FailureClass, ...]:
-    """The classes, scaled together until a node of ``per_node`` accelerators fails at a rate that a fleet
-    measured.
+    """The classes, scaled together until a node of ``per_node`` accelerators fails at a rate that a fleet measured.
 
-    The shares of the causes and the factors from typical to low and high stay as they are.
+    The shares of the causes and the factors from typical to low and high stay as they are. Raises ``FailureModelError``
+    unless the rate is positive and finite.
     """
     if not 0 < per_1000_node_days < math.inf:
         raise FailureModelError(
@@ -226,9 +228,9 @@ _NEARLY_NORMAL = 1e6
 def spares_needed(node_losses_per_s: float, repair_s: float, confidence: float = 0.99) -> int:
     """Return the smallest number of spare nodes that suffices with probability ``confidence`` at a random moment.
 
-    Nodes in repair are Poisson with mean rate x repair time for any distribution of that time (Palm's
-    theorem for the M/G/infinity queue; the limit of the binomial of ByteRobust, arXiv:2509.16293, for many
-    nodes).
+    Nodes in repair are Poisson with mean rate x repair time for any distribution of that time (Palm's theorem for the
+    M/G/infinity queue; the limit of the binomial of ByteRobust, arXiv:2509.16293, for many nodes). Raises
+    ``FailureModelError`` for a confidence outside [0, 1).
     """
     if not 0 <= confidence < 1:
         raise FailureModelError(f"confidence must be in [0, 1), is {confidence}; 0.99 is usual")
@@ -286,6 +288,7 @@ class Cause:
 
 
 def _cause(name: str) -> Cause:
+    """Return a cause with its scope and mean seconds of repair; an unknown one takes a node for a day."""
     match name:
         case "software bug" | "dependency":
             return Cause(name, FailureScope.WORKER, 60.0)

@@ -54,6 +54,7 @@ class Risk:
     """Phases from the failure to the first step, in order, without the work done again."""
 
     def __post_init__(self) -> None:
+        """Raise ``GoodputError`` for a time between failures that is not positive, or a negative stall or recovery."""
         if not self.mtti_s > 0:
             raise GoodputError(f"mtti_s must be positive, is {self.mtti_s}")
         if self.stall_s < 0 or any(phase.duration_s < 0 for phase in self.recovery):
@@ -68,8 +69,9 @@ class Risk:
 
 
 def interval_s(risk: Risk, at_least_s: float = 0.0, step_s: float = 0.0) -> float:
-    """The best possible interval: an integer number of steps, and at least as long as the last save takes to
-    drain.
+    """The best possible interval: an integer number of steps, and at least as long as the last save takes to drain.
+
+    ``step_s`` of 0 leaves out the rounding; infinite without failures.
     """
     best = max(optimal_interval_s(risk.mtti_s, risk.stall_s), at_least_s, step_s)
     if step_s == 0 or math.isinf(best):
@@ -82,7 +84,9 @@ def interval_s(risk: Risk, at_least_s: float = 0.0, step_s: float = 0.0) -> floa
 
 
 def efficiency(risk: Risk, interval_s: float, slowdown: float = 1.0) -> float:
-    """Useful over wall time, with failures of this risk; useful time passes ``slowdown`` times slower."""
+    """Useful over wall time, with failures of this risk; useful time passes ``slowdown`` times slower. 0 if it would
+    never finish. Raises ``GoodputError`` for an interval that is not positive.
+    """
     if math.isinf(risk.mtti_s):
         return (
             interval_s / (interval_s * slowdown + risk.stall_s)
@@ -146,7 +150,7 @@ def _interrupted(rare: Risk, frequent: Risk) -> Risk:
 
 
 def _with_losses(shares: dict[str, float], risk: Risk) -> dict[str, float]:
-    """The shares of kept time, with the recovery's phases and, for the remainder up to 1, undone work."""
+    """Add to the shares of kept time, and return them, the recovery's phases and, for the remainder up to 1, undone work."""
     begin_s = 0.0
     for phase in risk.recovery:
         end_s = begin_s + phase.duration_s

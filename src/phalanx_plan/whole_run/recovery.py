@@ -63,11 +63,10 @@ def tiers(
     accelerators: int | None = None,
     snapshot_overlap: float = 0.0,
 ) -> dict[TierName, TierCost]:
-    """The four tiers of a state of ``checkpoint_bytes`` (all ranks together), spread evenly over
-    ``accelerators``.
+    """The four tiers of a state of ``checkpoint_bytes`` (all ranks together), spread evenly over ``accelerators``.
 
-    ``snapshot_overlap`` (0 to 1) is the share of the copy to host memory that the next step's computation
-    hides.
+    ``snapshot_overlap`` (0 to 1) is the share of the copy to host memory that the next step's computation hides. Raises
+    ``TierError`` for an argument out of its range.
     """
     number = cluster.accelerators if accelerators is None else accelerators
     if checkpoint_bytes < 0 or number < 1:
@@ -170,7 +169,10 @@ class RecoveryError(ValueError):
 def recovery_phases(
     method: RecoveryMethod, tier: TierCost, level: RateLevel = "typical"
 ) -> tuple[RecoveryPhase, ...]:
-    """The phases of a recovery, in order; the state is read back from ``tier`` before the warm-up."""
+    """The phases of a recovery, in order; the state is read back from ``tier`` before the warm-up.
+
+    Raises ``RecoveryError`` for an unknown method.
+    """
     if method not in _PHASES:
         raise RecoveryError(f"no recovery named {method!r}; there are {', '.join(get_args(RecoveryMethod))}")
     column = ("low", "typical", "high").index(level)

@@ -115,6 +115,7 @@ def _priced(operation: Operation, workload: TrainingWorkload, stack: Stack) -> L
 
 
 def _product(product: MatrixProduct, stack: Stack) -> Layer:
+    """Price a matrix product: its biases' gradients, and the output that it keeps."""
     biases = _biases(product) if stack.kernels.small_gradients and not product.wide else ()
     if not product.kept:
         return Layer((product, *biases))
@@ -143,6 +144,7 @@ def _biases(product: MatrixProduct) -> tuple[Pointwise, ...]:
 
 
 def _rotation(rotation: Rotation, stack: Stack) -> Layer:
+    """Price the rotation of positions and the norms of queries and keys; nothing without rotary positions."""
     # Apart: products with cosine and sine, the halves turned and joined, their sum, and a copy of it; backward the same way.
     if not stack.attention.rotary:
         return Layer()
@@ -189,6 +191,7 @@ def _capping(core: AttentionCore, workload: TrainingWorkload) -> tuple[Pointwise
 
 
 def _activation(activation: Activation, stack: Stack) -> Layer:
+    """Price an activation, which keeps its inputs for backward."""
     part, rows, width, over = activation.part, activation.rows, activation.width, activation.over
     inputs = 2 if activation.gated else 1
     moved = Pointwise(part, rows, (inputs + 1) * width, (2 * inputs + 1) * width, over)
@@ -200,6 +203,7 @@ def _activation(activation: Activation, stack: Stack) -> Layer:
 
 
 def _permutation(permutation: Permutation, stack: Stack) -> Layer:
+    """Price the sorting of tokens by expert, or back; only the way back may keep its tokens."""
     into, back = _sorting(permutation.copies, stack)
     copied = (into if permutation.part == "dispatch" else back) * permutation.width
     moved = Pointwise(permutation.part, "local", copied, copied, kernels=_PERMUTING)
@@ -247,6 +251,7 @@ def _around_experts(around: AroundExperts, stack: Stack) -> Layer:
 
 
 def _dropout(dropout: Dropout, stack: Stack) -> Layer:
+    """Price dropout, which keeps its masks; nothing if the stack has none."""
     if not stack.activations.dropout:
         return Layer()
     results = dropout.results

@@ -73,7 +73,10 @@ class PipelinePlaces:
 def places(
     workload: TrainingWorkload, stack: Stack, pipelines: list[tuple[int, int, bool]]
 ) -> PipelinePlaces:
-    """The places of each pipeline, given as (ranks, stages on each, whether they go down and up like a V)."""
+    """The places of each pipeline, given as (ranks, stages on each, whether they go down and up like a V).
+
+    Raises ``ValueError`` for more stages than there are layers to divide.
+    """
     sizes_of = _splits(workload, stack, {ranks * per_rank for ranks, per_rank, _ in pipelines})
     mixture = tuple(is_mixture(workload.model, layer) for layer in range(workload.model.layers))
     all_kinds = [
@@ -127,6 +130,7 @@ def most_stages(workload: TrainingWorkload, stack: Stack) -> int:
 
 
 def _splits(workload: TrainingWorkload, stack: Stack, counts: set[int]) -> dict[int, tuple[int, ...]]:
+    """Return the layers of each stage, by number of stages, as the stack splits them. Raises ``ValueError`` for too many stages."""
     layers, most = workload.model.layers, most_stages(workload, stack)
     if max(counts) > most:
         raise ValueError(f"{layers} layers cannot be divided into {max(counts)} stages: take at most {most}")
@@ -186,6 +190,7 @@ def _boundaries(costs: tuple[float, ...]) -> list[Ints]:
 
 
 def _trace(boundaries: list[Ints], layers: int, stages: int) -> tuple[int, ...]:
+    """Return the layers of each of ``stages`` stages, read back from the table of ``_boundaries``."""
     sizes, end = [], layers
     for stage in range(stages, 0, -1):
         begin = int(boundaries[stage][end])
@@ -285,6 +290,7 @@ def holdings(
 def _holdings(
     model: ModelSpec, degrees: _Degrees, optimizer: OptimizerSpec | None, *, whole_rows: bool
 ) -> HoldingsTable:
+    """Return what a rank holds of one layer of each of ``KINDS``."""
     by_kind = [list(_of_kind(model, kind)) for kind in KINDS]
     ahead = [p for p in by_kind[KINDS.index("head")] if p.in_block]
     return HoldingsTable(
@@ -312,7 +318,7 @@ def _holdings(
 
 
 def _of_kind(model: ModelSpec, kind: str) -> Iterator[Parameter]:
-    """The parameters of one layer of a kind, or of an end of the model."""
+    """Yield the parameters of one layer of a kind, or of an end of the model."""
     if kind == "dense" or (kind == "mixture" and model.moe is not None):
         yield from block.placed("block", 0, block.parts(model, mixed=kind == "mixture"))
     elif kind != "mixture":
@@ -325,11 +331,13 @@ def _sum(terms: Iterator[Floats]) -> Floats:
 
 
 def _dense(parameter: Parameter, degrees: _Degrees) -> Floats:
+    """Elements of a tensor rank's part of a parameter."""
     rows, columns = _rows_and_columns(parameter, degrees)
     return rows * columns
 
 
 def _dense_share(parameter: Parameter, degrees: _Degrees, *, whole_rows: bool) -> Floats:
+    """Elements of a rank's share of a dense parameter; ``whole_rows`` shares out only whole rows."""
     rows, columns = _rows_and_columns(parameter, degrees)
     return _share(rows, degrees.dense_shard, whole_rows=whole_rows) * columns
 
@@ -347,6 +355,7 @@ def _stacked(parameter: Parameter, degrees: _Degrees) -> Floats:
 
 
 def _stacked_share(parameter: Parameter, degrees: _Degrees, *, whole_rows: bool) -> Floats:
+    """Elements of a rank's share of stacked experts."""
     experts, expert_elements = parameter.shape[0], parameter.numel // parameter.shape[0]
     own_experts = _share(experts / degrees.expert, degrees.expert_shard, whole_rows=whole_rows)
     return own_experts * expert_elements / degrees.expert_tensor

@@ -150,6 +150,7 @@ def recipe_of(run: Circumstances) -> PerformanceRecipe | None:
 
 
 def _holds(recipe: PerformanceRecipe, run: Circumstances, release: float) -> bool:
+    """Return True if a recipe is one for this run in this release."""
     precision = run.precision.replace("fp8-mx", "mxfp8")  # the MX format has two names
     sought = ((recipe.model, run.model), (recipe.gpu, run.gpu), (recipe.precision, precision))
     return (

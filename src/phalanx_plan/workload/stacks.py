@@ -255,7 +255,7 @@ class Stack:
     ``phalanx_plan.step_cost.step_time.scale_tax``."""
 
     def facts(self) -> Iterator[tuple[str, object]]:
-        """Name and value of every field, those of components as "component.field"."""
+        """Yield name and value of every field, those of components as "component.field"."""
         for field in fields(self):
             value = getattr(self, field.name)
             if is_dataclass(value):

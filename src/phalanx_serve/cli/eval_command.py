@@ -103,7 +103,10 @@ def command(options: EvalOptions) -> None:
 
 
 def _tasks(run_dir: Path, options: EvalOptions) -> Iterator[Task]:
-    """Yield the chosen tasks. Raises ``click.UsageError`` if there are none, and ``TaskError``."""
+    """Yield the chosen tasks: that of ``--file``, and the named ones of the run, or all if neither is given.
+
+    Raises ``click.UsageError`` if there are none, and ``TaskError``.
+    """
     from phalanx.run.directory.paths import RunDirectory, read_resolved
     from phalanx.run.fields import unknown_value
     from phalanx.train.evaluation.tasks import read_task, task_file
@@ -131,6 +134,7 @@ def _tasks(run_dir: Path, options: EvalOptions) -> Iterator[Task]:
 
 
 def _write_scores(file: TextIO, task: Task, by_item: Sequence[Sequence[ContinuationScore]]) -> None:
+    """Write a JSON line for each item, with the log-probabilities of its answers."""
     for number, (item, scores) in enumerate(zip(task.items, by_item, strict=True)):
         row = {
             "task": task.name,
@@ -143,6 +147,7 @@ def _write_scores(file: TextIO, task: Task, by_item: Sequence[Sequence[Continuat
 
 
 def _print(results: dict[str, dict[str, object]], note: str) -> None:
+    """Print a line of figures for each task, and the note on standard error."""
     from phalanx.observe.display.state import describe_figures
 
     width = max(map(len, results))

@@ -61,6 +61,7 @@ def command(place: Path | None, form: str, step: int | None, out: Path | None, v
 
 
 def _verify(path: Path) -> None:
+    """Read a pack, and print that it is whole, or each damage on standard error. Raises ClickException."""
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.checkpoint.pack.reader import damage, open_pack
 
@@ -76,6 +77,7 @@ def _verify(path: Path) -> None:
 
 
 def _shown(read_bytes: int, total: int) -> None:
+    """Show progress on standard error, if it is a terminal."""
     if sys.stderr.isatty():
         end = "\n" if read_bytes >= total else ""
         click.echo(f"\r{read_bytes / max(1, total):4.0%} of {total:,} bytes", nl=False, err=True)

@@ -119,7 +119,10 @@ def command(options: ScoreOptions) -> None:
 
 @contextmanager
 def opened_weights(place: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
-    """Yield the run directory and the step to score. A pack's small files are unpacked for the time of the block."""
+    """Yield the run directory and the step to score; of a pack, the given step.
+
+    A pack's small files are unpacked for the time of the block.
+    """
     if not place.is_file():
         with weights_place(place, step) as where:
             yield where.root.parent, where.step
@@ -136,7 +139,11 @@ def opened_weights(place: Path, step: int | None) -> Iterator[tuple[Path, int | 
 def scorer_for(
     place: Path, step: int | None, dtype_name: str | None, device: str, *, stream: bool, memory: int | None
 ) -> Scorer:
-    """Return what scores with the weights in a run directory or a pack, by the options of those names."""
+    """Return what scores with the weights in a run directory or a pack, by the options of those names.
+
+    With "auto" a GPU is used only for the directory of a run with ``runtime.device`` "cuda". Raises ServeError, and the
+    errors of opening the weights.
+    """
     from phalanx.hardware.local.detect import set_for_rank
     from phalanx.hardware.local.device import gpus, on_gpu
     from phalanx.run.directory.paths import RunDirectory, read_resolved
@@ -218,7 +225,10 @@ def _together(every: Sequence[Scored]) -> Scored:
 
 
 def given_texts(content: bytes, name: str) -> list[str | list[int]]:
-    """Parse a file: one plain text, or a text or tokens from the JSON object on each line. Raises ClickException."""
+    """Parse a file: one plain text, or a text or tokens from the JSON object on each line.
+
+    Raises ClickException. Also for an empty file or text, or text that is not UTF-8. Blank lines are skipped.
+    """
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -251,6 +261,7 @@ def _damage(line: str) -> str:
 
 
 def _given(line: str) -> str | list[int] | None:
+    """Return the text or the tokens in a line's JSON object; ``None`` if it has not just one of them, or is no JSON."""
     try:
         table = json.loads(line)
     except (ValueError, RecursionError):
@@ -270,6 +281,7 @@ def _given(line: str) -> str | list[int] | None:
 
 
 def _encoded(text: str | list[int], tokenizer: Tokenizer | None) -> list[int]:
+    """Return the tokens of a text behind its start tokens; tokens are returned as they are."""
     if not isinstance(text, str):
         return text
     assert tokenizer is not None
@@ -277,7 +289,7 @@ def _encoded(text: str | list[int], tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _bytes(text: Sequence[int], tokenizer: Tokenizer | None) -> int:
-    """Bytes of text that the tokens behind the first stand for."""
+    """Bytes of text that the tokens behind the first stand for, without the tokenizer's own prefix; 0 without a tokenizer."""
     if tokenizer is None:
         return 0
     lengths, start = tokenizer.byte_lengths, tokenizer.document_start

@@ -112,7 +112,10 @@ def make_key(file: Path, name: str, limits: str) -> None:
 
 
 def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
-    """Run a stage of the server at ``at`` until the server ends, with weights from the run in ``run_dir``."""
+    """Run a stage of the server at ``at`` until the server ends, with weights from the run in ``run_dir``.
+
+    Raises ClickException for an error, or for the server's reason to end; untrusted code of the run is refused.
+    """
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.wire.messages import WireError
     from phalanx_serve.stages.door import address, read_token
@@ -129,8 +132,10 @@ def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
 
 
 def start(options: ServeOptions, served: ServedRun, output: ServePrinter) -> None:
-    """Serve until a signal. Raises UsageError for a public address without keys, and ClickException for a model
-    that cannot be served.
+    """Serve until a signal.
+
+    Raises UsageError for a public address without keys, and ClickException for a model that cannot be served. Listens
+    before the model is opened. A published folder is converted to a run for the time of serving.
     """
     from phalanx.hardware.local.network import ListenError, is_private, listen
 
@@ -158,7 +163,10 @@ def start(options: ServeOptions, served: ServedRun, output: ServePrinter) -> Non
 
 
 def _start(options: ServeOptions, served: ServedRun, output: ServePrinter, sock: socket.socket) -> None:
-    """Serve a run directory or a pack at ``sock``."""
+    """Serve a run directory or a pack at ``sock``.
+
+    Prints what it does, records a note in a run directory's own folder, and returns after a signal.
+    """
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import TokenizerError
     from phalanx.model.custom import CustomModelError
@@ -199,8 +207,8 @@ def _start(options: ServeOptions, served: ServedRun, output: ServePrinter, sock:
 
 
 def _opened(options: ServeOptions, served: ServedRun, output: ServePrinter) -> tuple[ModelText, WorkerPort]:
-    """Open the model's text side and its workers: processes, or an engine in this process that may follow newer
-    steps.
+    """Return the model's text side and its opened workers: processes, or an engine in this process that may follow
+    newer steps.
     """
     from phalanx_serve.served.of_run import open_followed, open_run
     from phalanx_serve.workers.service import WorkerDivision, devices_of, open_service

@@ -32,7 +32,7 @@ class WorkerRoles(click.ParamType[tuple[Role, ...]]):
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[Role, ...]:
-        """Return the role of each worker, in order. Fails for a missing count or an unknown role."""
+        """Return the role of each worker, in order. Fails for a missing count or an unknown role. Also for too many workers."""
         roles: list[Role] = []
         for part in str(value).split(","):
             name, _, count = part.strip().rpartition(":")
@@ -262,6 +262,7 @@ def another_machine(path: Path) -> str:
 
 
 def _require_workers(options: ServeOptions) -> None:
+    """Raise UsageError for an empty name, and for options that need workers, or more than one, if there are none."""
     if options.name == "":
         raise click.UsageError("--name is empty: leave it out for the name of PLACE")
     if not options.workers and (options.threads or options.audit):
@@ -288,6 +289,7 @@ def _require_roles(option: str, degrees: Degrees, workers: Sequence[Role]) -> No
 
 
 def _require_followed(options: ServeOptions, path: Path) -> None:
+    """Raise UsageError for options that do not go with ``--follow``."""
     if options.divided:
         raise click.UsageError(f"--follow exchanges the weights of one process: leave out {options.divided}")
     if options.workers or options.step is not None or options.stream or path.is_file():
@@ -298,7 +300,7 @@ def _require_followed(options: ServeOptions, path: Path) -> None:
 
 
 def require_stage_options(options: ServeOptions) -> None:
-    """Raise UsageError for options that cannot be combined."""
+    """Raise UsageError for options that cannot be combined with, or lack, ``--stages-at``, ``--join`` or ``--token-file``."""
     if options.token_file is None:
         raise click.UsageError("--stages-at and --join need --token-file, a file that both sides have")
     if options.join:

@@ -73,6 +73,7 @@ def command(seeds: str, workers: int, rate: float, faults: float, trace: Path | 
 
 
 def _range(seeds: str) -> range:
+    """Parse FIRST:END; raises BadParameter for another text."""
     first, _, end = seeds.partition(":")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
         raise click.BadParameter(
@@ -82,6 +83,7 @@ def _range(seeds: str) -> range:
 
 
 def _arrivals(trace: Path) -> list[float]:
+    """Read the sorted arrival times (s) of a trace, one on each line. Raises BadParameter."""
     try:
         times = sorted(float(line) for line in trace.read_text().split())
     except ValueError as error:

@@ -75,7 +75,9 @@ class Drafter:
 
     @torch.no_grad()
     def guess(self, texts: Sequence[DraftInput], length: int) -> list[tuple[DraftState, tuple[int, ...]]]:
-        """Return each text's state and the drafts of its next tokens; ``length`` is that of ``Transformer``."""
+        """Return each text's state, which is updated in place if it continues, and the drafts of its next tokens;
+        ``length`` is that of ``Transformer``.
+        """
         aheads = [self._state_of(text) for text in texts]
         guesses: list[list[int]] = [[] for _ in texts]
         states = [text.hidden for text in texts]
@@ -101,6 +103,7 @@ class Drafter:
         return [(ahead, tuple(tokens)) for ahead, tokens in zip(aheads, guesses, strict=True)]
 
     def _state_of(self, text: DraftInput) -> DraftState:
+        """Return a text's state if it continues where the new hidden states begin, else an empty one."""
         begin = text.computed - len(text.hidden)
         if text.ahead is not None and text.ahead.done[0] == begin:
             return text.ahead
@@ -117,7 +120,10 @@ class Drafter:
         guesses: Sequence[Sequence[int]],
         length: int,
     ) -> list[Tensor]:
-        """Return a depth's hidden states ``(n, dim)`` for each text, of all rows that it can compute now."""
+        """Return a depth's hidden states ``(n, dim)`` for each text, of all rows that it can compute now.
+
+        Updates the keys, values and tails in ``aheads``.
+        """
         spans: list[RowSpan] = []
         positions: list[int] = []
         tokens: list[int] = []
@@ -166,6 +172,7 @@ class Drafter:
             return []
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor]:
+        """Return the (cos, sin) tables of positions in the layers of multi-token prediction."""
         spec = self._model.spec
         windowed = bool(spec.window_rope_theta and window_of(spec, spec.layers - 1))
         cos, sin = self._model.rotation(spec, positions, windowed=windowed, length=length)

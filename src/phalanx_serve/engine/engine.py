@@ -186,6 +186,7 @@ class Engine:
         self._long_turn = False
 
     def _computing(self, model: Transformer) -> ModelRunner:
+        """Return the runner of a model, attached to the other processes if there are any."""
         projection = None if self._far is None else self._far.attach(model, exact=self._rule.exact)
         return ModelRunner(model, self._rule, projection)
 
@@ -220,7 +221,11 @@ class Engine:
         return self._drafted, self._accepted
 
     def submit(self, request: Request) -> None:
-        """Add a request. Raises GenerationRequestError, and ValueError for ``sampling`` out of range."""
+        """Add a request.
+
+        It is computed by later steps. Raises GenerationRequestError for one that cannot be computed or an id in use,
+        and ValueError for ``sampling`` out of range.
+        """
         if any(text.request.id == request.id for text in (*self._running, *self._waiting)):
             raise GenerationRequestError(
                 f"a request {request.id!r} is being computed: give each its own id", "id"
@@ -305,9 +310,10 @@ class Engine:
         """Compute with the weights that ``prepare`` returned from the next step on. Each token names the ``weights``
         that made it.
 
-        With ``recompute``, the new weights compute the keys and values of running texts again, so the next tokens
-        have the bits of a text that only these weights have read. With ``mixed``, texts that have a token keep their
-        keys and values. That costs nothing, but no single set of weights gives the result.
+        With ``recompute``, the new weights compute the keys and values of running texts again, so the next tokens have
+        the bits of a text that only these weights have read. With ``mixed``, texts that have a token keep their keys
+        and values. That costs nothing, but no single set of weights gives the result. Texts without a token always
+        begin again.
         """
         self._runner, self._drafter, self.weights_id = prepared.runner, prepared.drafter, weights_id
         self._pages.made_by(weights_id, self.numerics_id)
@@ -323,6 +329,9 @@ class Engine:
     # Pages.
 
     def _admit(self) -> None:
+        """Move texts from waiting to running while pages last and ``texts`` permits, in order of arrival; their cached
+        prefix counts as computed.
+        """
         while self._waiting and not 0 < self._texts <= len(self._running):
             text = self._waiting[0]
             computed = self._pages.open(text, alone=not self._running)
@@ -337,7 +346,10 @@ class Engine:
             self._running.append(self._waiting.pop(0))
 
     def _schedule(self) -> SchedulerOutput:
-        """Schedule rows of texts that are not in flight, and allocate their pages."""
+        """Schedule rows of texts that are not in flight, and allocate their pages.
+
+        A text without room for its drafts computes none; others may be preempted. Long and short texts take turns.
+        """
         in_flight = {span.kv for step in self._in_flight for span in step.batch.spans}
         running = [text for text in self._running if text.kv not in in_flight]
         # Texts that LongRoPE rotates by other factors have other tables: they take turns.
@@ -359,7 +371,7 @@ class Engine:
         return SchedulerOutput(tuple(rows for rows in allocated if by_id[rows.id] in self._running))
 
     def _preempt(self) -> RunningText:
-        """Preempt the youngest request: its pages are freed, and it is computed again later."""
+        """Preempt the youngest request: its pages are freed, and it is computed again later. Returns it."""
         name = youngest([other.progress for other in self._running])
         victim = next(other for other in self._running if other.request.id == name)
         self._preempted += 1
@@ -372,7 +384,10 @@ class Engine:
 
     @torch.no_grad()
     def _execute(self, scheduled: SchedulerOutput) -> InFlightBatch:
-        """Compute the scheduled rows through the layers of this process, and send them to the others."""
+        """Compute the scheduled rows through the layers of this process, and send them to the others.
+
+        Sampled results may still be on their way.
+        """
         batch = build_batch(scheduled, {text.request.id: text for text in self._running})
         spans, requests = batch.spans, batch.sampling_requests
         self._rows_last = len(batch.tokens)
@@ -393,7 +408,10 @@ class Engine:
         return InFlightBatch(batch, output.states, length, sampler_output)
 
     def _finish(self, step: InFlightBatch) -> None:
-        """Take the results of a step for the texts that still have its keys and values."""
+        """Take the results of a step for the texts that still have its keys and values.
+
+        Waits for them, names full pages, and drafts the next tokens.
+        """
         sampler_output, live = step.wait(), step.batch.live(self._running)
         for text, rows in step.batch.texts:
             if text not in live:
@@ -407,7 +425,7 @@ class Engine:
             self._draft(self._drafter, step)
 
     def _draft(self, drafter: Drafter, step: InFlightBatch) -> None:
-        """Draft the next tokens of the running texts from the states of this step."""
+        """Draft the next tokens of the running texts from the states of this step. Texts that cannot use drafts have none."""
         going: list[RunningText] = []
         progress: list[DraftInput] = []
         start = 0
@@ -426,7 +444,10 @@ class Engine:
                 text.ahead, text.drafts = ahead, drafts
 
     def _take_output(self, batch: Batch, sampler_output: SamplerOutput, live: set[RunningText]) -> None:
-        """Take the sampled tokens of ``live`` texts."""
+        """Take the sampled tokens of ``live`` texts.
+
+        Discards the results behind a draft that was not drawn; a text without finite logits ends with an error.
+        """
         for row, (text, position) in enumerate(batch.sampled):
             if text not in live or text not in self._running:
                 continue
@@ -451,6 +472,10 @@ class Engine:
                 self._take_token(text, token)
 
     def _take_token(self, text: RunningText, sampled: SampledToken) -> None:
+        """Append a sampled token to a text, and emit it, after the prompt's scores if they were requested.
+
+        Ends the text at a stop token or its length.
+        """
         request = text.request
         if text.scores_prompt:
             text.scored = True
@@ -481,6 +506,7 @@ class Engine:
         return None
 
     def _end(self, text: RunningText, outcome: Outcome, message: str = "") -> None:
+        """Release a text's pages, remove it, and emit its end."""
         self._pages.release(text)
         (self._running if text in self._running else self._waiting).remove(text)
         self._pending.append(Ended(text.request.id, outcome, message, text.cached or 0))

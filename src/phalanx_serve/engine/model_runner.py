@@ -48,7 +48,11 @@ from phalanx_serve.traffic.events import GenerationRequestError, Request, ServeE
 
 
 def require_supported(model: Transformer, *, drafts: int = 0) -> None:
-    """Raise ServeError for a model that cannot be served. The message has the reason and the remedy."""
+    """Raise ServeError for a model that cannot be served.
+
+    The message has the reason and the remedy. Attention must be whole, and ``drafts`` at most the tokens predicted
+    ahead.
+    """
     if drafts > len(model.mtp):
         raise ServeError(
             f"{drafts} tokens cannot be drafted in a step: the model predicts {len(model.mtp)} ahead (model.mtp_depth)"
@@ -63,8 +67,8 @@ def require_supported(model: Transformer, *, drafts: int = 0) -> None:
 
 
 def require_computable(request: Request, vocab: int, context: int) -> None:
-    """Raise GenerationRequestError for a request that a model with ``vocab`` tokens and a ``context`` cannot
-    compute.
+    """Raise GenerationRequestError , which names the field, for a request that a model with ``vocab`` tokens and a
+    ``context`` cannot compute.
     """
     if not request.prompt:
         raise GenerationRequestError("the prompt is empty: begin with the end-of-document token", "prompt")
@@ -100,7 +104,7 @@ class FastProducts:
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return ``x`` ``(..., inputs)`` times the transpose of ``matrix`` ``(outputs, inputs)``, plus ``bias``
-        ``(outputs,)``: ``(..., outputs)``.
+        ``(outputs,)``: ``(..., outputs)``. Computes as PyTorch does for other formats or devices, or with gradients.
         """
         outputs, inputs = matrix.shape
         # A model may have been moved since it got these products.
@@ -125,7 +129,11 @@ def fast_products(model: nn.Module) -> FastProducts | None:
 
 
 def use_fast_products(model: nn.Module) -> FastProducts | None:
-    """Give ``fast_products`` to the linear layers of ``model`` that have no other product yet."""
+    """Give ``fast_products`` to the linear layers of ``model`` that have no other product yet, except those of
+    multi-token prediction.
+
+    Returns the products, or None if there are none.
+    """
     products = fast_products(model)
     if products is None:
         return None
@@ -166,6 +174,7 @@ class FewRows:
         self._scale = self._plain_scale()
 
     def _tables(self, positions: list[int], length: int) -> tuple[_Table, _Table]:
+        """Return the (cos, sin) tables of positions, for full and for windowed attention. Those of short positions are kept."""
         model, at = self.model, torch.tensor(positions)
         if longest_short(model.spec) or max(positions) >= MOST_TURNS:
             return model.tables(at, self.kernel.dtype, length)
@@ -221,7 +230,7 @@ class FewRows:
 
 
 def few_rows(model: Transformer) -> FewRows | None:
-    """Return the kernel path of a model. Return None if the kernel does not support one of its layers."""
+    """Return the kernel path of a model. Return None if the kernel does not support one of its layers, or the model has hooks."""
     if not model.blocks or model._forward_hooks or model._forward_pre_hooks:
         return None
     layers = [_weights(block, model) for block in model.blocks.values()]
@@ -240,6 +249,7 @@ def _attention(block: nn.Module) -> Attention:
 
 
 def _weights(block: nn.Module, model: Transformer) -> LayerWeights | None:
+    """Return a block's weights for the kernel; ``None`` if it has a part that the kernel does not support."""
     if not isinstance(block, Block):
         return None
     attention, ffn = block.attention, block.ffn
@@ -283,6 +293,7 @@ def _weights(block: nn.Module, model: Transformer) -> LayerWeights | None:
 
 
 def _plain(linear: Linear) -> bool:
+    """Return True for a linear layer that the kernel computes: on a CPU, contiguous, without another product."""
     weight, bias = linear.weight, linear.bias
     # Other processes may have a part of the product, and a library may compute bf16 rows faster.
     own = linear.affine is None or isinstance(linear.affine, FastProducts)
@@ -400,7 +411,8 @@ class ModelRunner:
     def compute(
         self, x: Tensor, spans: Sequence[RowSpan], length: int, requests: Sequence[SamplingRequest]
     ) -> RunnerOutput:
-        """Compute tokens ``(rows,)`` or states ``(rows, dim)``, in the order of ``spans``, through the layers.
+        """Compute tokens ``(rows,)`` or states ``(rows, dim)``, in the order of ``spans``, through the layers. Writes
+        keys and values into ``spans``; the result has sampled tokens only where the last layer is here.
 
         ``length`` is that of ``Transformer``.
         """

@@ -81,6 +81,7 @@ class LazySamplerOutput:
         self._requests, self._scores, self._log_probs = requests, scores, log_probs
 
     def __getitem__(self, number: int, /) -> SampledToken:
+        """Draw, or score, the token of request ``number``; without a token if its logits are not finite."""
         request, scores, log_probs = self._requests[number], self._scores[number], self._log_probs[number]
         if not bool(torch.isfinite(scores.max())):
             return SampledToken(False)
@@ -96,6 +97,7 @@ class BatchedSamplerOutput:
     """Output that samples all rows on the device and copies them to the host at the first request, rejected drafts too."""
 
     def __init__(self, requests: Sequence[SamplingRequest], scores: Tensor, log_probs: Tensor) -> None:
+        """Queue the drawing and scoring of all requests on the device, without waiting for it."""
         self._requests, device = requests, scores.device
         scores, log_probs = scores[: len(requests)], log_probs[: len(requests)]
         tokens = brought(torch.tensor([max(request.scored, 0) for request in requests]), device)
@@ -124,6 +126,7 @@ class BatchedSamplerOutput:
         self._results: _HostResults | None = None
 
     def __getitem__(self, number: int) -> SampledToken:
+        """Return the token of request ``number``. The first call waits for the device."""
         if self._results is None:
             self._results = _HostResults.of(fetched(self._queued), len(self._requests), len(self._place))
         results, request = self._results, self._requests[number]
@@ -196,7 +199,10 @@ def draw(logits: Tensor, sampling: Sampling, position: int) -> int:
 
 
 def draw_rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    """Draw a token for each row of ``(rows, vocab)``, with one device synchronization. Raises LogitsError."""
+    """Draw a token for each row of ``(rows, vocab)``, with one device synchronization.
+
+    Raises LogitsError for logits that are not finite, and ValueError unless there is one sampling and position per row.
+    """
     if not len(logits) == len(samplings) == len(positions):
         raise ValueError(
             f"{len(logits)} rows of logits, {len(samplings)} samplings and {len(positions)} positions: one each"
@@ -243,6 +249,7 @@ def has_number(logits: Tensor) -> Tensor:
 
 
 def _require_numbers(logits: Tensor) -> None:
+    """Raise LogitsError, with the first wrong token, unless each row has a finite logit and no NaN or +inf."""
     if bool(has_number(logits).all()):
         return
     wrong = (torch.isnan(logits) | (logits == math.inf)).nonzero()
@@ -256,7 +263,10 @@ def _require_numbers(logits: Tensor) -> None:
 
 
 def without_unknown(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Return ``(rows, vocab)`` logits or log-probabilities without those of ids that may not be drawn."""
+    """Return ``(rows, vocab)`` logits or log-probabilities without those of ids that may not be drawn.
+
+    Those are set to -inf in a copy.
+    """
     vocab = logits.shape[1]
     if not any(0 < sampling.vocab_size < vocab for sampling in samplings):
         return logits
@@ -265,6 +275,7 @@ def without_unknown(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def _drawn(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
+    """Draw a token, a tensor on the device, from the ``(vocab,)`` logits of ``position``; temperature 0 takes the likeliest."""
     logits = logits[: sampling.vocab_size or None]
     if sampling.temperature == 0:
         return logits.argmax()
@@ -342,6 +353,7 @@ def _keeps_all(sampling: Sampling) -> bool:
 def _drawn_rows(
     logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], keep: _Keep
 ) -> Tensor:
+    """Draw a token for each row of ``(rows, vocab)``, among those that ``keep`` marks."""
     wide, device = logits.double(), logits.device
     factors = [_factor(sampling.temperature) for sampling in samplings]
     scores = (wide - wide.amax(-1, keepdim=True)) * _column(factors, torch.float64, device)  # (rows, vocab)
@@ -392,6 +404,7 @@ def kept(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _kept(logits: Tensor, scores: Tensor, sampling: Sampling) -> Tensor:
+    """Return the ids that top-k, top-p and min-p keep, likeliest first; at least one."""
     # In the order of the logits themselves: their distances from the largest may round to the same.
     masses = _masses(scores)
     if sampling.top_k and sampling.top_k < len(scores):
@@ -484,6 +497,7 @@ def gumbel(key: int | Tensor, index: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _on(device: torch.device, table: Callable[[], tuple[int, ...]]) -> Tensor:
+    """Return a table as a tensor on a device, copied once."""
     # Not in inference mode, whose tensors could not be used outside it.
     with torch.inference_mode(False):
         return torch.tensor(table(), dtype=torch.int64, device=device)

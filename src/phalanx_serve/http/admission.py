@@ -66,6 +66,7 @@ class AdmittedLoad:
         )
 
     def _pass(self, now: float) -> None:
+        """Let past throughput fade with the time since the last call, and count it as busy if there are texts."""
         passed = now - self._last if self.texts else 0.0
         self._last = now
         if passed > 0:
@@ -107,7 +108,7 @@ class LengthLimit:
             )
 
     def require(self, prompt_tokens: int, new_tokens: int, prompt_field: str) -> None:
-        """Raise RefusedError, with the numbers, for a text that is too long."""
+        """Raise RefusedError, with the numbers, for a text that is too long for the context, or for the pages of the server."""
         tokens = prompt_tokens + new_tokens
         field = "max_tokens" if prompt_tokens < self.tokens else prompt_field
         if tokens > self.context:
@@ -180,8 +181,9 @@ def pages_of(tokens: int) -> int:
 
 
 def retry_after(limits: Limits, measured: Measured, demand: Demand) -> int:
-    """Return 0 if the request is admitted, else the seconds after which to retry. An idle server admits every
-    request.
+    """Return 0 if the request is admitted, else the whole seconds after which to retry.
+
+    An idle server admits every request.
     """
     if not measured.texts:
         return 0

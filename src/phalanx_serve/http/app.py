@@ -41,6 +41,7 @@ class WriteTimeout:
         self._write_start: float | None = None
 
     def __enter__(self) -> WriteTimeout:
+        """Watch the current task: cancel it if a write takes longer than the limit."""
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
@@ -62,6 +63,7 @@ class WriteTimeout:
         self._write_start = None
 
     def _check(self) -> None:
+        """Cancel the task if its write has taken too long, else check again when it would have."""
         remaining = self._seconds
         if self._write_start is not None:
             remaining += self._write_start - self._loop.time()
@@ -118,7 +120,7 @@ class Gateway:
             raise _ending()
 
     def require_room(self, demand: Demand) -> None:
-        """Raise RefusedError if a request is not admitted."""
+        """Raise RefusedError if a request is not admitted: the server drains, it has too many texts, or there is too much to do."""
         self.require_open()
         if demand.texts > self.limits.requests:
             raise RefusedError(
@@ -134,7 +136,10 @@ class Gateway:
             )
 
     def client(self, key: str) -> KeyUse | None:
-        """Return the use of the client's key; None if no keys are needed. Raises RefusedError."""
+        """Return the use of the client's key; None if no keys are needed.
+
+        Raises RefusedError (401) for a missing or unknown key. The first request of a key begins its counts.
+        """
         if self.keys is None:
             return None
         api_key = self.keys.find(key)
@@ -153,9 +158,11 @@ Endpoint = Callable[[Request, KeyUse | None], Awaitable[Response]]
 
 
 def application(gateway: Gateway) -> ASGIApp:
-    """Return the ASGI application of a gateway."""
+    """Return the ASGI application of a gateway. Unlisted host names are refused, and errors become OpenAI's JSON."""
 
     def guarded(answer: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        """Return the endpoint of ``answer``, which checks the client's key and turns a RefusedError into a response."""
+
         async def endpoint(request: Request) -> Response:
             try:
                 return await answer(request, gateway.client(_bearer(request)))
@@ -217,6 +224,7 @@ def application(gateway: Gateway) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers={HTTPException: explain, Exception: apologize})
 
     async def entry(scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse other host names, and answer with a refusal if a running request is cut off by the server's end."""
         scope[_SERVERS_SEND] = send
         if gateway.hosts and host_name(Headers(scope=scope).get("host", "")) not in gateway.hosts:
             error = RefusedError(
@@ -238,6 +246,7 @@ def application(gateway: Gateway) -> ASGIApp:
 
 
 def _health(gateway: Gateway) -> Response:
+    """Return the state of the workers, 503 if there is trouble."""
     trouble = gateway.port.trouble()
     identity = gateway.port.identity
     health: dict[str, Any] = {
@@ -288,6 +297,7 @@ def _model(gateway: Gateway) -> dict[str, Any]:
 
 
 def _bearer(request: Request) -> str:
+    """Return the key in the Authorization header; empty if there is none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
@@ -295,6 +305,8 @@ def _bearer(request: Request) -> str:
 async def _answer(
     gateway: Gateway, kind: type[Completion] | type[Chat], request: Request, client: KeyUse | None
 ) -> Response:
+    """Parse, admit and charge a request for text, and return its response, which computes when it is sent. Raises RefusedError."""
+
     def parse(body: bytes) -> GenerationRequest:
         return parse_request(read_body(kind, body), gateway.model, gateway.room(), gateway.limits.prompts)
 
@@ -324,7 +336,10 @@ async def _converted(
 
 @contextmanager
 def _charged(gateway: Gateway, client: KeyUse | None) -> Iterator[ExitStack]:
-    """Reserve a request in the limits of its key. Closing the stack frees its concurrent slot."""
+    """Reserve a request in the limits of its key.
+
+    Closing the stack frees its concurrent slot. Raises RefusedError if the server drains, or a limit is reached.
+    """
     gateway.require_open()
     with ExitStack() as stack:
         if client is not None:
@@ -336,7 +351,10 @@ def _charged(gateway: Gateway, client: KeyUse | None) -> Iterator[ExitStack]:
 async def _in_thread(
     gateway: Gateway, parse: Callable[[bytes], ResultT], request: Request, *, frames: bool
 ) -> ResultT:
-    """Parse a request's body in a thread: a long text must not hold up other requests. ``frames`` is true for conversations."""
+    """Parse a request's body in a thread: a long text must not hold up other requests.
+
+    ``frames`` is true for conversations. Raises RefusedError for another content type, and that of ``parse``.
+    """
     # A page of another origin may send a form to this machine, but no JSON.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RefusedError("send the body with Content-Type: application/json", status=415)
@@ -346,6 +364,7 @@ async def _in_thread(
 
 
 async def _body(gateway: Gateway, request: Request) -> bytes:
+    """Return the body of a request. Raises RefusedError if it is too long, too slow, or the client leaves."""
     most = gateway.limits.body_bytes
     body = bytearray()
     try:
@@ -372,6 +391,7 @@ class _CancellableResponse(Response):
         self._gateway, self._generation, self._client, self._stream = gateway, generation, client, stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; cancel it if the client leaves. Its load and its key's tokens are counted either way."""
         gateway = self._gateway
         params = self._generation.request
         gateway.workload.began(params.demand, time.monotonic())
@@ -393,6 +413,7 @@ class _CancellableResponse(Response):
                 self._client.ended(params.most_tokens, params.prompt_tokens, generated, now)
 
     async def _write_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the full JSON body, or the refusal."""
         try:
             response = _json(await self._generation.body())
         except RefusedError as error:
@@ -400,6 +421,7 @@ class _CancellableResponse(Response):
         await response(scope, receive, send)
 
     async def _write_events(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        """Send the server-sent events; a client that does not read them for too long is cut off."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         send = scope.get(_SERVERS_SEND, send)
@@ -413,12 +435,13 @@ class _CancellableResponse(Response):
 
 
 async def _left(receive: Receive) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def too_many(gateway: Gateway, most: int) -> ASGIApp:
-    """Return the application that refuses connections beyond the limit."""
+    """Return the application that refuses connections beyond the limit. They get a 503 with Retry-After, and are closed."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         reason = f"all {most} connections of this server have running requests: retry, or use another server"
@@ -438,7 +461,7 @@ def misread(gateway: Gateway, reason: str, status: int) -> bytes:
 
 
 def refusal(gateway: Gateway, error: RefusedError) -> Response:
-    """Return an error as OpenAI writes it."""
+    """Count an error, and return it as OpenAI writes it, with Retry-After if it has one."""
     gateway.counts.refused(error.status)
     response = _json(error_body(error), error.status)
     if error.retry_after:

@@ -89,6 +89,7 @@ class Counts:
     """Counters and histograms of a gateway since its start."""
 
     def __init__(self, model: str) -> None:
+        """Begin all counts at 0, and register them with a registry of their own."""
         self._model = model
         self.first_token, self.next_token, self._duration = (
             Histogram(_FIRST),
@@ -178,6 +179,7 @@ class Counts:
             yield from self._of_keys()
 
     def _of_keys(self) -> Iterator[Metric]:
+        """Yield the metrics of each client's key."""
         running = GaugeMetricFamily("phalanx_key_running", "Requests under way.", labels=["key"])
         requests = CounterMetricFamily("phalanx_key_requests", "Requests admitted.", labels=["key"])
         tokens = CounterMetricFamily(
@@ -196,7 +198,7 @@ class Counts:
         yield from (running, requests, tokens, limited)
 
     def _of_workers(self, load: WorkerLoad) -> Iterator[Metric]:
-        """Yield the metrics of several workers."""
+        """Yield the metrics of several workers; nothing for an engine in this process."""
         if not load.workers:
             return
         states = GaugeMetricFamily(
@@ -212,7 +214,7 @@ class Counts:
             yield self._counter(name, about, {"": count}, "")
 
     def _of_streaming(self, load: WorkerLoad) -> Iterator[Metric]:
-        """Yield the metrics of streamed weights."""
+        """Yield the metrics of streamed weights; nothing for resident ones."""
         if (streaming := load.streaming) is None:
             return
         for name, about, value in (
@@ -228,6 +230,7 @@ class Counts:
             yield self._counter(name, about, {"": value}, "")
 
     def _counter(self, name: str, about: str, counts: Mapping[str, float], label: str) -> CounterMetricFamily:
+        """Return a counter with a sample for each entry of ``counts``, whose keys are values of ``label``, if that is not empty."""
         family = CounterMetricFamily(name, about, labels=["model_name", label] if label else ["model_name"])
         for value, count in counts.items():
             family.add_metric([self._model, value] if label else [self._model], count)

@@ -41,7 +41,7 @@ class IncrementalDetokenizer:
     def feed(self, token: int) -> str:
         """Return the text that is certain after one more id: often the token's own, sometimes none.
 
-        Raises ValueError for an id outside the tokenizer's vocabulary.
+        Raises ValueError for an id outside the tokenizer's vocabulary. Bytes of an incomplete character are held back.
         """
         is_within = not self._pending and not self._at_start
         if is_within and (token_text := self._token_texts.get(token)) is not None:
@@ -107,7 +107,7 @@ class StopStrings:
         return text_so_far[:certain], False
 
     def flush(self) -> str:
-        """Return the text that is held back, at the end of all text."""
+        """Return the text that is held back, at the end of all text. Up to a stop string in it, if one is there."""
         # A stop string that was found may have waited for a longer one, begun before it, that never came.
         pending, self._pending = self._pending, ""
         places = [place for stop in self._stops if (place := pending.find(stop)) >= 0]
@@ -120,7 +120,7 @@ class StopStrings:
         return self._stopped
 
     def _partial_stop(self, text: str) -> int:
-        """Return the length of the longest end of ``seen`` that begins a stop string without being one."""
+        """Return the length of the longest end of ``text`` that begins a stop string without being one."""
         for length in range(min(len(text), max(map(len, self._stops), default=1) - 1), 0, -1):
             end = text[-length:]
             if any(len(stop) > length and stop.startswith(end) for stop in self._stops):

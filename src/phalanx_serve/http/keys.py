@@ -66,7 +66,7 @@ class Keys:
         return {key.name for key in self._keys}
 
     def find(self, key: str) -> Key | None:
-        """Return the entry of a client's ``key``, or None."""
+        """Return the entry of a client's ``key``, or None. All entries are compared, so that the time reveals nothing."""
         match = None
         for entry in self._keys:  # all of them, so that the time does not depend on the key
             if hmac.compare_digest(_hash(entry.salt, key), entry.digest):
@@ -75,7 +75,11 @@ class Keys:
 
 
 def read_keys(file: Path) -> Keys:
-    """Read the keys in ``file``. Raises KeyFileError."""
+    """Read the keys in ``file``.
+
+    Raises KeyFileError for a file that others can read, a malformed line, a repeated name, or no key. Blank lines and
+    comments are skipped.
+    """
     try:
         mode = file.stat().st_mode
         lines = file.read_text().split("\n")
@@ -101,7 +105,10 @@ def read_keys(file: Path) -> Keys:
 
 
 def add_key(file: Path, name: str = "", limits: KeyLimits | None = None) -> str:
-    """Make a key, append its hash to ``file``, and return the key, which is not stored. Raises KeyFileError."""
+    """Make a key, append its hash to ``file``, and return the key, which is not stored.
+
+    Creates the file for its owner alone. Raises KeyFileError for a name that is malformed or taken.
+    """
     if name and not _NAME.fullmatch(name):
         raise KeyFileError(f"the key's name {name!r}: 1 to 64 letters, digits, dots, dashes or underscores")
     if name and file.exists() and name in read_keys(file).names:
@@ -126,6 +133,7 @@ def parse_limits(text: str) -> KeyLimits:
 
 
 def _parsed(line: str, where: str) -> Key:
+    """Parse a line: ``SALT:SHA-256``, a name (made of the salt if none is given), and limits. Raises KeyFileError."""
     first, *words = line.split()
     salt, _, digest = first.partition(":")
     if len(digest) != 64:
@@ -138,6 +146,7 @@ def _parsed(line: str, where: str) -> Key:
 
 
 def _limits(words: list[str], where: str) -> KeyLimits:
+    """Parse ``field=number`` words. Raises KeyFileError for an unknown or repeated field, or no positive number."""
     names = [field.name for field in fields(KeyLimits)]
     values: dict[str, int] = {}
     for word in words:
@@ -178,6 +187,7 @@ class TokenBucket:
         self.left = min(float(self.limit), self.left - amount)
 
     def _fill(self, now: float) -> None:
+        """Add what the time since the last call gives, up to the limit."""
         self.left = min(float(self.limit), self.left + max(0.0, now - self.at) * self.limit / 60)
         self.at = max(self.at, now)
 
@@ -206,7 +216,10 @@ class KeyUse:
         return cls(key, full(key.limits.requests), full(key.limits.tokens))
 
     def begin(self, now: float) -> None:
-        """Take a request from the limits, before any work is done for it. Raises RefusedError, which names the limit and the time."""
+        """Take a request from the limits, before any work is done for it.
+
+        Raises RefusedError, which names the limit and the time. Counts it as running.
+        """
         limits = self.key.limits
         if limits.concurrent and self.running >= limits.concurrent:
             raise self._over("concurrent", f"{limits.concurrent} requests at a time", 1)
@@ -215,7 +228,10 @@ class KeyUse:
         self.admitted += 1
 
     def take_tokens(self, tokens: int, now: float) -> None:
-        """Take the most tokens that a request may need from the limits. Raises RefusedError, which names the limit and the time."""
+        """Take the most tokens that a request may need from the limits.
+
+        Raises RefusedError, which names the limit and the time. A request that would never fit is refused for good.
+        """
         if self.tokens is not None and tokens > self.tokens.limit:
             self.refused["tokens"] += 1
             raise RefusedError(
@@ -227,6 +243,7 @@ class KeyUse:
         self._take("tokens", self.tokens, tokens, now)
 
     def _take(self, name: str, bucket: TokenBucket | None, amount: int, now: float) -> None:
+        """Take ``amount`` from a limit, if there is one. Raises RefusedError with the time to wait."""
         if bucket is None:
             return
         if wait := bucket.wait_s(amount, now):
@@ -234,7 +251,7 @@ class KeyUse:
         bucket.take(amount, now)
 
     def ended(self, taken: int, prompt_tokens: int, generated_tokens: int, now: float) -> None:
-        """Record the end of a request that had reserved ``taken`` tokens."""
+        """Record the end of a request that had reserved ``taken`` tokens; those not used are given back."""
         self.running -= 1
         self.prompt_tokens += prompt_tokens
         self.generated_tokens += generated_tokens
@@ -242,6 +259,7 @@ class KeyUse:
             self.tokens.take(prompt_tokens + generated_tokens - taken, now)
 
     def _over(self, limit: str, words: str, wait: int) -> RefusedError:
+        """Count a refusal by a limit, and return its error."""
         self.refused[limit] += 1
         return RefusedError(
             f"the key {self.key.name!r} has {words}: retry in {wait} s",

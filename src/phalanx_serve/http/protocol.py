@@ -169,7 +169,11 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def read_fields(kind: type[BodyT], fields: dict[str, Any]) -> BodyT:
-    """Return the fields of a body, typed. Raises RefusedError, which names the field."""
+    """Return the fields of a body, typed.
+
+    Fields that change nothing are dropped from ``fields``. Raises RefusedError, which names the field, for one that is
+    unknown, unsupported or of another type.
+    """
     names = set(kind.__struct_fields__)
     unsupported = _UNSUPPORTED | _UNSUPPORTED_BY_KIND.get(kind, {})
     for name in list(fields):
@@ -200,7 +204,7 @@ def seed_of(body: Common) -> int:
 
 
 def stops_of(body: Common) -> list[str]:
-    """Return the stop strings. Raises RefusedError."""
+    """Return the stop strings. Raises RefusedError for too many, empty or too long ones."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > 16 or any(not stop or len(stop) > 1000 for stop in stops):
         raise RefusedError("stop: at most 16 strings of 1 to 1000 characters", "stop")
@@ -208,7 +212,7 @@ def stops_of(body: Common) -> list[str]:
 
 
 def prompts_of(body: Completion) -> list[str | list[int]]:
-    """Return the prompts of a completion, each text or ids. Raises RefusedError."""
+    """Return the prompts of a completion, each text or ids. Raises RefusedError for an empty or a mixed list."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]

@@ -99,7 +99,11 @@ def require_model(name: str | None, model: ModelText) -> None:
 def parse_request(
     body: Completion | Chat, model: ModelText, room: LengthLimit, most_prompts: int
 ) -> GenerationRequest:
-    """Encode the prompts of a body and fill in its defaults. Raises RefusedError."""
+    """Encode the prompts of a body and fill in its defaults.
+
+    Raises RefusedError for another model, options that contradict each other, and prompts too many or too long. Texts
+    without ``max_tokens`` get 16 tokens, conversations all that fit.
+    """
     require_model(body.model, model)
     if body.stream_options is not None and not body.stream:
         raise RefusedError("stream_options is for stream: true alone", "stream_options")
@@ -149,7 +153,7 @@ def parse_request(
 
 
 def tokenize(body: bytes, model: ModelText, room: LengthLimit) -> dict[str, Any]:
-    """Return the ids of a ``prompt``, or of ``messages``. Raises RefusedError."""
+    """Return the ids of a ``prompt``, or of ``messages``. Raises RefusedError for another model or a malformed body."""
     fields = read_object(body)
     if "messages" in fields:
         chat = read_fields(Chat, fields)
@@ -163,7 +167,10 @@ def tokenize(body: bytes, model: ModelText, room: LengthLimit) -> dict[str, Any]
 
 
 def detokenize(body: bytes, model: ModelText, _room: LengthLimit) -> dict[str, Any]:
-    """Return the text of ids, without that of special tokens. Raises RefusedError."""
+    """Return the text of ids, without that of special tokens.
+
+    Raises RefusedError for another model, a malformed body or unknown ids.
+    """
     request = read_fields(Detokenize, read_object(body))
     require_model(request.model, model)
     try:

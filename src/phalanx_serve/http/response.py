@@ -109,7 +109,7 @@ class ResponseFormat:
         }
 
     def chunk(self, index: int, delta: TextDelta, *, first: bool) -> dict[str, Any]:
-        """Return a choice of a chunk."""
+        """Return a choice of a chunk. ``first``: it is the first of its text, and has the role."""
         choice = self._choice(index, delta)
         if self.chat:
             role: dict[str, Any] = {"role": "assistant"} if first else {}
@@ -119,7 +119,7 @@ class ResponseFormat:
         return choice
 
     def full_choice(self, index: int, delta: TextDelta) -> dict[str, Any]:
-        """Return a choice of a full response."""
+        """Return a choice of a full response. Names its weights if several made it, and keeps them for the envelope."""
         choice = self._choice(index, delta)
         self.set_weights(delta.tokens)
         weights = _weights_of(delta.tokens)
@@ -140,7 +140,10 @@ class ResponseFormat:
         *,
         with_logprobs: bool,
     ) -> dict[str, Any]:
-        """Return the fields of a choice about its prompt: its text if it is echoed, and log-probabilities."""
+        """Return the fields of a choice about its prompt: its text if it is echoed, and log-probabilities.
+
+        Ids are included if they were requested.
+        """
         choice: dict[str, Any] = {"text": text} if text else {}
         if scored is not None and with_logprobs:
             choice["prompt_logprobs"] = [None, *scored.logprobs]
@@ -160,6 +163,7 @@ class ResponseFormat:
         return choice
 
     def _choice(self, index: int, delta: TextDelta) -> dict[str, Any]:
+        """Return the fields that chunks and full choices share: index, reason to end, log-probabilities, ids."""
         choice: dict[str, Any] = {"index": index, "finish_reason": delta.finish or None, "logprobs": None}
         if self.logprobs >= 0 and delta.tokens:
             if self.chat:
@@ -177,7 +181,10 @@ class ResponseFormat:
         return self.tokenizer.token_bytes(token) if token < self.tokenizer.vocab_size else b""
 
     def _word(self, token: int) -> str:
-        """A token's text; of a part of a character its bytes, as OpenAI writes them."""
+        """Return a token's text; of a part of a character its bytes, as OpenAI writes them.
+
+        ``<ID>`` for ids beyond the tokenizer's.
+        """
         if token >= self.tokenizer.vocab_size:
             return f"<{token}>"
         spelled = self._bytes(token)
@@ -197,6 +204,7 @@ class ResponseFormat:
         return entry(token.id, token.logprob) | {"top_logprobs": [entry(*other) for other in token.top]}
 
     def _completion_logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
+        """Return the log-probabilities of tokens as completions have them; advances the text's offset."""
         offsets = self._offsets.setdefault(index, TextOffsets())
         return {
             "tokens": [self._word(token.id) for token in tokens],
@@ -293,6 +301,7 @@ class GenerationResponse:
         self._continuous = False
 
     async def _text(self, index: int) -> AsyncGenerator[TextDelta]:
+        """Submit a text and yield its deltas; count tokens, times and how it ends. A text left early is canceled."""
         params, body = self.request, self.request.body
         number, choice = divmod(index, params.n)
         request = Request(
@@ -345,6 +354,7 @@ class GenerationResponse:
                 self._counts.cancelled += 1
 
     def _prompt_fields(self, index: int, scored: PromptScored | None) -> dict[str, Any]:
+        """Return the fields of a choice about its prompt."""
         request = self.request
         number = index // request.n
         with_logprobs = request.body.prompt_logprobs not in (None, False)
@@ -373,7 +383,10 @@ class GenerationResponse:
         return self._format.envelope(choices, chunk=False) | {"usage": self._usage()}
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the response as server-sent events; an error after the start is the last of them."""
+        """Yield the response as server-sent events; an error after the start is the last of them.
+
+        Usage follows if it was requested, then ``[DONE]``; not after an error.
+        """
         total = len(self.request.prompts) * self.request.n
         options = self.request.body.stream_options
         with_usage = options is not None and options.include_usage
@@ -459,6 +472,7 @@ class _TaskGroup:
         return self
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a task, which is cancelled with the group."""
         self._tasks.append(asyncio.create_task(coroutine))
         return self._tasks[-1]
 

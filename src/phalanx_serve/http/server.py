@@ -131,12 +131,14 @@ class Connection(H11Protocol):
         self._reader: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count a connection, and wait for its first request; beyond the limit it gets a refusal."""
         super().connection_made(transport)
         if not self._limiter.admit(self):
             self.app = self._limiter.refusing(self.app)
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all timers, and remove the connection from the limiter."""
         self._head_is_whole()
         self._answer_is_read()
         self._limiter.left(self)
@@ -151,12 +153,14 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def handle_events(self) -> None:
+        """Handle received bytes; a request that has begun counts as work."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._head_is_whole()
             self._limiter.works(self)
 
     def on_response_complete(self) -> None:
+        """Wait for the next request; the connection is idle until then."""
         self._wait_for_head()  # or, of a connection that is to end, until the rest of its answer is read
         if not self.transport.is_closing():
             self._limiter.rests(self)
@@ -202,26 +206,31 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _wait_for_head(self) -> None:
+        """Give the connection ``head_s`` seconds to send a whole request head."""
         self._head_is_whole()
         self._head = self.loop.call_later(self._limiter.head_s, self.give_way)
 
     def _head_is_whole(self) -> None:
+        """Stop waiting for a request head."""
         if self._head is not None:
             self._head.cancel()
             self._head = None
 
     def _wait_for_reader(self) -> None:
+        """Give the client ``reader_s`` seconds to read some of what is written."""
         self._answer_is_read()
         unread = self.transport.get_write_buffer_size()
         self._reader = self.loop.call_later(self._limiter.reader_s, self._look_at_reader, unread)
 
     def _look_at_reader(self, unread: int) -> None:
+        """Wait on if the client has read some, else abort the connection."""
         if self.transport.get_write_buffer_size() < unread:
             self._wait_for_reader()
         else:
             self.transport.abort()
 
     def _answer_is_read(self) -> None:
+        """Stop waiting for the client to read."""
         if self._reader is not None:
             self._reader.cancel()
             self._reader = None
@@ -242,6 +251,7 @@ class DrainingServer(uvicorn.Server):
     """A server that refuses new requests on the first signal and ends when the old ones have, at the latest after ``drain_s``."""
 
     def __init__(self, gateway: Gateway, drain_s: float, tell: Callable[[str], None]) -> None:
+        """Configure uvicorn for the gateway, with limited connections."""
         config = LimitedConfig(
             application(gateway),
             http=Connection,
@@ -270,7 +280,7 @@ class DrainingServer(uvicorn.Server):
             sock.listen(_WAITING)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Drain on the first signal, end on the second."""
+        """On the first signal, drain in a thread: refuse new requests and end after the running ones. End at once on the second."""
         if self._gateway.draining:
             self.should_exit = self.force_exit = True
             return
@@ -279,6 +289,7 @@ class DrainingServer(uvicorn.Server):
         threading.Thread(target=self._drain, args=(name,), daemon=True).start()
 
     def _drain(self, name: str) -> None:
+        """Wait until all texts are finished, for at most ``drain_s`` seconds, and end the server. Reports that first."""
         # In a thread: a handler may have interrupted a write to the same stream.
         with suppress(OSError):  # a full disk or a closed pipe is no reason to go on
             self._tell(f"{name}: {self._gateway.unfinished} texts are finished first; again to end at once")
@@ -296,7 +307,9 @@ def serve(
     tell: Callable[[str], None],
     note: ServingNote | None = None,
 ) -> None:
-    """Serve until a signal, and ends the worker; ``note`` records its state meanwhile."""
+    """Serve until a signal and the drain after it, at most ``drain_s`` seconds; then close the worker; ``note`` records
+    its state meanwhile.
+    """
     try:
         if note is not None:
             note.start()

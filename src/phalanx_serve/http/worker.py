@@ -165,6 +165,7 @@ class EngineWorker:
         self._thread.start()
 
     async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
+        """Yield the outputs of a request, the last of which is ``Ended``; leaving earlier cancels it."""
         outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
         self._readers[request.id] = asyncio.get_running_loop(), outputs
         self._first.add(request.id)
@@ -186,6 +187,7 @@ class EngineWorker:
         self._inbox.put(request_id)
 
     def load(self) -> WorkerLoad:
+        """Return counts of texts, pages and drafts; a text waits until its first output."""
         waiting = len(self._first)
         used, pages = self._engine.pages()
         drafted, accepted = self._engine.drafts()
@@ -206,16 +208,18 @@ class EngineWorker:
         self._inbox.put(swap)
 
     def trouble(self) -> str:
-        """See ``WorkerPort``."""
+        """Return the reason why nothing can be computed; empty if it can."""
         if not self._thread.is_alive():
             return self._lost or "the engine has ended"
         return self._lost or (self._trouble() if self._trouble is not None else "")
 
     def close(self) -> None:
+        """End the thread after its step; wait for at most 30 seconds."""
         self._inbox.put(None)
         self._thread.join(timeout=30)
 
     def _run(self) -> None:
+        """Take messages and compute steps until the end. After a lost part, fail all requests from then on."""
         while True:
             block = bool(self._lost) or not self._engine.busy
             while True:
@@ -236,6 +240,10 @@ class EngineWorker:
                 self._fail(error)
 
     def _take(self, message: Request | str | Swap) -> None:
+        """Submit a request, cancel one by its id, or exchange the weights.
+
+        Errors end the request, and weights that fail are only logged. After a lost part, requests end with its reason.
+        """
         if self._lost:
             if isinstance(message, Request):
                 self._deliver([Ended(message.id, "error", self._lost)])
@@ -256,11 +264,13 @@ class EngineWorker:
             self._deliver([Ended(message.id, "error", str(error))])
 
     def _fail(self, error: Exception) -> None:
+        """End all requests with an error."""
         for name in list(self._readers):
             self._engine.cancel(name)
             self._deliver([Ended(name, "error", explained(error))])
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        """Put outputs into the queues of their requests; those of requests that have left are dropped."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[EngineOutput], EngineOutput]]] = {}
         for output in outputs:
             if (reader := self._readers.get(output.request)) is not None:

@@ -71,7 +71,11 @@ class LayerKVCache:
         sinks: Tensor | None = None,
         expand: Expand | None = None,
     ) -> Tensor:
-        """See ``Cache``; rows are ``(1, heads, rows, width)``."""
+        """Attend for the rows ``(1, heads, rows, width)`` of several texts, each to its own cached tokens.
+
+        Stores the new keys and values (rounded if a narrow format keeps them), and returns the mixed values ``(1,
+        heads, rows, width)``.
+        """
         assert isinstance(core, CausalCore), "the engine refuses others"
         mixed: list[Tensor] = []
         row = 0
@@ -94,6 +98,7 @@ class LayerKVCache:
         sinks: Tensor | None,
         expand: Expand | None,
     ) -> Tensor:
+        """Return the mixed values of a span's queries over its cached keys, in pieces that exact numerics prescribe."""
         rule, window, heads, device = self._rule, core.window, query.shape[1], query.device
         borders = (
             range(span.begin + window - span.begin % window, span.end, window)
@@ -153,7 +158,10 @@ class LayerKVCache:
         return self._mask(begin, end, 0, 0, device).repeat(heads, 1)
 
     def _mask(self, begin: int, end: int, first: int, window: int, device: torch.device) -> Tensor:
-        """Return the mask ``(q, n)`` of the keys ``first`` to ``end`` for the queries ``begin`` to ``end``."""
+        """Return the mask ``(q, n)`` of the keys ``first`` to ``end`` for the queries ``begin`` to ``end``.
+
+        True where a key is visible. Each is made once and kept.
+        """
         name = (begin, end, first, window)
         if name not in self._masks:
             queries = torch.arange(begin, end, device=device)[:, None]

@@ -107,7 +107,8 @@ class KVCacheManager:
     def open(self, text: RunningText, *, alone: bool) -> int | None:
         """Take the cached pages of a text's prefix and return the number of their tokens.
 
-        Return None if no page is left for more of the text, unless it is ``alone`` and would wait for ever.
+        Return None if no page is left for more of the text, unless it is ``alone`` and would wait for ever. Texts whose
+        prompt is scored take none. The tensors get room for the next token.
         """
         # One row of a text is always computed, for its logits.
         usable = 0 if text.scores_prompt else len(text.tokens) - 1
@@ -126,7 +127,10 @@ class KVCacheManager:
         return text.computed
 
     def make_room(self, text: RunningText, tokens: int, preempt: Callable[[], RunningText]) -> bool:
-        """Allocate the pages of a text of ``tokens``. ``preempt`` frees those of a text; return False if it was this one."""
+        """Allocate the pages and tensors of a text of ``tokens``.
+
+        ``preempt`` frees those of a text; return False if it was this one, else True.
+        """
         while len(text.places) * PAGE < tokens:
             place = self.table.take()
             if place is not None:
@@ -147,7 +151,10 @@ class KVCacheManager:
         return tokens <= (len(text.places) + self.table.available) * PAGE
 
     def keep(self, text: RunningText) -> None:
-        """Name the pages that are full now, so that other texts may use them."""
+        """Name the pages that are full now, and copy their contents out, so that other texts may use them.
+
+        Nothing is kept without a prefix cache, or for texts of several weights.
+        """
         # Pages computed by several weights have no name.
         if not self._prefix_cache or "+" in text.weights:
             return
@@ -171,7 +178,7 @@ class KVCacheManager:
         text.ahead, text.drafts = None, ()
 
     def release(self, text: RunningText) -> None:
-        """Release a text's pages."""
+        """Release a text's pages. Named pages remain cached."""
         self.table.release(text.places[::-1])
         text.places = []
         if self._far is not None:
@@ -186,7 +193,9 @@ class KVCacheManager:
         return bytes(self._shape.assemble(zip((far.own, *far.boxes), (own, *far.read(place)), strict=True)))
 
     def write(self, name: bytes, content: PageBytes, before: bytes) -> bool:
-        """Store a page behind that named ``before``; return False if all pages are in use. Raises ValueError for ``content`` of another length."""
+        """Store a page behind that named ``before``, unless it is here already; return True, or return False if all
+        pages are in use. Raises ValueError for ``content`` of another length.
+        """
         if self.table.holds(name):
             return True
         place = self.table.take()
@@ -201,6 +210,7 @@ class KVCacheManager:
         return True
 
     def _write(self, place: int, content: PageBytes) -> None:
+        """Write a page's content into the parts of this process and the others. Raises ValueError for another length."""
         if len(content) != self._shape.nbytes:
             raise ValueError(
                 f"a page has {self._shape.nbytes} bytes, and {len(content)} came: the other worker has another model or format"

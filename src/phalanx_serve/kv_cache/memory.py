@@ -150,7 +150,7 @@ class TextKV:
         self.capacity = 0
 
     def grow(self, tokens: int) -> None:
-        """Make room for at least ``tokens``, in full blocks of keys."""
+        """Make room for at least ``tokens``, in full blocks of keys. Copies what is there; at least doubles, and never shrinks."""
         if tokens <= self.capacity:
             return
         minimum = max(tokens, 2 * self.capacity)
@@ -181,7 +181,7 @@ class PageMemory:
         self._pools = [pool for part in self._parts for pool in part]
 
     def copy_out(self, kv: TextKV, number: int, place: int) -> None:
-        """Copy page ``number`` of a text to ``place``."""
+        """Copy page ``number`` of a text to ``place``. Packs it in the stored format."""
         rows = slice(number * PAGE, (number + 1) * PAGE)
         for layer, tensors in enumerate(kv.layers.values()):
             for part, (pools, tensor) in enumerate(zip(self._parts, tensors, strict=True)):
@@ -275,7 +275,7 @@ class PageShape:
         return page
 
     def _views(self, page: PageBytes) -> Iterator[npt.NDArray[np.uint8]]:
-        """``(layers, heads, bytes)`` of each tensor."""
+        """Yield views ``(layers, heads, bytes)`` of each tensor in a page."""
         flat, begin = np.frombuffer(page, np.uint8), 0
         for cell in self.cells:
             end = begin + self.layers * self.heads * cell

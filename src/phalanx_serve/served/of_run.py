@@ -64,8 +64,10 @@ from phalanx_serve.weights.ring import StreamStatistics
 
 
 def open_packed(served: ServedRun) -> OpenedEngine:
-    """Open the engine of a pack, or of a run that is packed for streaming. Raises ServeError, and the errors of
-    ``open_model``.
+    """Open the engine of a pack, or of a run that is packed for streaming.
+
+    Raises ServeError, and the errors of ``open_model``. Streams the weights within a memory budget, or reads all of
+    them.
     """
     dtype, device = getattr(torch, served.dtype), device_of(served)
     file = packed(served.path, served.step, dtype)
@@ -132,6 +134,7 @@ def _streaming(statistics: StreamStatistics) -> Streaming:
 def _budget(
     file: PackFile, model: Transformer | Chain, spec: ModelSpec, served: ServedRun, context: int
 ) -> MemoryBudget:
+    """Divide the memory between weights, texts and computing. Without ``memory_bytes``, four fifths of what is free."""
     keeps = isinstance(model, Transformer)
     # A user's own model computes whole texts, one after another, and keeps nothing of them.
     rows = served.rows if keeps else context
@@ -156,7 +159,9 @@ _log = logging.getLogger(__name__)
 def open_run(
     served: ServedRun, name: str | None, tell: Callable[[str], None]
 ) -> tuple[ModelText, EngineWorker]:
-    """Open the model of a run or a pack for requests. Raises ServeError, and the errors of ``restored_model`` and
+    """Open the model of a run or a pack for requests, and start its thread.
+
+    ``tell`` gets notes and the device. Raises ServeError, and the errors of ``restored_model`` and
     ``load_run_tokenizer``.
     """
     opened = open_engine(served, tell)
@@ -293,9 +298,10 @@ class CheckpointFollower:
         self._looks = 0
 
     def start(self) -> None:
-        """Poll in a thread that ends with the process."""
+        """Poll in a thread that ends with the process. Errors are reported once each, and do not end it."""
 
         def go_on() -> None:
+            """Look again and again; report each new kind of error once."""
             wait, reported = threading.Event(), ""
             while not wait.wait(self._look_pause_s):
                 try:
@@ -314,7 +320,7 @@ class CheckpointFollower:
         """Swap in the newest readable checkpoint, if it is newer than the current one.
 
         Raises RunDirectoryError for a run that has been removed, and CheckpointError if its checkpoints cannot be
-        listed.
+        listed. One that fails is reported, and the next older one tried.
         """
         self._looks += 1
         folder = RunDirectory(self._served.path).checkpoints
@@ -325,10 +331,12 @@ class CheckpointFollower:
                 return
 
     def _is_due(self, step: int) -> bool:
+        """Return True for a step that has not failed, or is to be tried again now."""
         failed = self._failed.get(step)
         return failed is None or 0 < failed.again <= self._looks
 
     def _take(self, step: int) -> bool:
+        """Swap in the weights of ``step``, report it and return True; report why not, and return False."""
         try:
             swap = self._swap_to(step)
         except DeviceMemoryError as error:
@@ -371,10 +379,12 @@ class CheckpointFollower:
         return Swap(step, digest, partial(self._engine.swap, prepared, digest, pages=self._pages))
 
     def _give_up(self, step: int, message: str) -> None:
+        """Never try a step again, and report why."""
         self._failed[step] = _Failed(0)
         self._tell(message)
 
     def _try_again(self, step: int, message: str) -> None:
+        """Record a failure, so that the step is tried again after more and more looks, and report it if it is another."""
         before = self._failed.get(step, _Failed(0))
         wait = min(_MOST_LOOKS, 2 * before.wait)
         self._failed[step] = _Failed(self._looks + wait, wait, message)

@@ -155,7 +155,10 @@ class TurnsEngine:
             self._cancelled.append(request_id)
 
     def step(self) -> list[EngineOutput]:
-        """Return a token of each request. Raises PartLostError if a GPU no longer answers."""
+        """Return a token of each request.
+
+        Raises PartLostError if a GPU no longer answers. A request that fails, ends or was canceled has an ``Ended``.
+        """
         outputs: list[EngineOutput] = [Ended(name, "cancelled") for name in self._cancelled]
         self._cancelled.clear()
         for name, text in list(self._running.items()):
@@ -172,6 +175,10 @@ class TurnsEngine:
         return outputs
 
     def _text(self, request: Request) -> Iterator[EngineOutput]:
+        """Yield the outputs of a request, with a pass over the whole text for each token.
+
+        Ends before a stop token, or after ``max_tokens``.
+        """
         model, device = self._model, self._device
         text = list(request.prompt)
         for index in range(request.max_tokens):
@@ -197,6 +204,7 @@ def _scores(hidden: torch.Tensor, weight: torch.Tensor, *, rows: slice, cap: flo
 
 
 def _scored(request: Request, scores: torch.Tensor) -> PromptScored:
+    """Return the log-probabilities of a prompt's tokens but the first, and the likeliest if requested."""
     logprobs = scores[:-1].float().log_softmax(-1)
     of = torch.tensor(request.prompt[1:], device=scores.device)
     scored = tuple(logprobs.gather(1, of[:, None])[:, 0].tolist())
@@ -204,11 +212,13 @@ def _scored(request: Request, scores: torch.Tensor) -> PromptScored:
 
 
 def _tops(request: Request, logprobs: torch.Tensor) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """Return the likeliest tokens of each row, without ids that may not be drawn."""
     rows = logprobs[:, : request.sampling.vocab_size or None]
     return tuple(likeliest(row, request.top_logprobs) for row in rows)
 
 
 def _token(request: Request, index: int, token: int, scores: torch.Tensor) -> Token:
+    """Return a token with its log-probability and the likeliest, if requested."""
     if request.top_logprobs < 0:
         return Token(request.id, index, token)
     logprobs = scores.float().log_softmax(-1)
@@ -242,6 +252,10 @@ def open_divided(served: ServedRun, tell: Callable[[str], None]) -> OpenedEngine
 def _opened_at(
     step: int, served: ServedRun, parts: _Stages | _Shares, run: RunSpec, tell: Callable[[str], None]
 ) -> OpenedEngine:
+    """Start or await the other processes and open ``step`` with them.
+
+    Closes them if that fails. Raises ServeError, and the errors of reading.
+    """
     door: Door
     if served.stages_at:
         door = await_stages(served.stages_at, Path(served.token_file), parts.count - 1, tell)
@@ -265,6 +279,7 @@ def require_divisible(served: ServedRun) -> None:
 
 
 def _divided(served: ServedRun, model: ModelSpec) -> _Stages | _Shares:
+    """Return how the model is divided: by layers or within each. Raises ServeError for one that cannot be."""
     _require_dividable(served)
     if model.factory:
         raise ServeError(
@@ -331,6 +346,7 @@ _Restored = tuple[Transformer, ModelSpec, dict[str, TensorDigest]]
 
 
 def _opened(served: ServedRun, door: Door, parts: _Stages | _Shares, step: int, run: RunSpec) -> OpenedEngine:
+    """Admit the other processes and open the engine over them. Closes their links if that fails."""
     links: list[StageLink] = door.admit(parts.count - 1)
     try:
         return _over(links, served, parts, step, run)
@@ -343,6 +359,10 @@ def _opened(served: ServedRun, door: Door, parts: _Stages | _Shares, step: int, 
 def _over(
     links: list[StageLink], served: ServedRun, parts: _Stages | _Shares, step: int, run: RunSpec
 ) -> OpenedEngine:
+    """Let each process read its layers of ``step``, and return the engine over all.
+
+    Raises ServeError if checkpoints or numerics differ.
+    """
     dtype = getattr(torch, served.dtype)
     for link, opening in zip(links, parts.opens(served, step), strict=True):
         try:
@@ -411,6 +431,7 @@ def threads_of_each(processes: int) -> int:
 
 
 def _require_dividable(served: ServedRun) -> None:
+    """Raise ServeError for options that do not go with a divided model."""
     if served.tensor > 1 and served.stages > 1:
         raise ServeError("--tensor shares out each layer, and --pipeline the layers: give one of them")
     if served.stream or is_pack(served.path):
@@ -424,7 +445,10 @@ def _require_dividable(served: ServedRun) -> None:
 
 
 def newest_step(run_dir: Path) -> int:
-    """Return the newest committed step. A running run may commit another one a moment later."""
+    """Return the newest committed step.
+
+    Raises RunDirectoryError if there is none. A running run may commit another one a moment later.
+    """
     steps = candidates(weights_tier(RunDirectory(run_dir)))
     if not steps:
         raise RunDirectoryError(f"{run_dir}: no checkpoint is committed; let the run save one first")
@@ -432,8 +456,9 @@ def newest_step(run_dir: Path) -> int:
 
 
 def older_than_damaged(run_dir: Path, step: int) -> int | None:
-    """Return the newest step before ``step`` if ``step`` is damaged, which a full read detects. Return None if
-    there is none, or if the step is intact.
+    """Return the newest step before ``step`` if ``step`` is damaged or missing, which a full read detects.
+
+    Return None if there is none, or if the step is intact.
     """
     root = RunDirectory(run_dir).checkpoints
     if not root.is_dir():  # a tier would make it

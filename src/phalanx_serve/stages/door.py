@@ -54,8 +54,9 @@ class Door:
     """Time limit for a connection to prove the token."""
 
     def admit(self, count: int) -> list[StageLink]:
-        """Return the connections of ``count`` stages; those started here come in their order. Raises ServeError if
-        they do not connect.
+        """Return the connections of ``count`` stages; those started here come in their order.
+
+        Closes the listener. Raises ServeError if they do not connect in time, or a process ends before.
         """
         end = time.monotonic() + BEGIN_S
         arrivals: SimpleQueue[tuple[int, StageLink]] = SimpleQueue()
@@ -89,6 +90,7 @@ class Door:
         arrivals: SimpleQueue[tuple[int, StageLink]],
         doorway: Doorway,
     ) -> None:
+        """Check a connection's proof, and queue its link; a stranger is logged and closed."""
         connection = newcomer.connection
         try:
             link = StageLink(connection, self.token, "server", peer, proof_timeout_s=self.proof_timeout_s)
@@ -108,8 +110,8 @@ class Door:
 
 
 def start_stages(count: int, environment: Mapping[str, str]) -> Door:
-    """Start ``count`` processes on this machine, which will connect, with ``environment`` in addition to this
-    process's own.
+    """Start ``count`` processes on this machine, which will connect, with ``environment`` in addition to this process's
+    own. Returns the door at which they are admitted.
     """
     door = Door(_listen("127.0.0.1", 0), secrets.token_hex(16))
     host, port = door.listener.getsockname()[:2]
@@ -120,8 +122,9 @@ def start_stages(count: int, environment: Mapping[str, str]) -> Door:
 
 
 def await_stages(at: str, token_file: Path, count: int, tell: Callable[[str], None]) -> Door:
-    """Listen at ``at`` (HOST:PORT) for ``count`` stages that join with the token in ``token_file``. Raises
-    ServeError.
+    """Listen at ``at`` (HOST:PORT) for ``count`` stages that join with the token in ``token_file``.
+
+    Raises ServeError. Reports the command to join by ``tell``, and returns before they have come.
     """
     door = Door(_listen(*address(at, "--stages-at")), read_token(token_file))
     host, port = door.listener.getsockname()[:2]
@@ -159,6 +162,7 @@ def read_token(file: Path) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    """Listen at an address. Raises ServeError."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

@@ -58,7 +58,7 @@ class FarStage:
     """Pending operations, each due at the visit of its number or the next one."""
 
     def due(self, visit: int) -> tuple[m.Errand, ...]:
-        """Return the operations that are due at a visit."""
+        """Remove and return the operations that are due at a visit."""
         due = []
         while self.errands and self.errands[0][0] <= visit:
             due.append(self.errands.popleft()[1])
@@ -92,7 +92,7 @@ class FarStages:
     """
 
     def __init__(self, stages: Sequence[FarStage], spec: ModelSpec, most_layers: int) -> None:
-        """``most_layers`` is the largest number of layers of ``spec`` in one process."""
+        """``most_layers`` is the largest number of layers of ``spec`` in one process. Starts a thread for each stage."""
         self._far, self.shares = list(stages), 1
         self.max_in_flight = len(stages) + 1
         self.kv_spec = replace(spec, layers=most_layers)
@@ -105,7 +105,7 @@ class FarStages:
             Thread(target=self._relay, args=(place,), name=f"stage {place + 1}", daemon=True).start()
 
     def attach(self, model: Transformer, *, exact: bool) -> Affine | None:  # noqa: ARG002
-        """See ``FarLayers``: layers of other processes do not change those of this one."""
+        """Do nothing, and return None: layers of other processes do not change those of this one."""
         return None
 
     def hold(self, pages: int) -> None:
@@ -124,17 +124,21 @@ class FarStages:
         length: int,  # noqa: ARG002
         requests: Sequence[SamplingRequest],  # noqa: ARG002
     ) -> Iterator[Tensor]:
-        """See ``FarLayers``."""
+        """Yield ``tokens``, which the first layers take."""
         yield tokens
 
     def compute(
         self, states: Tensor, spans: Sequence[FarSpan], length: int, requests: Sequence[SamplingRequest]
     ) -> Future[SamplerOutput]:
-        """See ``FarLayers``."""
+        """Send ``states`` of rows through all stages; return a future of the last one's sampled tokens.
+
+        It raises PartLostError if one is lost.
+        """
         rows = _Rows(states)
         number = self._number + 1
 
         def at(stage: FarStage, talk: Talk) -> None:
+            """Send a stage the states of the one before, and keep what it returns."""
             body = bytes_of(rows.states)
             sampled = tuple(requests) if stage is self._far[-1] else ()
             passed = talk.request(
@@ -147,19 +151,19 @@ class FarStages:
         return self._send(at, lambda: rows.readings)
 
     def drop(self, piece: int) -> None:
-        """See ``FarLayers``."""
+        """Let each stage drop a text's keys and values before its next work."""
         self._later(m.Drop(piece))
 
     def copy_in(self, piece: int, number: int, place: int) -> None:
-        """See ``FarLayers``."""
+        """Let each stage copy the page at ``place`` into page ``number`` of a text before its next work."""
         self._later(m.CopyIn(piece, number, place))
 
     def copy_out(self, piece: int, number: int, place: int) -> None:
-        """See ``FarLayers``."""
+        """Let each stage copy page ``number`` of a text to ``place`` before its next work."""
         self._later(m.CopyOut(piece, number, place))
 
     def read(self, place: int) -> list[bytes]:
-        """See ``FarLayers``."""
+        """Return each stage's part of the page at ``place``, after all work before."""
         parts: list[bytes] = []
         visit = self._number + 1
 
@@ -169,7 +173,7 @@ class FarStages:
         return self._send(at, lambda: parts).result()
 
     def write(self, place: int, parts: Sequence[PageBytes]) -> None:
-        """See ``FarLayers``."""
+        """Send each stage its part of the page at ``place``, without waiting."""
         visit = self._number + 1
 
         def at(stage: FarStage, talk: Talk) -> None:
@@ -188,6 +192,7 @@ class FarStages:
         self._lose(loss_message(self._far[0], "its connection was closed here"))
 
     def _later(self, errand: m.Errand) -> None:
+        """Let each stage do an operation at its next visit."""
         for stage in self._far:
             stage.errands.append((self._number + 1, errand))
 
@@ -211,6 +216,7 @@ class FarStages:
     # The thread of a stage.
 
     def _relay(self, place: int) -> None:
+        """Pass visits to the stage at ``place``, one after the other, and on to the next. All fail after a loss."""
         stage, waiting = self._far[place], self._queues[place]
         while not self._lost:
             try:
@@ -234,6 +240,7 @@ class FarStages:
             waiting.get().failed(PartLostError(self._lost))
 
     def _lose(self, reason: str) -> None:
+        """Record the first loss, and close all links."""
         with self._sending:
             self._lost = self._lost or reason
         for stage in self._far:
@@ -285,6 +292,7 @@ class FarShares:
     max_in_flight = 1
 
     def __init__(self, shares: Sequence[FarShare], spec: ModelSpec) -> None:
+        """Describe the shares' part of each page, and start a thread that checks that their processes live."""
         self._far, self.shares = list(shares), len(shares) + 1
         self.kv_spec = held_share(spec, self.shares)
         heads = attention_kind(spec).cache_row(spec)[0]
@@ -301,12 +309,12 @@ class FarShares:
         Thread(target=self._look, name="look", daemon=True).start()
 
     def attach(self, model: Transformer, *, exact: bool) -> Affine | None:
-        """See ``FarLayers``."""
+        """Connect the layers of ``model`` with the other shares, and return the product of its output projection."""
         self._model = model
         return assemble(model, Share(0, self.shares), self, exact=exact)
 
     def hold(self, pages: int) -> None:
-        """Allocate ``pages`` pages in each process."""
+        """Allocate ``pages`` pages in each process. Waits until all have."""
         with self._all() as far:
             for share in far:
                 share.talk.send(m.Hold(pages))
@@ -317,7 +325,9 @@ class FarShares:
     def step(
         self, tokens: Tensor, spans: Sequence[FarSpan], length: int, requests: Sequence[SamplingRequest]
     ) -> Iterator[Tensor]:
-        """See ``FarLayers``: all processes compute the same rows within the block."""
+        """Embed ``tokens``, send the states to all processes and yield them: all compute the same rows within the
+        block. Raises PartLostError.
+        """
         assert self._model is not None, "the engine attaches it first"
         states = self._model.embedded(tokens)
         body = bytes_of(states)
@@ -329,7 +339,7 @@ class FarShares:
             yield states
 
     def gather(self, piece: Tensor, dim: int = -1) -> Tensor:
-        """See ``Assembly``."""
+        """Return the pieces of all shares, concatenated along ``dim``, and send that to the others."""
         gathered = self._gathered(piece, dim)
         body = bytes_of(gathered)
         for share in self._far:
@@ -337,10 +347,11 @@ class FarShares:
         return gathered
 
     def scores(self, piece: Tensor) -> Tensor:
-        """See ``Assembly``."""
+        """Return the pieces of all shares, concatenated along the last dimension; the others get nothing."""
         return self._gathered(piece, -1)
 
     def _gathered(self, piece: Tensor, dim: int) -> Tensor:
+        """Return the pieces of all processes, concatenated along ``dim``."""
         pieces = [piece]
         for share in self._far:
             body = share.talk.body(share.talk.receive(m.SharePiece).nbytes)
@@ -354,23 +365,23 @@ class FarShares:
         length: int,  # noqa: ARG002
         requests: Sequence[SamplingRequest],  # noqa: ARG002
     ) -> Future[SamplerOutput]:
-        """See ``FarLayers``: no layers follow these."""
+        """Raise AssertionError: no layers follow these."""
         raise AssertionError("the last layer is here")
 
     def drop(self, piece: int) -> None:
-        """See ``FarLayers``."""
+        """Let each share drop a text's keys and values before its next exchange."""
         self._later(m.Drop(piece))
 
     def copy_in(self, piece: int, number: int, place: int) -> None:
-        """See ``FarLayers``."""
+        """Let each share copy the page at ``place`` into page ``number`` of a text before its next exchange."""
         self._later(m.CopyIn(piece, number, place))
 
     def copy_out(self, piece: int, number: int, place: int) -> None:
-        """See ``FarLayers``."""
+        """Let each share copy page ``number`` of a text to ``place`` before its next exchange."""
         self._later(m.CopyOut(piece, number, place))
 
     def read(self, place: int) -> list[bytes]:
-        """See ``FarLayers``."""
+        """Return each share's part of the page at ``place``. Raises PartLostError."""
         with self._all() as far:
             return [
                 bytes(share.talk.body(share.talk.request(m.ReadPage(share.due(), place), m.Page).nbytes))
@@ -378,7 +389,7 @@ class FarShares:
             ]
 
     def write(self, place: int, parts: Sequence[PageBytes]) -> None:
-        """See ``FarLayers``."""
+        """Send each share its part of the page at ``place``. Raises PartLostError."""
         with self._all() as far:
             for share, part in zip(far, parts, strict=True):
                 share.talk.send(m.WritePage(share.due(), place, len(part)), memoryview(part))
@@ -393,13 +404,15 @@ class FarShares:
         self._lose(loss_message(self._far[0], "its connection was closed here"))
 
     def _later(self, errand: m.Errand) -> None:
+        """Let each share do an operation at the next exchange."""
         for share in self._far:
             share.errands.append(errand)
 
     @contextmanager
     def _all(self) -> Iterator[list[FarShare]]:
-        """Yield all shares for an exchange. If the block fails, the state of the processes is unknown and all
-        count as lost.
+        """Yield all shares for an exchange.
+
+        If the block fails, the state of the processes is unknown and all count as lost. Raises PartLostError.
         """
         with self._talking:
             if self._lost:
@@ -416,12 +429,13 @@ class FarShares:
                 raise PartLostError(self._lost) from error
 
     def _lose(self, reason: str) -> None:
+        """Record the first loss, and close all links."""
         self._lost = self._lost or reason
         for share in self._far:
             share.link.close()
 
     def _look(self) -> None:
-        """Check that all processes are alive while they are idle."""
+        """Check that all processes are alive while they are idle, until one is lost."""
         while not self._lost:
             time.sleep(_LOOK_S)
             if not self._talking.acquire(blocking=False):
@@ -442,7 +456,10 @@ class NearShare:
         self._link = link
 
     def gather(self, piece: Tensor, dim: int = -1) -> Tensor:
-        """See ``Assembly``. Raises ServeError if the first process aborts the step."""
+        """Send this share's piece to the first process, and return those of all shares, concatenated along ``dim``.
+
+        Raises ServeError if the first process aborts the step.
+        """
         self.scores(piece)
         answer = self._link.receive(m.TO_STAGE)
         if not isinstance(answer, m.Whole):
@@ -450,7 +467,7 @@ class NearShare:
         return shaped(self._link.receive_body(answer.nbytes), piece, dim)
 
     def scores(self, piece: Tensor) -> Tensor:
-        """See ``Assembly``."""
+        """Send this share's piece to the first process, and return it."""
         body = bytes_of(piece)
         self._link.send(m.SharePiece(len(body)), body)
         return piece

@@ -84,7 +84,11 @@ class FarPart:
         return self._spec
 
     def work(self, link: StageLink) -> None:
-        """Carry out messages until the connection ends. Raises WireError then, and ServeError if the stage cannot continue."""
+        """Carry out messages until the connection ends.
+
+        A step that fails is answered with its error, unless layers are shared. Raises WireError at the end, and
+        ServeError if the stage cannot continue.
+        """
         while True:
             message = link.receive(m.TO_STAGE)
             body = (
@@ -110,7 +114,7 @@ class FarPart:
                     self._answer(link, partial(self._read, message.place))
 
     def _keep(self, message: m.ToStage, body: bytearray) -> None:
-        """Allocate pages, and apply the pending KV operations before the answer."""
+        """Allocate pages, and apply the pending KV operations before the answer. Raises ServeError for an unexpected message."""
         match message:
             case m.Hold(pages):
                 self._memory = PageMemory(len(self._layers), pages, self._kept)
@@ -123,6 +127,7 @@ class FarPart:
                 raise ServeError(f"unexpected message {type(message).__name__}")
 
     def _answer(self, link: StageLink, compute: Callable[[], tuple[m.FromStage, memoryview]]) -> None:
+        """Send the result of ``compute``, or its error."""
         try:
             answer, sent = compute()
         except Exception as error:  # the stage must survive a defect, and report it to the others
@@ -131,11 +136,12 @@ class FarPart:
         link.send(answer, sent)
 
     def _read(self, place: int) -> tuple[m.FromStage, memoryview]:
+        """Return the message and the bytes of a page."""
         page = memoryview(self._memory.read(place))
         return m.Page(len(page)), page
 
     def _share(self, step: m.Compute, body: bytearray) -> None:
-        """Compute a step with the other shares. If it fails, send the error to them."""
+        """Compute a step together with the other shares, which need no answer. Raises ServeError if it fails, and WireError."""
         try:
             self._passed(step, body)
         except WireError:
@@ -145,6 +151,7 @@ class FarPart:
             raise ServeError(f"a step has failed: {error!r}"[:8000]) from error
 
     def _passed(self, step: m.Compute, body: bytearray) -> RunnerOutput:
+        """Compute a step's rows through these layers, with the keys and values of its texts."""
         spans = []
         for span in step.spans:
             piece = self._piece(span.piece)
@@ -154,6 +161,7 @@ class FarPart:
         return self._runner.compute(states, spans, step.length, step.asks)
 
     def _compute(self, step: m.Compute, body: bytearray) -> tuple[m.FromStage, memoryview]:
+        """Compute a step; return the message for it, and the bytes of its states, empty if tokens were sampled."""
         passed = self._passed(step, body)
         if passed.sampler_output is not None:
             return m.Passed(0, tuple(passed.sampler_output[n] for n in range(len(step.asks)))), memoryview(
@@ -163,6 +171,7 @@ class FarPart:
         return m.Passed(len(sent)), sent
 
     def _run(self, errands: Sequence[m.Errand]) -> None:
+        """Apply pending operations on keys and values in order: drop a text, copy its page in or out."""
         for errand in errands:
             match errand:
                 case m.Drop(piece):
@@ -175,6 +184,7 @@ class FarPart:
                     self._memory.copy_out(self._piece(piece), number, place)
 
     def _piece(self, number: int) -> TextKV:
+        """Return a text's keys and values, empty for a new one."""
         if number not in self._pieces:
             self._pieces[number] = TextKV(self._kv_spec, self._dtype, self._layers, number)
         return self._pieces[number]
@@ -184,7 +194,7 @@ def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> s
     """Serve as one stage until the service ends. Return why it could not, or an empty string.
 
     ``run_dir`` is the run's path on this machine, by default the server's. Raises WireError if the connection breaks
-    before the layers are open.
+    before the layers are open. Heartbeats are sent meanwhile.
     """
     link.send(m.Here(number, pid))
     opened = link.receive(m.TO_STAGE)
@@ -200,6 +210,7 @@ def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> s
 
 
 def _run_opened(link: StageLink, opened: m.OpenStage, run_dir: Path | None) -> str:
+    """Open the part and work; return why that failed, or an empty string. The server gets the reason too."""
     try:
         part = FarPart(opened, run_dir or opened.served.path, link)
     except (CheckpointError, RunDirectoryError, ServeError, OSError) as error:

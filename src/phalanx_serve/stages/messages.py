@@ -238,7 +238,9 @@ class StageLink:
         self._connection.raw.set_timeout(silence_s)
 
     def keep_alive(self, silence_s: float) -> Event:
-        """Send heartbeats for a peer that expects one within ``silence_s``, until the connection or the returned event ends it."""
+        """Send heartbeats in a thread for a peer that expects one within ``silence_s``, until the connection or the
+        returned event ends it.
+        """
         over = Event()
 
         def beat() -> None:
@@ -262,7 +264,10 @@ class StageLink:
             raise self._silent() from error
 
     def receive(self, decoder: MessageDecoder[_T], longest_s: float = LONGEST_STEP_S) -> _T:
-        """Return the next message that is no heartbeat. Raises SilentError if there are only heartbeats for so long."""
+        """Return the next message that is no heartbeat.
+
+        Raises SilentError if there are only heartbeats for ``longest_s``, and WireError if the connection ends.
+        """
         begin_s = time.monotonic()
         while (body := self._receive()) == _HEARTBEAT:
             # This process may have been stopped itself: then the answer has arrived already, behind heartbeats.
@@ -271,7 +276,7 @@ class StageLink:
         return decoder.decode(body)
 
     def receive_body(self, nbytes: int) -> bytearray:
-        """Return the raw bytes that the last message announced."""
+        """Return the raw bytes that the last message announced. Raises WireError."""
         try:
             body = self._connection.receive_body(nbytes)
         except SilentError as error:
@@ -280,7 +285,11 @@ class StageLink:
         return body
 
     def look(self) -> FromStage | None:
-        """Receive heartbeats while no answer is due. Returns a message that is none, if there is one."""
+        """Receive heartbeats while no answer is due.
+
+        Returns a message that is none, if there is one. Raises SilentError if the peer has been silent for too long,
+        and WireError.
+        """
         now_s = time.monotonic()  # before the look, since this process may be stopped in between
         while self._readable():
             if (body := self._receive()) != _HEARTBEAT:
@@ -290,6 +299,7 @@ class StageLink:
         return None
 
     def _receive(self) -> bytes:
+        """Return the next message's bytes, and record the time. Raises SilentError with the allowed silence, and WireError."""
         try:
             body = self._connection.receive()
         except SilentError as error:
@@ -316,7 +326,7 @@ class StageLink:
         return bool(self._polled(select.POLLIN))
 
     def _polled(self, events: int) -> int:
-        """Return which of some events have happened, or that the connection is closed."""
+        """Return which of some events have happened, without waiting. Raises EndedError if this end has closed the connection."""
         if self._socket.fileno() < 0:
             raise EndedError("this end has closed the connection")
         poll = select.poll()
@@ -356,7 +366,10 @@ class Talk:
             raise self._lost(str(error)) from error
 
     def receive(self, kind: type[_Reply]) -> _Reply:
-        """Return the next message, which must be of ``kind``."""
+        """Return the next message, which must be of ``kind``.
+
+        Raises PartLostError if the process is gone or answers otherwise, and StepFailedError for its error.
+        """
         try:
             message = self._link.receive(FROM_STAGE)
         except WireError as error:

@@ -104,6 +104,7 @@ def require_shares(spec: ModelSpec, shares: int) -> None:
 
 
 def _shared_counts(spec: ModelSpec) -> Iterator[tuple[str, int]]:
+    """Yield (name, count) of all that must divide by the number of shares."""
     yield "heads", spec.heads
     if keeps_heads(spec):
         yield "key heads (model.kv_heads)", spec.kv_heads
@@ -128,8 +129,10 @@ def held_share(spec: ModelSpec, shares: int) -> ModelSpec:
 
 
 def cut(model: Transformer, share: Share) -> dict[str, Rows]:
-    """Reduce a weightless full model to one share. Return, by name, the row range of each reduced tensor in the
-    full one.
+    """Reduce a weightless full model to one share.
+
+    Return, by name, the row range of each reduced tensor in the full one. Shares but the first lose the embedding if
+    there is a separate head.
     """
     rows_by_name: dict[str, Rows] = {}
     for layer, block in model.blocks.items():
@@ -168,6 +171,7 @@ def _divided(block: Block) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _take_rows(module: nn.Module, name: str, share: Share) -> Rows:
+    """Replace a tensor with a copy of the share's rows; return their place in the full one."""
     tensor: Tensor = getattr(module, name)
     rows = share.rows(tensor.shape[0])
     setattr(module, name, nn.Parameter(tensor[rows.start : rows.stop].clone(), requires_grad=False))
@@ -175,7 +179,10 @@ def _take_rows(module: nn.Module, name: str, share: Share) -> Rows:
 
 
 def settle_projection(model: Transformer, share: Share) -> None:
-    """Give a model with tied embeddings its own output projection: the share's rows."""
+    """Give a model with tied embeddings its own output projection: the share's rows.
+
+    Shares but the first then have no embedding. Does nothing with a separate head.
+    """
     if model.head is not None:
         return
     assert model.embedding is not None, "it is the projection"
@@ -198,7 +205,9 @@ def projection_by(matrix: torch.Tensor) -> OutputProjection:
 
 def assemble(model: Transformer, share: Share, assembly: Assembly, *, exact: bool) -> Affine:
     """Connect the layers of a share with the other shares, and return the product of the output projection.
-    ``exact`` numerics are those of PyTorch's operations.
+
+    ``exact`` numerics are those of PyTorch's operations. Changes the products of the model's last matrices, and the
+    exchange of its experts.
     """
     fast = None if exact else fast_products(model)
     through: Affine = fast or F.linear
@@ -251,8 +260,9 @@ class SharedExperts:
 
 
 def divided(spec: ModelSpec, stages: int) -> list[range]:
-    """Return the layers of each of ``stages`` processes, so that the largest part has the fewest weights. Raises
-    ServeError.
+    """Return the layers of each of ``stages`` processes, so that the largest part has the fewest weights.
+
+    Raises ServeError for more processes than layers.
     """
     if stages > spec.layers:
         raise ServeError(
@@ -297,6 +307,7 @@ def checkpoint_name(run_dir: Path, step: int) -> str:
 
 
 def _cut(model: Transformer, layers: range) -> dict[str, Rows]:
+    """Keep only ``layers``, and the ends of the model that they need. Raises ServeError if the model has fewer layers."""
     if layers.stop > model.spec.layers:
         raise ServeError(
             f"layer {layers.stop - 1} is requested, and the model of this run has {model.spec.layers} layers: give every stage the same run"

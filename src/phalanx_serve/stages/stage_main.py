@@ -34,7 +34,7 @@ class StageTask(Struct, frozen=True):
 
 
 def main() -> None:
-    """Run the stage process."""
+    """Run the stage process by the task on standard input, until the server ends; exit with code 1 and a message for an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command that serves
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=StageTask)
     die_with_parent()
@@ -59,7 +59,7 @@ def join(task: StageTask, run_dir: Path | None) -> str:
 
 
 def _connected(host: str, port: int) -> socket.socket:
-    """Connect to the server, which may start after its stages."""
+    """Connect to the server, which may start after its stages. Raises OSError; ConnectionRefusedError only after some seconds."""
     end = time.monotonic() + _WAIT_S
     while True:
         try:

@@ -74,7 +74,7 @@ class BlockTable:
         return self._places[name]
 
     def use_prefix(self, names: Sequence[bytes]) -> list[int]:
-        """Use the pages of ``names`` up to the first one that is not here. Return their places."""
+        """Use the pages of ``names`` up to the first one that is not here. Return their places. Each must be released."""
         places = []
         for name in names:
             if name not in self._places:
@@ -85,7 +85,9 @@ class BlockTable:
         return places
 
     def take(self) -> int | None:
-        """Take a place for a page without a name; ``None`` if all pages are in use."""
+        """Take a place for a page without a name, and drop the least recently used cached page if none is free;
+        ``None`` if all pages are in use.
+        """
         if not self._free and not self._evict():
             return None
         place = self._free.pop()
@@ -123,6 +125,7 @@ class BlockTable:
             pass
 
     def _evict(self) -> bool:
+        """Free the least recently used cached page that no other page follows; False if there is none."""
         leaves = [
             (p.used_at, place)
             for place, p in self._pages.items()
@@ -173,7 +176,7 @@ class Leases:
         self.names.clear()
 
     def expire(self, now_s: float) -> list[Hashable]:
-        """End the expired leases, and return their jobs."""
+        """End the expired leases, and return their jobs. Counts them."""
         over = [job for job, until_s in self.until_s.items() if until_s <= now_s]
         for job in over:
             self.end(job)

@@ -100,7 +100,7 @@ class RouterState:
 
 
 def step(state: RouterState, event: Event, now_s: float) -> tuple[RouterState, list[Command]]:
-    """Return the state after ``event``, and the resulting commands in order."""
+    """Update ``state`` in place by ``event``. Return it, and the resulting commands in order."""
     commands: list[Command] = []
     match event:
         case RequestSubmitted():
@@ -121,6 +121,7 @@ def step(state: RouterState, event: Event, now_s: float) -> tuple[RouterState, l
 
 
 def _submit(state: RouterState, event: RequestSubmitted, now_s: float, commands: list[Command]) -> None:
+    """Record a request and assign it to a worker; one that is known already is only counted."""
     request = event.request
     if request.id in state.entries:
         state.counts["repeated"] += 1
@@ -131,6 +132,7 @@ def _submit(state: RouterState, event: RequestSubmitted, now_s: float, commands:
 
 
 def _abandon(state: RouterState, request: str, commands: list[Command]) -> None:
+    """Cancel a request and its job, if it is still open."""
     entry = state.entries.get(request)
     if entry is None:
         return
@@ -142,6 +144,7 @@ def _abandon(state: RouterState, request: str, commands: list[Command]) -> None:
 
 
 def _place_waiting(state: RouterState, now_s: float, commands: list[Command]) -> None:
+    """Assign waiting requests, in order, while a worker accepts jobs."""
     while state.waiting and state.pool.open_to_work():
         request = next(iter(state.waiting))
         del state.waiting[request]
@@ -151,8 +154,9 @@ def _place_waiting(state: RouterState, now_s: float, commands: list[Command]) ->
 def _place(
     state: RouterState, request_id: str, now_s: float, commands: list[Command], avoid: int = NOBODY
 ) -> None:
-    """Assign a request without a job to the cheapest worker, or queue it. Use ``avoid`` only if there is no other
-    worker.
+    """Assign a request without a job to the cheapest worker, or queue it.
+
+    Use ``avoid`` only if there is no other worker. Ends it if it is complete, or has failed too often.
     """
     entry = state.entries[request_id]
     entry.job = 0
@@ -199,6 +203,7 @@ def _start(
     commands: list[Command],
     source_job: int = 0,
 ) -> None:
+    """Record a job of a request on a worker, and command it, with the pages to pull."""
     worker = state.pool.workers[route.worker]
     cached_pages = worker.holds(names)
     rows = max(len(request.prompt) + len(request.generated) - pools.PAGE_ROWS * cached_pages, 1)
@@ -218,6 +223,7 @@ def _start(
 
 
 def _number(state: RouterState) -> int:
+    """Return the next number of a job or an audit."""
     state.numbers += 1
     return state.numbers
 
@@ -225,7 +231,7 @@ def _number(state: RouterState) -> int:
 def _drop(
     state: RouterState, number: int, commands: list[Command], *, is_gone: bool = False
 ) -> RouterJob | None:
-    """Remove a job, and cancel it on its worker unless the worker is gone."""
+    """Remove a job, and cancel it on its worker unless the worker is gone. Returns it; ``None`` if it is not known."""
     job = state.jobs.pop(number, None)
     if job is None:
         return None
@@ -239,6 +245,7 @@ def _drop(
 
 
 def _close(state: RouterState, entry: Entry, output: Ended, commands: list[Command]) -> None:
+    """Remove a request, deliver its end, and count it."""
     del state.entries[entry.request.id]
     state.waiting.pop(entry.request.id, None)
     commands.append(DeliverOutput(journal.ended(entry, output)))
@@ -248,7 +255,7 @@ def _close(state: RouterState, entry: Entry, output: Ended, commands: list[Comma
 def _move(
     state: RouterState, number: int, now_s: float, commands: list[Command], *, is_gone: bool, loss: bool
 ) -> None:
-    """Continue a job's request or audit on another worker."""
+    """Continue a job's request or audit on another worker. Does nothing for an unknown job. ``loss`` counts against the request."""
     job = _drop(state, number, commands, is_gone=is_gone)
     if job is None:
         return
@@ -268,6 +275,7 @@ def _move(
 
 
 def _follow(state: RouterState, orders: list[PoolCommand], now_s: float, commands: list[Command]) -> None:
+    """Carry out the pool's commands: jobs of lost workers move, all else is passed on."""
     for order in orders:
         if isinstance(order, Lost):
             state.counts["lost" if order.is_gone else "late"] += 1
@@ -278,8 +286,9 @@ def _follow(state: RouterState, orders: list[PoolCommand], now_s: float, command
 
 
 def _reconcile(state: RouterState, beat: Beat, now_s: float, commands: list[Command]) -> None:
-    """Compare a worker's jobs with the expected ones. A job that was sent long ago and that the worker lacks is
-    lost.
+    """Compare a worker's jobs with the expected ones.
+
+    A job that was sent long ago and that the worker lacks is lost. Jobs that the worker should not have are canceled.
     """
     worker = state.pool.current(beat.worker, beat.life)
     if worker is None:
@@ -303,6 +312,7 @@ def _hand_over(state: RouterState, number: int, now_s: float, commands: list[Com
 
 
 def _hear(state: RouterState, event: OutputReceived, now_s: float, commands: list[Command]) -> None:
+    """Record an output of a job and deliver it; one of an earlier life or job is only counted. A gap moves the request."""
     worker = state.pool.current(event.worker, event.life)
     job = state.jobs.get(event.job)
     if worker is None or job is None or job.worker != event.worker:
@@ -328,6 +338,10 @@ def _hear(state: RouterState, event: OutputReceived, now_s: float, commands: lis
 def _end_job(
     state: RouterState, number: int, output: Ended, entry: Entry, now_s: float, commands: list[Command]
 ) -> None:
+    """Close a request whose job has ended, move it after a failure, or continue it on a decode worker after prefill.
+
+    May begin an audit.
+    """
     if output.outcome == "cancelled" or (
         output.outcome == "length" and not entry.complete and not state.jobs[number].prefill
     ):
@@ -355,8 +369,8 @@ def _end_job(
 def _go_to_decode(
     state: RouterState, entry: Entry, prefill: RouterJob, number: int, now_s: float, commands: list[Command]
 ) -> None:
-    """Continue a request after its first token: the prefill worker offers the pages, and the cheapest decode
-    worker pulls them.
+    """Continue a request after its first token: the prefill worker offers the pages, and the cheapest decode worker
+    pulls them. Without decode workers, any other worker takes it.
     """
     workers = [w for w in state.pool.open_to_work() if w.role != "prefill"]
     if not workers:
@@ -378,6 +392,7 @@ def _go_to_decode(
 
 
 def _begin_audit(state: RouterState, entry: Entry, now_s: float, commands: list[Command]) -> None:
+    """Let another worker than those that computed a text score it; skipped if there is none."""
     makers = frozenset(entry.makers) | entry.pages_from
     others = [w for w in state.pool.open_to_work() if w.number not in makers]
     if not others:
@@ -392,6 +407,7 @@ def _begin_audit(state: RouterState, entry: Entry, now_s: float, commands: list[
 
 
 def _ask(state: RouterState, number: int, worker_number: int, now_s: float, commands: list[Command]) -> None:
+    """Let a worker score an audit's text."""
     audit, worker, job = state.audits[number], state.pool.workers[worker_number], _number(state)
     audit.scoring.add(worker_number)
     state.jobs[job] = RouterJob(worker_number, len(audit.tokens), "", number, began_s=now_s)
@@ -404,6 +420,10 @@ def _ask(state: RouterState, number: int, worker_number: int, now_s: float, comm
 def _hear_score(
     state: RouterState, event: OutputReceived, job: RouterJob, now_s: float, commands: list[Command]
 ) -> None:
+    """Record a worker's score of an audit, and advance that.
+
+    A job that ends without one is left out; the token behind it is ignored.
+    """
     audit = state.audits[job.audit]
     if isinstance(event.output, PromptScored):
         audit.scores[job.worker] = bits(event.output.logprobs[len(event.output.logprobs) - audit.text :])
@@ -417,7 +437,7 @@ def _hear_score(
 
 
 def _go_on(state: RouterState, number: int, now_s: float, commands: list[Command]) -> None:
-    """Advance an audit as far as its scores allow."""
+    """Advance an audit as far as its scores allow. Workers found wrong are quarantined."""
     audit = state.audits[number]
     others = frozenset(worker.number for worker in state.pool.open_to_work())
     if not audit.scoring and not audit.scores:
@@ -444,8 +464,9 @@ def _go_on(state: RouterState, number: int, now_s: float, commands: list[Command
 def _condemn(state: RouterState, number: int, reason: str, now_s: float, commands: list[Command]) -> None:
     """Quarantine a worker that miscomputes, and discard everything that may come from it.
 
-    Other workers fetched its pages and computed pages from them, which their names do not show. So all workers drop
-    all pages, and all requests start again from their journal: one prefill each, once per broken machine.
+    Other workers fetched its pages and computed pages from them, which their names do not show. So all workers drop all
+    pages, and all requests start again from their journal: one prefill each, once per broken machine. Does nothing if
+    it is quarantined already.
     """
     if number in state.pool.quarantined:
         return

@@ -84,7 +84,10 @@ class GapError(ValueError):
 
 
 def take(entry: Entry, output: Token | PromptScored, worker: int) -> list[EngineOutput]:
-    """Record an output of the current job and return the outputs for the client. Raises GapError for a token out of order."""
+    """Record an output of the current job and return the outputs for the client.
+
+    Raises GapError for a token out of order. Outputs that the client has seen already are not returned.
+    """
     request = entry.request
     if isinstance(output, PromptScored):
         if entry.scored or not request.prompt_logprobs:
@@ -162,7 +165,10 @@ class AuditResult:
 
 
 def judge(audit: TextAudit, others: frozenset[int]) -> AuditResult | frozenset[int]:
-    """Return the result, or the workers that must score next, chosen from ``others``."""
+    """Return the result, or the workers that must score next, chosen from ``others``: none yet while some are scoring.
+
+    A first difference begins a vote (``audit.voting``); the majority is right.
+    """
     if audit.scoring:
         return frozenset()
     if not audit.voting:

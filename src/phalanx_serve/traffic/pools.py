@@ -84,7 +84,7 @@ class PoolWorker:
         return len(names)
 
     def hint(self, names: Sequence[bytes]) -> None:
-        """Record that the worker computed or fetched pages."""
+        """Record that the worker computed or fetched pages. The oldest beyond its number of pages are dropped."""
         for name in reversed(names):  # the first is used last: a chain is evicted from its end
             self.hints[name] = None
             self.hints.move_to_end(name)
@@ -119,7 +119,10 @@ class Pool:
 
 
 def step(pool: Pool, event: PoolEvent, now_s: float) -> tuple[Pool, list[PoolCommand]]:
-    """Update ``pool`` in place by ``event``. Return it and the resulting commands."""
+    """Update ``pool`` in place by ``event``.
+
+    Return it and the resulting commands. Any other event than those of workers checks the clock.
+    """
     commands: list[PoolCommand] = []
     match event:
         case WorkerJoined():
@@ -147,6 +150,7 @@ def quarantine(pool: Pool, number: int, reason: str) -> list[PoolCommand]:
 
 
 def _join(pool: Pool, event: WorkerJoined, now_s: float, commands: list[PoolCommand]) -> None:
+    """Add a worker, in place of an earlier life. Refuse one that is quarantined or of another identity; ignore an earlier life."""
     old = pool.workers.get(event.worker)
     if old is not None and event.life <= old.life:
         return
@@ -166,11 +170,16 @@ def _join(pool: Pool, event: WorkerJoined, now_s: float, commands: list[PoolComm
 
 
 def _remove(pool: Pool, number: int) -> Lost:
+    """Remove a worker; return the loss of its jobs."""
     worker = pool.workers.pop(number)
     return Lost(number, tuple(sorted(worker.jobs)), is_gone=True)
 
 
 def _beat(pool: Pool, event: Beat, now_s: float, commands: list[PoolCommand]) -> None:
+    """Record a sign of life and whether steps advance; a worker whose steps do is no longer late.
+
+    Refuse a worker that is not in the pool.
+    """
     worker = pool.current(event.worker, event.life)
     if worker is None:
         # Given up for dead: only a new life can be trusted to hold no job of the old one.
@@ -190,6 +199,7 @@ def _step_patience_s(settings: PoolSettings, worker: PoolWorker) -> float:
 
 
 def _watch(pool: Pool, now_s: float, commands: list[PoolCommand]) -> None:
+    """Remove workers that are silent or still for too long, mark late ones, dismiss drained ones, and balance the roles."""
     settings = pool.settings
     for number, worker in sorted(pool.workers.items()):
         silent_s = now_s - worker.heard_s
@@ -218,6 +228,7 @@ def waits_s(pool: Pool) -> dict[str, float]:
 
 
 def _balance(pool: Pool, now_s: float) -> None:
+    """Give an idle worker of one role to the other if that has been strained for long enough, at most once per rest."""
     waits, limit = waits_s(pool), pool.settings.wait_s
     strained = ""
     if "prefill" in waits and "decode" in waits:

@@ -58,7 +58,10 @@ class SchedulerOutput:
 def schedule(
     requests: Sequence[RequestProgress], rows: int, max_requests: int | None = None
 ) -> SchedulerOutput:
-    """Schedule at most ``rows`` of at most ``max_requests``. A request without rows is not in the output."""
+    """Schedule at most ``rows`` of at most ``max_requests``.
+
+    A request without rows is not in the output. Requests that decode come first, then their drafts, then prompts.
+    """
     counts: dict[str, int] = {}
     remaining = rows
     decoding = [request for request in requests if request.remaining == 1]
@@ -84,6 +87,7 @@ def schedule(
 
 
 def _scheduled(request: RequestProgress, count: int) -> ScheduledRows:
+    """Return the next ``count`` rows of a request; those beyond its length are drafts."""
     end = request.computed + count
     return ScheduledRows(request.id, request.computed, end, max(0, end - request.length))
 

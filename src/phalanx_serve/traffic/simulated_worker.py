@@ -112,7 +112,7 @@ class SimulatedWorker:
     # --- life
 
     def start(self) -> None:
-        """Start a new process with empty memory."""
+        """Start a new process with empty memory. It joins, and begins to beat. Does nothing if one runs."""
         if self.up:
             return
         self.up, self.stopped, self.steps = True, False, 0
@@ -123,7 +123,7 @@ class SimulatedWorker:
         self._beat(self.process)
 
     def join(self) -> None:
-        """Connect to the gateway: a new life without jobs, with the pages of the last one."""
+        """Connect to the gateway: a new life without jobs, with the pages of the last one. Does nothing if it cannot connect."""
         if not self.up or self.cut or not self.world.gateway_up:
             return
         self._forget_work()
@@ -140,12 +140,14 @@ class SimulatedWorker:
             self.world.to_router(self, e.Left(self.number, self.life), even_if_cut=not self.cut)
 
     def _forget_work(self) -> None:
+        """Drop all jobs, page references and leases."""
         self.jobs.clear()
         self.references.clear()
         self.leases = Leases(lease_s=self.world.lease_s)
         self.stepping = False
 
     def _beat(self, process: int) -> None:
+        """Expire leases, evict pages, send a beat, and plan the next; ends with the process."""
         if process != self.process or not self.up:
             return
         if not self.stopped:
@@ -158,7 +160,10 @@ class SimulatedWorker:
     # --- orders
 
     def obey(self, order: e.Command, life: int) -> None:
-        """Execute a command of the router of the current life."""
+        """Execute a command of the router of the current life.
+
+        Waits while the process is stopped; ignores commands for an earlier life.
+        """
         if not self.up or life != self.life:
             return
         if self.stopped:
@@ -185,6 +190,7 @@ class SimulatedWorker:
                 raise AssertionError(f"a worker was sent {order}")
 
     def _pull(self, job: SimulatedJob) -> None:
+        """Begin to fetch the missing pages of a job, which is ready at once if there are none."""
         order, world = job.order, self.world
         missing = [name for name in order.pages if name not in self.cache]
         if order.source == e.NOBODY or not missing:
@@ -194,6 +200,10 @@ class SimulatedWorker:
         world.clock.after(seconds, partial(self._pulled, job, missing, self.process))
 
     def _pulled(self, job: SimulatedJob, missing: list[bytes], process: int) -> None:
+        """Keep the pages that came, up to the first failure, and make the job ready.
+
+        Does nothing if the process or the job has ended.
+        """
         if process != self.process or self.jobs.get(job.order.job) is not job:
             return
         world, source = self.world, self.world.workers[job.order.source]
@@ -208,6 +218,7 @@ class SimulatedWorker:
         self._ready(job)
 
     def _ready(self, job: SimulatedJob) -> None:
+        """Use the cached pages of a job, count the remaining rows, and begin a step if none runs."""
         request, cached_pages = job.order.request, 0
         scoring = request.prompt_logprobs
         for name in () if scoring else page_names(job.text):
@@ -224,6 +235,7 @@ class SimulatedWorker:
     # --- computing
 
     def _begin_step(self) -> None:
+        """Plan the end of a step over the rows of all ready jobs; none if there are no such jobs."""
         ready = [job for job in self.jobs.values() if job.ready]
         self.stepping = bool(ready)
         if not ready:
@@ -236,6 +248,7 @@ class SimulatedWorker:
         )
 
     def _end_step(self, ready: list[SimulatedJob], budget: int, process: int, life: int) -> None:
+        """Advance the jobs by their rows, send the outputs of those that are done, and begin the next step."""
         if process != self.process or life != self.life:
             return
         if self.stopped:
@@ -255,6 +268,7 @@ class SimulatedWorker:
         self._begin_step()
 
     def _speak(self, job: SimulatedJob) -> None:
+        """Send a job's prompt scores or next token, and finish it at its end."""
         order, request = job.order, job.order.request
         self._keep_own(job)
         if request.prompt_logprobs and len(job.text) == len(request.prompt) + len(request.generated):
@@ -271,10 +285,12 @@ class SimulatedWorker:
             self._finish(job, "length")
 
     def _logprob(self, job: SimulatedJob, place: int) -> float:
+        """Return the log-probability of a token, slightly wrong if the worker or the job's pages are."""
         number = logprob(job.text, place)
         return number - 2.0**-20 if self.miscomputes or job.wrong else number
 
     def _finish(self, job: SimulatedJob, outcome: Outcome) -> None:
+        """End a job, offering its pages if they are to be fetched."""
         order = job.order
         if order.offer:
             names = [name for name in page_names(job.text) if name in self.cache]
@@ -288,6 +304,7 @@ class SimulatedWorker:
     # --- pages
 
     def _keep_own(self, job: SimulatedJob) -> None:
+        """Cache the pages that a job has computed, wrong if the worker miscomputes."""
         for name in page_names(job.text)[len(job.pages) :]:
             if name not in self.cache:
                 self._keep(name, self.number, self.miscomputes or job.wrong)
@@ -295,16 +312,19 @@ class SimulatedWorker:
                 self._refer(job, name)
 
     def _keep(self, name: bytes, source: int, wrong: bool) -> None:
+        """Cache a page as the most recently used one, and evict others."""
         self.cache[name] = (source, wrong)
         self.cache.move_to_end(name)
         self._evict()
 
     def _refer(self, job: SimulatedJob, name: bytes) -> None:
+        """Let a job use a page, and inherit its wrongness."""
         job.pages.append(name)
         job.wrong |= self.cache[name][1] if name in self.cache else False
         self.references[name] = self.references.get(name, 0) + 1
 
     def _end(self, number: int) -> None:
+        """Remove a job and its page references, if it is known."""
         job = self.jobs.pop(number, None)
         for name in job.pages if job else ():
             self.references[name] -= 1
@@ -312,6 +332,7 @@ class SimulatedWorker:
                 del self.references[name]
 
     def _evict(self) -> None:
+        """Drop the least recently used pages beyond ``pages``, except those in use or under lease."""
         if len(self.cache) <= self.pages:
             return
         names_in_use = self.references.keys() | self.leases.leased_pages()

@@ -87,7 +87,7 @@ class SimulatedService:
         self._tick(self.reign)
 
     def close_gateway(self) -> None:
-        """Kill the gateway; its state is lost."""
+        """Kill the gateway; its state is lost. Another starts within seconds."""
         self.gateway_up = False
         self.reign += 1
         for worker in self.workers.values():
@@ -99,12 +99,13 @@ class SimulatedService:
         self.clock.after(self.random.uniform(0.1, 2.0), self.open_gateway)
 
     def _tick(self, reign: int) -> None:
+        """Send a tick to the router, and plan the next; ends with the gateway."""
         if reign == self.reign:
             self.hear(e.ClockTick(), reign)
             self.clock.after(TICK_S, partial(self._tick, reign))
 
     def hear(self, event: e.Event, reign: int) -> None:
-        """Pass an event to the router, and send its commands."""
+        """Pass an event to the router, and send its commands. Ignores events of an earlier gateway. Raises RouterInvariantError."""
         if reign != self.reign or not self.gateway_up:
             return
         self.events += 1
@@ -133,12 +134,13 @@ class SimulatedService:
             self._in_order(worker.number, partial(self.hear, event, self.reign))
 
     def _in_order(self, way: int, action: Callable[[], None]) -> None:
+        """Plan an action after a random delay, but not before earlier ones of the same ``way``."""
         due_s = self.clock.now_s + self.random.uniform(0.5, 2) * self.delay_s
         self._arrivals[way] = max(self._arrivals.get(way, 0.0), due_s)
         self.clock.at(self._arrivals[way], action)
 
     def fetch_seconds(self, to: SimulatedWorker, source: SimulatedWorker, pages: int) -> float:
-        """Return the duration of a pull of pages, or its timeout."""
+        """Return the seconds that a pull of pages takes, or its timeout."""
         if not source.up or source.stopped or (to.number, source.number) in self.cut_links:
             return 1.0
         slow = 50.0 if (to.number, source.number) in self.slow_links else 1.0
@@ -174,6 +176,7 @@ class SimulatedService:
         self.clock.after(self.delay_s, partial(self._submit, client, self.reign))
 
     def _submit(self, client: Client, reign: int) -> None:
+        """Submit a client's request, with the tokens that it has seen, unless it is over."""
         if not client.left and not client.done:
             self.hear(e.RequestSubmitted(client.request, len(client.got)), reign)
 
@@ -183,6 +186,7 @@ class SimulatedService:
         self.hear(e.Abandoned(client.request.id), self.reign)
 
     def _receive(self, output: EngineOutput) -> None:
+        """Record an output of a client. Raises RouterInvariantError for a wrong, repeated or late one."""
         client = self.clients[output.request]
         if client.left:
             return
@@ -247,7 +251,10 @@ class TrafficOutcome:
 
 
 def run_seed(seed: int, load: Load | None = None, step: Step = dispatch.step) -> TrafficOutcome:
-    """Run the simulation of one seed. Raises RouterInvariantError, with the command that reproduces it."""
+    """Run the simulation of one seed.
+
+    Raises RouterInvariantError, with the command that reproduces it. Any other exception becomes one too.
+    """
     load = load or Load()
     world = SimulatedService(seed, step, checked=load.workers <= 32)
     try:
@@ -263,6 +270,7 @@ def run_seed(seed: int, load: Load | None = None, step: Step = dispatch.step) ->
 
 
 def _run(world: SimulatedService, load: Load) -> TrafficOutcome:
+    """Build the world, inject faults for a while, and return the outcome once all requests have ended."""
     draw = world.random
     count = load.workers or draw.randint(1, 6)
     roles: list[e.Role] = [draw.choice(("prefill", "decode", "both")) for _ in range(count)]
@@ -287,6 +295,7 @@ def _run(world: SimulatedService, load: Load) -> TrafficOutcome:
 
 
 def _schedule_arrivals(world: SimulatedService, rate: float, trace: Sequence[float]) -> None:
+    """Plan the arrivals of clients: at the times of ``trace``, or randomly at ``rate`` a second."""
     draw, now_s, number = world.random, 0.0, 0
     shared = tuple(draw.randrange(50_000) for _ in range(draw.choice((64, 200))))
     times = list(trace)
@@ -300,12 +309,14 @@ def _schedule_arrivals(world: SimulatedService, rate: float, trace: Sequence[flo
 
 
 def _next_fault(world: SimulatedService, rate: float) -> None:
+    """Inject a fault, and plan the next one until shortly before the end of faults."""
     if world.clock.now_s < FAULTS_END_S - 2:
         _strike(world)
         world.clock.after(world.random.expovariate(rate), partial(_next_fault, world, rate))
 
 
 def _strike(world: SimulatedService) -> None:
+    """Inject one random fault, which mostly ends by itself after a while."""
     draw = world.random
     worker = draw.choice(list(world.workers.values()))
     other = draw.choice(list(world.workers.values()))
@@ -350,17 +361,20 @@ def _strike(world: SimulatedService) -> None:
 
 
 def _mend(worker: SimulatedWorker) -> None:
+    """Reconnect a worker that was cut off."""
     worker.cut = False
     worker.join()
 
 
 def _right_weights(world: SimulatedService, worker: SimulatedWorker) -> None:
+    """Restart a worker with the right weights."""
     worker.kill()
     worker.identity = world.identity
     worker.start()
 
 
 def _make_peace(world: SimulatedService) -> None:
+    """End all faults."""
     world.cut_links.clear()
     world.slow_links.clear()
     for worker in world.workers.values():
@@ -373,6 +387,10 @@ def _make_peace(world: SimulatedService) -> None:
 
 
 def _finish(world: SimulatedService) -> None:
+    """Run until all requests have ended.
+
+    Raises RouterInvariantError if they do not, if workers still hold pages, or rightly computing ones are quarantined.
+    """
     end_s = world.clock.now_s + ENDED_WITHIN_S
     while world.clock.now_s < end_s:
         world.clock.run_until(world.clock.now_s + 5.0)
@@ -397,6 +415,7 @@ def _finish(world: SimulatedService) -> None:
 
 
 def _outcome(world: SimulatedService) -> TrafficOutcome:
+    """Return the counts and latencies of all clients."""
     clients = world.clients.values()
     firsts = sorted(client.times_s[0] - client.came_s for client in clients if client.times_s) or [0.0]
     gaps = [b - a for client in clients for a, b in zip(client.times_s, client.times_s[1:], strict=False)]
@@ -430,6 +449,7 @@ def check(state: RouterState) -> None:
 
 
 def _requests(state: RouterState) -> Iterator[str]:
+    """Yield contradictions between requests, jobs and the queue."""
     for name, entry in state.entries.items():
         job = state.jobs.get(entry.job)
         if (job is None) != (name in state.waiting):
@@ -447,6 +467,7 @@ def _requests(state: RouterState) -> Iterator[str]:
 
 
 def _jobs(state: RouterState) -> Iterator[str]:
+    """Yield contradictions between jobs, their workers and their requests."""
     for number, job in state.jobs.items():
         worker = state.pool.workers.get(job.worker)
         if worker is None or number not in worker.jobs:
@@ -458,6 +479,7 @@ def _jobs(state: RouterState) -> Iterator[str]:
 
 
 def _workers(state: RouterState) -> Iterator[str]:
+    """Yield contradictions between workers, their jobs and the pool."""
     for number, worker in state.pool.workers.items():
         rows = sum(state.jobs[job].rows for job in worker.jobs if job in state.jobs)
         if worker.jobs - state.jobs.keys() or rows != worker.queued_rows:
@@ -469,6 +491,7 @@ def _workers(state: RouterState) -> Iterator[str]:
 
 
 def _audits(state: RouterState) -> Iterator[str]:
+    """Yield audits that wait for workers without a job for them."""
     scoring = {(job.audit, job.worker) for job in state.jobs.values() if job.audit}
     for number, audit in state.audits.items():
         if not audit.scoring or {(number, worker) for worker in audit.scoring} - scoring:

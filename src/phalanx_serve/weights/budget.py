@@ -76,6 +76,7 @@ class _Sizes:
 
 
 def _sizes(index: PackIndex, dtype: str) -> _Sizes:
+    """Return the bytes of a streamed model: what always stays, an expert's slot, and a buffer."""
     bodies = [section for section in index.sections if section.kind == "block"]
     experts = [section for section in index.sections if section.kind == "expert"]
     fixed = sum(

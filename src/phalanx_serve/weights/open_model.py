@@ -78,8 +78,9 @@ def open_model(
 
 
 def packed(place: Path, step: int | None, dtype: torch.dtype) -> PackFile:
-    """Return the pack at ``place``, or of a run's ``step`` in ``dtype``, which is made if missing. Raises the
-    errors of ``open_model``.
+    """Return the pack at ``place``, or of a run's ``step`` in ``dtype``, which is made if missing, as an open file.
+
+    Raises the errors of ``open_model``.
     """
     file = open_pack(place if is_pack(place) else _pack_of(place, step, dtype))
     if step is not None and file.index.step != step:
@@ -93,8 +94,9 @@ def packed(place: Path, step: int | None, dtype: torch.dtype) -> PackFile:
 def stream_weights(
     model: nn.Module, file: PackFile, memory_bytes: int, dtype: torch.dtype
 ) -> StreamedWeights:
-    """Stream the weights of an empty model from ``file`` during computation, within ``memory_bytes``. Raises
-    TooLargeError.
+    """Stream the weights of an empty model from ``file`` during computation, within ``memory_bytes``.
+
+    Raises TooLargeError. Logs the division.
     """
     residency = divide_memory(file.index, dtype_name(dtype), memory_bytes)
     # Kept alive by the hooks that it has set.
@@ -135,7 +137,11 @@ def resident_memory() -> int:
 
 
 def _pack_of(run_dir: Path, step: int | None, dtype: torch.dtype) -> Path:
-    """Return the pack of a run's step, made if missing. Raises MismatchError if it has other weights."""
+    """Return the pack of a run's step, made, with a warning, if missing.
+
+    Without ``step``, of the newest. Raises MismatchError if it has other weights, and RunDirectoryError if no run with
+    checkpoints is there.
+    """
     run = RunDirectory(run_dir)
     if (folder := published_folder(run)) is not None:
         raise RunDirectoryError(
@@ -182,7 +188,8 @@ def _not_of(index: PackIndex, run: RunDirectory, step: int, weights_sha256: str 
 def empty_model(
     index: PackIndex, dtype: torch.dtype, seq_len: int = 0
 ) -> tuple[Transformer | Chain, ModelSpec]:
-    """Return the model without weights: NaN everywhere, which takes no memory.
+    """Return the pack's model without weights (NaN everywhere, which takes no memory) and its spec, without multi-token
+    prediction.
 
     ``seq_len`` is the length of the sequences that each call gets a part of; 0 if a call gets full sequences.
     """
@@ -200,6 +207,7 @@ def empty_model(
 
 
 def _fill(model: nn.Module, file: PackFile, dtype: torch.dtype) -> None:
+    """Read all sections of a pack into the model, except those of multi-token prediction."""
     layers = set()
     for number, section in enumerate(file.index.sections):
         if section.kind == "expert":
@@ -218,7 +226,10 @@ def recorded_run(index: PackIndex) -> RunSpec:
 
 @contextmanager
 def run_folder(index: PackIndex) -> Iterator[Path]:
-    """Yield a temporary folder with the small files of the pack's run."""
+    """Yield a temporary folder with the small files of the pack's run.
+
+    It is removed after the block. Raises MismatchError for a file outside it.
+    """
     with held_folder("phalanx-pack-") as folder:
         for relative, data in index.files.items():
             target = (folder / relative).resolve()

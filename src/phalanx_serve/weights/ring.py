@@ -80,6 +80,7 @@ class ReadPool:
     """Thread pool with a priority queue. Reads of equal urgency run in the order of submission."""
 
     def __init__(self, threads: int) -> None:
+        """Start the threads that read."""
         self._queue: list[tuple[Urgency, int, Callable[[], None], Future[None]]] = []
         self._submitted = 0
         self._closed = False
@@ -112,6 +113,7 @@ class ReadPool:
             thread.join()
 
     def _work(self) -> None:
+        """Read what is most urgent, until the pool is closed."""
         while True:
             with self._change:
                 while not self._queue and not self._closed:
@@ -156,7 +158,7 @@ class StreamStatistics:
 def read_ahead(
     pack: PackFile, pool: ReadPool, section: int, buffer: ByteArray, urgency: Urgency
 ) -> list[Future[None]]:
-    """Begin to read a section into ``buffer``, in chunks."""
+    """Begin to read a section into ``buffer``, in chunks. Returns a future of each chunk."""
     entry = pack.index.sections[section]
     futures = []
     for first in range(0, entry.chunks, READ_CHUNKS):
@@ -206,7 +208,11 @@ class Ring:
         self._fill()
 
     def take(self, section: int) -> ByteArray:
-        """Return the bytes of a section, valid until ``release``. Raises the errors of reading it."""
+        """Return the bytes of a section, valid until ``release``.
+
+        Raises the errors of reading it. Waits for it, and records the seconds. Another order than that of the pass
+        begins the reads again.
+        """
         if not self._ahead or self._ahead[0][0] != section:
             self._move_to(section)
         _, buffer, futures = self._ahead.popleft()
@@ -218,7 +224,7 @@ class Ring:
         return buffer[: entry.nbytes]
 
     def release(self) -> None:
-        """Release the last taken buffer, which the reader then reuses."""
+        """Release the last taken buffer, which the reader then reuses. Begins the next read."""
         if self._taken is not None:
             self._free.append(self._taken)
             self._taken = None
@@ -236,6 +242,7 @@ class Ring:
         self._fill()
 
     def _fill(self) -> None:
+        """Begin to read the next sections into all free buffers."""
         while self._free:
             section = self._sections[self._next % len(self._sections)]
             buffer = self._free.pop()
@@ -287,6 +294,7 @@ class ExpertFrequency:
         )
 
     def _aged(self, expert: ExpertName, turn: int) -> float:
+        """Return an expert's uses, of which older ones count less."""
         uses, last = self._uses.get(expert, (0.0, turn))
         return uses * _AGEING ** (turn - last)
 
@@ -330,6 +338,7 @@ class ExpertCache:
     """Cache of at most ``slots`` experts of all layers, for one thread."""
 
     def __init__(self, pack: PackFile, pool: ReadPool, slots: int, statistics: StreamStatistics) -> None:
+        """Allocate memory for ``slots`` experts of the pack's largest size."""
         sections = pack.index.sections
         self._numbers = {
             (section.layer, section.expert): number
@@ -348,7 +357,10 @@ class ExpertCache:
         """Every expert that was needed, in turn, if it is a list."""
 
     def need(self, layer: int, experts: Collection[int], turn: int) -> None:
-        """Begin to read a layer's chosen ``experts`` that are not cached, as many as fit."""
+        """Begin to read a layer's chosen ``experts`` that are not cached, as many as fit.
+
+        Prefetches under way become urgent. Counts uses, hits and misses, and evicts other experts.
+        """
         names = [(layer, expert) for expert in experts]
         for name in names:
             self._frequency.use(name, turn)
@@ -365,7 +377,7 @@ class ExpertCache:
                 break
 
     def prefetch(self, layer: int, experts: Iterable[int], spared: Collection[ExpertName], turn: int) -> None:
-        """Begin to read experts that a layer will probably choose, without evicting ``spared``."""
+        """Begin to read experts that a layer will probably choose, without evicting ``spared``. At most a quarter of the slots."""
         names = [(layer, expert) for expert in experts][: max(1, self.slots // 4)]
         kept = {*spared, *names}
         for name in names:
@@ -375,7 +387,10 @@ class ExpertCache:
                 self._statistics.prefetched += 1
 
     def get(self, expert: ExpertName, still_needed: Collection[ExpertName], turn: int) -> ByteArray:
-        """Return the bytes of an expert, valid until the next call. Raises the errors of reading it."""
+        """Return the bytes of an expert, valid until the next call.
+
+        Raises the errors of reading it. Reads it first if it is not cached, and waits.
+        """
         if expert not in self._cached and not self._read(expert, still_needed, turn, _NOW):
             # This layer still needs all cached experts: evict the one that it needs last, and read it again.
             self._drop(max(other for other in self._cached if other != expert))
@@ -390,7 +405,7 @@ class ExpertCache:
         return self._memory[cached.slot][: self._pack.index.sections[self._numbers[expert]].nbytes]
 
     def _hurry(self, expert: ExpertName) -> None:
-        """Raise the priority of a waiting prefetch above all other reads."""
+        """Raise the priority of a waiting prefetch above all other reads. Does nothing if it is being read or was read."""
         cached = self._cached[expert]
         if cached.reading and cached.reading[0].cancel():
             for future in cached.reading[1:]:
@@ -400,6 +415,7 @@ class ExpertCache:
             cached.reading = read_ahead(self._pack, self._pool, number, self._memory[cached.slot], _NOW)
 
     def _read(self, expert: ExpertName, spared: Collection[ExpertName], turn: int, urgency: Urgency) -> bool:
+        """Begin to read an expert into a free slot, or that of the least used other than ``spared``; False if all are spared."""
         if not self._free:
             victim = self._frequency.least(self._cached, spared, turn)
             if victim is None:
@@ -412,6 +428,7 @@ class ExpertCache:
         return True
 
     def _drop(self, expert: ExpertName) -> None:
+        """Remove an expert, after its running reads, and free its slot."""
         cached = self._cached.pop(expert)
         for future in cached.reading:
             if not future.cancel():

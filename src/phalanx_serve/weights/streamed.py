@@ -53,7 +53,10 @@ class _Wide:
     memory: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def tensors(self, section: ByteArray, places: tuple[PackedTensor, ...]) -> list[Tensor]:
-        """Return the tensors of a section: views of its bytes if they have the compute dtype, else of this buffer."""
+        """Return the tensors of a section: views of its bytes if they have the compute dtype, else of this buffer.
+
+        Those of this buffer are overwritten by the next call.
+        """
         stored = torch.from_numpy(section)
         if all(place.dtype == str(self.dtype).removeprefix("torch.") for place in places):
             return [tensor_in(stored, place) for place in places]
@@ -75,7 +78,7 @@ class _Wide:
 
 
 def load_resident(model: nn.Module, pack: PackFile, number: int, compute: torch.dtype) -> None:
-    """Read a section other than an expert's into memory of its own."""
+    """Read a section other than an expert's into memory of its own, and set it in the model."""
     section = pack.index.sections[number]
     stored = torch.from_numpy(read_section(pack, number))
     for place in section.tensors:
@@ -85,7 +88,7 @@ def load_resident(model: nn.Module, pack: PackFile, number: int, compute: torch.
 
 
 def load_stack(model: nn.Module, pack: PackFile, layer: int, compute: torch.dtype) -> None:
-    """Read all experts of a layer into stacks of their own."""
+    """Read all experts of a layer into stacks of their own, and set them in the model."""
     stacks: dict[str, Tensor] = {}
     numbers = [
         number
@@ -108,7 +111,10 @@ class StreamedWeights:
     """State of a streamed model's hooks, with their ``statistics``."""
 
     def __init__(self, model: nn.Module, pack: PackFile, residency: Residency, compute: torch.dtype) -> None:
-        """Load the resident weights, and begin to read the others. Raises the errors of reading."""
+        """Load the resident weights, and begin to read the others.
+
+        Raises the errors of reading. Hooks of the model then bring each block's weights when it computes.
+        """
         self.statistics = StreamStatistics()
         self.residency = residency
         self._model, self._pack, self._compute = model, pack, compute
@@ -141,6 +147,7 @@ class StreamedWeights:
         self._turn += 1
 
     def _hook_block(self, number: int) -> None:
+        """Let a block take its weights from the ring before it computes, and release them after."""
         section, ring = self._pack.index.sections[number], self._ring
         assert ring is not None, "there is something to stream"
         block = self._model.get_submodule(section.prefix.removesuffix("."))
@@ -162,6 +169,7 @@ class StreamedWeights:
         block.register_forward_hook(after, always_call=True)
 
     def _hook_mixtures(self, cache: ExpertCache) -> None:
+        """Let each mixture of experts take its experts from ``cache``."""
         mixtures = [
             (int(name.split(".")[1]), part)
             for name, part in self._model.named_modules()
@@ -199,6 +207,7 @@ class _StreamedMixture:
     _backwards: bool = False
 
     def hook(self) -> None:
+        """Register the hooks of the mixture and its experts."""
         self.mixture.register_forward_pre_hook(self._remember)
         self.mixture.experts.register_forward_pre_hook(self._before)
         self.mixture.experts.register_forward_hook(self._after, always_call=True)
@@ -207,6 +216,7 @@ class _StreamedMixture:
         self._tokens = inputs[0].flatten(0, -2)
 
     def _before(self, experts: nn.Module, inputs: tuple[Tensor, Groups]) -> None:
+        """Begin to read the chosen experts and the likely ones of the next mixture, and multiply by them."""
         assert isinstance(experts, Experts)
         counts: list[int] = inputs[1].counts.sum(1).tolist()
         needed = [expert for expert, count in enumerate(counts) if count]
@@ -220,6 +230,7 @@ class _StreamedMixture:
         experts.product = self._multiply
 
     def _after(self, experts: nn.Module, *_: Any) -> None:
+        """Restore the usual product."""
         assert isinstance(experts, Experts)
         if experts.product == self._multiply:
             experts.product = self._product

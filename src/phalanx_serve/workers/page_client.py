@@ -80,7 +80,8 @@ def pull(
     """Pull the pages ``names`` that are offered under ``job``, within ``within_s`` seconds; ``page_bytes`` is the
     expected page size.
 
-    ``nixl`` reads pages over NIXL, and then precedes all other transports. ``only`` allows a single transport.
+    ``nixl`` reads pages over NIXL, and then precedes all other transports. ``only`` allows a single transport. Returns
+    what came; if the connection fails, the reason is its ``failure``.
     """
     pulled = Pulled()
     until_s = time.monotonic() + within_s
@@ -139,6 +140,10 @@ class _Pull:
         return self.only in (None, "memory") and self._take(offer)
 
     def _read(self, offer: Offer, nixl: AgentProcess) -> bool:
+        """Read the pages over NIXL; return False if the remaining ones need another transport.
+
+        Raises WireError for a damaged page.
+        """
         self.pulled.way = "nixl"
         try:
             with closing(read_pages(self.wire, nixl, offer, self.until_s)) as pages:
@@ -173,6 +178,7 @@ class _Pull:
         return True
 
     def _fetch(self, offer: Offer) -> None:
+        """Receive the remaining pages through the socket. Raises WireError for damaged ones."""
         self.pulled.way = "socket"
         names = offer.names[len(self.pulled.pages) :]
         self.wire.send_message(Fetch(len(self.pulled.pages), len(names)))
@@ -198,10 +204,12 @@ class _Pull:
                 keep_next()
 
     def _keep(self, name: bytes, page: bytearray | memoryview, expected: bytes, actual: bytes) -> None:
+        """Keep a page. Raises WireError if its digest is wrong."""
         if actual != expected:
             raise WireError(f"page {name.hex()} came damaged")
         self.pulled.pages[name] = page
 
     def _observe_time(self) -> None:
+        """Raise WireError if the time is over."""
         if time.monotonic() > self.until_s:
             raise WireError(f"{self.wire.peer}: too slow")

@@ -47,6 +47,7 @@ class _Batch:
     """Pages of a job, in shared memory if possible."""
 
     def __init__(self, pages: dict[bytes, bytes], shared: SharedPages | None) -> None:
+        """Hash the pages: quickly if they are shared, else by SHA-256."""
         self._numbers = {name: number for number, name in enumerate(pages)}
         self._page_bytes = len(next(iter(pages.values()), b""))
         self._shared = shared
@@ -69,7 +70,7 @@ class _Batch:
         return Offer(available, self._page_bytes, self._shared.place, numbers, digests)
 
     def fetched(self, names: Sequence[bytes]) -> list[tuple[bytes | memoryview, bytes]]:
-        """Return the bytes and the SHA-256 of offered pages."""
+        """Return the bytes and the SHA-256 of offered pages. Each page is hashed once."""
         with self._lock:
             if self._shared is not None and not self._pages:
                 self._pages = cut(self._shared.mapped(), range(len(self)), self._page_bytes)
@@ -99,14 +100,21 @@ class OfferedPages:
         self._share, self._is_failure_logged = share, False
 
     def offer(self, job: int, pages: dict[bytes, bytes]) -> None:
-        """Keep ``pages`` (name -> bytes, all of one size) until they are fetched or their lease expires."""
+        """Keep ``pages`` (name -> bytes, all of one size) until they are fetched or their lease expires.
+
+        In shared memory, where possible.
+        """
         batch = self._batch(pages)
         with self._lock:
             self._batches[job] = batch
             self._leases.offer(job, tuple(pages), time.monotonic())
 
     def offered(self, job: int, names: Sequence[bytes]) -> _Batch:
-        """Return the pages under the lease of ``job``. The caller may still read them after the lease has ended."""
+        """Return the pages under the lease of ``job``.
+
+        The caller may still read them after the lease has ended. Pages of other jobs may be looked up without a lease;
+        empty if there are none.
+        """
         if job == UNLEASED and self._look_up is not None:
             return self._batch(self._look_up(names))
         with self._lock:
@@ -141,6 +149,7 @@ class OfferedPages:
             self._batches.pop(job, None)
 
     def _batch(self, pages: dict[bytes, bytes]) -> _Batch:
+        """Return pages ready to be read, in shared memory if this is enabled and possible; the first failure is logged."""
         shared = None
         if self._share and pages and len(self._batches) < _MOST_FILES:
             try:
@@ -183,6 +192,7 @@ class PageServer:
         self._port.close()
 
     def _converse(self, wire: SealedConnection) -> None:
+        """Offer pages to a client of the same identity and send them as it requests, until it is done. Raises WireError."""
         wire.raw.set_timeout(_SILENT_S)
         request = wire.receive_message(MESSAGES)
         if not isinstance(request, OpenPages):

@@ -102,6 +102,7 @@ def _write(descriptor: int, page: bytes) -> None:
 
 
 def _all_seals() -> int:
+    """Return all seals of anonymous files that this system has."""
     seals = 0
     for name in _SEALS:
         seals |= getattr(fcntl, name)
@@ -137,6 +138,7 @@ def opened(place: SharedMemoryPlace, nbytes: int) -> memoryview:
 
 
 def _map(descriptor: int, nbytes: int) -> memoryview:
+    """Map a file's first bytes, read-only."""
     if not nbytes:
         return memoryview(b"")
     # Private, since a file that is sealed against writing cannot be mapped shared before Linux 6.7; nothing is copied by it.

@@ -98,7 +98,7 @@ class WorkerProcesses:
             seat.ready_s, seat.state, seat.reason = time.monotonic(), "ready", ""
 
     def set_aside(self, number: int, reason: str) -> None:
-        """End a worker for good."""
+        """Kill a worker's process, which is not started again; nothing for an unknown number."""
         if number < len(self.seats):
             seat = self.seats[number]
             seat.state, seat.reason = "left", reason
@@ -117,7 +117,10 @@ class WorkerProcesses:
         return any(seat.state != "left" for seat in self.seats)
 
     async def end(self) -> None:
-        """Wait a few seconds for ready workers to leave. Kill those that do not, and those that are not ready."""
+        """Wait a few seconds for ready workers to leave.
+
+        Kill those that do not, and those that are not ready. Returns when no process is left.
+        """
         self.closing = True
         for seat in self.seats:
             if seat.state != "ready":
@@ -132,6 +135,10 @@ class WorkerProcesses:
         await asyncio.gather(*self._watches, return_exceptions=True)
 
     async def _keep(self, seat: Seat) -> None:
+        """Run a worker again and again, with the pauses of the policy, until it is given up or all are closed.
+
+        Each end is reported.
+        """
         while not self.closing and seat.state != "left":
             seat.state, seat.ready_s = "starting", 0.0
             look = asyncio.get_running_loop().call_later(self._slow_start_s, self._look, seat)
@@ -153,11 +160,12 @@ class WorkerProcesses:
             await asyncio.sleep(again_s or 0.0)
 
     def _look(self, seat: Seat) -> None:
+        """Report a worker that is still starting."""
         if seat.state == "starting":
             self._slow(seat, self._slow_start_s)
 
     async def _run(self, seat: Seat) -> tuple[int, str]:
-        """Run a worker's process; return its exit code, and a description of its end."""
+        """Run a worker's process; return its exit code, and a description of its end. 127 if it cannot be started."""
         task = msgspec.json.encode(seat.task)
         try:
             seat.child = Child.start(self._command, os.environ | self._environment, task=task)

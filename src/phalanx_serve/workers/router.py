@@ -100,7 +100,7 @@ class RequestRouter:
     # Clients.
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Submit a request; its outputs go to ``sink``."""
+        """Submit a request; its outputs go to ``sink``. It ends at once if the service has failed."""
         if self._failed:
             sink([Ended(request.id, "error", self._failed)])
             return
@@ -126,6 +126,7 @@ class RequestRouter:
     # Workers.
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection from its proof to its end, and close it."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -137,6 +138,7 @@ class RequestRouter:
         writer.close()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Check a newcomer's proof and converse with it. Beyond a number of newcomers the oldest is dropped."""
         if len(self._newcomers) >= _NEWCOMERS:
             oldest = next(iter(self._newcomers))
             del self._newcomers[oldest]
@@ -159,6 +161,7 @@ class RequestRouter:
             self._disconnect(peer, reason)
 
     def _disconnect(self, peer: Peer, reason: str) -> None:
+        """Remove a peer, and report why to the traffic and the watcher; nothing while the service ends."""
         if self._ending:
             return  # it was dismissed, and is no loss: a reported loss kills the process at once
         reason = self._refusals.pop(peer.life, reason)
@@ -170,6 +173,7 @@ class RequestRouter:
         self.watcher.left(peer, reason)
 
     async def _converse(self, peer: Peer) -> None:
+        """Pass a worker's messages on until its connection ends. Raises WireError. A worker without a number gets the next one."""
         while True:
             match await peer.stream.receive_message(m.TO_ROUTER):
                 case m.Opening(number, pid):
@@ -195,6 +199,10 @@ class RequestRouter:
                     self.drain(peer.number)
 
     def _admit(self, peer: Peer, ready: m.WorkerReady) -> None:
+        """Add a ready worker, in place of an earlier one of its number; the first one sets page names and size.
+
+        Raises WireError.
+        """
         if peer.number < 0:
             raise WireError("it is ready before it has sent its number")
         old = self.peers.get(peer.number)
@@ -214,6 +222,7 @@ class RequestRouter:
             self.watcher.ready(peer)
 
     def _count_past(self, peer: Peer) -> None:
+        """Add a peer's counts to those of workers that have left."""
         if peer.beat is not None:
             for name, count in peer.beat.counts.items():
                 self.past[name] = self.past.get(name, 0) + count
@@ -224,12 +233,14 @@ class RequestRouter:
     # The core.
 
     async def _tick(self) -> None:
+        """Send ticks, and report late workers, for ever."""
         while True:
             await asyncio.sleep(self.settings.tick_s)
             self._hear(e.ClockTick())
             self._report_late(time.monotonic())
 
     def _report_late(self, now_s: float) -> None:
+        """Report each worker that has become late, once."""
         for number, worker in self.traffic.pool.workers.items():
             peer = self.peers.get(number)
             if not worker.late or worker.life in self._late or peer is None:
@@ -244,11 +255,13 @@ class RequestRouter:
             self.watcher.late(peer, reason)
 
     def _hear(self, event: e.Event) -> None:
+        """Pass an event to the traffic's decisions, and carry out their commands."""
         self.traffic, commands = dispatch.step(self.traffic, event, time.monotonic())
         for command in commands:
             self._carry_out(command)
 
     def _carry_out(self, command: e.Command) -> None:
+        """Deliver an output to its sink, or send a command to its worker."""
         match command:
             case e.DeliverOutput(output):
                 sink = self._sinks.get(output.request)
@@ -272,11 +285,13 @@ class RequestRouter:
                     peer.stream.close()
 
     def _job(self, run: e.ComputeJob) -> m.RunJob:
+        """Return the message of a job, with the source's door for pages, if it is connected."""
         source = self.peers.get(run.source)
         door = source.ready.door if source is not None and source.ready is not None else None
         return m.RunJob(run.job, run.request, run.source_job, door, run.pages, run.offer)
 
     def _send(self, worker: int, message: m.ToWorker) -> None:
+        """Send a message to a worker, if it is connected."""
         peer = self.peers.get(worker)
         if peer is not None:
             peer.stream.send_message(message)

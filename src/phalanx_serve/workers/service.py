@@ -95,7 +95,11 @@ class RouterClient:
     """A ``WorkerPort`` of many workers."""
 
     def __init__(self, service: ServiceConfig, report: Callable[[Notice], None]) -> None:
-        """Start the workers and wait until they are ready. Raises ServeError with the reason if one cannot serve."""
+        """Start the workers and wait until they are ready.
+
+        Raises ServeError with the reason if one cannot serve, or takes too long. ``report`` is called with notices, in
+        a thread.
+        """
         self._service = service
         self._notices: queue.SimpleQueue[Notice | threading.Event | None] = queue.SimpleQueue()
         self._reporter = threading.Thread(
@@ -124,6 +128,7 @@ class RouterClient:
     # ``WorkerPort``.
 
     async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
+        """Yield the outputs of a request; leaving earlier cancels it. Only an error once the service has failed."""
         server_loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[Sequence[EngineOutput]] = asyncio.Queue()
 
@@ -155,6 +160,7 @@ class RouterClient:
             self._loop.call_soon_threadsafe(self._router.abandon, request_id)
 
     def load(self) -> WorkerLoad:
+        """Return counts of texts, pages and workers, summed over all workers."""
         peers = list(self._router.peers.values())
         waiting, counted = len(self._first), self._counted(peers)
         counts = {name: int(counted.get(name, 0)) for name in ("pulled", "shared", "over_nixl", "not_pulled")}
@@ -175,6 +181,7 @@ class RouterClient:
         return self._trouble
 
     def close(self) -> None:
+        """End the workers, the router and their threads; errors are ignored."""
         with suppress(Exception):
             self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -183,6 +190,7 @@ class RouterClient:
         self._reporter.join(1.0)
 
     def _workers(self) -> tuple[WorkerFacts, ...]:
+        """Return the state of each worker, also of those that are not connected."""
         pool, peers = self._router.traffic.pool, dict(self._router.peers)
         facts = []
         for seat in self._processes.seats:
@@ -214,6 +222,7 @@ class RouterClient:
     # The router's thread.
 
     def _run(self) -> None:
+        """Run the router's event loop until it is stopped."""
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         self._loop.close()
@@ -222,6 +231,7 @@ class RouterClient:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_END_S)
 
     async def _begin(self) -> None:
+        """Listen for workers on this machine, and start their processes. Reports the address."""
         service, token = self._service, secrets.token_hex(32)
         watcher = Watcher(lambda _: None, self._ready, self._unable, self._late, self._left)
         self._router = RequestRouter(token, service.settings, watcher)
@@ -236,12 +246,14 @@ class RouterClient:
         self._processes.start()
 
     async def _end(self) -> None:
+        """Send the workers away, and wait for their processes."""
         self._processes.closing = True
         await self._router.end()
         self._server.close()
         await self._processes.end()
 
     def _ready(self, peer: Peer) -> None:
+        """Record and report a worker that serves; with the last of them the service is ready."""
         ready = peer.ready
         assert ready is not None
         self._processes.ready(peer.number)
@@ -262,6 +274,7 @@ class RouterClient:
             self._identity.set_result(ModelIdentity(identity.weights, identity.numerics, context, ready.bits))
 
     def _unable(self, peer: Peer, reason: str) -> None:
+        """Report a worker that cannot serve; before the service is ready, it fails with that."""
         if not self._identity.done():
             self._identity.set_exception(ServeError(reason))
         self._notice(
@@ -269,15 +282,18 @@ class RouterClient:
         )
 
     def _late(self, peer: Peer, reason: str) -> None:
+        """Report a late worker."""
         text = f"worker {peer.number} is late: {reason}; its texts continue elsewhere, and it rejoins when it continues"
         self._notice("worker-late", text, worker=peer.number, why=reason)
 
     def _slow(self, seat: Seat, seconds: float) -> None:
+        """Report a worker that takes long to start."""
         number, role = seat.task.number, seat.task.role
         text = f"worker {number} ({role}) does not serve yet, {seconds:g} s after its start; it is waited for"
         self._notice("worker-slow", text, worker=number, role=role, seconds=seconds)
 
     def _left(self, peer: Peer, reason: str) -> None:
+        """Kill a worker whose connection ended, for good if it is quarantined."""
         if peer.number in self._router.traffic.pool.quarantined:
             self._processes.set_aside(peer.number, reason)
             self._notice(
@@ -290,6 +306,7 @@ class RouterClient:
         self._end_without_workers()
 
     def _happened(self, happened: WorkerEnded) -> None:
+        """Report the end of a process. Before the service is ready, it fails with that."""
         seat, again_s = happened.seat, happened.again_s
         number = seat.task.number
         if not self._identity.done():
@@ -321,6 +338,7 @@ class RouterClient:
         self._notices.put(Notice(event, text, {"at": round(time.time(), 3), **facts}))
 
     def _report_all(self, report: Callable[[Notice], None]) -> None:
+        """Report notices until the end, in a thread of its own."""
         # In a thread of its own: the reader of the printed lines may be slow, or gone.
         while (notice := self._notices.get()) is not None:
             if isinstance(notice, threading.Event):
@@ -422,8 +440,9 @@ def _of_one_kind(served: ServedRun, divisions: Mapping[Role, WorkerDivision]) ->
 
 
 def _settled(served: ServedRun) -> ServedRun:
-    """Resolve ``served`` for all workers and restarts: a fixed step of the run, or a pack. The pack of a streamed
-    run is made here, once.
+    """Resolve ``served`` for all workers and restarts: a fixed step of the run, or a pack.
+
+    The pack of a streamed run is made here, once. Raises ServeError, and the errors of packing.
     """
     require_drafts(served)  # before packing, which takes long
     path = served.path.resolve()

@@ -102,7 +102,7 @@ class ServingWorker:
         self._inbox.put(m.Leaving())
 
     def run(self) -> str:
-        """Work until the end; return its reason, empty if nothing is wrong."""
+        """Work until the end; return its reason, empty if nothing is wrong. Reads messages and beats in threads of their own."""
         for target in (self._listen, self._beat):
             threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True).start()
         try:
@@ -119,6 +119,7 @@ class ServingWorker:
     # The engine's thread.
 
     def _take_all(self) -> None:
+        """Take all messages that are there; wait for one if the engine has nothing to do."""
         block = not self._engine.busy
         while True:
             try:
@@ -129,6 +130,7 @@ class ServingWorker:
             block = block and not self._engine.busy
 
     def _take(self, message: m.ToWorker | m.Leaving | _Came | _Asked | _Over) -> None:
+        """Carry out a message. Raises _OverError at the end."""
         match message:
             case m.RunJob():
                 self._begin(message)
@@ -148,6 +150,7 @@ class ServingWorker:
                 raise _OverError(reason)
 
     def _begin(self, order: m.RunJob) -> None:
+        """Submit a job, after its missing pages are pulled in a thread, if they are offered."""
         self._orders[order.job] = order
         cached = set(self._engine.held_pages(order.pages))
         missing = [name for name in order.pages if name not in cached]
@@ -160,6 +163,7 @@ class ServingWorker:
         thread.start()
 
     def _pull(self, order: m.RunJob, door: m.PageDoor, names: list[bytes]) -> None:
+        """Pull the pages of a job, and put the result into the inbox."""
         pulled = pull(
             door.host,
             door.port,
@@ -175,7 +179,7 @@ class ServingWorker:
         self._inbox.put(_Came(order.job, pulled, len(names)))
 
     def _keep(self, arrived: _Came) -> None:
-        """Cache pulled pages, and begin their job, which computes the missing ones."""
+        """Cache and count pulled pages, and begin their job, which computes the missing ones. Does nothing for a canceled job."""
         order = self._orders.get(arrived.job)
         if order is None:
             return
@@ -210,12 +214,14 @@ class ServingWorker:
         )
 
     def _submit(self, order: m.RunJob) -> None:
+        """Submit a job to the engine; one that it refuses ends with an error."""
         try:
             self._engine.submit(structs.replace(order.request, id=str(order.job)))
         except ValueError as error:
             self._send_outputs([Ended(str(order.job), "error", str(error))])
 
     def _step(self) -> None:
+        """Compute a step and send its outputs; after an error all jobs end with it. Raises PartLostError."""
         try:
             outputs = self._engine.step()
         except PartLostError:
@@ -229,6 +235,7 @@ class ServingWorker:
         self._send_outputs(outputs)
 
     def _send_outputs(self, outputs: Sequence[EngineOutput]) -> None:
+        """Send the outputs of known jobs; offers the pages of those that continue on another worker."""
         messages = []
         for output in outputs:
             job = int(output.request)
@@ -245,7 +252,7 @@ class ServingWorker:
             self._link.send_message(m.OutputBatch(tuple(messages)))
 
     def _read_pages(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the pages of ``names`` that are here, from the first one up to a gap."""
+        """Return the pages of ``names`` that are here, from the first one up to a gap. Or up to what device memory allows."""
         cached = set(self._engine.held_pages(names))
         pages = {}
         with suppress(DeviceMemoryError):  # the other worker computes the rest
@@ -258,6 +265,7 @@ class ServingWorker:
     # Other threads.
 
     def _look_up(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Return pages by name from another thread; empty if the engine's thread does not answer in time."""
         answer: queue.SimpleQueue[dict[bytes, bytes]] = queue.SimpleQueue()
         self._inbox.put(_Asked(names, answer))
         try:
@@ -266,6 +274,7 @@ class ServingWorker:
             return {}
 
     def _listen(self) -> None:
+        """Put the router's messages into the inbox until the link ends."""
         try:
             while True:
                 self._inbox.put(self._link.receive_message(m.TO_WORKER))
@@ -273,6 +282,7 @@ class ServingWorker:
             self._inbox.put(_Over(str(error)))
 
     def _beat(self) -> None:
+        """Send beats and expire leases until the end, or a part of the engine is lost."""
         while not self._over.wait(BEAT_S):
             self.offered.expire()
             if self._trouble is not None and (reason := self._trouble()):
@@ -298,7 +308,10 @@ class ServingWorker:
 
 
 def measured_rate(engine: Engine, rows: int) -> float:
-    """Return the prefill rate in rows per second for a prompt of ``rows`` tokens, after one warmup."""
+    """Return the prefill rate in rows per second for a prompt of ``rows`` tokens, after one warmup.
+
+    Computes it twice, and drops the pages.
+    """
     seconds = 1.0
     for token in range(2):
         engine.submit(Request("rate", (token,) * rows, 1))

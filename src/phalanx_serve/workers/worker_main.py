@@ -48,7 +48,7 @@ class WorkerTask(Struct, frozen=True):
 
 
 def main() -> None:
-    """Run the worker process."""
+    """Run the worker process by the task on standard input; exit with code 1 and a message if it ends for an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command that serves
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerTask)
     die_with_parent()
@@ -63,7 +63,11 @@ def main() -> None:
 
 
 def work(task: WorkerTask) -> str:
-    """Serve as one worker. Returns the reason why it ended, empty if nothing is wrong. Raises WireError if there is no router."""
+    """Serve as one worker.
+
+    Return the reason why it ended, empty if nothing is wrong. Raises WireError if there is no router. The router
+    receives the reason too if the worker cannot serve.
+    """
     with socket.create_connection((task.host, task.port), _CONNECT_S) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         link = sealed(connection, "the router", task.token, "client", m.PURPOSE, _CONNECT_S)
@@ -76,6 +80,7 @@ def work(task: WorkerTask) -> str:
 
 
 def _reason(error: Exception) -> str:
+    """Return an error's message; one that is not expected is called a defect."""
     from phalanx.data.errors import TokenizerError
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx_serve.traffic.events import PartLostError, ServeError
@@ -92,6 +97,7 @@ def _reason(error: Exception) -> str:
 
 
 def _serve(task: WorkerTask, link: SealedConnection) -> str:
+    """Open the engine, measure its rate, offer its pages, and work until the end; return the reason. Raises ServeError."""
     from phalanx_serve.engine.engine import Engine
     from phalanx_serve.served.of_run import open_engine
     from phalanx_serve.served.opened import device_of
@@ -139,6 +145,7 @@ class _Leaving:
         self._worker, self._is_leaving = worker, False
 
     def __call__(self, _signal: int, _frame: FrameType | None) -> None:
+        """Leave on the first signal, end at once on the second."""
         if self._is_leaving:
             os._exit(1)
         self._is_leaving = True

@@ -165,10 +165,12 @@ class DiskDraft:
         self._folder = tier.draft_folder(Draft(step, int.from_bytes(secrets.token_bytes(6))))
 
     def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file in the draft, by name."""
         files = files_below(self._folder)
         return {path.relative_to(self._folder).as_posix(): path.stat().st_size for path in files}
 
     def write_image(self, file: str, blocks: Iterator[ByteArray], nbytes: int) -> None:
+        """Write and sync an image of the step in the draft's folder; raises StorageFullError or StorageError."""
         path = self._path(file)
         with storage_errors(path, nbytes), path.open("wb") as target:
             for block in blocks:
@@ -180,6 +182,10 @@ class DiskDraft:
         write_record(self._path(file), content)
 
     def commit(self) -> bool:
+        """Write the index, sync all folders, and rename the draft to the step's folder.
+
+        Return False, and remove the draft, if the step is committed already. Raises StorageError.
+        """
         self.write_record(CHECKPOINT_INDEX, self._index)
         with storage_errors(self._folder, 1):
             for folder in folders_below(self._folder):
@@ -195,6 +201,7 @@ class DiskDraft:
         return True
 
     def _path(self, file: str) -> Path:
+        """Return the path of a file in the draft, whose folder is made if missing. Raises ``StorageError``."""
         path = self._folder / file
         with storage_errors(path, 1):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +227,7 @@ class RateLimit:
         self._free_s = 0.0
 
     def blocks(self, blocks: Iterator[ByteArray]) -> Iterator[ByteArray]:
-        """Yield ``blocks`` at the limited rate."""
+        """Yield ``blocks``, waiting after each so that the rate is at most the limit. Raises AbandonedError if cancelled."""
         for block in blocks:
             now_s = self._clock()
             self._free_s = max(self._free_s, now_s) + block.nbytes * self._seconds_per_byte
@@ -231,6 +238,7 @@ class RateLimit:
             self._raise_if_cancelled()
 
     def _raise_if_cancelled(self) -> None:
+        """Raise ``AbandonedError`` if the copy is cancelled."""
         if self._cancelled():
             raise AbandonedError("the copy was cancelled")
 
@@ -238,9 +246,11 @@ class RateLimit:
 def copy_share(
     source: VerifiableTier, step: int, draft: CopyDraft, share: int = 0, shares: int = 1, *, limit: RateLimit
 ) -> int:
-    """Copy this process's share of a step's files into a draft, every ``shares``-th. Return the number of bytes copied.
+    """Copy this process's share of a step's files into a draft, every ``shares``-th from ``share``. Return the number
+    of bytes copied.
 
-    Raises CorruptError if the source is damaged, and the errors of source and draft.
+    Raises CorruptError if the source is damaged, and the errors of source and draft. Images that the draft already has
+    in full size are skipped.
     """
     draft_sizes = draft.sizes()
     copied_bytes = 0
@@ -267,7 +277,8 @@ def commit_copy(
 ) -> bool:
     """Wait until all files of a step are in the draft, and commit. Return False if the step was already committed.
 
-    Raises AbandonedError if files are missing after ``timeout_s``, or if ``cancelled()`` becomes true.
+    Raises AbandonedError if files are missing after ``timeout_s``, or if ``cancelled()`` becomes true. Polls the
+    draft's file sizes.
     """
     expected_sizes: dict[str, int] = {image.file: image.nbytes for image in source.reader.images(step)}
     expected_sizes |= {file: len(source.read_file(step, file)) for file in source.reader.records(step)}
@@ -288,7 +299,11 @@ def commit_copy(
 
 
 def copy_step(source: VerifiableTier, step: int, target: DiskTier | ObjectTier) -> tuple[bool, int]:
-    """Copy a committed step completely. Return whether this call committed it, and the number of bytes copied."""
+    """Copy a committed step completely.
+
+    Return whether this call committed it, and the number of bytes copied. Does nothing if ``target`` has the step.
+    Raises the errors of ``copy_share`` and ``commit_copy``.
+    """
     if target.has(step):
         return False, 0
     index = source.index_bytes(step)

@@ -32,6 +32,7 @@ def gather(
     """Return the elements of each box as raw unsigned integers of the item's size, in C order.
 
     ``stored`` is ``tier.boxes(step)``, or a subset. Raises the errors of ``plan_restore`` and ``ReadableTier.read``.
+    Elements that no read covers are undefined.
     """
     arrays = [np.empty(box.shape, RAW_DTYPE[box.itemsize]) for box in boxes]
     targets: dict[str, list[tuple[Box, RawArray]]] = {}
@@ -60,7 +61,7 @@ class TensorDigest:
 
 
 def tensor_digest(dtype: str, shape: Extent, data: Iterable[Any]) -> TensorDigest:
-    """Return the digest of a tensor, given its full data, little-endian in C order, as successive bytes-like parts."""
+    """Return the SHA-256 digest of a tensor, given its full data, little-endian in C order, as successive bytes-like parts."""
     digest = hashlib.sha256()
     for part in data:
         digest.update(part)
@@ -68,7 +69,11 @@ def tensor_digest(dtype: str, shape: Extent, data: Iterable[Any]) -> TensorDiges
 
 
 def combine(tensors: Mapping[str, TensorDigest]) -> str:
-    """Return the digest of all tensors, as 64 hexadecimal digits. A shape is written as ``2,3``, a scalar's as ``()``."""
+    """Return the digest of all tensors, as 64 hexadecimal digits.
+
+    A shape is written as ``2,3``, a scalar's as ``()``. It covers names, dtypes, shapes and data, in the order of
+    names.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         shape = ",".join(map(str, tensor.shape)) or "()"
@@ -142,9 +147,11 @@ class TensorDifference(msgspec.Struct, frozen=True):
 def compare_step(
     first: Tier, second: Tier, step: int, on_progress: Callable[[int, int], None] = lambda _done, _total: None
 ) -> list[TensorDifference]:
-    """Return the tensors that differ in committed ``step``: the model's in the order of its layers, then the optimizer's.
+    """Return the tensors that differ in committed ``step``: the model's in the order of its layers, then the
+    optimizer's.
 
-    ``on_progress(done_tensors, total_tensors)`` is called after each tensor. Raises ``CheckpointError`` if a side cannot be read.
+    ``on_progress(done_tensors, total_tensors)`` is called after each tensor. Raises ``CheckpointError`` if a side
+    cannot be read. Only tensors with equal dtype and shape are compared by element. Streams with bounded memory.
     """
     sides = (first, second)
     stored = [side.boxes(step) for side in sides]
@@ -196,7 +203,7 @@ class _Tally:
     largest: float = 0.0
 
     def add(self, part: Box, left: RawArray, right: RawArray) -> None:
-        """Compare a part of the tensor: raw elements of the shape of ``part``."""
+        """Count the elements that differ by bits in a part of the tensor; note the first one's index and the largest difference."""
         differs = np.argwhere(left != right)
         if not len(differs):
             return
@@ -216,7 +223,10 @@ class _Tally:
 
 
 def numbers(bits: RawArray, dtype: str) -> NDArray[np.float64]:
-    """Return the values of raw elements of ``dtype`` (as "bfloat16") in float64. For dtypes that NumPy lacks, the bits as integers."""
+    """Return the values of raw elements of ``dtype`` (as "bfloat16") in float64.
+
+    For dtypes that NumPy lacks, the bits as integers. 8-bit floating-point, bool and complex64 are such dtypes.
+    """
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     if dtype in ("bool", "complex64") or dtype.startswith("float8"):

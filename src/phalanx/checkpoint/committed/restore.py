@@ -78,6 +78,7 @@ def _plan(
     reader: int | None,
     may_be_missing: frozenset[str],
 ) -> tuple[PlannedRead, ...]:
+    """Return the reads for ``needed``: from ``rank``'s own boxes if these cover it, else from all ranks' (logged)."""
     if rank is not None:
         try:
             return plan_restore(needed, _stored_boxes(tiers, step, rank, needed), reader=reader or 0)
@@ -97,6 +98,7 @@ def _stored_boxes(
 
 
 def _fill(shards: Sequence[Shard], piece: Box, data: RawArray) -> None:
+    """Copy the part ``data`` of a tensor into each shard that overlaps it."""
     for shard in shards:
         common = piece.intersection(shard.box)
         if common is None:
@@ -149,6 +151,7 @@ def restore_weights(
 
 
 def _restore_step(tier: ReadableTier, step: int, model: nn.Module, parts: Mapping[str, Rows]) -> int:
+    """Restore a step's weights into the model, of some tensors the rows in ``parts``; return the step."""
     # The boxes are fp32, as stored; copying into the model's tensors converts and moves them to its device.
     shards = [
         Shard(_box(WEIGHTS + name, tuple(tensor.shape), parts.get(name)), tensor)
@@ -159,6 +162,7 @@ def _restore_step(tier: ReadableTier, step: int, model: nn.Module, parts: Mappin
 
 
 def _box(name: str, shape: Extent, part: Rows | None) -> Box:
+    """Return the box of a tensor: all of it, or its rows of the full one."""
     if part is None:
         return full_box(name, "float32", shape)
     return full_box(name, "float32", (part.of, *shape[1:])).rows(part.first, part.first + shape[0])

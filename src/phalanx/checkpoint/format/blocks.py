@@ -80,6 +80,7 @@ def explain(error: OSError, path: Path, needed_bytes: int) -> CheckpointError:
 
 
 def _free_bytes(path: Path) -> int:
+    """Return the bytes that are free on the disk of ``path``, which need not exist."""
     folder = next(parent for parent in path.parents if parent.exists())
     stat = os.statvfs(folder)
     return stat.f_bavail * stat.f_frsize
@@ -108,8 +109,9 @@ def write_blocks(
 ) -> WrittenBlocks:
     """Write ``data`` (uint8) to a new file at ``path``, durably (fsync), and return its blocks' checksums.
 
-    An existing file is replaced. Raises StorageFullError, StorageError, or AbandonedError if ``cancelled()`` becomes true between two
-    blocks.
+    An existing file is replaced. Raises StorageFullError, StorageError, or AbandonedError if ``cancelled()`` becomes
+    true between two blocks. Uses direct I/O if the file system and the alignment allow it; the result reports it.
+    Several threads write.
     """
     with storage_errors(path, data.nbytes):
         if data.ctypes.data % PAGE_BYTES == 0 and block_bytes % PAGE_BYTES == 0:
@@ -124,6 +126,9 @@ def write_blocks(
 def _write(
     path: Path, data: ByteArray, block_bytes: int, cancelled: Callable[[], bool], flag: int
 ) -> tuple[str, ...]:
+    """Write the blocks in parallel with ``flag`` for open(2), sync the file, and return the checksums; raises OSError,
+    AbandonedError.
+    """
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | flag, 0o644)
 
     def write_block(start: int) -> str:
@@ -160,6 +165,7 @@ def _padded(block: ByteArray) -> ByteArray:
 
 
 def _write_all(descriptor: int, block: ByteArray, start: int) -> None:
+    """Write the block at byte ``start``, repeating short writes."""
     view = block.data
     while len(view):
         written = os.pwrite(descriptor, view, start)
@@ -235,6 +241,7 @@ def read_ahead(
 
 
 def _read_block(block: BlockRef, buffer: ByteArray) -> int:
+    """Read a block into ``buffer``, verify its checksum, and return its length. Raises CorruptError, and the errors of storage."""
     file, index = block
     start, stop = file.span_of(index)
     view = buffer.data[: stop - start]
@@ -257,6 +264,7 @@ _REMEDY = "Restore another step or tier, or copy the file back from an intact co
 
 
 def _location(file: BlockFile, index: int) -> str:
+    """Return the block's file, number, byte range and first tensors, for messages."""
     start, stop = file.span_of(index)
     names = ImageLayout(b"", file.manifest.entries, file.manifest.nbytes).names_in(start, stop)
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -264,6 +272,7 @@ def _location(file: BlockFile, index: int) -> str:
 
 
 def _read_all(descriptor: int, view: memoryview, start: int) -> int:
+    """Fill ``view`` from byte ``start`` and return the bytes read, fewer at the end of the file."""
     total = 0
     while total < len(view):
         count = os.preadv(descriptor, [view[total:]], start + total)
@@ -287,7 +296,9 @@ BlockReader = Callable[[Sequence[int]], Iterator[ByteArray]]
 def read_parts(
     manifest: Manifest, reads: Sequence[PlannedRead], blocks: BlockReader
 ) -> Iterator[tuple[Box, RawArray]]:
-    """Yield the parts that ``reads`` request from the image that ``manifest`` describes, in pieces within a block."""
+    """Yield the parts that ``reads`` request from the image that ``manifest`` describes, in pieces within a block, each
+    with its box. An array is valid until the next one. Each block is read once if reads are in order.
+    """
     starts = {entry.box: entry.start for entry in manifest.entries}
     pieces = [
         (ImageEntry(read.source.box, starts[read.source.box]), span)
@@ -331,6 +342,7 @@ def spans_in_blocks(source: Box, part: Box, start: int, block_bytes: int) -> Ite
 
 
 def _rows(part: Box, dim: int, first: int, count: int) -> Box:
+    """Return ``count`` rows of ``part`` from row ``first`` in dimension ``dim``."""
     offset, shape = list(part.offset), list(part.shape)
     offset[dim] += first
     shape[dim] = count
@@ -338,6 +350,7 @@ def _rows(part: Box, dim: int, first: int, count: int) -> Box:
 
 
 def _blocks_of(manifest: Manifest, entry: ImageEntry, span: ByteSpan) -> range:
+    """Return the numbers of the blocks that a span of an image touches."""
     block_bytes = manifest.block_bytes
     return range((entry.start + span.start) // block_bytes, (entry.start + span.stop - 1) // block_bytes + 1)
 
@@ -365,6 +378,7 @@ class _Window:
         return out
 
     def _at(self, number: int) -> ByteArray:
+        """Return the block ``number``; blocks are read once and in order."""
         if self._block is None or number != self._number:
             self._number, self._block = next(self._numbers), next(self._blocks)
         return self._block

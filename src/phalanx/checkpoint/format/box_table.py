@@ -160,7 +160,7 @@ def _merged_along(dim: int, tensor: Column, begin: Column, end: Column) -> tuple
 
 
 def table_of(entries: Sequence[ImageEntry], holder: int) -> BoxTable:
-    """Return the boxes of one image."""
+    """Return the boxes of one image as a sorted table, all with ``holder``."""
     full_boxes = [full_box(entry.box.name, entry.box.dtype, entry.box.global_shape) for entry in entries]
     tensors = tuple(sorted(set(full_boxes)))
     number = {tensor: index for index, tensor in enumerate(tensors)}
@@ -176,7 +176,7 @@ def table_of(entries: Sequence[ImageEntry], holder: int) -> BoxTable:
 
 
 def joined(tables: Sequence[BoxTable]) -> BoxTable:
-    """Return all rows of several tables in one."""
+    """Return all rows of several tables in one, sorted; tensors are numbered again if the tables have different ones."""
     dims = max((table.begin.shape[1] for table in tables), default=0)
     tensors = tables[0].tensors if tables else ()
     if any(table.tensors != tensors for table in tables):
@@ -199,6 +199,7 @@ def joined(tables: Sequence[BoxTable]) -> BoxTable:
 
 
 def _stacked(columns: Sequence[Column], dims: int, filler: int) -> Column:
+    """Concatenate columns, padded in front with ``filler`` to ``dims`` dimensions."""
     wide = [
         np.pad(column, ((0, 0), (dims - column.shape[1], 0)), constant_values=filler) for column in columns
     ]
@@ -206,6 +207,7 @@ def _stacked(columns: Sequence[Column], dims: int, filler: int) -> Column:
 
 
 def _sorted(table: BoxTable) -> BoxTable:
+    """Return the table in the order of tensor, holder and start."""
     order = np.lexsort((table.start, table.holder, table.tensor))
     return BoxTable(
         table.tensors,

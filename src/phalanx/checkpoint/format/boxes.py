@@ -49,6 +49,7 @@ class Box:
     shape: Extent
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a dtype that cannot be stored, unequal numbers of dimensions, or a box outside its tensor."""
         if self.dtype not in ITEMSIZE:
             raise ValueError(
                 f"{self.name}: dtype {self.dtype!r} cannot be stored; supported: {', '.join(ITEMSIZE)}"

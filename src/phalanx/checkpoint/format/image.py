@@ -75,7 +75,11 @@ class Image:
 
 
 def image_layout(boxes: Sequence[Box]) -> ImageLayout:
-    """Return the image layout of ``boxes``. Raises ValueError if two boxes are equal or a name cannot be stored."""
+    """Return the image layout of ``boxes``: a safetensors header padded to a page, then the boxes, those with large
+    items first.
+
+    Raises ValueError if two boxes are equal or a name cannot be stored.
+    """
     ordered = sorted(boxes, key=lambda box: (-box.itemsize, box))
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -97,6 +101,7 @@ def image_layout(boxes: Sequence[Box]) -> ImageLayout:
 
 
 def _running_sum(sizes: list[int], start: int) -> list[int]:
+    """Return the sum before each size, from ``start``."""
     starts = []
     for size in sizes:
         starts.append(start)
@@ -114,7 +119,11 @@ class ByteSpan:
 
 
 def spans(source: Box, part: Box, limit_bytes: int) -> list[ByteSpan]:
-    """Cut ``part`` of the stored box ``source`` into pieces within about ``limit_bytes`` stored bytes each."""
+    """Cut ``part`` of the stored box ``source`` into pieces that each span at most ``limit_bytes`` stored bytes, or one
+    element.
+
+    Byte positions are relative to the stored box. Empty for an empty part.
+    """
     if not part.numel:
         return []
     strides = c_strides(source)

@@ -94,6 +94,7 @@ def parse_object(data: bytes, path: str) -> dict[str, Any]:
 
 
 def _require_version(content: Mapping[str, object], path: str) -> None:
+    """Raise ``FormatVersionError`` for a manifest of another version."""
     version = content.get("version")
     if version != _VERSION:
         raise FormatVersionError(
@@ -163,7 +164,10 @@ def sealed(content: Mapping[str, object]) -> bytes:
 
 
 def decode_index(data: bytes, path: str) -> Index:
-    """Inverse of ``encode_index``. Raises CorruptError if any byte was changed, FormatVersionError."""
+    """Inverse of ``encode_index``; also reads version 1.
+
+    ``path`` is for messages. Raises CorruptError if any byte was changed, FormatVersionError.
+    """
     outer = parse_object(data, path)
     content = outer.get("content")
     if not isinstance(content, dict):
@@ -247,7 +251,10 @@ class Catalog:
         return sum(image.nbytes for image in self.images)
 
     def manifest(self, rank: int) -> Manifest:
-        """Return the manifest of one rank. Raises KeyError if the catalog does not have it."""
+        """Return the manifest of one rank.
+
+        Raises KeyError if the catalog does not have it. Its boxes and checksums are unpacked at each call.
+        """
         for image in self.images:
             if image.rank == rank:
                 entries = tuple(

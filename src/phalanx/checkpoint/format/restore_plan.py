@@ -52,11 +52,13 @@ class _Shelf:
     longest: int = 0
 
     def sort(self) -> None:
+        """Sort the stored boxes by their first row, so that ``near`` can search them."""
         self.entries.sort(key=lambda entry: (entry[1].box.offset[:1], entry[0]))
         self.starts = [_rows_of(stored.box)[0] for _, stored in self.entries]
         self.longest = max(_rows_of(stored.box)[1] for _, stored in self.entries)
 
     def near(self, box: Box) -> list[tuple[int, StoredBox]]:
+        """Return the stored boxes that may overlap ``box`` in their rows."""
         start, size = _rows_of(box)
         return self.entries[
             bisect_left(self.starts, start - self.longest + 1) : bisect_left(self.starts, start + size)
@@ -113,6 +115,7 @@ def require_complete(stored: Sequence[StoredBox], required: Sequence[Box] = ()) 
 def _take(
     uncovered: list[Box], index: int, source: StoredBox, reads: list[tuple[int, PlannedRead]]
 ) -> list[Box]:
+    """Append to ``reads`` what ``source`` has of the uncovered boxes, and return the rest of them."""
     remaining: list[Box] = []
     for piece in uncovered:
         part = piece.intersection(source.box)
@@ -125,6 +128,7 @@ def _take(
 
 
 def _shelves(needed: Sequence[Box], stored: Sequence[StoredBox]) -> dict[str, list[_Shelf]]:
+    """Return the stored boxes of each needed tensor, grouped by distance, nearest first; raises MismatchError."""
     needed_by_name = {box.name: box for box in needed}
     by_distance: dict[str, dict[int, _Shelf]] = defaultdict(lambda: defaultdict(_Shelf))
     different: dict[str, Box] = {}
@@ -164,6 +168,7 @@ def _describe_uncovered(uncovered: Iterable[Box]) -> str:
 
 
 def _listed(head: str, lines: list[str], most: int = 20) -> str:
+    """Return a message of a heading and at most ``most`` lines."""
     more = [f"  ... and {len(lines) - most} more"] if len(lines) > most else []
     return "\n".join([f"{head}:", *lines[:most], *more])
 
@@ -171,9 +176,11 @@ def _listed(head: str, lines: list[str], most: int = 20) -> str:
 def share_of(boxes: Sequence[Box], replica: int, replicas: int) -> list[Box]:
     """Return the parts of ``boxes`` that this replica writes; ``replicas`` equal ranks have all of them.
 
-    The sorted boxes are concatenated and cut into ``replicas`` runs of equal bytes. Each cut is moved to the nearest row of its box. So at
-    most ``replicas - 1`` boxes are divided, and a share differs from the equal one by at most a row. Deterministic; the shares are disjoint
-    and together complete. Empty boxes belong to no share, except a tensor without elements, which is written by replica 0 to keep its name.
+    The sorted boxes are concatenated and cut into ``replicas`` runs of equal bytes. Each cut is moved to the nearest
+    row of its box. So at most ``replicas - 1`` boxes are divided, and a share differs from the equal one by at most a
+    row. Deterministic; the shares are disjoint and together complete. Empty boxes belong to no share, except a tensor
+    without elements, which is written by replica 0 to keep its name. Raises ValueError for a ``replica`` that does not
+    exist.
     """
     if not 0 <= replica < replicas:
         raise ValueError(f"replica {replica} is not one of {replicas}")
@@ -197,5 +204,6 @@ def share_of(boxes: Sequence[Box], replica: int, replicas: int) -> list[Box]:
 
 
 def _nearest_row(cut: int, nbytes: int, rows: int) -> int:
+    """Return the row that begins nearest to the byte ``cut``."""
     row_bytes = nbytes // rows
     return min(max((cut + row_bytes // 2) // row_bytes, 0), rows)

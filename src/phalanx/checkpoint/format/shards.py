@@ -38,7 +38,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Inverse of ``dtype_name``, for the dtypes of ``boxes.ITEMSIZE``."""
+    """Inverse of ``dtype_name``, for the dtypes of ``boxes.ITEMSIZE``. Raises AttributeError or TypeError for another name."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} is not a torch dtype")

@@ -122,6 +122,8 @@ def lay_out(shapes: Mapping[str, Extent], form: PackFormat, *, custom: bool = Fa
     """Return the sections of a model with tensors of these full names and shapes.
 
     The parts of a user's model (``custom``) have arbitrary names, so experts and routers are not recognized there.
+    Sections are in the order: kept weights and embedding, each block with its experts, head, prediction modules. Starts
+    are aligned to pages, large ones to chunks.
     """
     sections: list[Section] = []
     end = PAGE_BYTES  # the header
@@ -138,6 +140,7 @@ _Members = tuple[SectionKind, str, int, int, list[tuple[str, Extent]]]
 
 
 def _members(shapes: Mapping[str, Extent], *, custom: bool) -> Iterator[_Members]:
+    """Yield the sections of a model in their order, each with the names and shapes of its tensors."""
     outside: dict[SectionKind, list[tuple[str, Extent]]] = {}
     bodies: dict[int, list[tuple[str, Extent]]] = {}
     stacks: dict[int, tuple[str, list[tuple[str, Extent]]]] = {}
@@ -167,6 +170,7 @@ def _members(shapes: Mapping[str, Extent], *, custom: bool) -> Iterator[_Members
 
 
 def _outside(name: str) -> SectionKind:
+    """Return the section of a tensor outside blocks."""
     if name.startswith("embedding."):
         return "embedding"
     if name.startswith("head."):
@@ -175,6 +179,7 @@ def _outside(name: str) -> SectionKind:
 
 
 def _placed(members: Iterable[tuple[str, Extent]], kind: SectionKind, form: PackFormat) -> Layout:
+    """Return where each tensor and its scales are in a section, aligned."""
     tensors: list[PackedTensor] = []
     end = 0
     for name, shape in members:
@@ -255,7 +260,7 @@ class PackIndex:
         return self.weights_sha256 if self.format == "fp32" else f"{self.weights_sha256}-{self.format}"
 
     def find(self, kind: str, layer: int = -1, expert: int = -1) -> int | None:
-        """Return the index of a section, or None."""
+        """Return the index of the section of this kind, layer and expert; None if there is none."""
         for number, section in enumerate(self.sections):
             if (section.kind, section.layer, section.expert) == (kind, layer, expert):
                 return number
@@ -335,6 +340,7 @@ def decode_index(data: bytes, path: str) -> PackIndex:
 
 
 def _read(content: Mapping[str, Any]) -> PackIndex:
+    """Return the index in decoded JSON."""
     layouts = [
         tuple(
             PackedTensor(name, dtype, tuple(shape), start, scale)

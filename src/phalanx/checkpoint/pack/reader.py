@@ -69,6 +69,11 @@ class PackFile:
                 )
 
     def _fill(self, section: Section, start: int, buffer: ByteArray) -> None:
+        """Fill the page-aligned ``buffer`` from byte ``start`` of a section; raises CorruptError at the file's end, or
+        StorageError.
+
+        Without direct I/O, the pages are dropped from the page cache.
+        """
         filled = 0
         try:
             while filled < buffer.nbytes:
@@ -87,6 +92,7 @@ class PackFile:
             os.posix_fadvise(self.descriptor, section.start + start, buffer.nbytes, os.POSIX_FADV_DONTNEED)
 
     def _location(self, section: Section, chunk: int) -> str:
+        """Return the file, section, chunk and first tensors, for messages."""
         low, high = chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES
         names = [
             section.prefix + tensor.name
@@ -105,6 +111,7 @@ class PackFile:
 
 
 def _identity(descriptor: int) -> tuple[int, int, int, int]:
+    """Return what changes if the file is replaced or written: device, inode, size and time."""
     stat = os.fstat(descriptor)
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
@@ -115,7 +122,8 @@ def is_pack(path: Path) -> bool:
 
 
 def open_pack(path: Path, *, direct: bool = True) -> PackFile:
-    """Open a pack and check its header, index and size.
+    """Open a pack and check its header, index and size; the weights are read and verified later. With ``direct``, open
+    it for direct I/O if the file system supports it, else log a warning.
 
     Raises PackError if the file is not a pack, CorruptError, FormatVersionError, MissingFileError, StorageError.
     """
@@ -138,6 +146,7 @@ def open_pack(path: Path, *, direct: bool = True) -> PackFile:
 
 
 def _try_direct(path: Path, flags: int) -> int | None:
+    """Open the file for direct I/O and try a read; return None if the file system refuses it."""
     try:
         descriptor = os.open(path, flags | os.O_DIRECT)
     except OSError as error:
@@ -156,6 +165,7 @@ def _try_direct(path: Path, flags: int) -> int | None:
 
 
 def _read_index(path: Path) -> PackIndex:
+    """Read and verify a pack's index; raises the errors of ``open_pack``."""
     try:
         with path.open("rb") as file:
             start, nbytes = decode_header(file.read(PAGE_BYTES), str(path))
@@ -175,7 +185,7 @@ def _read_index(path: Path) -> PackIndex:
 
 
 def read_section(pack: PackFile, number: int, buffer: ByteArray | None = None) -> ByteArray:
-    """Return the verified bytes of a section, in ``buffer`` or in new memory."""
+    """Return the verified bytes of a section, in ``buffer`` or in new memory. Raises CorruptError, StorageError."""
     section = pack.index.sections[number]
     out = page_aligned(padded_bytes(section.nbytes)) if buffer is None else buffer
     for first in range(section.chunks):
@@ -185,7 +195,10 @@ def read_section(pack: PackFile, number: int, buffer: ByteArray | None = None) -
 
 
 def damage(pack: PackFile, progress: Callable[[int, int], None]) -> Iterator[str]:
-    """Read the full pack, and yield a message for each damaged chunk."""
+    """Read the full pack, and yield a message for each damaged chunk.
+
+    ``progress(read_bytes, total_bytes)`` is called after each section.
+    """
     buffer = page_aligned(CHUNK_BYTES)
     total, read_bytes = sum(section.nbytes for section in pack.index.sections), 0
     for number, section in enumerate(pack.index.sections):

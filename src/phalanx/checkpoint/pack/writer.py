@@ -55,7 +55,9 @@ _EXPONENT_BITS = 23
 
 
 def narrowed(weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return elements ``(r, k)`` in an 8-bit ``dtype``, and the exponents of their scales ``(r, k / 32 rounded up)``, uint8."""
+    """Return elements ``(r, k)`` in an 8-bit ``dtype``, and the exponents of their scales ``(r, k / 32 rounded up)``,
+    uint8. 32 elements of a row share a scale; the last group may be shorter.
+    """
     columns = weights.shape[-1]
     values, scale = quantize(F.pad(weights, (0, -columns % SHARING)), dtype, "block")
     exponents = (scale.view(torch.int32) >> _EXPONENT_BITS).to(torch.uint8)
@@ -101,7 +103,7 @@ class RoundingMeter:
     def stored(self, name: str, weights: Tensor, dtype: torch.dtype) -> list[bytes]:
         """Return the bytes of fp32 ``weights`` in ``dtype``: elements, and the exponents of scales if there are any.
 
-        Raises PackError for numbers that the format cannot represent.
+        Raises PackError for numbers that the format cannot represent. The rounding error is counted for ``result``.
         """
         if dtype == torch.float32:
             self._add(name, 0.0, 1.0)
@@ -127,11 +129,12 @@ class RoundingMeter:
         return parts
 
     def _add(self, name: str, error: float, norm: float) -> None:
+        """Add squared error and norm to those of a tensor."""
         before = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = (before[0] + error, before[1] + norm)
 
     def result(self) -> Rounding:
-        """Return the errors of all stored weights."""
+        """Return the relative L2 error of all rounded weights together, and of the worst tensor with its name."""
         relative = {name: math.sqrt(error / norm) for name, (error, norm) in self._sums.items() if norm}
         worst = max(relative, key=relative.__getitem__, default="")
         lossy = [sums for sums in self._sums.values() if sums[0]]
@@ -166,8 +169,10 @@ def pack(
 ) -> tuple[Path, PackIndex]:
     """Pack committed ``step`` (by default the newest) of a run; return the new file and its index.
 
-    Memory: some hundred MiB for any model. Raises RunDirectoryError, PackError if ``path`` exists or a number does not fit, NoSuchStepError,
-    CorruptError if the run's weights do not match its hash, StorageFullError and the errors of reading the step; no files remain then.
+    Memory: some hundred MiB for any model. Raises RunDirectoryError, PackError if ``path`` exists or a number does not
+    fit, NoSuchStepError, CorruptError if the run's weights do not match its hash, StorageFullError and the errors of
+    reading the step; no files remain then. ``progress(packed_bytes, total_bytes)`` is called after each batch. The file
+    is named after the run, step and format by default.
     """
     run = RunDirectory(run_dir)
     spec = read_resolved(run)
@@ -199,6 +204,7 @@ def pack(
 
 
 def _chosen(tier: ReadableTier, step: int | None, run_dir: Path) -> int:
+    """Return ``step``, or the newest committed one; raises RunDirectoryError if there is none, NoSuchStepError for another step."""
     steps = tier.steps()
     if not steps:
         raise RunDirectoryError(f"{run_dir}: no checkpoint is committed; let the run save one first")
@@ -212,6 +218,7 @@ def _end(sections: tuple[Section, ...]) -> int:
 
 
 def _small_files(run: RunDirectory) -> dict[str, bytes]:
+    """Return the run file, and the files of the tokenizer and the publisher, by their paths in the run directory."""
     files = {run.run_file.name: read_small(run.run_file)}
     for folder in (run.tokenizer, run.published):
         if folder.is_dir():
@@ -264,6 +271,7 @@ class _Source:
 
 
 def _require_hash(source: _Source, computed: str, run_dir: Path) -> None:
+    """Raise ``CorruptError`` if the run recorded another hash of the weights."""
     recorded = source.recorded()
     if recorded is not None and recorded != computed:
         raise CorruptError(
@@ -284,6 +292,7 @@ class _Part:
 
 
 def _parts(sections: tuple[Section, ...], source: _Source) -> Iterator[_Part]:
+    """Yield each section's tensors in order; large ones in pieces."""
     for number, section in enumerate(sections):
         for tensor in section.tensors:
             box = source.boxes[section.prefix + tensor.name]
@@ -315,6 +324,7 @@ def _batches(parts: Iterator[_Part]) -> Iterator[list[_Part]]:
 def _write_sections(
     descriptor: int, sections: tuple[Section, ...], source: _Source, progress: Progress
 ) -> tuple[tuple[tuple[int, ...], ...], RoundingMeter]:
+    """Write all tensors, with their scales behind them; return the checksums of chunks by section, and the meter."""
     meter, packed_bytes = RoundingMeter(), 0
     total = sum(box.nbytes for box in source.boxes.values())
     writer = _Writer(descriptor, sections)
@@ -341,6 +351,7 @@ def _write_sections(
 
 
 def _first(part: _Part) -> bool:
+    """Return True for the first part of a tensor, or of each expert in a stack."""
     first = part.box.offset[1:] if len(part.box.shape) > len(part.tensor.shape) else part.box.offset
     return not any(first)
 
@@ -368,6 +379,7 @@ class _Writer:
             self._buffer += bytes(gap)
 
     def append(self, data: bytes) -> None:
+        """Add bytes to the current section; each full chunk is written."""
         view = memoryview(data)
         while len(view):
             room = CHUNK_BYTES - len(self._buffer)
@@ -383,12 +395,14 @@ class _Writer:
         return tuple(map(tuple, self._digests[: len(self.sections)]))
 
     def _close_section(self) -> None:
+        """Write the section's last chunk, and go to the next section."""
         if self._buffer:
             self._write_chunk()
         self._number, self._written = self._number + 1, 0
         self._digests.append([])
 
     def _write_chunk(self) -> None:
+        """Write the buffer and record its checksum; regularly sync the file and drop it from the page cache."""
         self._digests[self._number].append(xxhash.xxh3_64_intdigest(self._buffer))
         start = self.sections[self._number].start + self._written
         _write_all(self.descriptor, self._buffer, start)
@@ -404,7 +418,11 @@ class _Writer:
 
 @contextmanager
 def _new_file(out: Path, needed: int) -> Iterator[int]:
-    """Yield the descriptor of a file with a hidden name; rename it to ``out`` on success, and remove it on failure."""
+    """Yield the descriptor of a file with a hidden name; rename it to ``out`` on success, and remove it on failure.
+
+    Raises PackError if ``out`` exists by then, and StorageFullError at once if fewer than ``needed`` bytes are free.
+    Creates the folder, and removes what killed processes have left of ``out``.
+    """
     temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
     descriptor = None
     try:
@@ -430,6 +448,7 @@ def _new_file(out: Path, needed: int) -> Iterator[int]:
 
 
 def _explained(error: OSError, out: Path, needed: int) -> Exception:
+    """Return the error of a failed write: ``StorageFullError`` for a full disk, else ``StorageError``."""
     if error.errno in _FULL:
         return StorageFullError(
             f"{out}: no room for a pack of {needed:,} bytes ({error.strerror}). No files remain: free space, name another "
@@ -450,6 +469,7 @@ def _remove_abandoned(out: Path) -> None:
 
 
 def _write_all(descriptor: int, data: bytes | bytearray, start: int) -> None:
+    """Write all of ``data`` at ``start``."""
     # Released before the buffer is cleared: an exported view would forbid it.
     with memoryview(data) as view:
         written = 0

@@ -22,7 +22,9 @@ def young_interval_s(mtti_s: float, stall_s: float) -> float:
 
 
 def daly_interval_s(mtti_s: float, stall_s: float) -> float:
-    """Return the interval of Daly 2006: three terms of the optimum's series, and M where the series does not hold."""
+    """Return the interval between checkpoints in seconds of Daly 2006 (M is ``mtti_s``): three terms of the optimum's
+    series, and M where the series does not hold.
+    """
     if stall_s >= 2 * mtti_s:
         return mtti_s
     half = stall_s / (2 * mtti_s)
@@ -30,9 +32,11 @@ def daly_interval_s(mtti_s: float, stall_s: float) -> float:
 
 
 def optimal_interval_s(mtti_s: float, stall_s: float) -> float:
-    """Return the interval with the best goodput, exactly: the root of (1 - x) e^x = e^(-delta/M), x = tau/M.
+    """Return the interval between checkpoints in seconds with the best goodput, exactly: the root of (1 - x) e^x =
+    e^(-delta/M), x = tau/M.
 
-    It does not depend on the recovery time. The root is 1 + W(-e^(-delta/M - 1)) with Lambert's W.
+    It does not depend on the recovery time. The root is 1 + W(-e^(-delta/M - 1)) with Lambert's W. Infinite without
+    failures, 0 if saving costs nothing.
     """
     if math.isinf(mtti_s):
         return math.inf
@@ -116,7 +120,9 @@ class Retention:
             raise ValueError(f"keep_every = {self.keep_every}: must be at least 1, or left out")
 
     def expired(self, steps: Sequence[int]) -> list[int]:
-        """Return the steps to delete, oldest first."""
+        """Return the steps to delete, oldest first: all but the newest ``keep_last``, multiples of ``keep_every``, and
+        the last before each of ``before``.
+        """
         ordered = sorted(set(steps))
         newest = set(ordered[-self.keep_last :])
         permanent = {step for step in ordered if self.keep_every is not None and step % self.keep_every == 0}

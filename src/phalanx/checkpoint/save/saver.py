@@ -93,6 +93,10 @@ class AsyncSaver:
         retention: Retention | None = None,
         authorize: Callable[[], None] = always,
     ) -> None:
+        """Start the thread that writes. Rank 0 also authorizes itself and removes drafts of other attempts.
+
+        Raises ValueError for a rank out of range.
+        """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of {world_size}")
         self._tier = tier
@@ -128,8 +132,9 @@ class AsyncSaver:
     ) -> SaveReceipt:
         """Stage this rank's share of ``shards`` for ``step`` and return; every rank calls this with its own shards.
 
-        ``extra`` is small JSON, copied at once; rank 0's is stored. The tensors may change as soon as this returns (on CUDA: after ``fence``).
-        Raises TypeError if ``extra`` is not JSON, RuntimeError after ``close``.
+        ``extra`` is small JSON, copied at once; rank 0's is stored. The tensors may change as soon as this returns (on
+        CUDA: after ``fence``). Raises TypeError if ``extra`` is not JSON, RuntimeError after ``close``. A step that is
+        already committed is skipped. Blocks until a staging buffer is free and the copy is made; a thread then writes.
         """
         if self._closed:
             raise RuntimeError(f"save of step {step}: the saver is closed")
@@ -173,7 +178,7 @@ class AsyncSaver:
         self._cancelled.set()
 
     def close(self) -> None:
-        """Wait for the current saves and stop the thread."""
+        """Wait for the current saves and stop the thread. Calls after the first do nothing."""
         self._closed = True
         if self._thread.is_alive():
             self._jobs.put(None)
@@ -193,6 +198,7 @@ class AsyncSaver:
         ]
 
     def _work(self) -> None:
+        """Write the queued saves in order until ``close``, and queue their outcomes."""
         while (job := self._jobs.get()) is not None:
             try:
                 self._outcomes.put(self._finish(job))
@@ -201,6 +207,7 @@ class AsyncSaver:
         self._jobs.task_done()
 
     def _finish(self, job: _Job) -> SaveOutcome:
+        """Write, collect and, on rank 0, commit a save and delete expired steps. Return its outcome; errors are logged."""
         begin = time.perf_counter()
         nbytes = job.staged.image.layout.nbytes
         # In the background: every rank writes its share; rank 0 then waits for the others', commits, and deletes old steps.
@@ -222,6 +229,7 @@ class AsyncSaver:
         return SaveOutcome(job.draft.step, "committed", nbytes, seconds, None, deleted, retention_error)
 
     def _write(self, job: _Job) -> CheckpointError | None:
+        """Write the staged image and release its buffer. Return the error, which is also reported to the other ranks."""
         try:
             self._tier.write(job.draft, self._rank, job.staged.wait(), cancelled=self._cancelled.is_set)
         except Exception as error:
@@ -231,6 +239,7 @@ class AsyncSaver:
         return None
 
     def _collect(self, job: _Job) -> CheckpointError | None:
+        """Collect the catalog of the ranks that this one leads, if any; return the error."""
         try:
             self._tier.collect(
                 job.draft,
@@ -244,6 +253,7 @@ class AsyncSaver:
         return None
 
     def _report(self, draft: Draft, error: CheckpointError) -> CheckpointError:
+        """Record in the draft that this rank's share failed, unless the save was abandoned; return the error."""
         if isinstance(error, AbandonedError):
             return error
         try:
@@ -268,6 +278,7 @@ class AsyncSaver:
             return as_checkpoint_error(error)
 
     def _retain(self) -> tuple[tuple[int, ...], CheckpointError | None]:
+        """Delete expired steps if still authorized. Return the deleted ones, and the error, which is logged."""
         deleted: list[int] = []
         try:
             self._authorize()

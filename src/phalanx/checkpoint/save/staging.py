@@ -75,6 +75,7 @@ class ImageCopier:
         self._pool.shutdown()
 
     def _copy_in_parallel(self, pairs: Sequence[tuple[ByteArray, ByteArray]]) -> None:
+        """Copy the pairs (target, source) in threads, each about the same number of bytes."""
         total = sum(target.nbytes for target, _ in pairs)
         bytes_per_thread = -(-total // COPY_THREADS) or 1
         bins: list[list[tuple[ByteArray, ByteArray]]] = [[]]
@@ -94,6 +95,7 @@ class ImageCopier:
     def _copy_from_device(
         self, devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]]
     ) -> "torch.cuda.Event | None":
+        """Queue copies from GPUs on a stream of their own, after the current stream's work; return the last one's event."""
         copied = None
         for device, pairs in devices.items():
             stream = self._stream(device)
@@ -107,6 +109,7 @@ class ImageCopier:
         return copied
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the device's stream for copies, which is made once."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
@@ -185,7 +188,11 @@ class StagingBuffers:
         self._layout_of = lru_cache(maxsize=1)(image_layout)
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Allocate every buffer and map its pages now, so that the first save is as fast as later ones."""
+        """Allocate every buffer that does not exist yet and map its pages now, so that the first save is as fast as
+        later ones.
+
+        Buffers for tensors on GPUs are pinned.
+        """
         layout = self._layout_of(tuple(shard.box for shard in shards))
         with self._returned:
             fresh = [
@@ -195,7 +202,11 @@ class StagingBuffers:
             self._free += fresh
 
     def stage(self, shards: Sequence[Shard]) -> StagedImage:
-        """Copy the shards into an image. Blocks until a buffer is free, then for one memory copy."""
+        """Copy the shards into an image.
+
+        Blocks until a buffer is free, then for one memory copy. The copy from a GPU may still run; ``StagedImage.wait``
+        waits for it.
+        """
         begin = time.perf_counter()
         layout = self._layout_of(tuple(shard.box for shard in shards))
         buffer = self._acquire(layout.nbytes, on_cuda(shards))
@@ -227,6 +238,7 @@ class StagingBuffers:
             self._allocated = self._most
 
     def _give_back(self, buffer: _Buffer) -> None:
+        """Return a buffer to the free ones, and wake a waiting save."""
         with self._returned:
             self._free.append(buffer)
             self._returned.notify()
@@ -234,12 +246,16 @@ class StagingBuffers:
     def _fill(
         self, buffer: _Buffer, layout: ImageLayout, shards: Sequence[Shard]
     ) -> "torch.cuda.Event | None":
+        """Copy the header, if the layout is new, and the shards into a buffer; return the event after the last copy, if
+        any is on a GPU.
+        """
         if buffer.layout is not layout:
             buffer.data[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
             buffer.layout = layout
         return self._copier.copy(layout, shards, buffer.data)
 
     def _acquire(self, nbytes: int, pinned: bool) -> _Buffer:
+        """Return a free buffer of at least ``nbytes``, allocated or enlarged if necessary; blocks while all are in use."""
         with self._returned:
             if not self._free and self._allocated < self._most:
                 self._allocated += 1
@@ -252,6 +268,7 @@ class StagingBuffers:
         return buffer
 
     def _new_buffer(self, nbytes: int, pinned: bool) -> _Buffer:
+        """Allocate a buffer of full pages, touch its pages, and pin it for copies from GPUs if ``pinned``."""
         capacity = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         memory = mmap.mmap(-1, capacity)
         # Advice: kernels without huge pages refuse it, which costs only speed.
@@ -265,6 +282,7 @@ class StagingBuffers:
 
 
 def _unpin(buffer: _Buffer) -> None:
+    """Unpin a buffer's memory, if it is pinned."""
     if buffer.pinned:
         unpin(buffer.data)
         buffer.pinned = False

@@ -127,6 +127,7 @@ class StoreUploader:
         condemned: Condemned = Condemned(),
         limit: Callable[[float, Callable[[], bool]], RateLimit] = RateLimit,
     ) -> None:
+        """Start the thread that copies steps from ``disk`` to ``store``."""
         self._disk, self._store, self._rules, self._tag = disk, store, rules, tag
         self._report, self._log, self._times, self._condemned = report, log, times, condemned
         self._retention = rules.retention
@@ -170,9 +171,10 @@ class StoreUploader:
             self._changed.notify_all()
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until this process has copied its share of the steps that are on disk now. Return False if ``timeout_s`` passed before.
+        """Wait until this process has copied its share of the steps that are on disk now. Return False if ``timeout_s``
+        passed before.
 
-        The next call then waits for the same steps.
+        The next call then waits for the same steps. True also if the uploader is cancelled.
         """
         with self._changed:
             if self._last_pass is None:
@@ -200,6 +202,9 @@ class StoreUploader:
     # --- the thread ----------------------------------------------------------------------------
 
     def _work(self) -> None:
+        """Copy steps to the store in a loop: when the disk has changed, on request, and again after failures, which are
+        reported.
+        """
         last_look: object = None
         retry_s = math.inf
         while not self._cancelled:
@@ -221,6 +226,7 @@ class StoreUploader:
                 self._changed.wait_for(self._hurried, pause_s)
 
     def _pause_s(self) -> float:
+        """Return the seconds until the next look at the disk, which are fewer while a step is expected."""
         waits = self._expected != _NO_STEP and not self._disk.has(self._expected)
         return self._times.look_s if waits else self._times.idle_look_s
 
@@ -232,7 +238,12 @@ class StoreUploader:
         return self._cancelled or self._share != self._passing
 
     def _copy_all(self, share: CopyShare) -> bool:
-        """Copy this process's share of all steps that the store lacks; return True if nothing has failed."""
+        """Copy this process's share of all steps that the store lacks; return True if nothing has failed. Failures, and
+        steps that are lost before they were copied, are reported.
+
+        With ``share.commits``, also sets aside condemned steps and deletes expired ones. After a storage error the
+        remaining steps wait.
+        """
         if not share.ranks:
             return True
         tier = ObjectTier(self._store)
@@ -288,7 +299,9 @@ class StoreUploader:
             return False
 
     def _copy(self, tier: ObjectTier, step: int, share: CopyShare) -> CheckpointError | None:
-        """Copy this process's share of a step, and commit it if this is the committing process; return the error, if any."""
+        """Copy this process's share of a step, and commit it if this is the committing process; return the error, if
+        any. Failed drafts are copied again from the start. A commit is reported.
+        """
         began_s, draft = time.monotonic(), None
         try:
             draft = ObjectDraft(tier, step, self._disk.index_bytes(step), self._tag)
@@ -310,7 +323,10 @@ class StoreUploader:
         return None
 
     def _commit(self, step: int, draft: ObjectDraft) -> None:
-        """Wait for the files of the other processes and commit the step. After a timeout, copy the missing files."""
+        """Wait for the files of the other processes and commit the step.
+
+        After a timeout, copy the missing files, and log that. Raises AbandonedError if the upload is cancelled.
+        """
         began_s = time.monotonic()
         while True:
             try:
@@ -328,7 +344,7 @@ class StoreUploader:
                     self._log(f"step {step}: copied {copied_bytes:,} bytes of other processes")
 
     def _tidy(self, tier: ObjectTier) -> None:
-        """Set aside condemned steps; once per process, remove drafts of killed uploads."""
+        """Set aside condemned steps, with a warning each; once per process, remove drafts of killed uploads."""
         after = self._condemned.after()
         if after is not None:
             for step in tier.steps():
@@ -343,6 +359,7 @@ class StoreUploader:
             self._swept = True
 
     def _retain(self, tier: ObjectTier) -> None:
+        """Delete expired steps from the store; a failure is reported once."""
         try:
             for step in self._retention.expired(tier.steps()):
                 with suppress(NoSuchStepError):  # another has deleted it
@@ -357,11 +374,12 @@ class StoreUploader:
     # --- reports -------------------------------------------------------------------------------
 
     def _report_lost(self, steps: set[int], share: CopyShare) -> None:
+        """Report steps that vanished before they were copied, by the process that commits."""
         for step in sorted(steps) if share.commits else ():
             self._report(CheckpointFailed(step, self._store.url, _LOST.format(step)))
 
     def _report_failure(self, step: int, error: Exception) -> None:
-        """Report a failed copy, once for as long as the failure is the same."""
+        """Log a failed copy and report it as an event, once for as long as the failure is the same."""
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         if self._failures.get(step) == text:
             return
@@ -382,7 +400,10 @@ class RankCopies:
     def __init__(
         self, disk: DiskTier, store: Store, rules: CopyRules, tag: str, share: CopyShare, timeout_s: float
     ) -> None:
-        """Start copying. Rank 0 waits ``timeout_s`` for the other ranks' files before it copies them itself."""
+        """Start copying ``share`` in a thread.
+
+        Rank 0 waits ``timeout_s`` for the other ranks' files before it copies them itself.
+        """
         self._events: SimpleQueue[CopyEvent] = SimpleQueue()
         times = UploadTimes(idle_look_s=_IDLE_LOOK_S, others_s=timeout_s, others_at_the_end_s=timeout_s)
         self._uploader = StoreUploader(disk, store, rules, tag, self._events.put, _log.info, times)

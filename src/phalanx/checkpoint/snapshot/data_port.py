@@ -220,6 +220,7 @@ class SnapshotServer:
         self._port.close()
 
     def _converse(self, peer: SealedConnection) -> None:
+        """Answer a peer's requests until it closes the connection. Beyond the limits, the answer is "busy"."""
         wire = peer.raw  # blocks have checksums, so frames need none
         wire.set_timeout(_IDLE_S)
         if not self._room.acquire(blocking=False):
@@ -241,6 +242,7 @@ class SnapshotServer:
             self._room.release()
 
     def _answer(self, wire: FramedConnection, request: Request) -> None:
+        """Answer one request; a CheckpointError becomes the answer "missing" or "refused", which is logged."""
         try:
             match request:
                 case Describe():
@@ -256,6 +258,7 @@ class SnapshotServer:
             wire.send_message(SnapshotRefused(str(error)[:8192]))
 
     def _describe(self, wire: FramedConnection, request: Describe) -> None:
+        """Send a snapshot's record; raises NoSuchStepError if it is not here."""
         with self._memory.reading(request.key.value()) as (segment, _):
             record = segment.record()
         if record is None:
@@ -263,6 +266,7 @@ class SnapshotServer:
         wire.send_message(BytesFollow(len(record)), record)
 
     def _read(self, wire: FramedConnection, request: ReadImage) -> None:
+        """Send a range of a snapshot's image; raises SnapshotRefusedError for a bad range, NoSuchStepError if it is not here."""
         start, stop = request.start, request.stop
         with self._memory.reading(request.key.value()) as (segment, snapshot):
             if not start < stop <= snapshot.nbytes or stop - start > LONGEST_READ_BYTES:
@@ -272,6 +276,10 @@ class SnapshotServer:
             wire.send_message(BytesFollow(stop - start), segment.image(stop)[start:].data)
 
     def _receive(self, wire: FramedConnection, offer: OfferSnapshot) -> None:
+        """Receive an offered snapshot into a free segment, verified. Accept at once if it is already here.
+
+        Raises SnapshotRefusedError for another run, StorageFullError without room, CorruptError for damaged blocks.
+        """
         key = offer.key.value()
         if offer.run != self._memory.run:
             raise SnapshotRefusedError(f"this memory is of run {self._memory.run}, not {offer.run}")
@@ -330,7 +338,8 @@ class SnapshotClient:
     ) -> None:
         """Connect to ``address`` ("host:port"). ``timeout_s`` limits the time for which the other side may be silent.
 
-        Raises HolderEndedError if the other side closes the connection before authentication: it may have too many.
+        Raises HolderLostError if it cannot be reached, SnapshotRefusedError for another token, HolderEndedError if the
+        other side closes the connection before authentication: it may have too many.
         """
         self._wire = _connect(address, tls, timeout_s)
         try:
@@ -341,7 +350,10 @@ class SnapshotClient:
             raise
 
     def record(self, key: SnapshotKey) -> bytes:
-        """Return the record of a snapshot, encoded for ``decode_record``."""
+        """Return the record of a snapshot, encoded for ``decode_record``.
+
+        Raises NoSuchStepError, BusyError, and the errors of ``holder_errors``.
+        """
         with holder_errors():
             nbytes = self._announced(Describe(WireKey.of(key)))
             if nbytes > LONGEST_RECORD_BYTES:
@@ -349,7 +361,10 @@ class SnapshotClient:
             return self._wire.receive(nbytes)
 
     def read_into(self, key: SnapshotKey, start: int, view: memoryview) -> None:
-        """Fill ``view`` with the bytes of a snapshot's image from byte ``start`` on. They are not verified: see ``verified``."""
+        """Fill ``view`` with the bytes of a snapshot's image from byte ``start`` on.
+
+        They are not verified: see ``verified``. Raises as ``record``.
+        """
         with holder_errors():
             nbytes = self._announced(ReadImage(WireKey.of(key), start, start + len(view)))
             if nbytes != len(view):
@@ -390,7 +405,7 @@ class SnapshotClient:
         self.close()
 
     def _announced(self, request: Describe | ReadImage) -> int:
-        """Return the number of bytes that the answer to ``request`` announces."""
+        """Return the number of bytes that the answer to ``request`` announces. Raises the error that another answer means."""
         self._wire.send_message(request)
         answer = self._wire.receive_message(ANSWERS)
         if not isinstance(answer, BytesFollow):
@@ -399,6 +414,7 @@ class SnapshotClient:
 
 
 def _connect(address: str, tls: ssl.SSLContext | None, timeout_s: float) -> FramedConnection:
+    """Connect, with TLS if given; raises HolderLostError, or HolderEndedError if the other side closes during the handshake."""
     host, port = split_address(address)
     try:
         connection = socket.create_connection((host, int(port)), timeout_s)
@@ -413,6 +429,7 @@ def _connect(address: str, tls: ssl.SSLContext | None, timeout_s: float) -> Fram
 
 
 def _failure(answer: Answer, peer: str) -> Exception:
+    """Return the error that a negative answer means."""
     match answer:
         case Missing(text):
             return NoSuchStepError(f"{peer}: {text}")
@@ -433,6 +450,6 @@ def push(
     tls: ssl.SSLContext | None = None,
     timeout_s: float = 10.0,
 ) -> None:
-    """Push over a new connection (``SnapshotClient.push``)."""
+    """Push over a new connection (``SnapshotClient.push``). Nothing is sent if it is already there."""
     with SnapshotClient(address, token, tls=tls, timeout_s=timeout_s) as client:
         client.push(memory, key)

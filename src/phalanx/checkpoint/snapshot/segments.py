@@ -45,10 +45,11 @@ _FILES: dict[int, _Files] = {
 
 
 def free_memory_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory that can be filled without swapping or an out-of-memory kill, by the machine and the control groups.
+    """Return the memory that can be filled without swapping or an out-of-memory kill, by the machine and the control
+    groups.
 
-    A limit may be set at this process's group or at any group above it, in either version of control groups; the tightest applies. There is no
-    limit if the system reports none (``proc`` and ``group`` are Linux's folders for it).
+    A limit may be set at this process's group or at any group above it, in either version of control groups; the
+    tightest applies. 2^62 if the system reports no limit (``proc`` and ``group`` are Linux's folders for it).
     """
     limits = [
         _remaining_bytes(folder, _FILES[version]) for folder, version in groups_of("memory", proc, group)
@@ -211,7 +212,7 @@ class Segment:
         return os.fstat(self.descriptor).st_size
 
     def snapshot(self) -> Snapshot | None:
-        """Return the record of the complete snapshot in this segment; None if there is none."""
+        """Return the record of the complete snapshot in this segment; None if there is none. Parsed once per record."""
         record = self.record()
         if record is None:
             return None
@@ -249,6 +250,7 @@ class Segment:
         self._populate(_end_of(nbytes))
 
     def _require_room(self, nbytes: int) -> None:
+        """Raise ``StorageFullError`` if memory lacks room to grow to ``nbytes``."""
         # Checked here, because the kernel would kill some process when the pages are filled.
         more_bytes = _end_of(nbytes) - os.fstat(self.descriptor).st_blocks * _STAT_BLOCK_BYTES
         if more_bytes > 0 and more_bytes > (free_bytes := self._free_bytes()):
@@ -259,6 +261,7 @@ class Segment:
             )
 
     def _grow(self, nbytes: int) -> None:
+        """Enlarge the segment to hold an image of ``nbytes`` bytes and a record, and map it; raises StorageFullError."""
         before_bytes = self.capacity_bytes
         try:
             if _end_of(nbytes) > before_bytes:
@@ -273,7 +276,10 @@ class Segment:
             ) from error
 
     def complete(self, nbytes: int, record: bytes) -> None:
-        """Write the record after the complete image of ``nbytes`` bytes, and mark the snapshot complete."""
+        """Write the record after the complete image of ``nbytes`` bytes, and mark the snapshot complete.
+
+        Grows the segment if the record does not fit.
+        """
         start = _end_of(nbytes)
         if start + len(record) > self._memory.nbytes:
             os.ftruncate(self.descriptor, _end_of(start + len(record)))
@@ -303,6 +309,7 @@ class Segment:
         return self._memory
 
     def _populate(self, nbytes: int) -> None:
+        """Map the first ``nbytes`` now, writable; raises StorageFullError without memory."""
         memory = self._mapped()
         try:
             memory.base.obj.madvise(_MADV_POPULATE_WRITE, 0, nbytes)  # type: ignore[union-attr]
@@ -351,7 +358,7 @@ class SnapshotMemory:
         return self._own[worker]
 
     def holdings(self) -> tuple[StoredSnapshot, ...]:
-        """Return every complete snapshot, sorted."""
+        """Return every complete snapshot's key, kind ("own" or "buddy"), size in bytes and epoch, sorted."""
         with self._lock:
             snapshots = [
                 (segment in self._buddies, self._snapshot_in(segment)) for segment in self._segments()
@@ -373,7 +380,7 @@ class SnapshotMemory:
 
     @contextmanager
     def reading(self, key: SnapshotKey) -> Iterator[tuple[Segment, Snapshot]]:
-        """Context with a snapshot that no push overwrites meanwhile. Raises NoSuchStepError if it is not here."""
+        """Context with a snapshot and its segment, that no push overwrites meanwhile. Raises NoSuchStepError if it is not here."""
         with self._lock:
             segment, snapshot = self._find(key)
             self._mark_busy(segment)
@@ -415,10 +422,12 @@ class SnapshotMemory:
         return [*(segment for pair in self._own for segment in pair), *self._buddies]
 
     def _snapshot_in(self, segment: Segment) -> Snapshot | None:
+        """Return a segment's snapshot; ``None`` if it has none of this run."""
         snapshot = segment.snapshot()
         return snapshot if snapshot is not None and snapshot.run == self.run else None
 
     def _find(self, key: SnapshotKey) -> tuple[Segment, Snapshot]:
+        """Return the segment with a snapshot, and the snapshot; raises NoSuchStepError."""
         for segment in self._segments():
             snapshot = self._snapshot_in(segment)
             if snapshot is not None and snapshot.key == key:
@@ -426,6 +435,9 @@ class SnapshotMemory:
         raise NoSuchStepError(f"{key} is not in this memory")
 
     def _room_for(self, key: SnapshotKey, previous: int, nbytes: int) -> Segment:
+        """Return the buddies' segment with the oldest step that is not in use or protected, or a new one; raises
+        StorageFullError.
+        """
         # A segment is free if it has no reader, and contains neither the rollback target nor this step.
         protected_steps = {previous, key.step}
         free = [s for s in self._buddies if id(s) not in self._busy and _step_in(s) not in protected_steps]
@@ -448,6 +460,7 @@ class SnapshotMemory:
         self._busy[id(segment)] = self._busy.get(id(segment), 0) + 1
 
     def _release(self, segment: Segment) -> None:
+        """Mark the segment as unused by this reader or writer."""
         with self._lock:
             self._busy[id(segment)] -= 1
             if not self._busy[id(segment)]:

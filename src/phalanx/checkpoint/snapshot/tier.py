@@ -75,6 +75,7 @@ class _OwnMemory:
         return 0
 
     def blocks(self, numbers: Iterable[int]) -> Iterator[ByteArray]:
+        """Yield the image's blocks with these numbers, verified: views, not copies."""
         manifest = self._snapshot.manifest
         image = self._segment.image(manifest.nbytes)
         for number in numbers:
@@ -120,6 +121,7 @@ class _Peer:
         self._snapshot = snapshot
 
     def snapshot(self) -> Snapshot:
+        """Return the holder's snapshot; its record is read and checked once."""
         if self._snapshot is None:
             self._snapshot = _decoded(self.record(), self._key, self.name)
         return self._snapshot
@@ -137,6 +139,7 @@ class _Peer:
         return sum(self._read_bytes)
 
     def blocks(self, numbers: Iterable[int]) -> Iterator[ByteArray]:
+        """Yield blocks of the image by number, read ahead over several connections."""
         block_bytes = self.snapshot().manifest.block_bytes
         return read_ahead(numbers, lambda _: block_bytes, self._read, threads=_CONNECTIONS)
 
@@ -145,6 +148,7 @@ class _Peer:
             self._idle.popleft().close()
 
     def _read(self, number: int, buffer: ByteArray) -> int:
+        """Read block ``number`` into ``buffer``, verify it, and return its length in bytes."""
         manifest = self.snapshot().manifest
         start = number * manifest.block_bytes
         size = min(manifest.block_bytes, manifest.nbytes - start)
@@ -154,7 +158,10 @@ class _Peer:
         return size
 
     def _retrying(self, use: Callable[[SnapshotClient], _T]) -> _T:
-        """Return the result of ``use``; retry with growing pauses while the holder is busy or refuses connections."""
+        """Return the result of ``use``; retry with growing pauses while the holder is busy or refuses connections.
+
+        Raises BusyError after the patience, or the error of the last refused connection.
+        """
         until_s = time.monotonic() + _PATIENCE_S
         pause_s, turned_away = _FIRST_PAUSE_S, 0
         while True:
@@ -199,6 +206,7 @@ _Source = _OwnMemory | _Peer
 
 
 def _decoded(record: bytes, key: SnapshotKey, location: str) -> Snapshot:
+    """Decode a record; raises CorruptError if it is damaged or of another snapshot."""
     snapshot = decode_record(record, location)
     if snapshot.key != key:
         raise CorruptError(f"{location}: gave {snapshot.key} for {key}; restore from another holder")
@@ -214,15 +222,18 @@ def describe(
     tls: ssl.SSLContext | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> dict[int, bytes]:
-    """Return the records of snapshots, by rank: each from the first of its holders with a good one. Ranks without one are left out.
+    """Return the records of snapshots, by rank: each from the first of its holders with a good one. Ranks without one
+    are left out.
 
-    Readers that need the records of all ranks each read a share of them and exchange these, so that no holder serves all readers.
+    Readers that need the records of all ranks each read a share of them and exchange these, so that no holder serves
+    all readers. Failed holders are logged.
     """
     by_rank: dict[int, list[SnapshotHolder]] = defaultdict(list)
     for holder in holders:
         by_rank[holder.rank].append(holder)
 
     def read_record(rank: int) -> bytes | None:
+        """Return the first good record of a rank's snapshot; ``None``, with a warning each, if none is."""
         key = SnapshotKey(ranks, rank, step)
         for holder in by_rank[rank]:
             with closing(_Peer(key, holder, token, tls, pause, keeps_connections=False)) as peer:
@@ -325,6 +336,7 @@ class SnapshotTier:
         return StepRecord(step, self._ranks, self.extra(step))
 
     def extra(self, step: int) -> dict[str, object]:
+        """Return the ``extra`` of the nearest holder that answers; raises NoSuchStepError if none does."""
         self._require(step)
         for source in sorted(self._good(), key=lambda candidate: candidate.distance):
             snapshot = self._described(source)
@@ -338,6 +350,7 @@ class SnapshotTier:
         rank: int | None = None,
         needed: Sequence[Box] | None = None,  # noqa: ARG002  the records of few ranks are in memory anyway
     ) -> tuple[StoredBox, ...]:
+        """Return the boxes that the nearest answering holders of each rank have; holders that fail are skipped from then on."""
         self._require(step)
         by_rank: dict[int, list[_Source]] = defaultdict(list)
         for source in self._good():
@@ -355,6 +368,7 @@ class SnapshotTier:
             )
 
     def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
+        """Yield the parts that ``reads`` request. A holder that fails is marked as failed, and its error raised."""
         self._require(step)
         by_name = {source.name: source for source in self._sources}
         for name, group in groupby(reads, key=lambda read: read.source.location.holder):
@@ -374,6 +388,7 @@ class SnapshotTier:
         return [source for source in self._sources if source.name not in self._failed]
 
     def _require(self, step: int) -> None:
+        """Raise ``NoSuchStepError`` for any other step."""
         if step != self._step:
             raise NoSuchStepError(f"these are the snapshots of step {self._step}, not of step {step}")
 
@@ -387,6 +402,7 @@ class SnapshotTier:
         return []
 
     def _described(self, source: _Source) -> Snapshot | None:
+        """Return the source's snapshot; None, logged, if it cannot be read: the source counts as failed."""
         try:
             return source.snapshot()
         except CheckpointError as error:

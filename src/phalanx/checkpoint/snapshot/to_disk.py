@@ -62,7 +62,9 @@ def _write(
     number: int,
     cancelled: Callable[[], bool],
 ) -> dict[str, object]:
-    """Write one snapshot as the file of state ``number``; return its ``extra``, which is the same in all of a step."""
+    """Verify one snapshot and write it as the file of state ``number``; return its ``extra``, which is the same in all
+    of a step.
+    """
     with memory.reading(key) as (segment, snapshot):
         manifest = snapshot.manifest
         image = segment.image(manifest.nbytes)

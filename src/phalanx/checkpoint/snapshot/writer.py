@@ -62,7 +62,11 @@ class SnapshotWriter:
         on_complete: Callable[[TakenSnapshot], None] | None = None,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        """Use the worker's two ``segments``. ``on_complete`` is called, in a thread, when a snapshot is complete."""
+        """Use the worker's two ``segments``.
+
+        ``on_complete`` is called, in a thread, when a snapshot is complete. Raises ValueError for another number of
+        them.
+        """
         if len(segments) != 2:
             raise ValueError(f"{len(segments)} segments: a worker has two, one to write and one to keep")
         self._segments = tuple(segments)
@@ -82,9 +86,11 @@ class SnapshotWriter:
         self._pinned: list[ByteArray | None] = [None, None]
 
     def bind(self, epoch: int, ranks: int, rank: int, resumed_step: int = NO_STEP) -> None:
-        """Become a rank of an epoch that begins at ``resumed_step`` (-1: from no snapshot), which must not be overwritten.
+        """Become a rank of an epoch that begins at ``resumed_step`` (-1: from no snapshot), which must not be
+        overwritten.
 
-        This worker's snapshots of later steps are discarded, because the rollback has undone these steps.
+        This worker's snapshots of later steps are discarded, because the rollback has undone these steps. Waits for a
+        snapshot that is being completed.
         """
         if self._pending is not None:
             self._pending[0].exception()
@@ -108,7 +114,8 @@ class SnapshotWriter:
     def take(self, step: int, shards: Sequence[Shard], extra: Mapping[str, object]) -> TakenSnapshot:
         """Copy the state after ``step`` into the segment that is not protected. Blocks for one memory copy.
 
-        Raises the error of the previous snapshot's completion, if any; RuntimeError before ``bind``.
+        Raises the error of the previous snapshot's completion, if any; RuntimeError before ``bind``. A thread completes
+        the snapshot. The tensors may change when this returns (on CUDA: after ``fence``).
         """
         bound = self._bound
         if bound is None:
@@ -134,7 +141,7 @@ class SnapshotWriter:
         return snapshot
 
     def wait(self) -> None:
-        """Wait until the last snapshot is complete. Raises its error."""
+        """Wait until the last snapshot is complete. Raises its error. A complete one is protected from then on."""
         if self._pending is not None:
             (finished, index, step), self._pending = self._pending, None
             finished.result()
@@ -145,7 +152,7 @@ class SnapshotWriter:
         self._copier.fence()
 
     def close(self) -> None:
-        """Stop the threads; the segments and their snapshots stay."""
+        """Stop the threads; the segments and their snapshots stay. Waits for a snapshot that is being completed."""
         for pool in (self._finisher, self._hashers):
             pool.shutdown()
         self._copier.close()
@@ -162,6 +169,7 @@ class SnapshotWriter:
         copied: "torch.cuda.Event | None",
         _sources: tuple[Shard, ...],  # referenced so that memory that a side stream still reads is not reused
     ) -> None:
+        """Wait for the copy, hash its blocks, write the record that completes the snapshot, and call ``on_complete``."""
         if copied is not None:
             copied.synchronize()
         segment = self._segments[index]
@@ -187,6 +195,7 @@ class SnapshotWriter:
         return self._boxes[2]
 
     def _pin(self, index: int, image: ByteArray, shards: Sequence[Shard]) -> None:
+        """Pin the segment's memory for copies from a GPU, unless it is pinned or the shards are not on one."""
         pinned = self._pinned[index]
         if not on_cuda(shards) or (pinned is not None and _same_memory(pinned, image)):
             return
@@ -195,6 +204,7 @@ class SnapshotWriter:
         self._pinned[index] = image
 
     def _unpin(self, index: int) -> None:
+        """Unpin the memory of segment ``index``, if it is pinned."""
         pinned = self._pinned[index]
         if pinned is not None:
             unpin(pinned)

@@ -92,7 +92,10 @@ class Collector:
         return rank % self.catalog_ranks == 0
 
     def collect(self, folder: Path, first: int, world_size: int, patience: WaitLimit) -> Catalog:
-        """Write the catalog of the group that ``first`` leads, remove its manifests, and return the catalog's summary."""
+        """Write the catalog of the group that ``first`` leads, remove its manifests, and return the catalog's summary.
+
+        Raises AbandonedError as ``_await_files``, and CorruptError for an image of another size.
+        """
         place = folder / self.manifest_folder(first)
         ranks = range(first, min(first + self.catalog_ranks, world_size))
         expected = {_manifest_name(rank): rank for rank in ranks}
@@ -125,7 +128,8 @@ class Collector:
     ) -> tuple[tuple[CatalogRef, ...], str | None]:
         """Collect the first group, wait for the summaries of the others, and check that nothing is missing.
 
-        Returns the catalogs, and the checksum of the extents, which are written if there are several catalogs.
+        Returns the catalogs, and the checksum of the extents, which are written if there are several catalogs. Removes
+        the summaries. Raises AbandonedError as ``_await_files``, NotCoveredError if elements are missing.
         """
         summaries = [self.collect(folder, 0, world_size, patience)]
         expected = {
@@ -158,7 +162,7 @@ class Collector:
                 shutil.rmtree(self._withdrawn.popleft(), ignore_errors=True)
 
     def _withdraw(self, place: Path) -> None:
-        """Rename a folder out of the draft, at once."""
+        """Rename a folder out of the draft, at once; ``clear_away`` deletes it later."""
         draft = place.parent
         withdrawn = draft.parent / f"{DELETING}{draft.name.lstrip('.')}-{place.name}-{time.monotonic_ns()}"
         with storage_errors(place, 1):
@@ -166,6 +170,7 @@ class Collector:
         self._withdrawn.append(withdrawn)
 
     def _ref(self, catalog: StoredImage, world_size: int) -> CatalogRef:
+        """Return the index's reference to a stored catalog."""
         ranks = min(self.catalog_ranks, world_size - catalog.rank)
         return CatalogRef(
             catalog.rank, ranks, catalog.file, f"{int(catalog.checksums[0]):016x}", catalog.nbytes
@@ -238,7 +243,8 @@ def _await_files(
 ) -> None:
     """Wait until all ``expected`` files, by name with the rank that writes each, are in ``place``.
 
-    Raises AbandonedError if a rank has recorded a failure in ``folder``, or the wait is cancelled or times out.
+    Raises AbandonedError if a rank has recorded a failure in ``folder``, or the wait is cancelled or times out. Polls
+    with growing pauses.
     """
     deadline = time.monotonic() + patience.timeout_s
     pause_s = _SHORTEST_POLL_S
@@ -312,7 +318,9 @@ class CatalogReader:
         return decode_catalog(self._checked_bytes(step, EXTENTS, digits), self._files.place(step, EXTENTS))
 
     def boxes(self, step: int, rank: int | None, needed: Sequence[Box] | None) -> tuple[StoredBox, ...]:
-        """See ``ReadableTier.boxes``."""
+        """Return the stored boxes of a step that may overlap ``needed`` (None: all), those of ``rank`` alone if it is
+        given. Raises NoSuchStepError. Catalogs that cannot overlap ``needed`` are not read.
+        """
         index = self._files.index(step)
         refs = index.catalogs
         if rank is not None:
@@ -324,7 +332,10 @@ class CatalogReader:
         return tuple(box for ref in refs for box in self._stored_boxes(self.catalog(step, ref), rank, needed))
 
     def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
-        """See ``ReadableTier.read``."""
+        """Yield (box, elements) of ``reads`` in pieces, each valid until the next one is requested.
+
+        Raises CorruptError for other bytes than those written.
+        """
         refs = self._files.index(step).catalogs
         firsts = [ref.first_rank for ref in refs]
         for holder, group in groupby(reads, key=lambda read: read.source.location.holder):
@@ -343,7 +354,10 @@ class CatalogReader:
         return [ref.file for ref in index.catalogs] + ([EXTENTS] if index.extents_checksum else [])
 
     def wrong_catalogs(self, step: int) -> tuple[list[CatalogRef], list[tuple[str, CheckpointError]]]:
-        """Return the good catalogs of a step; and, by file, the errors of the others and of the extents."""
+        """Return the good catalogs of a step; and, by file, the errors of the others and of the extents.
+
+        An error of the step as a whole has an empty file name.
+        """
         index = self._files.index(step)
         good: list[CatalogRef] = []
         extents: list[BoxTable] = []
@@ -368,6 +382,7 @@ class CatalogReader:
         return good, wrong
 
     def _load_catalog(self, step: int, ref: CatalogRef) -> Catalog:
+        """Read and verify a catalog; version 1 has a manifest in its place."""
         data, place = self._checked_bytes(step, ref.file, ref.checksum), self._files.place(step, ref.file)
         if ref.file.endswith(".json"):  # format 1: the manifest of one rank
             return catalog_of(decode_manifest(data, place))
@@ -377,6 +392,7 @@ class CatalogReader:
         return self.catalog(step, ref).manifest(rank)
 
     def _checked_bytes(self, step: int, file: str, digits: str) -> bytes:
+        """Return a file's bytes; raises CorruptError unless they match the checksum."""
         data = self._files.read_file(step, file)
         if checksum(data) != digits:
             raise CorruptError(
@@ -387,6 +403,7 @@ class CatalogReader:
     def _stored_boxes(
         self, catalog: Catalog, rank: int | None, needed: Sequence[Box] | None
     ) -> Iterator[StoredBox]:
+        """Yield the boxes of a catalog, in image order: only those of ``rank``, and those that overlap ``needed``, if given."""
         table = catalog.table
         rows = np.arange(len(table)) if needed is None else table.overlapping(needed)
         if rank is not None:
@@ -401,7 +418,10 @@ class CatalogReader:
 def look_through(
     manifest: Manifest, blocks: Callable[[Sequence[int]], Iterator[ByteArray]], block_count: int
 ) -> Iterator[tuple[int, CheckpointError | None]]:
-    """``StepFiles.damage`` of an image with ``block_count`` blocks. ``blocks`` reads ahead; after a bad block it restarts with the next."""
+    """Yield (bytes read, error or None) for each of an image's ``block_count`` blocks, as ``StepFiles.damage`` does.
+
+    ``blocks`` reads ahead; after a bad block it restarts with the next. Any error but CorruptError ends it.
+    """
     number = 0
     while number < block_count:
         problem: CheckpointError | None = None
@@ -419,6 +439,7 @@ def look_through(
 
 
 def _require_whole(recorded_step: int, step: int, world_size: int, manifests: int) -> None:
+    """Raise CorruptError if the index is of another step, or has not as many manifests as ranks."""
     if recorded_step != step:
         raise CorruptError(
             f"the index is of step {recorded_step}: the folder was renamed. Give it its own name back."

@@ -70,6 +70,7 @@ class DiskTier:
     def __init__(
         self, root: Path | str, *, block_bytes: int = BLOCK_BYTES, catalog_ranks: int = CATALOG_RANKS
     ) -> None:
+        """Open the tier in the folder ``root``, which is created if missing. Raises ``StorageError``."""
         self.root = Path(root)
         self._block_bytes = block_bytes
         self._collector = Collector(catalog_ranks)
@@ -89,6 +90,10 @@ class DiskTier:
     # Saving
 
     def write(self, draft: Draft, rank: int, image: Image, *, cancelled: Callable[[], bool] = never) -> None:
+        """Write a rank's image to the draft's folder, durably, then its manifest.
+
+        Raises StorageFullError, StorageError, or AbandonedError if ``cancelled()`` becomes true.
+        """
         folder = self.draft_folder(draft)
         # The image is written first, durably; the manifest last and by a rename, so it implies that all of the rank's bytes exist.
         data = image.data[: image.layout.nbytes]
@@ -122,6 +127,7 @@ class DiskTier:
         folder.mkdir(exist_ok=True, parents=True)
 
     def fail(self, draft: Draft, rank: int, reason: str) -> None:
+        """Record in the draft that a rank could not write; the ranks that wait for it then give up."""
         folder = self.draft_folder(draft)
         with storage_errors(folder, len(reason)):
             self._make(folder)
@@ -136,6 +142,11 @@ class DiskTier:
         timeout_s: float,
         cancelled: Callable[[], bool] = never,
     ) -> None:
+        """Write the catalog of the group that ``rank`` leads, after all its members have written; other ranks do
+        nothing.
+
+        A failure is recorded in the draft and raised. Rank 0's group is collected by ``commit``.
+        """
         if rank == 0 or not self._collector.leads(rank):
             return
         folder = self.draft_folder(draft)
@@ -159,6 +170,11 @@ class DiskTier:
         authorize: Callable[[], None] = always,
         cancelled: Callable[[], bool] = never,
     ) -> int:
+        """Wait for all ranks, write the index, and rename the draft to the step's folder. Return the bytes of data.
+
+        Raises NotCoveredError if elements are missing, AbandonedError after ``timeout_s``. A failed draft is removed,
+        as are drafts of earlier steps. ``authorize`` is called before the rename and may raise.
+        """
         folder = self.draft_folder(draft)
         try:
             # 1. Every rank's manifest exists, so every rank's bytes do, in files of the right size.
@@ -188,6 +204,11 @@ class DiskTier:
         return sum(ref.data_bytes for ref in catalogs)
 
     def _publish(self, folder: Path, step: int) -> None:
+        """Rename the draft to the step's folder.
+
+        Drop it if the step is committed; set an incomplete folder of that name aside, with a warning. Raises
+        StorageError.
+        """
         with storage_errors(folder, 1):
             try:
                 os.rename(folder, self.folder(step))
@@ -225,6 +246,7 @@ class DiskTier:
         return decode_index(self.index_bytes(step), self.place(step, ""))
 
     def index_bytes(self, step: int) -> bytes:
+        """Return the step's encoded index; raises NoSuchStepError if the step is not committed."""
         path = self.folder(step) / CHECKPOINT_INDEX
         if not path.exists():
             steps = self.steps()
@@ -273,6 +295,10 @@ class DiskTier:
         return BlockFile(self.folder(step) / manifest.file, manifest).blocks(numbers)
 
     def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
+        """Read an image from the disk, past the page cache, and yield (bytes read, error or None) for each block.
+
+        A file of another length is an error too.
+        """
         # Drop cached pages, so that the disk is read.
         path = self.folder(step) / manifest.file
         try:
@@ -295,13 +321,14 @@ class DiskTier:
         self._discard(self.folder(step))
 
     def set_aside(self, step: int) -> None:
-        """Rename the folder to ``.damaged-...``, so that it can be inspected."""
+        """Rename the step's folder to ``.damaged-...``, so that it can be inspected."""
         folder = self.folder(step)
         with storage_errors(folder):
             os.rename(folder, self.root / f".damaged-{folder.name}-{time.time_ns()}")
             sync(self.root)
 
     def sweep(self, attempt: int) -> list[str]:
+        """Remove drafts of attempts other than ``attempt``, and leftovers of deletions; return the drafts' names."""
         with storage_errors(self.root):
             names = sorted(os.listdir(self.root))
         partial = ((name, _PARTIAL.fullmatch(name)) for name in names)
@@ -314,6 +341,7 @@ class DiskTier:
         return stale
 
     def _discard(self, folder: Path) -> None:
+        """Rename the folder, then delete it. Does nothing if it is gone."""
         doomed = self.root / f"{DELETING}{folder.name.lstrip('.')}-{time.monotonic_ns()}"
         with storage_errors(folder):
             try:

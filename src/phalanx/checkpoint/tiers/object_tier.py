@@ -78,6 +78,10 @@ class SharedBlocks:
     """Recently fetched blocks of ``place``, shared by the ranks of this machine. Thread-safe; close it when all have restored."""
 
     def __init__(self, place: str, folder: Path | None = None, most_bytes: int = _MOST_BYTES) -> None:
+        """Open the cache file for the store ``place`` in shared memory, and remove files that no process uses.
+
+        Without one, for example for lack of permission, every block is fetched.
+        """
         folder = memory_folder() if folder is None else folder
         prefix = f"phalanx-restore-{os.getuid()}-"
         self._path = folder / f"{prefix}{hashlib.sha256(place.encode()).hexdigest()[:32]}"
@@ -94,7 +98,10 @@ class SharedBlocks:
         self._most_bytes = most_bytes
 
     def block(self, manifest: Manifest, number: int, fetch: Callable[[], memoryview]) -> memoryview:
-        """Return a block of an image from the cache, or the result of ``fetch``, which is not verified yet."""
+        """Return a block of an image from the cache, or the result of ``fetch``, which is not verified yet.
+
+        It is cached afterwards; other processes wait meanwhile. Without a cache, or for a damaged block, it is fetched.
+        """
         slots = self._most_bytes // manifest.block_bytes
         if self._descriptor < 0 or not slots:
             return fetch()
@@ -155,6 +162,7 @@ def _size_set_once(path: Path, descriptor: int, most_bytes: int) -> int:
 
 
 def _remove_unless_held(path: Path) -> None:
+    """Remove the file if no process has it locked."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with suppress(BlockingIOError):
@@ -232,13 +240,16 @@ class ObjectTier:
         return self.reader.read(step, reads)
 
     def blocks(self, step: int, manifest: Manifest, numbers: Iterable[int]) -> Iterator[ByteArray]:
-        """Yield blocks, each from a separate request, several ahead of the consumer. A block is the received memory, and read-only.
+        """Yield blocks, each from a separate request, several ahead of the consumer. A block is the received memory,
+        and read-only.
 
-        A block that takes far longer than the others is requested twice: all ranks of a fleet wait for the slowest of all their blocks.
+        A block that takes far longer than the others is requested twice: all ranks of a fleet wait for the slowest of
+        all their blocks. Raises CorruptError for a block that does not match its checksum.
         """
         key, shared = self._key(step, manifest.file), self._shared
 
         def fetch(number: int) -> ByteArray:
+            """Return a verified block, of other processes of this machine or of the store. Raises CorruptError."""
             start = number * manifest.block_bytes
             stop = min(start + manifest.block_bytes, manifest.nbytes)
 
@@ -276,6 +287,7 @@ class ObjectTier:
             self._shared = None
 
     def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
+        """Read an image and yield (bytes read, error or None) for each block; a missing object is one error."""
         key = self._key(step, manifest.file)
         try:
             size = self.draft_sizes(self._commit(step)[0]).get(manifest.file)
@@ -316,7 +328,7 @@ class ObjectTier:
     # Removing
 
     def delete(self, step: int) -> None:
-        """Remove a committed step: first its commit, then its data. Raises NoSuchStepError."""
+        """Remove a committed step: first its commit, then its data. The data of a damaged commit stays. Raises NoSuchStepError."""
         try:
             folder = self._load_commit(step)[0]
         except CorruptError:
@@ -336,7 +348,8 @@ class ObjectTier:
     def sweep(self, tag: str, *, older_than_s: float = DAY_S) -> list[str]:
         """Remove uncommitted drafts of attempts other than ``tag``. Return their folders.
 
-        Only drafts without a write for ``older_than_s`` are removed: an active writer could still commit.
+        Only drafts without a write for ``older_than_s`` are removed: an active writer could still commit. Removes
+        nothing if a commit cannot be read.
         """
         drafts: dict[str, list[Info]] = {}
         with store_errors():
@@ -359,7 +372,7 @@ class ObjectTier:
         return old
 
     def _named_by(self, key: str) -> str | None:
-        """Return the folder of data in the commit ``key``; None if the commit cannot be read."""
+        """Return the folder of data in the commit ``key``; None if the commit cannot be read. Empty if the commit is gone."""
         try:
             return decode_commit(self.store.get(key), key)[0]
         except MissingObjectError:
@@ -371,6 +384,7 @@ class ObjectTier:
         return f"{self._commit(step)[0]}/{file}"
 
     def _load_commit(self, step: int) -> tuple[str, bytes]:
+        """Read a commit: the folder of its files, and its encoded index. Raises NoSuchStepError, CorruptError."""
         key = commit_key(step)
         with store_errors():
             try:
@@ -383,7 +397,7 @@ class ObjectTier:
         return decode_commit(content, f"{self.store.url}/{key}")
 
     def _forget(self, step: int) -> None:
-        """Remove a commit, from the store and the caches."""
+        """Remove a commit, from the store and the caches. A new reader starts without cached catalogs."""
         with store_errors():
             self.store.delete([commit_key(step)])
         self._commit.cache_clear()
@@ -445,7 +459,10 @@ def pinned_in_store(url: str) -> str | None:
 
 
 def open_origin(start: str) -> tuple[DiskTier | ObjectTier, int]:
-    """Return the tier of the checkpoint ``start``, PLACE/step-00000100, and its step, without checking that it exists."""
+    """Return the tier of the checkpoint ``start``, PLACE/step-00000100, and its step, without checking that it exists.
+
+    Raises ValueError without a step.
+    """
     if is_url(start):
         place, step = _place_and_step(start)
         tier: DiskTier | ObjectTier = ObjectTier(open_store(place))
@@ -458,6 +475,7 @@ def open_origin(start: str) -> tuple[DiskTier | ObjectTier, int]:
 
 
 def _place_and_step(url: str) -> tuple[str, int | None]:
+    """Return the store's URL and the step of a URL, which may end with a step's folder."""
     place, _, name = url.rstrip("/").rpartition("/")
     step = step_of(Path(name))
     return (url.rstrip("/"), None) if step is None else (place, step)

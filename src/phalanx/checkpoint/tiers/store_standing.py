@@ -53,6 +53,10 @@ def store_standing(spec: RunSpec, directory: RunDirectory) -> StoreStanding | No
 
 
 def _newest(directory: RunDirectory, url: str, *, copied: bool) -> Event | None:
+    """Return the newest event of a copy to ``url``, or of its failure if not ``copied``; None if there is none or the
+    log is damaged.
+    """
+
     def counts(event: Event) -> bool:
         match event.body:
             case CheckpointCopied(url=place) | Restored(source=place):

@@ -70,7 +70,12 @@ class BadConversationError(ValueError):
 
 
 def framed(template: ChatTemplate, conversation: Conversation, specials: Sequence[str] = ()) -> Framed:
-    """Return the conversation rendered by the template. ``specials`` are the texts of special tokens. Raises ``BadConversationError``."""
+    """Return the rendered conversation and the character ranges of the assistant's answers, which are trained on.
+
+    ``specials`` are the texts of special tokens. Answers are the template's ``{% generation %}`` marks, or else are
+    located by rendering prefixes of the conversation. Raises ``BadConversationError`` if the template fails, or if
+    prefixes render differently.
+    """
     messages, tools = conversation.messages, conversation.tools
     try:
         if template.marks_answers:
@@ -103,7 +108,7 @@ class ChatEncoder:
     """Encodes conversations for records of ``seq_len`` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, layout: ChatLayout, seq_len: int) -> None:
-        """Raises ``TokenizerError`` for a tokenizer that does not support chat templates."""
+        """Raise ``TokenizerError`` if the tokenizer does not support chat templates, or has no token left to end conversations."""
         if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
             raise TokenizerError(
                 "chats need the tokenizer that their template was made for: give its tokenizer.json, or the folder of its model"
@@ -125,9 +130,11 @@ class ChatEncoder:
         """The token that ends a conversation."""
 
     def encode(self, text: str) -> Encoded | None:
-        """Return the encoded conversation (a line of ``conversation_text``), or ``None`` if it is too long.
+        """Return a conversation's token ids and loss mask, or ``None`` if it is too long. ``text`` is a line of
+        ``conversation_text``.
 
-        Raises ``BadConversationError``.
+        Unless ``layout.too_long`` is "drop", a conversation that is too long is cut after the last answer that fits.
+        Raises ``BadConversationError`` if it cannot be rendered, spells a special token, or has no answer to train on.
         """
         conversation = read_conversation(text)
         self._require_no_special_tokens(conversation)
@@ -147,6 +154,7 @@ class ChatEncoder:
         return None
 
     def _encoded(self, rendered: Framed) -> Encoded:
+        """Return ids, ended by ``self.end``, and a mask of the tokens that overlap an answer. Raises ``BadConversationError``."""
         encoding = self._hf.encode(rendered.text, add_special_tokens=False)
         ids = np.array([*encoding.ids, self.end], dtype=np.uint32)
         if (ids[:-1] == self.end).any():
@@ -158,6 +166,7 @@ class ChatEncoder:
         return Encoded(ids, learned)
 
     def _require_no_special_tokens(self, conversation: Conversation) -> None:
+        """Raise ``BadConversationError`` if a message or a tool contains the text of a special token or a mark."""
         labelled = [(f"message {number}", message) for number, message in enumerate(conversation.messages, 1)]
         for label, value in (*labelled, ("one of its tools", conversation.tools)):
             for text in strings_in(value):
@@ -243,7 +252,10 @@ _ANSWER = "answer"
 
 
 def save_template(folder: Path, template: ChatTemplate) -> None:
-    """Store the template beside the tokenizer in ``folder``, unless it is there already. Raises ``OSError``."""
+    """Write the template's file to ``folder``, and add its special tokens that the tokenizer's configuration lacks.
+
+    Writes nothing if the same template is there already. Raises ``OSError``.
+    """
     with suppress(ChatTemplateError):
         if read_chat_template(folder) == template:
             return
@@ -260,7 +272,9 @@ def saved_template(folder: Path) -> ChatTemplate | None:
 
 
 def take_over_template(source: Path, folder: Path) -> None:
-    """Copy the template beside the tokenizer in ``source`` to ``folder``, if ``folder`` has none and both tokenizers are the same."""
+    """Copy the template beside the tokenizer in ``source`` to ``folder``, if ``folder`` has none and both tokenizers
+    are the same. Does nothing if either cannot be read.
+    """
     with suppress(ChatTemplateError, TokenizerError):
         template = saved_template(source)
         if template is None or (folder / TEMPLATE_FILE).exists():
@@ -270,9 +284,11 @@ def take_over_template(source: Path, folder: Path) -> None:
 
 
 def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the special token that the template writes after an answer: a model trained on it ends its turn with this token.
+    """Return the special token that the template writes after an answer: a model trained on it ends its turn with this
+    token.
 
-    Empty if the template writes none, or if answers cannot be separated from their frame.
+    Empty if the template writes none, or if answers cannot be separated from their frame. Also empty if the first token
+    after an answer is not a special token, or the tokenizer does not support chat templates.
     """
     if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
         return frozenset()

@@ -37,7 +37,10 @@ def joined(pieces: Iterable[str]) -> str:
 
 @functools.lru_cache(maxsize=8)
 def compiled(source: str, today: bool) -> jinja2.Template:
-    """Return the compiled template; with ``today``, it can read the date."""
+    """Return the compiled template; with ``today``, it can read the date.
+
+    Cached. Raises jinja2's errors for a template that cannot be parsed.
+    """
     environment = _environment()
     if not today:
         del environment.globals["strftime_now"]
@@ -54,6 +57,7 @@ def syntax_error(source: str) -> str:
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Return the sandboxed Jinja environment, with the filters and globals that published templates use."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -71,6 +75,7 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Parse ``{% generation %}`` up to its end into a call of ``_marked`` around its body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)

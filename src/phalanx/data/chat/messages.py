@@ -35,7 +35,11 @@ class Conversation:
 
 
 def conversation_text(row: Mapping[str, object], field: str) -> str:
-    """Return the conversation in a row as one line of JSON. Its messages are in ``field``. Raises ``ValueError`` with the reason."""
+    """Return a row's conversation as one line of JSON: messages from ``field``, and tools if the row has any.
+
+    ShareGPT messages ("from", "value") become "role" and "content"; null fields are removed. Raises ``ValueError`` with
+    the reason if the conversation is malformed or has no message of the assistant.
+    """
     if field not in row:
         raise ValueError(f"has no field {field!r}")
     messages = [_message(number, message) for number, message in enumerate(_list(row[field], field), 1)]
@@ -71,12 +75,14 @@ def strings_in(value: object) -> Iterator[str]:
 
 
 def _list(value: object, field: str) -> list[object]:
+    """Return ``value``. Raises ``ValueError`` unless it is a list that is not empty."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"its {field!r} is no list, or an empty one")
     return value
 
 
 def _message(number: int, message: object) -> Message:
+    """Return a message with role and content, converted from ShareGPT. Raises ``ValueError`` unless its content is text."""
     if not isinstance(message, dict):
         raise ValueError(f"message {number} is no object with role and content")
     message = {

@@ -43,7 +43,11 @@ class Renderer:
         self._process: LineChild | None = None
 
     def render(self, source: str, variables: Mapping[str, object], *, today: bool) -> str:
-        """Return the template's output; with ``today``, the template can read the date. Raises RenderingError."""
+        """Return the template's output, rendered in a child process; with ``today``, the template can read the date.
+
+        Starts the process if there is none. It is ended if it dies, reports that it is out of memory, or the exchange
+        is interrupted. One request at a time. Raises RenderingError.
+        """
         request = {"source": source, "variables": variables, "today": today}
         with self._lock:
             try:
@@ -60,6 +64,9 @@ class Renderer:
             return str(reply["text"])
 
     def _exchange(self, request: Mapping[str, object]) -> dict[str, object]:
+        """Send a request to the child process, starting it if necessary, and return its reply; raises RenderingError if
+        it dies.
+        """
         if self._process is None:
             self._process = LineChild(_COMMAND, quiet=True)
         reply = self._process.exchange(request)
@@ -71,6 +78,7 @@ class Renderer:
         return reply
 
     def _end(self) -> None:
+        """End the process, if there is one."""
         if self._process is not None:
             self._process.end()
         self._process = None

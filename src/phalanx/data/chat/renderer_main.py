@@ -14,7 +14,11 @@ _MOST_REASON = 2_000
 
 
 def main() -> None:
-    """Render conversations until standard input ends or a template runs out of memory."""
+    """Render conversations until standard input ends or a template runs out of memory.
+
+    Limits this process's memory, and its processor time for each request. Reads one JSON request a line, writes one
+    JSON reply a line.
+    """
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_CORE, 0)
     for line in sys.stdin.buffer:
@@ -28,11 +32,13 @@ def main() -> None:
 
 
 def _limit(kind: int, soft: int) -> None:
+    """Set the soft limit of a resource to ``soft``, or to the hard limit if that is lower."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def _reply(line: bytes) -> dict[str, object]:
+    """Return the rendered text, or the error as text; ``is_last`` is true after a lack of memory."""
     try:
         request = json.loads(line)
         pieces = compiled(request["source"], request["today"]).generate(**request["variables"])

@@ -99,6 +99,7 @@ class ChatTemplate:
         today: bool,
         more: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
+        """Render the messages in the sandboxed process; raises ChatTemplateError."""
         variables = {
             **more,
             "messages": list(messages),
@@ -116,9 +117,11 @@ class ChatTemplate:
 
 
 def read_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
-    """Return the template in ``file``, or else that of a publisher's ``folder``: its own file, or an entry of the tokenizer's configuration.
+    """Return the template in ``file``, or else that of a publisher's ``folder``: its own file, or an entry of the
+    tokenizer's configuration.
 
-    Special tokens are from the folder's tokenizer. Raises ChatTemplateError if there is no template.
+    Special tokens are from the folder's tokenizer. Raises ChatTemplateError if there is no template. Of several named
+    templates, "default" is taken.
     """
     try:
         config = read_config(folder)
@@ -157,6 +160,7 @@ def template_beside(tokenizer: Path, file: Path | None = None) -> ChatTemplate:
 
 
 def _content(token: object) -> str | None:
+    """Return the text of a special token, which may be a table; ``None`` if it has none."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 

@@ -49,7 +49,8 @@ def open_stream(
 ) -> Iterator[io.BufferedReader]:
     """Yield the uncompressed bytes of a file. ``on_bytes`` receives the number of bytes read from the file.
 
-    Errors that show damage become ``DamagedError`` within the block. Raises ``MissingPackageError`` without ``zstandard``.
+    Errors that show damage become ``DamagedError`` within the block. Raises ``MissingPackageError`` without
+    ``zstandard``. ``on_bytes`` is called after each read with the total so far.
     """
     with path.open("rb", buffering=0) as raw:
         counted = _Counted(raw, on_bytes)
@@ -80,6 +81,7 @@ def read_head(path: Path, compression: Compression, nbytes: int) -> bytes:
 
 
 def _uncompressed(file: "_Counted", compression: Compression) -> io.RawIOBase:
+    """Return a raw stream of the file's uncompressed bytes."""
     match compression:
         case Compression.NONE:
             return file
@@ -103,6 +105,7 @@ class _AsSoonAsRead(io.RawIOBase):
         return True
 
     def readinto(self, buffer: "Buffer") -> int:
+        """Read what is there without waiting for more, and return the number of bytes; 0 at the end."""
         view = memoryview(buffer)
         data = self._stream.read1(len(view))
         view[: len(data)] = data
@@ -130,6 +133,7 @@ class _Counted(io.RawIOBase):
         return self._raw.tell()
 
     def readinto(self, buffer: "Buffer") -> int:
+        """Read into ``buffer``, and call ``on_bytes`` with the total read so far; return the bytes read."""
         count: int = self._raw.readinto(buffer)  # type: ignore[attr-defined]
         self._bytes_read += count
         if self._on_bytes is not None:
@@ -152,7 +156,9 @@ class _ZstdFrames(io.RawIOBase):
         return True
 
     def _dictionary(self) -> int:
-        """Return the number of the dictionary of the frame that begins here; 0 if it has none."""
+        """Return the number of the dictionary of the frame that begins here; 0 if it has none, or its header cannot be
+        read.
+        """
         try:
             number: int = self._zstandard.get_frame_parameters(self._packed).dict_id
         except self._zstandard.ZstdError:
@@ -160,6 +166,11 @@ class _ZstdFrames(io.RawIOBase):
         return number
 
     def readinto(self, buffer: "Buffer") -> int:
+        """Decompress into ``buffer`` across frames, and return the bytes written; 0 at the end.
+
+        Raises ``EOFError`` amid a frame, ``DamagedError`` for a frame that needs a dictionary, and ``zlib.error`` for
+        other damage.
+        """
         while not self._ready:
             if not self._packed:
                 self._packed = self._file.read(_BLOCK_BYTES) or b""
@@ -189,6 +200,7 @@ class _ZstdFrames(io.RawIOBase):
 
 
 def _zstandard() -> ModuleType:
+    """Import ``zstandard``. Raises ``MissingPackageError``."""
     try:
         return importlib.import_module("zstandard")
     except ImportError as error:

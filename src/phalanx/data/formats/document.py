@@ -64,6 +64,7 @@ class ReadOptions:
 
     @property
     def field(self) -> str:
+        """The field that is read: the chosen one, or else "messages" of conversations and "text" of documents."""
         usual = "messages" if self.chat else "text"
         return usual if self.text_field is None else self.text_field
 
@@ -81,7 +82,11 @@ _TAIL_BYTES = 1 << 12
 
 
 def text_spans(path: Path, size: int, span_bytes: int, options: ReadOptions) -> list[Span]:
-    """Return spans of ``span_bytes`` or slightly more, each of complete documents. Reads only the bytes around the cuts."""
+    """Return spans of ``span_bytes`` or slightly more, each of complete documents.
+
+    Reads only the bytes around the cuts. A file of at most ``options.document_bytes`` is one document and one span; an
+    empty one has none.
+    """
     if size <= options.document_bytes:
         return [Span(0, size, 0, size)] if size else []
     spans: list[Span] = []
@@ -101,7 +106,9 @@ def read_text(
 ) -> Iterator[Document | BadDocument]:
     """Yield the documents of ``stream``, which is positioned at the span's start.
 
-    With ``to_end``, the stream is a file that is read to its end, whatever its length.
+    With ``to_end``, the stream is a file that is read to its end, whatever its length. A file that is read in full and
+    has at most ``options.document_bytes`` is one document with the file's name. Others are cut into pieces
+    ``name#NUMBER``. A piece that is not UTF-8 becomes a ``BadDocument``.
     """
     head = b""
     if to_end:
@@ -122,7 +129,10 @@ def read_text(
 
 
 def pieces(file: "BinaryIO | _Rejoined", piece_bytes: int) -> Iterator[bytes]:
-    """Yield the file in pieces of at most ``piece_bytes``, each cut after a line if it contains a line end."""
+    """Yield the file in pieces of at most ``piece_bytes``, each cut after a line if it contains a line end.
+
+    Without a line end, the cut is between two characters.
+    """
     remainder = b""
     while block := file.read(piece_bytes - len(remainder)):
         block = remainder + block
@@ -141,11 +151,13 @@ class _Rejoined:
         self._stream = stream
 
     def read(self, count: int) -> bytes:
+        """Read up to ``count`` bytes: first those that were read ahead, then the stream's."""
         begin, self._head = self._head[:count], self._head[count:]
         return begin + self._stream.read(count - len(begin)) if len(begin) < count else begin
 
 
 def _decoded(path: Path, name: str, piece: bytes, place: str) -> Document | BadDocument:
+    """Return the document in a piece of a file; a ``BadDocument`` if it is not UTF-8."""
     try:
         return Document(name, piece.decode())
     except UnicodeDecodeError as error:

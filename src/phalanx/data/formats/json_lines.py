@@ -23,7 +23,10 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def parse_object(line: bytes) -> object:
-    """Return the value on the line, with ``NaN`` and ``Infinity`` allowed; return a ``ValueError`` if it is not JSON."""
+    """Return the JSON value on the line, with ``NaN`` and ``Infinity`` allowed.
+
+    A line that is not JSON, or is nested too deeply, raises nothing: its ``ValueError`` is returned.
+    """
     try:
         return json.loads(line)
     except ValueError as error:
@@ -42,7 +45,8 @@ def read_lines(
 ) -> Iterator[Document | BadDocument]:
     """Yield the documents of lines that start at offsets from ``start`` to ``stop`` (None: the end).
 
-    ``stream`` is at ``start`` - 1, or at 0 if ``start`` is 0.
+    ``stream`` is at ``start`` - 1, or at 0 if ``start`` is 0. Blank lines are skipped. A line that is too long, is no
+    JSON object or has no text in the field becomes a ``BadDocument``.
     """
     offset = start
     if start > 0:
@@ -74,7 +78,11 @@ def read_lines(
 
 
 def fields_of(stream: io.BufferedReader, lines: int, options: ReadOptions) -> list[str] | None:
-    """Return the fields of the first ``lines`` objects in order of appearance; None if an object has the text field, or if there is no object."""
+    """Return the field names of the first ``lines`` objects in order of appearance, for a message about a missing
+    field.
+
+    None if an object has the text field, or if no line is an object. Blank lines do not count.
+    """
     fields: dict[str, None] = {}
     at_start = True
     line_count = 0
@@ -115,6 +123,7 @@ class _Bad(msgspec.Struct):
 
 
 def _text_reader(field: str) -> Callable[[bytes], str | _Bad]:
+    """Return a function from a line to its text in ``field``, or to the reason why it has none."""
     row = msgspec.defstruct("Row", [("text", str)], rename={"text": field})
     decode = msgspec.json.Decoder(row).decode
 
@@ -128,6 +137,8 @@ def _text_reader(field: str) -> Callable[[bytes], str | _Bad]:
 
 
 def _conversation_reader(field: str) -> Callable[[bytes], str | _Bad]:
+    """Return a function from a line to its conversation as one line of JSON, or to the reason why it has none."""
+
     def text_of(line: bytes) -> str | _Bad:
         row = _object_or_reason(line, field)
         if isinstance(row, _Bad):
@@ -141,7 +152,7 @@ def _conversation_reader(field: str) -> Callable[[bytes], str | _Bad]:
 
 
 def _object_or_reason(line: bytes, field: str) -> dict[str, object] | _Bad:
-    """Return the object on the line, if it has the field."""
+    """Return the object on the line if it has the field; otherwise the reason, as ``_Bad``."""
     value = parse_object(line)
     if isinstance(value, UnicodeDecodeError):
         return _Bad(f"is not UTF-8 text (byte {value.object[value.start]:#04x}: {value.reason})")
@@ -155,6 +166,7 @@ def _object_or_reason(line: bytes, field: str) -> dict[str, object] | _Bad:
 
 
 def _text_or_reason(line: bytes, field: str) -> str | _Bad:
+    """Return the text in the line's ``field``; otherwise the reason, as ``_Bad``."""
     row = _object_or_reason(line, field)
     if isinstance(row, _Bad):
         return row
@@ -169,6 +181,7 @@ def _text_or_reason(line: bytes, field: str) -> str | _Bad:
 
 
 def _json_type(value: object) -> str:
+    """Return a JSON value's type in words, for messages."""
     if value is None:
         return "null"
     names = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
@@ -176,7 +189,7 @@ def _json_type(value: object) -> str:
 
 
 def _skip_line(stream: io.BufferedReader, block: int) -> int:
-    """Skip to the start of the next line. Returns the number of bytes skipped."""
+    """Skip to the start of the next line. Return the number of bytes skipped."""
     count = 0
     while piece := stream.readline(block):
         count += len(piece)
@@ -199,12 +212,14 @@ class _LineCounter:
 
     @property
     def lines(self) -> int:
+        """Lines of the file up to here; those before the span are counted once, when needed."""
         if self._before is None:
             self._before = _lines_started_before(self._path, self._start)
         return self._before + self._span_lines
 
 
 def _lines_started_before(path: Path, offset: int) -> int:
+    """Return how many lines begin before ``offset``, the line that contains it included. Reads the file up to there."""
     count, remaining, last_byte = 0, offset, b"\n"
     with path.open("rb") as file:
         while remaining and (block := file.read(min(remaining, _COUNT_BYTES))):

@@ -140,6 +140,11 @@ def recognize(path: Path, *, may_be_damaged: bool = False) -> FileFormat:
 
 
 def _recognize_compressed(path: Path, compression: Compression, may_be_damaged: bool) -> FileFormat:
+    """Return the format of a compressed file; reads its beginning.
+
+    Raises ``FormatError`` if its content is compressed again, a table or unsupported. Damage at the beginning is an
+    error unless ``may_be_damaged`` and the content are JSON lines.
+    """
     try:
         head = read_head(path, compression, _HEAD_BYTES)
         with open_stream(path, compression) as stream:
@@ -160,7 +165,11 @@ def _recognize_compressed(path: Path, compression: Compression, may_be_damaged: 
 
 
 def _kind_of_text(path: Path, head: bytes, file: io.BufferedIOBase) -> Kind:
-    """Return JSON lines or text for ``file``, which begins with ``head``. Raises ``FormatError`` if it is neither."""
+    """Return JSON lines or text for ``file``, which begins with ``head``.
+
+    Raises ``FormatError`` if it is neither. The file's name decides if it ends as JSON lines do; otherwise two objects
+    on the first two lines with content, or one line that is very long.
+    """
     for offset, magic, description, remedy in _REFUSED:
         if head[offset : offset + len(magic)] == magic:
             raise FormatError(path, f"is {description}", remedy)
@@ -183,6 +192,7 @@ def _kind_of_text(path: Path, head: bytes, file: io.BufferedIOBase) -> Kind:
 
 
 def _require_utf8(path: Path, head: bytes) -> None:
+    """Raise ``FormatError`` unless the beginning of a file is UTF-8; a character that is cut off at its end is no error."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError as error:
@@ -194,6 +204,7 @@ def _require_utf8(path: Path, head: bytes) -> None:
 
 
 def _named_json_lines(path: Path) -> bool:
+    """Return True if the file's name has a suffix of JSON lines, before one of compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED_NAMES:
         suffixes.pop()
@@ -215,8 +226,9 @@ def spans(
 ) -> list[Span]:
     """Return the spans of a file in order, each of ``span_bytes`` or slightly more as stored; none for an empty file.
 
-    Plain text is cut at document boundaries, so ``options.document_bytes`` must be the same as for reading. Raises ``CorpusError`` if the file
-    cannot be read or is damaged, or if a package is missing.
+    Plain text is cut at document boundaries, so ``options.document_bytes`` must be the same as for reading. Raises
+    ``CorpusError`` if the file cannot be read or is damaged, or if a package is missing. Compressed files are one span.
+    Raises ``ValueError`` if ``span_bytes`` is not positive.
     """
     if span_bytes < 1:
         raise ValueError(f"span_bytes = {span_bytes} is not positive")
@@ -270,9 +282,11 @@ def documents(
 
 
 def require_text(path: Path, file_format: FileFormat, options: ReadOptions = DEFAULTS) -> None:
-    """Raises ``FormatError`` if none of the first rows has the field that the options name.
+    """Raise ``FormatError`` if none of the first rows has the field that the options name.
 
-    The message lists the existing fields. Plain text has no fields and is accepted.
+    The message lists the existing fields. Plain text has no fields and is accepted, unless the options want
+    conversations. An empty file is accepted. Raises ``CorpusError`` for a damaged file, and ``MissingPackageError`` for
+    a table without pyarrow.
     """
     with _named(path):
         match file_format.kind:
@@ -300,6 +314,7 @@ def _stream_documents(
     options: ReadOptions,
     on_bytes: OnBytes | None,
 ) -> Iterator[Document | BadDocument]:
+    """Yield the documents of a span of text or JSON lines. A compressed file is read to its end, whatever the span's stop."""
     compressed = file_format.compression is not Compression.NONE
     with open_stream(path, file_format.compression, on_bytes) as stream:
         if file_format.kind is Kind.JSONL:
@@ -315,6 +330,7 @@ def _stream_documents(
 
 @contextmanager
 def _file_errors_named(path: Path) -> Iterator[None]:
+    """Convert ``OSError`` to ``CorpusError`` with the path."""
     try:
         yield
     except OSError as error:
@@ -325,6 +341,7 @@ def _file_errors_named(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
+    """Add the path to errors of files, and convert ``DamagedError`` to ``CorpusError``."""
     with _file_errors_named(path):
         try:
             yield

@@ -27,7 +27,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def require_packages() -> None:
-    """Raises ``MissingPackageError`` with the command that installs the packages for tables."""
+    """Raise ``MissingPackageError`` with the command that installs the packages for tables."""
     try:
         importlib.import_module("pyarrow.parquet")
     except ImportError as error:
@@ -38,7 +38,7 @@ def require_packages() -> None:
 
 
 def parquet_spans(path: Path, span_bytes: int) -> list[Span]:
-    """Return spans of complete row groups, each of ``span_bytes`` or slightly more as stored."""
+    """Return spans of complete row groups, each of ``span_bytes`` or slightly more as stored. Raises ``DamagedError``."""
     import pyarrow.parquet as pq
 
     spans: list[Span] = []
@@ -58,7 +58,10 @@ def parquet_spans(path: Path, span_bytes: int) -> list[Span]:
 
 
 def arrow_spans(path: Path, span_bytes: int) -> list[Span]:
-    """Return spans of complete record batches. The file is mapped, and little more than the headers of batches is read."""
+    """Return spans of complete record batches.
+
+    The file is mapped, and little more than the headers of batches is read. Bytes are those of the batches' buffers.
+    """
     spans: list[Span] = []
     start = first = rows = stored = number = 0
     with _damage_named(), _batches(path) as (_, batches):
@@ -76,7 +79,11 @@ def arrow_spans(path: Path, span_bytes: int) -> list[Span]:
 
 
 def require_column(path: Path, options: ReadOptions, *, parquet: bool) -> None:
-    """Raises ``FormatError`` if the table has no text column with the name in the options."""
+    """Raise ``FormatError`` if the table does not have exactly one column with the name in the options, or if it is not
+    of text.
+
+    With ``options.chat`` the column may have any type. Raises ``DamagedError`` for a broken file.
+    """
     import pyarrow.parquet as pq
 
     with _damage_named():
@@ -104,7 +111,10 @@ def require_column(path: Path, options: ReadOptions, *, parquet: bool) -> None:
 
 
 def missing_field(path: Path, field: str, available: list[str]) -> FormatError:
-    """Return the error for a file without the text field."""
+    """Return the error for a file without the text field.
+
+    Its remedy explains how to use a field within an object, if ``field`` is "outer.inner".
+    """
     remedy, outer = "name it with --text-field", field.partition(".")[0]
     if outer != field and outer in available:
         remedy = f"a field within {outer!r} is not read: write it as one of its own, in JSON lines with jq -c '{{text: .{field}}}'"
@@ -114,7 +124,11 @@ def missing_field(path: Path, field: str, available: list[str]) -> FormatError:
 def read_parquet(
     path: Path, name: str, span: Span, options: ReadOptions, on_bytes: OnBytes | None
 ) -> Iterator[Document | BadDocument]:
-    """Yield the documents of the span's row groups."""
+    """Yield the documents of the span's row groups, reading the columns in use in batches of bounded size.
+
+    Null or invalid values become ``BadDocument``. ``on_bytes`` receives the span's stored bytes in proportion to its
+    rows read. Raises ``DamagedError``. Nothing for groups without rows.
+    """
     import pyarrow.parquet as pq
 
     with (
@@ -140,7 +154,11 @@ def read_parquet(
 def read_arrow(
     path: Path, name: str, span: Span, options: ReadOptions, on_bytes: OnBytes | None
 ) -> Iterator[Document | BadDocument]:
-    """Yield the documents of the span's record batches."""
+    """Yield the documents of the span's record batches; the file is mapped into memory.
+
+    Null or invalid values become ``BadDocument``. ``on_bytes`` receives the span's stored bytes in proportion to its
+    rows read. Raises ``DamagedError``.
+    """
     with _damage_named(), _batches(path) as (_, batches):
         chosen = list(itertools.islice(batches, span.start, span.stop))
         rows = sum(batch.num_rows for batch in chosen)
@@ -156,6 +174,7 @@ def _read_batches(
     options: ReadOptions,
     on_bytes: OnBytes | None,
 ) -> Iterator[Document | BadDocument]:
+    """Yield a document, or several pieces, for each row, and a ``BadDocument`` for a value that is null or invalid."""
     row = span.first
     for batch in batches:
         for slice_start in range(0, batch.num_rows, 1024):
@@ -185,7 +204,7 @@ def columns_read(options: ReadOptions, available: Sequence[str]) -> list[str]:
 
 
 def _conversations(rows: pyarrow.RecordBatch, options: ReadOptions) -> Iterator[str | ValueError]:
-    """Yield the conversation of each row."""
+    """Yield the conversation of each row as one line of JSON; its ``ValueError`` in place of one that is malformed."""
     chosen = rows.select(columns_read(options, rows.schema.names))
     chosen.validate(full=True)
     for row in chosen.to_pylist():
@@ -196,9 +215,10 @@ def _conversations(rows: pyarrow.RecordBatch, options: ReadOptions) -> Iterator[
 
 
 def _values(column: pyarrow.Array) -> Iterator[str | UnicodeDecodeError | None]:
-    """Yield each value of a column of text or bytes; an error in place of a value that is not UTF-8.
+    """Yield each value of a column of text or bytes; None for null, and an error in place of a value that is not UTF-8.
 
-    Raises ``ArrowInvalid`` for a damaged column: pyarrow would follow wrong offsets out of a mapped file and crash the process.
+    Raises ``ArrowInvalid`` for a damaged column: pyarrow would follow wrong offsets out of a mapped file and crash the
+    process.
     """
     import pyarrow as pa
 
@@ -223,6 +243,7 @@ def _values(column: pyarrow.Array) -> Iterator[str | UnicodeDecodeError | None]:
 
 
 def _value(column: pyarrow.Array, row: int) -> str | UnicodeDecodeError | None:
+    """Return a column's value in a row, or the error if it is not UTF-8."""
     try:
         value: str | None = column[row].as_py()
     except UnicodeDecodeError as error:
@@ -231,6 +252,7 @@ def _value(column: pyarrow.Array, row: int) -> str | UnicodeDecodeError | None:
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:
+    """Return True for a column of strings or bytes, also of a dictionary."""
     from pyarrow import types
 
     if types.is_dictionary(kind):
@@ -263,7 +285,7 @@ def _batches(path: Path) -> Iterator[tuple[pyarrow.Schema, Iterator[pyarrow.Reco
 
 @contextmanager
 def _damage_named() -> Iterator[None]:
-    """Convert pyarrow's errors for broken files to ``DamagedError``."""
+    """Convert pyarrow's errors for broken files to ``DamagedError``. Errors of the file system pass through."""
     import pyarrow as pa
 
     try:

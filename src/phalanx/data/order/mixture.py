@@ -77,9 +77,11 @@ def _apportioned(shares: Sequence[Fraction], seats: int) -> tuple[int, ...]:
 
 
 def fair_pattern(weights: Sequence[int]) -> NDArray[np.uint16]:
-    """Return the number of the source at each of ``sum(weights)`` positions, uint16.
+    """Return the number of the source at each of ``sum(weights)`` positions, uint16: source i occurs ``weights[i]``
+    times, evenly spread.
 
-    If two items have the same deadline, the source with the lower number comes first.
+    Earliest deadline first: each item has a window in proportion to its number. If two have the same deadline, the
+    source with the lower number comes first.
     """
     length = sum(weights)
     turns = np.empty(length, dtype=np.uint16)
@@ -158,7 +160,11 @@ class Mixture:
     def __init__(
         self, sources: Sequence[MixtureSource], stages: Sequence[int], seed: int, batch_size: int
     ) -> None:
-        """``stages`` are the steps after which each stage begins, 0 first. Raises ``ValueError`` with the reason."""
+        """Compute each stage's pattern, and the draws before each stage. ``stages`` are the steps after which each
+        begins, 0 first.
+
+        Raises ``ValueError`` for stages or weights that are not valid, and for a source in use without records.
+        """
         _require_valid(sources, stages, batch_size)
         self.sources = tuple(sources)
         self.batch_size = batch_size
@@ -188,7 +194,10 @@ class Mixture:
         return tuple(Fraction(int(weight), int(weights.sum())) for weight in weights)
 
     def locate(self, samples: NDArray[np.int64]) -> Located:
-        """Return the location of the run's ``samples`` (one-dimensional, any order). Raises ``ValueError`` for one that is not in 0 to ``MAX_SAMPLES``."""
+        """Return the source, epoch and record of each of the run's ``samples`` (one-dimensional, any order).
+
+        Raises ``ValueError`` for a sample that is not in 0 to ``MAX_SAMPLES``.
+        """
         if samples.size and not (samples.min() >= 0 and samples.max() < MAX_SAMPLES):
             raise ValueError(f"samples {samples.min()}..{samples.max()} are not all in [0, {MAX_SAMPLES})")
         pattern_samples = self._windowed(samples)
@@ -260,7 +269,7 @@ class Mixture:
         return steps
 
     def _windowed(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return each sample's number before the permutation within its batch."""
+        """Return each sample's number in the pattern: samples of a batch are permuted within it."""
         order = np.argsort(samples, kind="stable")  # fast if they are sorted already
         batch, place = np.divmod(samples[order], self.batch_size)
         numbers, turn = np.unique(batch, return_inverse=True)
@@ -284,6 +293,10 @@ def _groups(values: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]
 
 
 def _stage(start: int, weights: Sequence[float], by_name: Sequence[int]) -> _Stage:
+    """Return a stage that starts at sample ``start``, with its pattern and the tables that invert it.
+
+    Ties go by the source's name.
+    """
     integer_weights = np.array(whole_weights(weights), dtype=np.int64)
     turns = np.array(by_name, dtype=np.uint16)[
         fair_pattern([int(integer_weights[number]) for number in by_name])
@@ -296,6 +309,9 @@ def _stage(start: int, weights: Sequence[float], by_name: Sequence[int]) -> _Sta
 
 
 def _require_valid(sources: Sequence[MixtureSource], stages: Sequence[int], batch_size: int) -> None:
+    """Raise ``ValueError`` for empty or repeated sources, stages that do not increase from 0, and weights of another
+    number than stages.
+    """
     names = [source.name for source in sources]
     if not 1 <= len(sources) <= MOST_SOURCES or len(set(names)) < len(names):
         raise ValueError(f"{len(names)} sources with {len(set(names))} names; at least one, and each another")

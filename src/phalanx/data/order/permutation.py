@@ -111,7 +111,8 @@ class SampleOrder:
     def dataset_indices(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the dataset samples of the run's samples ``first`` to ``first + count``; shape (count,), int64.
 
-        Run sample i is in epoch i // n. The order is the same however the run is divided into batches.
+        Run sample i is in epoch i // n. The order is the same however the run is divided into batches. Each epoch is
+        permuted by a key of its own. Raises ``ValueError`` for a ``first`` or ``count`` out of range.
         """
         _require_range("first", first, 0, MAX_SAMPLES)
         _require_range("count", count, 0, MAX_SAMPLES)
@@ -129,7 +130,10 @@ class SampleOrder:
 
 
 def _feistel(x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the cipher once, on the smallest near-square grid of at least n cells."""
+    """Apply the cipher once, on the smallest near-square grid of at least n cells.
+
+    ``x`` is unchanged. Values up to the grid's size can result.
+    """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
     columns, rows = np.array(a, np.uint64), np.array(b, np.uint64)
@@ -177,7 +181,7 @@ def _added(
 def _subtracted(
     half: NDArray[np.uint64], hashed: NDArray[np.uint64], size: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    """Return ``(half - hashed) % size`` in the same way as ``_added``."""
+    """Return ``(half - hashed) % size`` in the same way as ``_added``. Overwrites ``hashed``."""
     _reduce(hashed, size)
     np.subtract(half, hashed, out=hashed)
     np.minimum(hashed, hashed + size, out=hashed)
@@ -214,6 +218,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _round_keys(key: int) -> NDArray[np.uint64]:
+    """Return the ``ROUNDS`` keys made of ``key``. Raises ``ValueError`` for one outside 64 bits."""
     _require_range("key", key, 0, 2**64 - 1)
     digest = hashlib.blake2b(
         key.to_bytes(8, "little"), digest_size=8 * ROUNDS, person=b"phalanx rounds"
@@ -222,5 +227,6 @@ def _round_keys(key: int) -> NDArray[np.uint64]:
 
 
 def _require_range(name: str, value: int, low: int, high: int) -> None:
+    """Raise ``ValueError`` unless ``low <= value <= high``."""
     if not low <= value <= high:
         raise ValueError(f"{name} = {value} is not in [{low}, {high}]")

@@ -27,7 +27,10 @@ from phalanx.run.spec import RunSpec
 
 
 def provenance(index: DataIndex, addresses: Mapping[str, str]) -> dict[str, dict[str, object]]:
-    """Return known facts of each dataset, by the name of its source. The name is empty for a run without ``[[data.sources]]``."""
+    """Return what each dataset was made of and its sizes, by the name of its source.
+
+    ``addresses`` are by the same names. The name is empty for a run without ``[[data.sources]]``.
+    """
     indices: Mapping[str, DatasetIndex] = {}
     if isinstance(index, DatasetIndex):
         indices = {ONLY: index}
@@ -71,7 +74,8 @@ def show_batch(
 ) -> list[ShownSample]:
     """Return the samples of ``step`` (from 1), or of one of its slots, in slot order.
 
-    Raises ``DatasetError`` for a step before the run's first, or a slot that does not exist.
+    Raises ``DatasetError`` for a step before the run's first, or a slot that does not exist. Reads the samples from the
+    dataset.
     """
     if slot is not None and not slot < spec.train.slots:
         raise DatasetError(f"there is no slot {slot}: the run has {spec.train.slots}, from 0")
@@ -85,6 +89,9 @@ def show_batch(
 
 
 def _shown(place: DatasetPlace, reading: Reading, seq_len: int) -> ShownSample:
+    """Read the record of a reading and return it as text, with the documents it contains, which are unknown for packed
+    datasets.
+    """
     record = show_record(place, TRAIN, reading.record, seq_len)
     documents = None
     if not place.index.packed_seq_len:
@@ -114,7 +121,11 @@ class ShownRecord:
 
 
 def show_record(place: DatasetPlace, split: str, number: int, seq_len: int) -> ShownRecord:
-    """Return record ``number`` (from 0) of ``seq_len`` tokens of a split, with special tokens as text. Raises ``DatasetError`` if there is none."""
+    """Return record ``number`` (from 0) of ``seq_len`` tokens of a split as text, in pieces that are trained on or not.
+
+    Special tokens are spelled, and padding at the end is only counted. Raises ``DatasetError`` if there is no such
+    record.
+    """
     sequences = TokenSequences(place, split, seq_len)
     if not 0 <= number < len(sequences):
         raise DatasetError(
@@ -137,6 +148,7 @@ def show_record(place: DatasetPlace, split: str, number: int, seq_len: int) -> S
 
 
 def _spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """Return the text of ids, special tokens included where the tokenizer has them."""
     if isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
         return str(HfTokenizer.from_str(tokenizer.serialized).decode(ids, skip_special_tokens=False))
     return tokenizer.decode(ids)

@@ -38,9 +38,11 @@ class TracedDocument:
 def trace(
     place: Workplace, index: DatasetIndex, split: str, record: int, seq_len: int
 ) -> list[TracedDocument]:
-    """Return the documents of a record of ``seq_len`` tokens, in order. For packed datasets, ``seq_len`` is that of the packing.
+    """Return the documents of a record of ``seq_len`` tokens, in order. For packed datasets, ``seq_len`` is that of the
+    packing.
 
-    Raises ``PreparationError`` if the record does not exist.
+    Raises ``PreparationError`` if the record does not exist. Reads the lists of documents that the preparation stored.
+    Raises ``PreparationError`` also if one is damaged.
     """
     records = index.samples(split, seq_len)
     if not 0 <= record < records:
@@ -59,6 +61,9 @@ def trace(
 def _in_portion(
     place: Workplace, index: DatasetIndex, name: str, start: int, stop: int
 ) -> list[TracedDocument]:
+    """Return the documents of tokens ``start`` to ``stop`` of the portion that wrote the shard ``name``; raises
+    ``PreparationError``.
+    """
     plan, number = place.plan, name.rpartition("-")[2]
     if not number.isdecimal() or int(number) >= len(plan.portions):
         raise PreparationError(
@@ -94,7 +99,9 @@ def _documents_of(place: Workplace, key: str) -> list[tuple[int, str, int]]:
 
 
 def _joined(lengths: list[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (document, first token, tokens) for each joined document in the range."""
+    """Yield (document, first token, tokens) for each document that overlaps tokens ``start`` to ``stop`` of the
+    documents joined in order.
+    """
     offset = 0
     for number, length in enumerate(lengths):
         first, last = max(start, offset), min(stop, offset + length)

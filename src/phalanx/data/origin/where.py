@@ -90,7 +90,10 @@ class StageShares(msgspec.Struct, frozen=True):
 def mixture_facts(
     spec: RunSpec, index: DatasetIndex | MixtureIndex
 ) -> tuple[list[StageShares], list[SourceUse]]:
-    """Return a run's shares by stage, and the use of each source at the run's end. A run of one dataset has no stages."""
+    """Return a run's shares by stage, and the use of each source at the run's end.
+
+    A run of one dataset has no stages. Shares are given as configured and as the integer pattern realizes them.
+    """
     if isinstance(index, DatasetIndex):
         samples, drawn = _single_order(spec, index).n, spec.train.steps * spec.train.batch_size
         epoch_steps = -(-samples // spec.train.batch_size)
@@ -119,7 +122,12 @@ def mixture_facts(
 def readings_of_step(
     spec: RunSpec, index: DatasetIndex | MixtureIndex, step: int, origin: DataOrigin | None = None
 ) -> list[Reading]:
-    """Return the readings of each slot in step ``step`` (from 1), in slot order. Raises ``DatasetError`` for a step before the run's first."""
+    """Return which record each sample of step ``step`` (from 1) reads, with its slot, source, epoch, shard file and
+    byte offset.
+
+    In slot order. ``origin`` is the parent's end for a child run. Raises ``DatasetError`` for a step before the run's
+    first.
+    """
     origin = origin or DataOrigin()
     if not origin.step < step:
         raise DatasetError(
@@ -183,8 +191,9 @@ def steps_of_record(
 def records_of_document(spec: RunSpec, place: DatasetPlace, document: int, end_of_document: int) -> range:
     """Return the records with tokens of a document of the training split, counted from 0 in shard order.
 
-    Reads the tokens up to the document's end. A record's tokens are its inputs; a document's last token can be the target of the record before.
-    Raises ``DatasetError`` if there is no such document.
+    Reads the tokens up to the document's end. A record's tokens are its inputs; a document's last token can be the
+    target of the record before. Raises ``DatasetError`` if there is no such document. Also raises it for a packed
+    dataset, whose documents are not in order.
     """
     if place.index.packed_seq_len:
         raise DatasetError(
@@ -228,6 +237,7 @@ def documents_of_record(place: DatasetPlace, record: int, seq_len: int, end_of_d
 
 
 def _steps_of_single(spec: RunSpec, order: SampleOrder, record: int, origin: DataOrigin) -> Iterator[int]:
+    """Yield the steps, from 1, of a run of one dataset that train on ``record``, once an epoch; a child's own steps only."""
     batch = spec.train.batch_size
     stop = origin.sample + (spec.train.steps - origin.step) * batch
     for epoch in range(origin.sample // order.n, -(-stop // order.n)):
@@ -238,6 +248,7 @@ def _steps_of_single(spec: RunSpec, order: SampleOrder, record: int, origin: Dat
 
 
 def _single_order(spec: RunSpec, index: DatasetIndex) -> SampleOrder:
+    """Return the order of a run of one dataset; raises ``DatasetError`` if it has no complete sequence."""
     samples = index.samples(TRAIN, spec.train.seq_len)
     if not samples:
         raise DatasetError(f"the dataset has no whole sequence of train.seq_len = {spec.train.seq_len}")
@@ -245,11 +256,13 @@ def _single_order(spec: RunSpec, index: DatasetIndex) -> SampleOrder:
 
 
 def _part(spec: RunSpec, index: MixtureIndex, name: str) -> range:
+    """Return the samples of a source's training split that the run uses."""
     source = next(source for source in spec.data.sources if source.name == name)
     return part_of(source, index.sources[name].samples(TRAIN, spec.train.seq_len))
 
 
 def _stored(index: DatasetIndex, token: int) -> tuple[str, int]:
+    """Return the shard file with a token of the training split, and the token's byte offset in it; raises ``IndexError``."""
     for shard in index.train.shards:
         if token < shard.tokens:
             return shard.file, token * index.item_bytes

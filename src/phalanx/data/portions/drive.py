@@ -63,12 +63,17 @@ def place_named_files(
 
 
 def _require_place(out: str) -> None:
+    """Raise ``PreparationError`` if ``out`` is a file."""
     if not is_url(out) and Path(out).exists() and not Path(out).is_dir():
         raise PreparationError(f"{out} is a file; choose another --out")
 
 
 def put_plan(out: str, plan: PreparationPlan, tokenizer: Tokenizer | None) -> Workplace:
-    """Store a plan at ``out`` unless it is there, with its tokenizer if that is not trained. Raises as ``commit_plan``."""
+    """Store a plan at ``out`` unless it is there, with its tokenizer if that is not trained, and return its workplace.
+
+    At a new remote ``out``, writes a probe first to check that the store can create objects exclusively. Raises as
+    ``commit_plan``.
+    """
     place = Workplace(out if is_url(out) else str(Path(out).expanduser().absolute()))
     if is_remote(out) and not any(place.store.list(PREPARATION)):
         require_create(place.store, f"{PREPARATION}/probe-{time.time_ns():x}")
@@ -80,7 +85,8 @@ def put_plan(out: str, plan: PreparationPlan, tokenizer: Tokenizer | None) -> Wo
 def carry_out(place: Workplace, executor: Executor, on_stage: OnStage = lambda *_: None) -> PreparedDataset:
     """Run the tasks of the plan at ``place`` that are not done, and return the dataset.
 
-    Raises ``PreparationError`` if a task fails, or is lost three times. Completed tasks stay done.
+    Raises ``PreparationError`` if a task fails, or is lost three times. Completed tasks stay done. Calls ``on_stage``
+    with (stage, completed, tasks) as tasks end. At the end, seals the dataset and removes the tasks' inputs.
     """
     index = sealed_index(place)
     reused = index is not None
@@ -124,6 +130,7 @@ def _sweep(place: Workplace) -> None:
 
 
 def _await_stage(place: Workplace, stage: Stage, number: int, on_stage: OnStage, patience_s: float) -> None:
+    """Wait until all tasks of a stage are done; do a missing one here whenever none completes for ``patience_s``."""
     last, since = -1, time.monotonic()
     while len(completed := place.done(stage)) < stage.tasks:
         on_stage(stage.name, len(completed), stage.tasks)
@@ -138,12 +145,19 @@ def _await_stage(place: Workplace, stage: Stage, number: int, on_stage: OnStage,
 
 
 def _require_sealed(place: Workplace, failed: str) -> None:
-    """Raises ``PreparationError`` with the failure, unless another process has sealed the dataset and removed this task's inputs."""
+    """Raise ``PreparationError`` with the failure, unless another process has sealed the dataset and removed this
+    task's inputs.
+    """
     if sealed_index(place) is None:
         raise PreparationError(failed)
 
 
 def _do_stage(place: Workplace, stage: Stage, executor: Executor, on_stage: OnStage) -> None:
+    """Run the missing tasks of a stage until all are done. Raises ``PreparationError`` if one fails, or is lost
+    ``_MOST_LOSSES`` times.
+
+    Returns early if another process has sealed the dataset meanwhile.
+    """
     losses: Counter[int] = Counter()
     completed = place.done(stage)
     while missing := sorted(set(range(stage.tasks)) - completed):
@@ -181,7 +195,10 @@ def _named(stage: Stage, task: int) -> str:
 
 
 def sealed_index(place: Workplace) -> DatasetIndex | None:
-    """Return the index of the dataset if it is sealed."""
+    """Return the index of the dataset if it is sealed, otherwise None.
+
+    Raises ``PreparationError`` if it is the index of another recipe.
+    """
     try:
         text = place.store.get(INDEX_KEY)
     except MissingObjectError:
@@ -218,7 +235,10 @@ def recipe_of_files(
     on_bad: Literal["stop", "skip"] = "stop",
     as_text: bool = False,
 ) -> PreparationRecipe:
-    """Return the recipe of named files, folders and globs (paths or URLs). Its paths are absolute, so it does not depend on the working directory."""
+    """Return the recipe of named files, folders and globs (paths or URLs).
+
+    Its paths are absolute, so it does not depend on the working directory. ``text_field`` is None for the default.
+    """
     field = RawSource.text_field if text_field is None else text_field
     tokenizer = (
         output.tokenizer if output.tokenizer in ("bpe", "bytes") else os.path.abspath(output.tokenizer)
@@ -236,7 +256,9 @@ def recipe_of_files(
 def plan_named_files(names: Sequence[str], recipe: PreparationRecipe, out: str = "") -> NamedFilesPlan:
     """Return the plan of a recipe that ``recipe_of_files`` made of the same names, for a dataset at ``out``.
 
-    Raises ``CorpusError``, ``TokenizerError`` and ``StoreError``.
+    Raises ``CorpusError``, ``TokenizerError`` and ``StoreError``. Lists the files, and reads documents if some are held
+    out. Returns the plan with its tokenizer and the local files. Files are sorted by name; raises ``CorpusError`` for
+    one that is named twice. Empty local files are left out.
     """
     local = {number: local_path(name) for number, name in enumerate(names) if not is_remote(name)}
     files: list[RawFile] = []

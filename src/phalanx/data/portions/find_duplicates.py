@@ -76,6 +76,7 @@ def read_portion(plan: PreparationPlan, number: int) -> Iterator[tuple[int, Docu
 
 
 def _documents(plan: PreparationPlan, piece: Piece) -> Iterator[Document | BadDocument]:
+    """Yield a piece's documents, from a local copy of its bytes if the file is remote. Raises ``PreparationError``."""
     file, form = plan.files[piece.file], plan.formats[piece.file]
     options = read_options(plan.recipe, file.source)
     with scratch_folder("phalanx-portion-") as scratch:
@@ -100,6 +101,9 @@ def _documents(plan: PreparationPlan, piece: Piece) -> Iterator[Document | BadDo
 
 
 def _bring(local: LocalBytes, piece: Piece, form: FileFormat, nbytes: int, options: ReadOptions) -> None:
+    """Copy the bytes of a piece that reading needs from a remote file: its lines, or of Parquet the footer and columns
+    in use. All bytes of other formats; nothing of a file that is local already.
+    """
     if not local.is_copy:
         return
     span = piece.span
@@ -132,7 +136,11 @@ def _bring(local: LocalBytes, piece: Piece, form: FileFormat, nbytes: int, optio
 def stepped_documents(
     place: Workplace, number: int, manifest: TaskManifest | None = None
 ) -> Iterator[KeptDocument]:
-    """Yield a portion's documents that its steps keep, in order. ``manifest`` counts the documents read and dropped, by reason."""
+    """Yield a portion's documents that its steps keep, in order.
+
+    ``manifest`` counts the documents read and dropped, by reason. Empty documents are dropped. Raises as
+    ``read_portion``, and for text that is not valid characters.
+    """
     counts: dict[str, int] = {} if manifest is None else manifest.counts
     counts["documents read"] = 0
     for piece, document in read_portion(place.plan, number):
@@ -148,6 +156,7 @@ def stepped_documents(
 
 
 def _require_characters(document: Document) -> None:
+    """Raise ``PreparationError`` for a text that UTF-8 cannot encode."""
     try:
         document.text.encode()
     except UnicodeEncodeError as error:
@@ -171,7 +180,7 @@ def ranges_of(plan: PreparationPlan) -> int:
 
 
 def duplicate_stages(plan: PreparationPlan) -> list[Stage]:
-    """Return the stages that find the duplicates of a plan; empty without deduplication."""
+    """Return the stages that find the duplicates of a plan, in order; empty without deduplication."""
     dedup = plan.recipe.dedup
     if dedup is None:
         return []
@@ -185,7 +194,11 @@ def duplicate_stages(plan: PreparationPlan) -> list[Stage]:
 
 
 def read_and_sketch(place: Workplace, number: int) -> None:
-    """Run task ``number`` of the stage ``read``."""
+    """Run task ``number`` of the stage ``read``: store the portion's documents after its steps, and their hashes.
+
+    Documents are stored in compressed chunks. Hashes, and MinHash bands for near duplicates, are sorted by ranges of
+    keys. Commits the manifest.
+    """
     manifest = place.new_manifest(READ, number)
     dedup = place.plan.recipe.dedup
     assert dedup is not None
@@ -220,7 +233,9 @@ def read_and_sketch(place: Workplace, number: int) -> None:
 
 
 def find_exact(place: Workplace, number: int) -> None:
-    """Run task ``number`` of the stage ``exact``."""
+    """Run task ``number`` of the stage ``exact``: store the places of later copies in one range of hashes, and commit
+    the manifest.
+    """
     manifest = place.new_manifest(EXACT, number)
     entries, places = _range(place, EXACT, number, HASH_DTYPE)
     place.put_packed(manifest, f"{number:05d}", later_copies(entries, places).astype("<u8").tobytes())
@@ -228,7 +243,9 @@ def find_exact(place: Workplace, number: int) -> None:
 
 
 def find_near(place: Workplace, number: int) -> None:
-    """Run task ``number`` of the stage ``near``."""
+    """Run task ``number`` of the stage ``near``: store pairs of similar documents in one range of bands, and commit the
+    manifest.
+    """
     manifest = place.new_manifest(NEAR, number)
     near = place.plan.recipe.dedup.near if place.plan.recipe.dedup else None
     assert near is not None
@@ -240,9 +257,10 @@ def find_near(place: Workplace, number: int) -> None:
 
 
 def write_dropped_documents(place: Workplace, number: int) -> None:
-    """Write the lists of documents to drop as duplicates: the only task of the stage ``cluster``.
+    """Write the lists of documents to drop as duplicates, by group of portions, and commit the manifest.
 
-    A document that is both an exact and a near duplicate is listed as exact.
+    The only task of the stage ``cluster``. Of each cluster, the first document stays. One that is both an exact and a
+    near duplicate is listed as exact.
     """
     manifest = place.new_manifest(CLUSTER, number)
     stages = {stage.name: stage for stage in duplicate_stages(place.plan)}
@@ -284,6 +302,7 @@ def without_duplicates(
 
 
 def _losers(place: Workplace, number: int) -> dict[int, bool]:
+    """Return the portion's documents to drop, by ordinal: True for a near duplicate, False for an exact one."""
     group = _required_manifest(place, CLUSTER, 0).objects[number // _PORTIONS_OF_A_LIST]
     entries = np.frombuffer(place.get_packed(group), dtype=_LOSER_DTYPE)
     own_entries = entries[entries["place"] >> np.uint64(32) == number]
@@ -292,6 +311,7 @@ def _losers(place: Workplace, number: int) -> dict[int, bool]:
 
 
 def _required_manifest(place: Workplace, stage: str, task: int) -> TaskManifest:
+    """Return a task's manifest; raises ``PreparationError`` if it is not done."""
     manifest = place.manifest(stage, task)
     if manifest is None:
         raise PreparationError(f"task {task} of stage {stage} is not done; give the same command again")
@@ -305,7 +325,7 @@ def _chunk(number: int, chunk: int) -> str:
 def _put_ranges(
     place: Workplace, manifest: TaskManifest, kind: str, entries: NDArray[np.void], ranges: int
 ) -> list[tuple[int, int, str]]:
-    """Store the entries sorted by range. Returns start, stop and checksum of each range."""
+    """Store the entries sorted by range. Return start, stop and checksum of each range."""
     number = _range_of(entries["key"], ranges)
     order = np.argsort(number, kind="stable")
     data = memoryview(entries[order].tobytes())
@@ -321,9 +341,12 @@ def _range_of(keys: NDArray[np.uint64], ranges: int) -> NDArray[np.int64]:
 def _range(
     place: Workplace, kind: str, number: int, dtype: np.dtype[np.void]
 ) -> tuple[NDArray[np.void], NDArray[np.uint64]]:
-    """Return all portions' entries in a range of keys, and their places: the portion in the upper and the ordinal in the lower 32 bits."""
+    """Return all portions' entries in a range of keys, and their places: the portion in the upper and the ordinal in
+    the lower 32 bits. Raises ``PreparationError`` if a portion's bytes differ from their checksum.
+    """
 
     def of_portion(portion: int) -> NDArray[np.void]:
+        """Return the entries of one portion. Raises ``PreparationError`` if they are not what was written."""
         start, stop, checksum = _required_manifest(place, READ, portion).facts[kind][number]
         data = place.store.ranges(_keys_object(kind, portion), [(start, stop)])[0] if stop > start else b""
         if xxhash.xxh3_64_hexdigest(data) != checksum:
@@ -341,6 +364,7 @@ def _range(
 
 
 def _joined(place: Workplace, stage: Stage) -> NDArray[np.uint64]:
+    """Return the hashes that all tasks of a stage have stored, in order."""
     manifests: Sequence[TaskManifest] = place.manifests(stage)
     return np.concatenate(
         [np.frombuffer(place.get_packed(manifest.objects[0]), dtype="<u8") for manifest in manifests]

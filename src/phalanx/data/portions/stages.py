@@ -52,6 +52,7 @@ def do_task(place: Workplace, stage: str, task: int) -> None:
 
 
 def _require_software(plan: PreparationPlan) -> None:
+    """Raise ``PreparationError`` if this machine's software is not the plan's: it could write other bytes."""
     installed = software_of(plan.recipe)
     if installed != plan.software:
         other = ", ".join(

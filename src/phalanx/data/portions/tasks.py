@@ -77,7 +77,7 @@ class Workplace:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The dataset's tokenizer. It must exist or be trained first."""
+        """The dataset's tokenizer. Read from the store once; it must exist or be trained first."""
         with scratch_folder("phalanx-tokenizer-") as folder:
             for name in (TOKENIZER_FILE, CONFIG_FILE):
                 (folder / name).write_bytes(self.store.get(f"{PREPARATION}/tokenizer/{name}"))
@@ -117,7 +117,11 @@ class Workplace:
         return TaskManifest(stage, task, self.plan.sha256)
 
     def commit(self, manifest: TaskManifest) -> None:
-        """Create the manifest, which completes the task. Raises ``PreparationError`` if a manifest with other content exists."""
+        """Create the manifest, which completes the task.
+
+        Raises ``PreparationError`` if a manifest with other content exists. The same content again is accepted, if the
+        store's ``create`` accepts it.
+        """
         text = json.dumps(asdict(manifest), separators=(",", ":"), sort_keys=True).encode()
         key = manifest_key(manifest.stage, manifest.task)
         try:

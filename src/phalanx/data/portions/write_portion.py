@@ -50,7 +50,9 @@ def shard_tokens(shard_mib: int, dtype: str, seq_len: int) -> int:
 
 
 def write_portion(place: Workplace, number: int) -> None:
-    """Run task ``number`` of the stage ``write``."""
+    """Run task ``number`` of the stage ``write``: store the shards of the portion's kept documents, by split, and
+    commit its manifest.
+    """
     manifest = place.new_manifest("write", number)
     writers = {name: _PortionSplit(place, manifest, name) for name in SPLITS}
     for split, document in split_documents(place, number, manifest):
@@ -68,7 +70,10 @@ def write_portion(place: Workplace, number: int) -> None:
 def split_documents(
     place: Workplace, number: int, manifest: TaskManifest | None = None
 ) -> Iterator[tuple[str, KeptDocument]]:
-    """Yield (split, document) of a portion's kept documents, in order. ``manifest`` counts documents read and dropped, by reason."""
+    """Yield (split, document) of a portion's kept documents, in order.
+
+    ``manifest`` counts documents read and dropped, by reason. Duplicates are left out, if the recipe removes them.
+    """
     plan, rule = place.plan, place.plan.split_rule
     read_documents = stepped_documents if plan.recipe.dedup is None else without_duplicates
     for ordinal, document in enumerate(read_documents(place, number, manifest)):
@@ -88,7 +93,9 @@ class _PortionSplit:
         self.documents = SplitWriter(shards, place.encoding, self._on_bad, self._on_encoded)
 
     def close(self) -> Split:
-        """Write the remaining data, and add the index entries of the split."""
+        """Write the remaining tokens, the documents' origins and text hashes, and add the split's facts and counts to
+        the manifest.
+        """
         split = self.documents.close()
         if self._origin:
             rows = "\n".join(
@@ -110,7 +117,7 @@ class _PortionSplit:
         return split
 
     def open(self, number: int) -> OpenShard:
-        """Open the shard with this number."""
+        """Return the writer of the portion's shard ``number``. Raises ``ValueError`` for too many."""
         if number >= _MOST_SHARDS_OF_A_PORTION:
             raise ValueError(f"portion {self._name} has {number} shards")
         name = self._name + (f"-{number:03d}" if number else "")
@@ -124,6 +131,7 @@ class _PortionSplit:
         self._origin.append((document.piece, document.name, tokens))
 
     def _on_bad(self, document: KeptDocument, error: BadConversationError) -> None:
+        """Raise ``PreparationError`` for a conversation that cannot be trained on, unless its source skips bad ones."""
         plan, portion = self._place.plan, self._manifest.task
         file = plan.files[plan.portions[portion][document.piece].file]
         if plan.recipe.source[file.source].on_bad == "stop":
@@ -143,6 +151,7 @@ class _StoredShard:
         self._data += data
 
     def finish(self, tokens: int) -> ShardFile:
+        """Store the collected tokens and their block sums as objects of the task, and return the shard's entry for the index."""
         data, sums = bytes(self._data), BlockSummer()
         self._data.clear()
         sums.update(data)
@@ -171,7 +180,7 @@ def origin_key(name: str) -> str:
 
 
 def sampled_portions(plan: PreparationPlan) -> list[int]:
-    """Return the portions used to train the tokenizer."""
+    """Return the numbers of portions to train the tokenizer on, evenly spread, at least one: about ``tokenizer_bytes``."""
     count = len(plan.portions)
     total_bytes = max(1, sum(plan.bytes_of(number) for number in range(count)))
     chosen = max(1, min(count, count * plan.recipe.output.tokenizer_bytes // total_bytes))
@@ -179,7 +188,7 @@ def sampled_portions(plan: PreparationPlan) -> list[int]:
 
 
 def train_tokenizer(place: Workplace, number: int) -> None:
-    """Run the only task of the stage ``tokenizer``."""
+    """Run the only task of the stage ``tokenizer``: train BPE on a sample of the training split, and store it and its manifest."""
     manifest = place.new_manifest("tokenizer", number)
     tokenizer = interruptible(
         lambda: train_bpe(_sample(place), vocab_size=place.plan.recipe.output.vocab_size)
@@ -192,6 +201,7 @@ def train_tokenizer(place: Workplace, number: int) -> None:
 
 
 def _sample(place: Workplace) -> Iterator[str]:
+    """Yield texts of the training split from the sampled portions, an equal share of ``tokenizer_bytes`` from each."""
     output = place.plan.recipe.output
     chosen = sampled_portions(place.plan)
     for portion in chosen:
@@ -211,7 +221,11 @@ def _sample(place: Workplace) -> Iterator[str]:
 
 
 def seal(place: Workplace, _number: int) -> None:
-    """Run the only task of the stage ``seal``."""
+    """Run the only task of the stage ``seal``: check the shards' sizes, and store the tokenizer and the index, which
+    complete the dataset.
+
+    Raises ``PreparationError`` if an object is missing or the index of another dataset is there.
+    """
     manifests = place.manifests(Stage("write", len(place.plan.portions)))
     _require_objects(place, manifests)
     index = dataset_index(place, manifests)
@@ -269,6 +283,7 @@ def held_out_in_training(place: Workplace, manifests: Sequence[TaskManifest]) ->
 
 
 def _joined(name: str, manifests: list[TaskManifest]) -> Split:
+    """Return a split whose shards are those of all portions, in order, with summed counts."""
     facts = [manifest.facts[name] for manifest in manifests]
     shards = tuple(ShardFile(**shard) for fact in facts for shard in fact["shards"])
     documents, text_bytes, padding, learned = (
@@ -279,6 +294,7 @@ def _joined(name: str, manifests: list[TaskManifest]) -> Split:
 
 
 def _require_objects(place: Workplace, manifests: list[TaskManifest]) -> None:
+    """Raise ``PreparationError`` if an object of the manifests is missing from the store or has another size."""
     stored_bytes = {info.key: info.nbytes for info in place.store.list()}
     for manifest in manifests:
         bad = next((item for item in manifest.objects if stored_bytes.get(item.key) != item.nbytes), None)

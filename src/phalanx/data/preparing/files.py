@@ -87,6 +87,10 @@ class Files:
         self.report = self._new_report()
 
     def __iter__(self) -> Iterator[Document]:
+        """Read all files in order and yield their documents with text, counting in a new ``report``.
+
+        Raises ``CorpusError`` if a file has changed, or for a bad document if ``on_bad`` is "stop".
+        """
         report = self.report = self._new_report()
         before = 0
 
@@ -127,6 +131,7 @@ class Files:
         return ReadReport(bad=list(self.left_out[:MOST_NAMED]), bad_count=len(self.left_out))
 
     def _bad(self, bad: BadDocument, report: ReadReport) -> None:
+        """Raise ``CorpusError``, or count the bad document; the report names the first ones."""
         if self.on_bad == "stop":
             raise CorpusError(
                 f"{bad}; mend it, or leave out all that is bad: `phalanx data prepare --on-bad skip`"
@@ -146,10 +151,13 @@ def files_of(
 ) -> Files:
     """Return the corpus of the files, folders (all visible files below) and globs in ``patterns``.
 
-    A document is named by its path below the folder, or below the part of a glob before the first wildcard. In a folder saved by ``datasets``, the
-    Arrow files are read. ``json_as_text`` reads JSON lines as text, including braces. Files below ``out``, the dataset's location, are not read.
+    A document is named by its path below the folder, or below the part of a glob before the first wildcard. In a folder
+    saved by ``datasets``, the Arrow files are read. ``json_as_text`` reads JSON lines as text, including braces. Files
+    below ``out``, the dataset's location, are not read.
 
-    Raises ``CorpusError`` for a pattern without files, for files in two patterns, and for unreadable files unless ``on_bad`` is "skip".
+    Raises ``CorpusError`` for a pattern without files, for files in two patterns, and for unreadable files unless
+    ``on_bad`` is "skip". Unreadable files are otherwise listed in ``left_out``, files that only describe data in
+    ``aside``.
     """
     entries, linked = _matching_files(patterns, below(out))
     readable: list[CorpusFile] = []
@@ -185,6 +193,7 @@ def local_path(place: str) -> str:
 def _corpus_file(
     name: str, path: Path, options: ReadOptions, on_bad: OnBad, *, json_as_text: bool
 ) -> CorpusFile:
+    """Return the file with its format, size and time; raises ``FormatError`` if it cannot be read or has no text field."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -198,6 +207,7 @@ def _corpus_file(
 
 
 def _cannot_be_read(bad: list[BadDocument], remedies: list[str], of: int, on_bad: OnBad) -> str:
+    """Return the message that names the first bad file and how to continue without such files."""
     first = f"{bad[0].path} {bad[0].reason}; {remedies[0]}"
     skip = "`phalanx data prepare --on-bad skip` leaves such files out and names them"
     if on_bad == "skip":
@@ -238,6 +248,7 @@ def _begins_rows(path: Path) -> bool:
 
 
 def _require_unchanged(file: CorpusFile) -> None:
+    """Raise ``CorpusError`` if the file is gone, or its size or time of modification has changed."""
     try:
         state = file.path.stat()
     except OSError as error:
@@ -247,7 +258,10 @@ def _require_unchanged(file: CorpusFile) -> None:
 
 
 def _matching_files(patterns: Sequence[str | Path], own: str) -> tuple[list[tuple[str, Path]], list[Path]]:
-    """Return name and original path of all files, in order of name and resolved path; and links to folders."""
+    """Return name and original path of all files, in order of name and resolved path; and links to folders.
+
+    Files below ``own`` are left out. Raises ``CorpusError`` for a pattern without files, or a file named twice.
+    """
     linked: list[Path] = []
     names: dict[Path, tuple[str, Path]] = {}
     pattern_of: dict[Path, str] = {}
@@ -279,6 +293,7 @@ def _matching_files(patterns: Sequence[str | Path], own: str) -> tuple[list[tupl
 
 
 def _expand(pattern: str, linked: list[Path]) -> list[tuple[str, Path]]:
+    """Return (name, path) of the files of one pattern: a folder, a file or a glob. Links to folders are added to ``linked``."""
     path = Path(pattern)
     if path.is_dir():
         return [(file.relative_to(path).as_posix(), file) for file in _below(path, linked)]
@@ -292,7 +307,8 @@ def _expand(pattern: str, linked: list[Path]) -> list[tuple[str, Path]]:
 def _below(folder: Path, linked: list[Path]) -> Iterator[Path]:
     """Yield all visible regular files below the folder; in folders saved by ``datasets``, only the Arrow files.
 
-    Links to folders, which may be circular, are added to ``linked``.
+    Links to folders, which may be circular, are added to ``linked``. Hidden entries are left out. Raises
+    ``CorpusError`` for a folder that cannot be read.
     """
     if (folder / "dataset_dict.json").is_file():
         folder = _only_split(folder)
@@ -317,6 +333,7 @@ def _below(folder: Path, linked: list[Path]) -> Iterator[Path]:
 
 
 def _only_split(folder: Path) -> Path:
+    """Return the folder of a saved dataset's split. Raises ``CorpusError`` unless there is exactly one."""
     splits = _json(folder / "dataset_dict.json").get("splits")
     if not isinstance(splits, list) or not splits:
         raise CorpusError(f"{folder / 'dataset_dict.json'} names no splits; save the dataset again")
@@ -329,6 +346,7 @@ def _only_split(folder: Path) -> Path:
 
 
 def _saved_files(folder: Path) -> list[Path]:
+    """Return the Arrow files that a saved dataset lists. Raises ``CorpusError`` for a selection of rows or an empty list."""
     state = _json(folder / "state.json")
     if state.get("_indices_data_files"):
         raise CorpusError(
@@ -346,6 +364,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def _json(path: Path) -> dict[str, object]:
+    """Return the object in a JSON file; empty if it is no object. Raises ``CorpusError`` if it cannot be read."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -354,6 +373,7 @@ def _json(path: Path) -> dict[str, object]:
 
 
 def _parts_before_wildcard(path: Path) -> list[str]:
+    """Return the parts of a path before the first with a wildcard."""
     parts: list[str] = []
     for part in path.parts:
         if glob.has_magic(part):

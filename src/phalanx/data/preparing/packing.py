@@ -91,7 +91,10 @@ class Packing:
         self._documents = 0
 
     def add(self, length: int) -> list[Record]:
-        """Add the length of a document, including its end. Returns the records of its class's window when that is full."""
+        """Add the length of a document, including its end; later documents are numbered on.
+
+        Return the records of its class's window when that is full, otherwise an empty list.
+        """
         window = bisect_left(self._classes, length)
         self._windows[window] += [(self._documents, piece) for piece in pieces_of(length, self._seq_len)]
         self._tokens[window] += length
@@ -103,13 +106,16 @@ class Packing:
         return [record for window in range(len(self._windows)) for record in self._close(window)]
 
     def _close(self, window: int) -> list[Record]:
+        """Empty a window, and return its pieces packed into records."""
         pieces, self._windows[window], self._tokens[window] = self._windows[window], [], 0
         bins = best_fit([len(piece) for _, piece in pieces], self._seq_len)
         return [[pieces[item] for item in items] for items in bins]
 
 
 def packed(lengths: Iterable[int], seq_len: int, classes: Sequence[int] = ()) -> Iterator[Record]:
-    """Yield the records of documents of these lengths, in order."""
+    """Yield the records that ``Packing`` makes of documents of these lengths, as lists of (document number, range of
+    its tokens).
+    """
     packing = Packing(seq_len, classes)
     for length in lengths:
         yield from packing.add(length)
@@ -147,6 +153,7 @@ class Packer:
         return self._filled(self._packing.flush())
 
     def _filled(self, records: list[Record]) -> NDArray[Any] | None:
+        """Return the records' tokens, padded, ``(records, seq_len)``; ``None`` if there are none. Forgets the documents in them."""
         if not records:
             return None
         rows = np.full((len(records), self.seq_len), self._padding, dtype=np.uint32)

@@ -157,7 +157,11 @@ class _Source:
         *,
         divisible: bool,
     ) -> None:
-        """``divisible``: True if a document may be cut to get held-out text."""
+        """Read all documents once, to count and hash them and choose the held-out end. ``divisible``: a document may be
+        cut for that.
+
+        Raises ``CorpusError`` for a generator, or too little text.
+        """
         if iter(documents) is documents:
             raise CorpusError(
                 "documents are gone through several times: give a list or Files, not a generator"
@@ -181,6 +185,10 @@ class _Source:
         return (document.text for split, document in self.read("train tokenizer") if split == TRAIN)
 
     def _numbered(self, stage: str) -> Iterator[tuple[int, Document]]:
+        """Yield (number, document) of the documents with text, and report progress.
+
+        At the end, notes their count and checksum; raises ``CorpusError`` if another pass had other content.
+        """
         digest = hashlib.sha256()
         count = 0
         for document in self._documents:
@@ -199,6 +207,10 @@ class _Source:
 
 
 def _write(source: _Source, out: Path, recipe: Recipe, encode: Callable[[], Encoding]) -> PreparedDataset:
+    """Write the dataset to a partial folder and rename it to ``out``. On a failure the folder is removed.
+
+    Raises ``NoRoomError`` for a full disk and ``DatasetError`` for other errors of the file system.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with held_folder(f".{out.name}.partial-", out.parent) as partial:
@@ -215,7 +227,11 @@ def _write(source: _Source, out: Path, recipe: Recipe, encode: Callable[[], Enco
 
 
 def _encode(source: _Source, partial: Path, recipe: Recipe, encoding: Encoding) -> tuple[DatasetIndex, int]:
-    """Write the shards. Returns the index, and the number of held-out documents that are also in the training split."""
+    """Write the shards of both splits to ``partial``, and compress held-out text with xz for comparison.
+
+    Return the index, and the number of held-out documents that are also in the training split. Raises ``CorpusError``
+    if no conversation is left.
+    """
     xz = None if encoding.chat is not None else lzma.LZMACompressor(preset=9)
     xz_bytes = 0
     skips = encoding.chat is not None and encoding.chat.layout.on_bad == "skip"
@@ -244,7 +260,7 @@ def _encode(source: _Source, partial: Path, recipe: Recipe, encoding: Encoding) 
 
 
 def _refuse(document: Document, error: BadConversationError) -> None:
-    """Raises ``CorpusError`` for a conversation that cannot be trained on."""
+    """Raise ``CorpusError`` for a conversation that cannot be trained on."""
     raise CorpusError(
         f"{document.name}: {error}; mend it, or leave out all that is bad: `phalanx data prepare --on-bad skip`"
     ) from error
@@ -255,6 +271,7 @@ def _leave_out(_document: Document, _error: BadConversationError) -> None:
 
 
 def _commit(partial: Path, out: Path, index: DatasetIndex, held_out_in_training: int) -> PreparedDataset:
+    """Move ``partial`` to ``out``. If another process was first, return its dataset if that has the same recipe."""
     try:
         commit(partial, out, index)
     except OSError as error:
@@ -269,7 +286,10 @@ def _commit(partial: Path, out: Path, index: DatasetIndex, held_out_in_training:
 
 
 def _find(out: Path, recipe: Recipe) -> PreparedDataset | None:
-    """Return the dataset in ``out`` if it has this recipe, None if there is nothing. Raises if there is something else."""
+    """Return the dataset in ``out`` if it has this recipe, None if there is nothing.
+
+    Raises ``DatasetExistsError`` if there is something else, or if the dataset is damaged.
+    """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     try:
@@ -300,12 +320,14 @@ def _find(out: Path, recipe: Recipe) -> PreparedDataset | None:
 
 
 def _differences(stored: Recipe, requested: Recipe) -> str:
+    """Return in words the fields in which two recipes differ."""
     names = Recipe.__dataclass_fields__
     pairs = ((name, getattr(stored, name), getattr(requested, name)) for name in names)
     return ", ".join(f"{name} {old!r}, not {new!r}" for name, old, new in pairs if old != new)
 
 
 def _utf8(text: str, name: str) -> bytes:
+    """Return a text as UTF-8. Raises ``CorpusError`` with the document's name."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -353,7 +375,9 @@ def interruptible(call: Callable[[], _T]) -> _T:
 
 
 def _end_during(returned: threading.Event, error: BaseException) -> None:
-    """End the process if the call is still running: the interpreter would unwind its native frames, which makes Rust abort the process."""
+    """End the process if the call is still running: the interpreter would unwind its native frames, which makes Rust
+    abort the process. Its exit code is that of a ``SystemExit``, otherwise 130.
+    """
     if not returned.is_set():
         sys.stdout.flush()
         sys.stderr.flush()

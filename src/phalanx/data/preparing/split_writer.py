@@ -70,7 +70,9 @@ class SplitRule:
         return split_of(document.name if by_name else normal_form(document.text), self.held_out)
 
     def divide(self, document: _D, portion: int, number: int) -> Iterator[tuple[str, _D]]:
-        """Yield (split, document) for document ``number`` of a portion; two parts for the document whose end is held out."""
+        """Yield (split, document) for document ``number`` of a portion; two parts for the document whose end is held
+        out. Documents are assigned by hash.
+        """
         end = self.end
         if end is None or (end.portion, end.document) != (portion, number):
             yield self.split_of(document), document
@@ -238,7 +240,11 @@ class SplitWriter(Generic[_D]):
         return np.array(self._hashes, dtype="<u8")
 
     def add(self, document: _D) -> None:
-        """Add a document to the split."""
+        """Add a document to the split: its text is hashed at once, and encoded and written in batches. A conversation
+        is encoded at once.
+
+        A conversation that cannot be trained on or is too long is counted in ``left_out``.
+        """
         self._hashes.append(hash_of(normal_form(document.text))[0])
         if self._encoding.chat is not None:
             self._add_conversation(self._encoding.chat, document)
@@ -249,7 +255,7 @@ class SplitWriter(Generic[_D]):
             self._encode_batch()
 
     def close(self) -> Split:
-        """Write the remaining documents, and return the split's counts."""
+        """Encode and write the remaining documents, close the shards, and return the split's counts."""
         self._encode_batch()
         if self._packer is not None:
             self._append(self._packer.flush())
@@ -265,6 +271,7 @@ class SplitWriter(Generic[_D]):
         )
 
     def _add_conversation(self, chat: ChatEncoder, document: _D) -> None:
+        """Encode a conversation and pack it with its loss bits, or count it in ``left_out``, after ``on_bad`` if it is bad."""
         try:
             encoded = chat.encode(document.text)
         except BadConversationError as error:
@@ -281,6 +288,7 @@ class SplitWriter(Generic[_D]):
         self._append(self._packer.add(encoded.ids | flag))
 
     def _encode_batch(self) -> None:
+        """Encode the collected documents, append them with their start and end tokens, and empty the batch."""
         tokenizer = self._encoding.tokenizer
         start = np.array(tokenizer.document_start, dtype=np.uint32)
         end = np.array([tokenizer.end_of_document], dtype=np.uint32)
@@ -294,6 +302,7 @@ class SplitWriter(Generic[_D]):
         self._batch, self._batch_characters = [], 0
 
     def _count(self, document: _D, tokens: int) -> None:
+        """Count a written document, and call ``on_encoded``."""
         self._documents += 1
         self._text_bytes += len(document.text.encode())
         self._on_encoded(document, tokens)

@@ -68,7 +68,10 @@ class CachedDataset:
 
 
 def open_cached(url: str, options: CacheOptions) -> CachedDataset:
-    """Return the dataset at ``url`` with a cache on this machine. Raises ``DatasetError``."""
+    """Return the dataset at ``url`` with a cache on this machine, in ``options.cache`` or the default folder.
+
+    Fetches the index and the tokenizer. Raises ``DatasetError``.
+    """
     root = Path(options.cache).expanduser() if options.cache else default_cache()
     try:
         store = open_store(url, RetryPolicy(timeout_s=options.timeout_s))
@@ -79,7 +82,11 @@ def open_cached(url: str, options: CacheOptions) -> CachedDataset:
 
 
 def cached_in(store: Store, store_ahead: Store, root: Path, limit_bytes: int) -> CachedDataset:
-    """Return the dataset in ``store`` with its cache below ``root``. Raises ``DatasetError``, ``StoreError``."""
+    """Return the dataset in ``store`` with its cache below ``root``.
+
+    Fetches the index, and the tokenizer and chat template if they are not cached, and writes them to the dataset's
+    folder. Raises ``DatasetError`` if the cache cannot be written, and ``StoreError``.
+    """
     newest = root / "newest" / _name_of(store.url.encode())
     # If nothing was read from this URL yet, request the three files in parallel.
     early = {} if newest.exists() else _requested_files(store)
@@ -162,6 +169,7 @@ def _name_of(content: bytes) -> str:
 
 
 def _required(store: Store, name: str) -> bytes:
+    """Return an object of the store. Raises ``DatasetError`` if it is missing."""
     try:
         return store.get(name)
     except MissingObjectError as error:
@@ -204,6 +212,7 @@ class CachedShards:
         """Return tokens ``start`` to ``stop`` as stored (uint16 or uint32).
 
         Raises ``IndexError`` for a range outside the stream, ``DatasetError`` if the tokens are unavailable or damaged.
+        Fetches blocks that are not cached, and caches them.
         """
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(
@@ -229,6 +238,10 @@ class CachedShards:
             self._dataset.requests.ahead(partial(self._fetched, piece, self._dataset.store_ahead))
 
     def _read_into(self, out: NDArray[np.generic], pieces: list[_Piece]) -> None:
+        """Write the pieces' tokens into ``out``: cached ones from disk, the rest from the store, in parallel.
+
+        Raises ``DatasetError``.
+        """
         missing: list[_Piece] = []
         requested_bytes = 0
         for piece in pieces:
@@ -255,6 +268,7 @@ class CachedShards:
             self._place(out, piece, data)
 
     def _place(self, out: NDArray[np.generic], piece: _Piece, data: memoryview) -> None:
+        """Write a piece's tokens into its place in ``out``."""
         tokens = np.frombuffer(data, dtype=self.dtype)
         out[piece.row, piece.column : piece.column + len(tokens)] = tokens
 
@@ -279,6 +293,7 @@ class CachedShards:
             return self._open.get(number)
 
     def _opened(self, number: int) -> CachedShard:
+        """Return the shard's cache, opened if necessary; the one that was used least recently is closed if too many are open."""
         opened = self._open_already(number)
         if opened is None:
             dataset, shard = self._dataset, self._shards[number]

@@ -57,7 +57,7 @@ class Room:
         self._lock = threading.Lock()
 
     def wrote(self, nbytes: int) -> None:
-        """Count bytes written to a cache, and drop blocks if the limit is exceeded."""
+        """Count bytes written to a cache; after each fraction of the limit, drop blocks if the limit is exceeded."""
         with self._lock:
             self._unseen_bytes += nbytes
             if self._unseen_bytes < self._limit_bytes // _CHECKS:
@@ -66,7 +66,10 @@ class Room:
         self.drop()
 
     def drop(self) -> None:
-        """If the cache exceeds the limit, empty the shards with the oldest writes until it is well below."""
+        """If the cache exceeds the limit, empty the shards with the oldest writes until it is well below.
+
+        Does nothing while another process does so, or if the folder cannot be read.
+        """
         with suppress(OSError):  # if the cache cannot be inspected, only its size is not limited
             descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -78,6 +81,7 @@ class Room:
                 os.close(descriptor)
 
     def _drop(self) -> None:
+        """Truncate shards, those with the oldest writes first, until ``_KEPT_FRACTION`` of the limit is in use."""
         shards = []
         for path in self._root.glob("*/*.bin"):
             status = path.stat()
@@ -145,7 +149,8 @@ class Requests:
     def results(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Return the results of the calls in order. The calls run before all read-ahead calls.
 
-        Raises the first exception of a call, or ``DatasetError`` if ``give_up`` is called.
+        Raises the first exception of a call, or ``DatasetError`` if ``give_up`` is called. The calls run in threads of
+        this pool.
         """
         futures = [self._urgently(call) for call in calls]
         try:
@@ -179,6 +184,7 @@ class Requests:
             return max((time.monotonic() - since_s for since_s in self._waiting.values()), default=0.0)
 
     def _urgently(self, call: Callable[[], T]) -> Future[T]:
+        """Queue ``call`` before all read-ahead calls, and return its future, which ``give_up`` can fail."""
         future: Future[T] = Future()
 
         def make() -> None:
@@ -199,6 +205,7 @@ class Requests:
         return future
 
     def _enqueue(self, queue: deque[Callable[[], None]], call: Callable[[], None]) -> None:
+        """Queue ``call``, and start another thread if all are busy and the limit is not reached."""
         with self._changed:
             queue.append(call)
             if len(self._urgent) + len(self._ahead) > self._idle and self._threads < self._most_threads:
@@ -207,6 +214,7 @@ class Requests:
             self._changed.notify()
 
     def _work(self) -> None:
+        """Run queued calls forever, urgent ones first."""
         while True:
             with self._changed:
                 self._idle += 1
@@ -243,7 +251,7 @@ class CachedShard:
     def __init__(
         self, folder: Path, shard: ShardFile, nbytes: int, room: Room, traffic: CacheTraffic
     ) -> None:
-        """Raises ``DatasetError`` if the cache cannot be written."""
+        """Open or create the shard's sparse file in ``folder``. Raises ``DatasetError`` if the cache cannot be written."""
         self._path = folder / shard.file
         self._shard = shard
         self._nbytes = nbytes
@@ -260,7 +268,10 @@ class CachedShard:
             ) from error
 
     def held(self, start: int, stop: int) -> memoryview | None:
-        """Return bytes ``start`` to ``stop`` of the shard if all their blocks are cached, else ``None``."""
+        """Return bytes ``start`` to ``stop`` of the shard if all their blocks are cached, else ``None``.
+
+        Verifies the blocks; damaged ones count as missing.
+        """
         if self._sums is None:
             return None
         first = start - start % BLOCK_BYTES
@@ -270,7 +281,8 @@ class CachedShard:
         return memoryview(data)[start - first : stop - first]
 
     def fetched(self, start: int, stop: int, store: Store) -> memoryview:
-        """Return bytes ``start`` to ``stop``, from ``store`` unless another process has cached them. They are cached afterwards.
+        """Return bytes ``start`` to ``stop``, from ``store`` unless another process has cached them. They are verified,
+        and cached unless the disk is full.
 
         Raises ``DatasetError`` if the store has different bytes, ``StoreError`` if it does not return them.
         """
@@ -288,6 +300,11 @@ class CachedShard:
         return data[start - first : stop - first]
 
     def _from_store(self, first: int, end: int, store: Store) -> memoryview:
+        """Return bytes ``first`` to ``end`` from the store, verified; reads damaged ones twice, the second time with
+        new block sums.
+
+        Raises ``DatasetError`` if the object is missing, or its bytes do not match.
+        """
         sums = self._sums
         # The first time, block sums are requested in parallel: at the start of a run, each sample is from another shard.
         requested_sums = in_background(partial(self._sums_of, store)) if sums is None else None
@@ -329,7 +346,7 @@ class CachedShard:
         return min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, self._nbytes)
 
     def _cached_sums(self) -> NDArray[np.uint64] | None:
-        """Return the shard's block sums if they are cached."""
+        """Return the shard's block sums if they are cached and intact, else ``None``. Damaged ones count as missing."""
         with suppress(DatasetError):  # torn, or of another shard
             mapped = read_sums(self._path, self._shard, self._nbytes)
             if mapped is not None:

@@ -56,6 +56,10 @@ class LocatedAhead:
         self._next = -1
 
     def __call__(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return sources and records of samples ``first`` to ``first + count``, each (count,).
+
+        Calls in sequence compute a longer stretch ahead and take later batches from it.
+        """
         in_turn, self._next = first == self._next, first + count
         located = self._located
         if located is None or not located[0] <= first <= first + count <= located[0] + len(located[1]):
@@ -87,7 +91,11 @@ class TokenSequences:
     """A split in samples of ``seq_len`` inputs and targets: a stream without an incomplete sample at its end, or packed records."""
 
     def __init__(self, place: DatasetPlace, split: str, seq_len: int) -> None:
-        """Raises ``DatasetError`` if a shard is missing or of another size, or the records are packed for another length."""
+        """Open a split's shards. Raises ``DatasetError`` if a shard is missing or of another size, or records have
+        another length.
+
+        Raises ``ValueError`` for a ``seq_len`` below 1.
+        """
         if seq_len < 1:
             raise ValueError(f"seq_len = {seq_len} is not positive")
         self._samples = place.index.samples(split, seq_len)
@@ -109,7 +117,11 @@ class TokenSequences:
         return out
 
     def read_into(self, out: NDArray[np.int64], rows: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
-        """Write the samples with these numbers into these rows of ``out``. Raises ``IndexError`` for a number not in [0, len(self))."""
+        """Write the samples with these numbers into these rows of ``out``, each of ``seq_len`` + 1 tokens.
+
+        In packed records, a token that is not trained on is stored as its complement, and the last column is
+        ``NO_TARGET``. Raises ``IndexError`` for a number not in [0, len(self)).
+        """
         if indices.size and (indices.min() < 0 or indices.max() >= len(self)):
             raise IndexError(f"samples {indices.min()}..{indices.max()} are not all in [0, {len(self)})")
         if self.packed:
@@ -177,6 +189,9 @@ class RunData:
     def _of_single_dataset(
         cls, dataset: DatasetPlace, seq_len: int, seed: int, within_documents: bool
     ) -> Self:
+        """Return the data of a run of one dataset, permuted each epoch; raises ``DatasetError`` if it is too short for
+        one sample.
+        """
         index = dataset.index
         source = _open_source(ONLY, dataset, seq_len)
         samples = len(source.train)
@@ -245,7 +260,10 @@ class RunData:
         return [source.place.cached for source in self._sources if source.place.cached is not None]
 
     def read_ahead(self, first: int, count: int) -> None:
-        """Fetch the run's samples ``first`` to ``first + count`` in the background if they are in object stores."""
+        """Fetch the run's samples ``first`` to ``first + count`` in the background if they are in object stores.
+
+        Does nothing for local datasets.
+        """
         numbers, records = self._place(first, count)
         for number in np.unique(numbers).tolist():
             source = self._sources[number]
@@ -279,7 +297,10 @@ class RunData:
         return self._held_out(np.arange(first, first + count, dtype=np.int64))
 
     def held_out_bytes(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the bytes of text in the targets of each of these held-out samples; shape (len(indices),), int64."""
+        """Return the bytes of text in the targets of each of these held-out samples; shape (len(indices),), int64.
+
+        A space that the tokenizer puts before a text is not counted.
+        """
         byte_lengths = np.append(self.tokenizer.byte_lengths, 0)  # index -1 is for no target
         if not (prefix := self.tokenizer.prefix_bytes):
             return self._of_targets(indices, lambda targets, _: byte_lengths[targets])
@@ -316,6 +337,10 @@ class RunData:
         return sums
 
     def _held_out(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return held-out samples, (len(indices), seq_len + 1), numbered over all sources.
+
+        Raises ``IndexError`` for a number out of range.
+        """
         if indices.size and (indices.min() < 0 or indices.max() >= self.held_out_len):
             raise IndexError(
                 f"samples {indices.min()}..{indices.max()} are not all in [0, {self.held_out_len})"
@@ -330,6 +355,7 @@ class RunData:
 
 
 def _open_source(name: str, place: DatasetPlace, seq_len: int) -> SourceData:
+    """Open both splits of a dataset."""
     train, held_out = (TokenSequences(place, split, seq_len) for split in (TRAIN, HELD_OUT))
     return SourceData(name, place, train, held_out)
 

@@ -42,10 +42,12 @@ class Prefetch(Generic[Batch]):
         told_first_s: float = _TOLD_FIRST_S,
         enough: Callable[[], bool] | None = None,
     ) -> None:
-        """``give_up`` makes a running ``make`` return or raise soon; it is called when the batch is no longer needed.
+        """Start a thread that makes the batches of ``numbers`` in order, up to ``depth`` ahead.
 
-        ``on_wait`` is called in the consumer with the seconds it has waited for a batch: after ``told_first_s``, and each time the wait has doubled.
-        ``enough`` is called twice a second while the consumer waits. When it returns true, ``WaitEndedError`` is raised.
+        ``give_up`` makes a running ``make`` return or raise soon; it is called when the batch is no longer needed.
+        ``on_wait`` is called in the consumer with the seconds it has waited for a batch: after ``told_first_s``, and
+        each time the wait has doubled. ``enough`` is called twice a second while the consumer waits. When it returns
+        true, ``WaitEndedError`` is raised. Raises ``ValueError`` for a ``depth`` below 1.
         """
         if depth < 1:
             raise ValueError(f"depth = {depth} is not positive")
@@ -68,6 +70,10 @@ class Prefetch(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
+        """Wait for the next batch and return it.
+
+        Raises the error of ``make``, once, after the batches before it, and ``WaitEndedError``.
+        """
         self._wait_for_batch()
         with self._changed:
             if self._ready and not self._closed:
@@ -80,6 +86,9 @@ class Prefetch(Generic[Batch]):
         raise StopIteration
 
     def _wait_for_batch(self) -> None:
+        """Wait until a batch is ready or none will come; calls ``on_wait``, and raises ``WaitEndedError`` if ``enough``
+        returns true.
+        """
         began_s, due_s = time.monotonic(), self._told_first_s
         while True:
             until_report_s = None if self._on_wait is None else began_s + due_s - time.monotonic()
@@ -118,6 +127,7 @@ class Prefetch(Generic[Batch]):
             self._thread.join(_GIVE_UP_AGAIN_S if self._give_up is not None else None)
 
     def _run(self) -> None:
+        """Make batches in the thread until ``numbers`` end, ``close`` is called or an error occurs, which the consumer gets."""
         try:
             for number in self._numbers:
                 if not self._wait_for_room():
@@ -132,11 +142,13 @@ class Prefetch(Generic[Batch]):
                 self._changed.notify_all()
 
     def _wait_for_room(self) -> bool:
+        """Wait until the queue has room; return False if it was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
             return not self._closed
 
     def _put(self, batch: Batch) -> None:
+        """Append a batch and wake the reader; it is dropped if the queue was closed."""
         with self._changed:
             if not self._closed:
                 self._ready.append(batch)

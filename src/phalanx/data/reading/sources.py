@@ -53,7 +53,10 @@ class DatasetPlace:
 
 
 def open_place(address: str, options: CacheOptions | None = None) -> DatasetPlace:
-    """Return the dataset at a path or URL. Raises ``DatasetError`` if there is none, or if it is damaged."""
+    """Return the dataset at a path or URL; a remote one is read through a cache, as ``options`` configure it.
+
+    Raises ``DatasetError`` if there is none, or if its index is damaged.
+    """
     if is_remote(address):
         try:
             url = check_url(address)
@@ -174,7 +177,11 @@ class MixtureIndex:
 
 
 def index_of_places(places: Mapping[str, DatasetPlace]) -> DatasetIndex | MixtureIndex:
-    """Return the index of a run's data. Raises ``DatasetError`` if datasets have different tokenizers."""
+    """Return the index of a run's data.
+
+    Raises ``DatasetError`` if datasets have different tokenizers. Also if documents and conversations end with
+    different tokens.
+    """
     indices = {name: place.index for name, place in places.items()}
     if ONLY in indices:
         return indices[ONLY]
@@ -191,7 +198,11 @@ def index_of_places(places: Mapping[str, DatasetPlace]) -> DatasetIndex | Mixtur
 
 
 def _require_one_end(indices: Mapping[str, DatasetIndex], usual: int) -> None:
-    """Raises ``DatasetError`` if conversations and documents end with different tokens: attention could not separate them."""
+    """Raise ``DatasetError`` if conversations and documents end with different tokens: attention could not separate
+    them.
+
+    ``usual`` is the tokenizer's end of document. At least one of ``indices`` is of conversations.
+    """
     ends = {
         name: usual if index.document_end is None else index.document_end for name, index in indices.items()
     }
@@ -216,7 +227,10 @@ def part_of(source: SourceSpec, samples: int) -> range:
 
 
 def mixture_of(spec: RunSpec, index: MixtureIndex) -> Mixture:
-    """Return the order in which a run draws from its sources. Raises ``DatasetError`` if a source with a weight has no complete sample."""
+    """Return the order in which a run draws from its sources.
+
+    Raises ``DatasetError`` if a source with a weight has no complete sample. Sources are in the order of their names.
+    """
     sources = []
     for source in sorted(spec.data.sources, key=lambda source: source.name):
         source_index = index.sources[source.name]
@@ -254,7 +268,10 @@ class SourceUse:
 
 
 def source_uses(spec: RunSpec, mixture: Mixture) -> list[SourceUse]:
-    """Return how much the run reads of each source, in the mixture's order."""
+    """Return how much the run reads of each source, in the mixture's order.
+
+    Steps are counted from 1: where the last record is first read, and where the limit of epochs is exceeded.
+    """
     limits = {source.name: Fraction(str(source.epochs)) for source in spec.data.sources}
     drawn = mixture.drawn(spec.train.steps * spec.train.batch_size)
 

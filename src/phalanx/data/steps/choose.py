@@ -45,6 +45,7 @@ class DatatroveFilter:
     """Version of datatrove, set by the plan."""
 
     def __call__(self, document: Document) -> Document | Dropped:
+        """Run the filter on a copy: return its text, or ``Dropped`` with the filter's reason; raises ``PreparationError``."""
         copy = self._document(text=document.text, id=document.name, metadata={})
         try:
             result = self._filter.filter(copy)
@@ -63,6 +64,7 @@ class DatatroveFilter:
 
     @cached_property
     def _filter(self) -> Any:
+        """Datatrove's filter. Raises ``PreparationError`` for another version, an unknown filter or wrong parameters."""
         installed = _installed(self.use)
         if self.version not in ("", installed):
             raise PreparationError(
@@ -90,6 +92,7 @@ def with_version(step: DatatroveFilter) -> DatatroveFilter:
 
 
 def _installed(use: str) -> str:
+    """Return datatrove's version. Raises ``PreparationError`` if it is missing."""
     try:
         return importlib.metadata.version("datatrove")
     except importlib.metadata.PackageNotFoundError as error:
@@ -120,12 +123,14 @@ class Decontaminate:
     """Digests of the files, set by the plan."""
 
     def __call__(self, document: Document) -> Document | Dropped:
+        """Drop a document that shares an n-gram with the evaluation files."""
         ngrams = self._evaluation_ngrams
         shared = any(gram in ngrams for gram in _ngrams(document.text, self.ngram))
         return Dropped("contaminated") if shared else document
 
     @cached_property
     def _evaluation_ngrams(self) -> frozenset[int]:
+        """Hashes of all n-grams of the evaluation files; raises ``PreparationError`` if a file has changed or is damaged."""
         grams: set[int] = set()
         options = ReadOptions(text_field=self.text_field)
         for name, sha256 in zip(self.against, self.sha256, strict=True):
@@ -153,6 +158,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def _ngrams(text: str, n: int) -> Iterator[int]:
+    """Yield the hash of each n-gram of words, in lower case."""
     for gram in words_of(text.lower(), _WORD).ngrams(n):
         yield xxhash.xxh3_64_intdigest(" ".join(gram).encode())
 
@@ -171,6 +177,7 @@ class UserFunction:
     """Text of the file, set by the plan."""
 
     def __call__(self, document: Document) -> Document | Dropped:
+        """Return the function's result. Raises ``PreparationError`` if it raises or returns another type."""
         try:
             result = self._function(document, **self.parameters)
         except Exception as error:
@@ -185,6 +192,7 @@ class UserFunction:
 
     @cached_property
     def _function(self) -> Callable[..., object]:
+        """The function that the stored code defines. Runs the code; raises ``PreparationError`` if the function does not fit."""
         file, _, name = self.use.rpartition(":")
         scope: dict[str, object] = {"__name__": Path(file).stem, "__file__": file}
         exec(compile(self.code, file, "exec"), scope)
@@ -203,7 +211,10 @@ class UserFunction:
 
 
 def with_code(step: UserFunction, folder: Path) -> UserFunction:
-    """Return the step with the text of its file in ``folder``. Raises ``PreparationError`` if there is no such function."""
+    """Return the step with the text of its file in ``folder``.
+
+    Raises ``PreparationError`` if there is no such function. Runs the file's code to check it.
+    """
     file = folder / step.use.rpartition(":")[0]
     try:
         code = file.read_bytes().decode()
@@ -250,7 +261,10 @@ _OTHERS = ("FILE.py:FUNCTION", f"{PREFIX}FILTER")
 
 
 def read_steps(tables: object, problems: list[Problem]) -> tuple[AnyStep, ...]:
-    """Return the steps that the tables ``[[step]]`` describe; mistakes are added to ``problems``."""
+    """Return the steps that the tables ``[[step]]`` describe; mistakes are added to ``problems``.
+
+    Steps with mistakes are left out.
+    """
     if not isinstance(tables, list | tuple):
         problems.append(Problem("step", "is no list of tables", "write [[step]]"))
         return ()
@@ -260,6 +274,7 @@ def read_steps(tables: object, problems: list[Problem]) -> tuple[AnyStep, ...]:
 
 
 def _read(table: object, path: str, problems: list[Problem]) -> AnyStep | None:
+    """Return the step that ``table`` describes, or ``None``; mistakes are added to ``problems`` under ``path``."""
     use = table.get("use") if isinstance(table, Mapping) else None
     if not isinstance(table, Mapping) or not isinstance(use, str):
         problems.append(Problem(f"{path}.use", "is missing", f"one of {', '.join([*STEPS, *_OTHERS])}"))
@@ -288,7 +303,11 @@ def _with_parameters(
     problems: list[Problem],
     path: str,
 ) -> AnyStep | None:
-    """Return the step that ``table`` describes. Its ``parameters`` are not checked here."""
+    """Return the step that ``table`` describes.
+
+    Its ``parameters`` must be plain JSON values; their names are checked later. ``None``, with a problem added, if they
+    are not.
+    """
     raw = table.get("parameters", {})
     step = read_section(
         kind, {name: value for name, value in table.items() if name != "parameters"}, problems, path
@@ -305,7 +324,11 @@ def _with_parameters(
 
 
 def resolved(step: AnyStep, folder: Path) -> AnyStep:
-    """Return the step with all inputs that determine its result; its files are in ``folder``. Raises ``PreparationError``."""
+    """Return the step with all inputs that determine its result: a filter's version, a function's code, or checksums of
+    evaluation files.
+
+    Other steps are unchanged. Files are relative to ``folder``. Raises ``PreparationError``.
+    """
     if isinstance(step, DatatroveFilter):
         return with_version(step)
     if isinstance(step, UserFunction):

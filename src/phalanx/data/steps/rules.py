@@ -43,6 +43,7 @@ class Length:
     max_words: _Count = 0
 
     def __call__(self, document: Document) -> Document | Dropped:
+        """Drop a document that is too short or too long in characters or words; a limit of 0 does not apply."""
         characters = len(document.text)
         words = words_of(document.text).count if self.min_words or self.max_words else 0
         if characters < self.min_characters or words < self.min_words:
@@ -62,6 +63,7 @@ class Characters:
     least_share: _Share = 0.9
 
     def __call__(self, document: Document) -> Document | Dropped:
+        """Drop a document with too small a share of allowed characters."""
         allowed_count = sum(1 for _ in re.finditer(self.allowed, document.text))
         return document if allowed_count >= self.least_share * len(document.text) else Dropped("characters")
 
@@ -77,6 +79,7 @@ class GopherQuality:
     """Minimum number of different words among eight common English words; 0 for other languages."""
 
     def __call__(self, document: Document) -> Document | Dropped:
+        """Drop a document that violates a quality rule of Gopher (arXiv:2112.11446, table A1); the reason names the rule."""
         text_words = words_of(document.text)
         words, count = text_words.units, text_words.count
         if not self.min_words <= count <= self.max_words:
@@ -106,6 +109,7 @@ class GopherRepetition:
     use: str = "gopher_repetition"
 
     def __call__(self, document: Document) -> Document | Dropped:
+        """Drop a document with too many repeated lines, paragraphs or n-grams, by Gopher's limits; the reason names the rule."""
         text = document.text
         for unit, parts in (("lines", text.splitlines()), ("paragraphs", re.split(r"\n{2,}", text))):
             parts = [part for part in parts if part.strip()]
@@ -140,6 +144,10 @@ class C4:
     min_words_of_line: _Count = 3
 
     def __call__(self, document: Document) -> Document | Dropped:
+        """Keep the lines that end as sentences and are long enough; drop the document if too few sentences are left.
+
+        Documents with "lorem ipsum" or braces are dropped. Lines that mention javascript are removed.
+        """
         if "lorem ipsum" in document.text.lower():  # matched text: the user's documents
             return Dropped("c4: lorem ipsum")
         if "{" in document.text:
@@ -168,6 +176,7 @@ class Mask:
     """Replacement for IP addresses, by default one of RFC 5737; if empty, they are kept."""
 
     def __call__(self, document: Document) -> Document | Dropped:
+        """Return the document with e-mail addresses and public IPv4 addresses replaced."""
         text = document.text
         if self.email and "@" in text:
             text = _EMAIL.sub(lambda _: self.email, text)
@@ -177,6 +186,7 @@ class Mask:
 
 
 def _is_public(address: str) -> bool:
+    """Return True for an address that is global; False for others, and for no address."""
     try:
         return ipaddress.ip_address(address).is_global
     except ValueError:

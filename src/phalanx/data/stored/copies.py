@@ -53,7 +53,11 @@ def copy_dataset(source: str, target: str, on_bytes: OnBytes = lambda _done, _of
 
 
 def verify_stored(url: str, on_bytes: OnBytes = lambda _done, _of: None) -> None:
-    """Read and verify all shards of the dataset at a URL. Raises ``DatasetError`` that names all damaged files."""
+    """Read the dataset at a URL and verify its tokenizer, shards and block sums. Raises ``DatasetError`` that names all
+    damaged files.
+
+    ``on_bytes`` receives (bytes read, bytes of all shards).
+    """
     try:
         store = open_store(url)
         _, index = _index(store)
@@ -68,6 +72,11 @@ def verify_stored(url: str, on_bytes: OnBytes = lambda _done, _of: None) -> None
 
 
 def _copy(source: Store, target: Store, on_bytes: OnBytes) -> Copied:
+    """Copy tokenizer, shards and block sums to ``target``, the index last. Shards whose block sums are there already
+    are skipped.
+
+    Copies nothing if the same index is there. Raises ``DatasetExistsError`` for another dataset.
+    """
     content, index = _index(source)
     if not _tokenizer_fits(source, index):
         raise DatasetError(
@@ -102,6 +111,10 @@ def _copy(source: Store, target: Store, on_bytes: OnBytes) -> Copied:
 
 
 def _copy_shard(source: Store, target: Store, shard: ShardFile, nbytes: int) -> None:
+    """Copy a shard, then its block sums.
+
+    Raises ``DatasetError`` before the last block if the source's bytes are not what was written.
+    """
     sums = BlockSummer()
 
     def blocks() -> Iterator[memoryview]:
@@ -122,6 +135,7 @@ def _copy_shard(source: Store, target: Store, shard: ShardFile, nbytes: int) -> 
 
 
 def _bad_files(store: Store, index: DatasetIndex, on_bytes: OnBytes) -> Iterator[str]:
+    """Yield the names of files that are damaged, missing or cut short: the tokenizer, shards and block sums."""
     if not _tokenizer_fits(store, index):
         yield TOKENIZER_FILE
     done_bytes, total = 0, _bytes(index)
@@ -156,6 +170,7 @@ def _blocks(store: Store, key: str, nbytes: int) -> Iterator[memoryview]:
 
 
 def _index(store: Store) -> tuple[bytes, DatasetIndex]:
+    """Return the index's bytes and content; raises ``DatasetError`` if there is no dataset."""
     try:
         content = store.get(INDEX_FILE)
     except MissingObjectError as error:
@@ -164,6 +179,7 @@ def _index(store: Store) -> tuple[bytes, DatasetIndex]:
 
 
 def _tokenizer_fits(store: Store, index: DatasetIndex) -> bool:
+    """Return True if the stored tokenizer is the one that the index names. Missing files are no error."""
     files: dict[str, bytes] = {}
     for name in (TOKENIZER_FILE, CONFIG_FILE):
         with suppress(MissingObjectError):
@@ -172,6 +188,7 @@ def _tokenizer_fits(store: Store, index: DatasetIndex) -> bool:
 
 
 def _holds_sums(target: Store, shard: ShardFile) -> bool:
+    """Return True if the store has block sums of this shard, which are written after its bytes. Only their header is read."""
     header = sums_header(shard.xxh3_128)
     try:
         return bytes(target.ranges(_sums_name(shard), [(0, len(header))])[0]) == header

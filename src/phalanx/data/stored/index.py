@@ -191,7 +191,7 @@ class DatasetIndex:
         return self.train if name == TRAIN else self.held_out
 
     def to_json(self) -> str:
-        """Return the text of ``index.json``."""
+        """Return the text of ``index.json``. Fields that earlier versions did not have are left out at their defaults."""
         content = asdict(self)
         for name in SPLITS:
             content[name]["shards"] = [msgspec.structs.asdict(shard) for shard in self.split(name).shards]
@@ -256,7 +256,10 @@ def read_index(directory: Path) -> DatasetIndex:
 
 
 def parse_index(text: str, path: Path) -> DatasetIndex:
-    """Parse the index in the JSON ``text``; ``path`` is for messages. Raises ``DatasetError``."""
+    """Parse the index in the JSON ``text``, and check its version, fields and fingerprint; ``path`` is for messages.
+
+    Raises ``DatasetError``.
+    """
     problems: list[Problem] = []
     shards: dict[str, tuple[ShardFile, ...]] = {}
     try:

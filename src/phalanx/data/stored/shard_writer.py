@@ -67,6 +67,7 @@ class BlockSummer:
         return sums_header(shard_xxh3_128) + np.array(self._sums, dtype="<u8").tobytes()
 
     def _close_block(self) -> None:
+        """Append the sum of the open block, and begin the next."""
         self._sums.append(self._open.intdigest())
         self._open, self._open_bytes = xxhash.xxh3_64(), 0
 
@@ -118,9 +119,10 @@ class CheckedBlocks:
         self._sums = np.empty(0, np.uint64) if sums is None else np.asarray(sums)
 
     def check(self, starts_bytes: NDArray[np.int64], length_bytes: int) -> None:
-        """Verify unverified blocks in ``length_bytes`` (at least 1) from each of ``starts_bytes``; bytes beyond the end are ignored.
+        """Verify unverified blocks in ``length_bytes`` (at least 1) from each of ``starts_bytes``; bytes beyond the end
+        are ignored.
 
-        Raises ``DatasetError`` that names the damaged bytes.
+        Raises ``DatasetError`` that names the damaged bytes. Intact blocks are not read again.
         """
         if not self._unchecked_count:
             return
@@ -143,7 +145,7 @@ class CheckedBlocks:
         self._unchecked_count = len(self._verified) - int(np.count_nonzero(self._verified))
 
     def unseen(self, starts_bytes: NDArray[np.int64], length_bytes: int) -> NDArray[np.bool_] | None:
-        """Return where ``check`` would verify the first or last block; ``None`` if nowhere."""
+        """Return for which of ``starts_bytes`` ``check`` would verify the first or last block; ``None`` if nowhere."""
         if not self._unchecked_count:
             return None
         last = np.minimum((starts_bytes + length_bytes - 1) // BLOCK_BYTES, len(self._verified) - 1)
@@ -151,6 +153,7 @@ class CheckedBlocks:
         return unseen
 
     def _refuse(self, start: int) -> None:
+        """Raise ``DatasetError`` for the block at ``start``, or for the block sums if the shard as a whole is intact."""
         if xxhash.xxh3_128_hexdigest(self._content) == self._shard.xxh3_128:
             file = sums_file(self._path)
             raise DatasetError(f"{file} is damaged, and {self._path.name} is not; {_remedy(file)}")
@@ -232,7 +235,10 @@ class ShardWriter:
             self._open.abandon()
 
     def append(self, tokens: NDArray[Any]) -> None:
-        """Append token ids (1-D, any integer dtype; each must fit the stored dtype) to the stream."""
+        """Append token ids (1-D, any integer dtype; each must fit the stored dtype) to the stream.
+
+        Opens a shard when needed, and finishes each one that is full.
+        """
         tokens = tokens.astype(self._dtype)
         while tokens.size:
             if self._open is None:
@@ -250,6 +256,7 @@ class ShardWriter:
         return WrittenSplit(tuple(self._shards), self._place.digest(self._shards))
 
     def _finish_shard(self) -> None:
+        """Finish the open shard, if there is one."""
         if self._open is not None:
             self._shards.append(self._open.finish(self._open_tokens))
             self._open, self._open_tokens = None, 0
@@ -279,12 +286,14 @@ class _ShardInFolder:
         self._sums = BlockSummer()
 
     def write(self, data: memoryview) -> None:
+        """Append ``data`` to the file, and add it to the checksum and block sums."""
         self._on_bytes(data)
         self._file.write(data)
         self._checksum.update(data)
         self._sums.update(data)
 
     def finish(self, tokens: int) -> ShardFile:
+        """Sync and close the file, write its block sums beside it, and return its entry for the index."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -293,6 +302,7 @@ class _ShardInFolder:
         return ShardFile(self._path.name, tokens, checksum)
 
     def abandon(self) -> None:
+        """Close the file, which stays incomplete; errors are ignored."""
         # Closing flushes the buffer, which fails again on a full disk, but the file is closed anyway.
         with contextlib.suppress(OSError):
             self._file.close()
@@ -302,6 +312,7 @@ def commit(partial: Path, directory: Path, index: DatasetIndex) -> None:
     """Write the index of the shards in ``partial``, sync all files to disk, and rename the folder to ``directory``.
 
     Raises ``OSError`` (ENOTEMPTY or EEXIST) if ``directory`` exists and is not empty; nothing is changed there.
+    ``directory`` must be on the same file system.
     """
     (partial / INDEX_FILE).write_bytes(index.to_json().encode())
     for path in partial.iterdir():

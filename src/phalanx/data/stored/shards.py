@@ -159,7 +159,8 @@ class TokenShards:
     ) -> None:
         """Write ``length`` tokens from each of ``starts`` into the corresponding one of ``rows`` of ``out``, int64.
 
-        Raises ``IndexError`` for a range outside the stream, ``DatasetError`` for damaged tokens.
+        Raises ``IndexError`` for a range outside the stream, ``DatasetError`` for damaged tokens. Reads ahead from disk
+        after calls that had to wait for it. Does nothing for no starts, or no length.
         """
         if starts.size and (starts.min() < 0 or starts.max() + length > self.tokens):
             raise IndexError(
@@ -211,6 +212,7 @@ class TokenShards:
             out[rows[part]] = windows_view[offsets[part]]
 
     def _map(self, number: int) -> "_MappedShard":
+        """Return the shard, mapped if necessary; the oldest map is dropped if too many are open."""
         with self._lock:
             mapped = self._maps.get(number)
             if mapped is None:
@@ -256,6 +258,8 @@ def verify(
     write_missing_sums: bool = False,
 ) -> int:
     """Verify all shards of the dataset against their checksums and block sums.
+
+    Checks sizes first, and the splits' fingerprints last. A missing shard raises at once.
 
     Args:
         directory: The dataset's folder.
@@ -309,6 +313,7 @@ def verify(
 
 
 def _check_size(directory: Path, shard: ShardFile, item_bytes: int) -> None:
+    """Raise ``DatasetError`` if the shard is missing or has another size than the index gives."""
     path, expected_bytes = directory / shard.file, shard.tokens * item_bytes
     try:
         actual_bytes = path.stat().st_size
@@ -326,7 +331,11 @@ def _check_size(directory: Path, shard: ShardFile, item_bytes: int) -> None:
 def _map_shard(
     directory: Path, shard: ShardFile, dtype: np.dtype[Any], *, verify_complete: bool
 ) -> "_MappedShard":
-    """Map a shard. With ``verify_complete``, a shard without block sums is verified completely now; otherwise never."""
+    """Map a shard.
+
+    With ``verify_complete``, a shard without block sums is verified completely now; otherwise never. Raises
+    ``DatasetError``.
+    """
     _check_size(directory, shard, dtype.itemsize)
     path = directory / shard.file
     with open_regular(path, follow=True) as file:
@@ -345,6 +354,7 @@ def _major_faults() -> int:
 
 
 def _checksum(path: Path, *updates: Callable[[bytes], None]) -> str:
+    """Return the XXH3-128 of a file in hex, passing each block to ``updates``; raises ``DatasetError``."""
     checksum = xxhash.xxh3_128()
     try:
         with open_regular(path, follow=True) as file:

@@ -136,6 +136,7 @@ class BytesTokenizer:
 
     @cached_property
     def byte_lengths(self) -> NDArray[np.int64]:
+        """Bytes that each id stands for: one, and none for the end of a document; read-only."""
         lengths = np.ones(self.vocab_size, dtype=np.int64)
         lengths[self.end_of_document] = 0
         lengths.flags.writeable = False
@@ -155,6 +156,7 @@ class BytesTokenizer:
         return bytes(token for token in ids if token != self.end_of_document).decode(errors="replace")
 
     def save(self, directory: Path) -> None:
+        """Write an equivalent ``tokenizer.json`` and its configuration to ``directory``."""
         # Saved as a BPE without merges, so that other tools can load it.
         byte_of_char = _byte_of_char()
         hf = HfTokenizer(models.BPE(vocab=byte_of_char, merges=[]))
@@ -176,7 +178,11 @@ class BpeTokenizer:
     _hf: HfTokenizer = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises ``TokenizerError`` if this is not a byte-level tokenizer, or if encoding and decoding change a text."""
+        """Load the tokenizer and set ``end_of_document``.
+
+        Raises ``TokenizerError`` if this is not a byte-level tokenizer, text can spell its end token, or encoding and
+        decoding change a text.
+        """
         hf = _parse(without_stripping(self.serialized))
         require_bounded(hf)
         end_of_document = hf.token_to_id(self.end_token)
@@ -204,6 +210,7 @@ class BpeTokenizer:
 
     @cached_property
     def document_start(self) -> tuple[int, ...]:
+        """The special tokens that the tokenizer adds before a text."""
         # Tokens added by the post-processor have no sequence id. (Transformers 5 and later ignore add_bos_token beside a
         # tokenizer.json.)
         encoded = self._hf.encode("a", add_special_tokens=True)
@@ -212,6 +219,7 @@ class BpeTokenizer:
 
     @cached_property
     def _for_templates(self) -> HfTokenizer:
+        """The tokenizer that encodes names of special tokens as these tokens, for output of chat templates."""
         # Parsing a tokenizer of 128,000 tokens takes a second, which is too long for each chat of a server.
         hf = HfTokenizer.from_str(self.serialized)
         hf.no_truncation()
@@ -232,6 +240,7 @@ class BpeTokenizer:
 
     @cached_property
     def _spelled(self) -> list[bytes]:
+        """The text bytes of each token; empty for special tokens and the end of document."""
         # Each character of a byte-level token is one byte. Added tokens are their own text, and special ones have no text.
         byte_of = _byte_of_char()
         spelled = [b""] * self.vocab_size
@@ -269,8 +278,9 @@ class BpeTokenizer:
 def train_bpe(texts: Iterable[str], *, vocab_size: int, special_tokens: Sequence[str] = ()) -> BpeTokenizer:
     """Train a byte-level BPE of at most ``vocab_size`` tokens (fewer if the text has too few distinct pairs).
 
-    The same texts give the same tokenizer for any number of threads. Memory grows only with the number of distinct words. ``vocab_size`` includes the
-    256 bytes, the end-of-document token with id 0, and ``special_tokens``, which have the next ids.
+    The same texts give the same tokenizer for any number of threads. Memory grows only with the number of distinct
+    words. ``vocab_size`` includes the 256 bytes, the end-of-document token with id 0, and ``special_tokens``, which
+    have the next ids. Words that are very long are cut. Raises ``TokenizerError`` if ``vocab_size`` is too small.
     """
     least = BYTES_VOCAB_SIZE + len(special_tokens)
     if vocab_size < least:
@@ -367,7 +377,8 @@ def saved_fingerprint(files: Mapping[str, bytes]) -> str:
 
 
 def same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
-    """Return True if both encode text to the same ids, judged by their vocabularies and a sample of text.
+    """Return True if both encode text to the same ids, judged by their vocabularies and a sample of text. End tokens
+    and document starts must be the same too.
 
     Fingerprints only compare files: a tokenizer that was exported to other software and read back has another file.
     """
@@ -392,6 +403,7 @@ def _model_of(serialized: str) -> dict[str, object]:
 
 
 def _read_by_library(serialized: str) -> HfTokenizer:
+    """Parse a tokenizer.json. Raises ``TokenizerError``."""
     try:
         return HfTokenizer.from_str(serialized)
     except Exception as error:  # the library raises bare Exception for a file that it cannot parse
@@ -401,6 +413,7 @@ def _read_by_library(serialized: str) -> HfTokenizer:
 
 
 def _parse(serialized: str) -> HfTokenizer:
+    """Return the library's tokenizer without truncation and padding; raises ``TokenizerError`` if it is no byte-level BPE."""
     hf = _read_by_library(serialized)
     model = json.loads(serialized)["model"]
     vocab = model["vocab"]
@@ -421,6 +434,7 @@ def _parse(serialized: str) -> HfTokenizer:
 
 
 def _guess_end_token(serialized: str) -> str:
+    """Return the first well-known end token in the vocabulary; raises ``TokenizerError`` if there is none."""
     hf = _read_by_library(serialized)
     for token in COMMON_END_TOKENS:
         if hf.token_to_id(token) is not None:

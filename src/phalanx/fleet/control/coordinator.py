@@ -78,7 +78,7 @@ async def listen(
 ) -> int:
     """Listen, and return the port. If ``restarted``, prefer the port of the last coordinator of this attempt.
 
-    If another program has taken that port, use a free one: agents read it from fleet.json.
+    If another program has taken that port, use a free one, and log that: agents read it from fleet.json.
 
     Raises:
         TransportError: It cannot listen, or another coordinator of this run listens there.
@@ -100,7 +100,10 @@ async def listen(
 
 
 def _port(args: CoordinatorArgs, *, restarted: bool) -> int:
-    """Return the port from the arguments, else that of the last coordinator of this attempt, else 0."""
+    """Return the port from the arguments, else that of the last coordinator of this attempt, else 0.
+
+    A file that cannot be read is ignored.
+    """
     if restarted and not args.port:
         with suppress(FleetFileError, ValueError):
             return int(split_address(read_fleet_file(args.run_dir).coordinator)[1])
@@ -141,7 +144,7 @@ class Coordinator:
         *,
         renew_journal_bytes: int = RENEW_BYTES,
     ) -> None:
-        """Restore the state, or take over that of a candidate.
+        """Restore the state, or take over that of a candidate. Raises as ``reign_again`` does.
 
         Args:
             args: The arguments of its process.
@@ -185,6 +188,7 @@ class Coordinator:
         self._clock_ahead_s = max(self._state.now_s, time.time()) - time.monotonic()
 
     def _reign_again(self) -> Reign:
+        """Restore the state from the journal for the same reign."""
         settings = settings_of(self._spec, first_step(self._spec, self._directory, self.log))
         empty = initial_state(settings, time.time(), self._server.credentials.fencing)
         return reign_again(
@@ -200,7 +204,10 @@ class Coordinator:
     # --- handlers of the server ------------------------------------------------------------------
 
     def on_report(self, report: m.AgentMessage) -> None:
-        """Queue a report of an attached agent."""
+        """Queue a report of an attached agent for the next turn; of heartbeats, only each node's last is kept.
+
+        Flight records go to the inquiry in progress, and failures to the search for the first one.
+        """
         if isinstance(report, m.Heartbeat):
             # The later heartbeat contains all of the earlier one.
             self._inbox.heartbeats[report.node] = report
@@ -212,6 +219,7 @@ class Coordinator:
         self._inbox.add(report)
 
     def _take_record(self, report: m.Recorded) -> None:
+        """Add a flight record to the inquiry in progress, if any; wake the coordinator once it is over."""
         if self._inquiry is None:
             return
         if trouble := self._inquiry.add(report):
@@ -244,6 +252,9 @@ class Coordinator:
         Raises:
             SupersededError: Another coordinator leads the run now. Nothing that this one decided meanwhile
                 was sent.
+
+        SIGTERM stops and saves the run. Turns repeat while the journal cannot be written. Publishes fleet.json and
+        serves metrics meanwhile.
         """
         port = self._port_open or await listen(
             self._server, self._args, self.log, restarted=bool(self._restarts)
@@ -287,6 +298,7 @@ class Coordinator:
         return 1 if self._state.phase is FleetPhase.FAILED else 0
 
     def _serve_metrics(self) -> None:
+        """Serve the fleet's and the run's metrics."""
         fleet = FleetSampler(lambda: self._publisher.newest, self._endpoint.run)
         self._endpoint.start(
             {"fleet": fleet.samples, "run": RunSampler(self._directory.path, self._endpoint.run).samples}
@@ -297,6 +309,7 @@ class Coordinator:
         return self._state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED)
 
     def _ask_to_end_at_once(self) -> None:
+        """Stop the run; at once if it is stopping already."""
         # A second request to stop must be recognizable, and the first may not have arrived yet.
         is_asked = self._state.stopping or self._inbox.holds(m.StopRun)
         self._inbox.add(*([m.StopRun()] if is_asked else [m.StopRun(), m.StopRun()]))
@@ -304,7 +317,11 @@ class Coordinator:
     # --- a turn ----------------------------------------------------------------------------------
 
     async def _turn(self) -> None:
-        """Run one turn: journal the events since the last one, let the core decide, and send the commands."""
+        """Run one turn: journal the events since the last one, let the core decide, and send the commands.
+
+        The journal is synced, and the next term claimed if due, before anything is sent. Afterwards publishes
+        fleet.json and incidents, and renews a long journal. Raises ``JournalError`` and ``SupersededError``.
+        """
         now_s = self._now_s()
         batch = self._journaled(now_s)
         # No await between the journal and the core: the journal holds exactly what the core has received.
@@ -335,7 +352,8 @@ class Coordinator:
     def _journaled(self, now_s: float) -> tuple[m.CoreEvent, ...]:
         """Return the batch of events that this turn decides, once it is in the journal.
 
-        Raises ``SupersededError``.
+        Raises ``SupersededError``. It looks at the disk if that is due, and empties the inbox. Raises ``JournalError``;
+        the events then stay queued.
         """
         looks = now_s >= self._disk.due_s
         if looks:
@@ -353,6 +371,7 @@ class Coordinator:
         return batch
 
     def _look_at_disk(self, now_s: float) -> m.DiskHolds | None:
+        """Mend damaged files, which is published, and return the committed steps if they have changed."""
         for text in self._disk.mend():
             self._publisher.publish_incident(Incident(now_s, self._state.epoch, "", text))
         return self._disk.look(now_s)
@@ -376,12 +395,15 @@ class Coordinator:
         return list(deliveries(self._state, orders))
 
     def _file(self) -> FleetFile:
+        """Return the content of fleet.json."""
         attached, refused = frozenset(self._server.links), self._server.refused
         run, claim = self._server.credentials.run, self._lead.claim
         return fleet_file(self._state, run, self._address, claim, attached, refused, self._restarts)
 
     async def _shut_down(self) -> None:
-        """Send every agent the end of the run, and wait briefly for them to disconnect."""
+        """Send every agent the end of the run, wait briefly for them to disconnect, write fleet.json, and close server
+        and journal.
+        """
         self.log(f"the run is over: {self._state.phase}, {self._state.reason}")
         for node in list(self._server.links):
             self._server.send(node, c.Shutdown(self._state.reason))
@@ -396,8 +418,8 @@ class Coordinator:
 
 
 def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> int:
-    """Run the coordinator in this process to the end of the run. Return 0 if it finished or was stopped, 1 if
-    it failed.
+    """Run the coordinator in this process to the end of the run. Return 0 if it finished or was stopped, 1 if it
+    failed.
 
     Raises:
         RunDirectoryError: There is no run in the run directory.
@@ -406,6 +428,8 @@ def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> 
         JournalError, ClaimError, TransportError: It cannot use its journal or the claims, or cannot listen.
         SupersededError: Another coordinator leads the run now.
         ValueError: No layout fits the fleet of the run file.
+
+    Reads the resolved run file, raises the limit on open files, and locks the run for this process.
     """
     spec = read_resolved(RunDirectory(args.run_dir))
     raise_descriptor_limit(spec.fleet.nodes + spec.fleet.spares)
@@ -415,7 +439,10 @@ def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> 
 
 
 def main() -> int:
-    """Entry point of the process that a launcher starts."""
+    """Run the coordinator as the process that a launcher starts: parse its arguments and return the exit code.
+
+    Ignores SIGINT, and dies with its parent.
+    """
     die_with_parent()
     capture_output(os.environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C

@@ -138,7 +138,10 @@ class CoordinatorLink:
                 self._queue.put_nowait(report)
 
     async def run(self) -> None:
-        """Attach, again and again, until cancelled."""
+        """Attach, again and again, until cancelled: to each address in turn, with growing pauses.
+
+        A failure is logged once an address.
+        """
         pause_s, complaints, tried = _FIRST_PAUSE_S, dict[str, str](), set[str]()
         while True:
             addresses = self._where()
@@ -162,7 +165,11 @@ class CoordinatorLink:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _attach_once(self, address: str) -> tuple[str, bool]:
-        """Run one stream to its end. Return why it ended, and True if the coordinator has proven itself on it."""
+        """Run one stream to its end.
+
+        Return why it ended, and True if the coordinator has proven itself on it. Reports are sent from the queue, the
+        first ones at once, and each command is passed on. A refusal with a handler calls that.
+        """
         proven, self.address = False, address
         queue: asyncio.Queue[AgentMessage] = asyncio.Queue(QUEUED)
         writing = None
@@ -201,6 +208,7 @@ class CoordinatorLink:
                 on_refused()
 
     def _on_encoded_command(self, body: bytes) -> None:
+        """Decode a command and pass it on. A leader heartbeat is taken here; one that cannot be decoded is logged and dropped."""
         try:
             command = decode_command(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -237,6 +245,7 @@ async def _receive_unless(frames: FrameStream, dropping: asyncio.Future[str]) ->
 
 @asynccontextmanager
 async def _opened(address: str, credentials: Credentials) -> AsyncIterator[FrameStream]:
+    """Connect to an address and yield the stream, closed afterwards."""
     frames = await connect(address, credentials.certificates)
     try:
         yield frames
@@ -266,6 +275,7 @@ async def _proven(frames: FrameStream, credentials: Credentials, method: Method,
 async def _send_all(
     frames: FrameStream, queue: asyncio.Queue[AgentMessage], seals: Seals, drop: Callable[[str], None]
 ) -> None:
+    """Send queued reports, sealed, until the stream ends; ``drop`` it for a report that is too long."""
     try:
         while True:
             sealed = seals.outgoing.close(encode(await queue.get()))
@@ -283,6 +293,8 @@ async def operate(
 
     Raises:
         TransportError: It is not there, or refuses.
+
+    Needs the operator's token. ``timeout_s`` limits all of it.
     """
     remedy = "check with phalanx status RUN whether the run is active"
     try:

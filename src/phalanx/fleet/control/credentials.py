@@ -103,7 +103,7 @@ class HandshakeStream:
         await self.frames.send(encode(message), _LONGEST_HANDSHAKE_BYTES)
 
     async def receive(self) -> HandshakeMessage:
-        """Return the next message. Raises TurnedAwayError if it is a refusal."""
+        """Return the next message. Raises TurnedAwayError if it is a refusal. Raises WireError for a malformed one."""
         message = _HANDSHAKE.decode(await self.frames.receive(_LONGEST_HANDSHAKE_BYTES))
         if isinstance(message, TurnedAway):
             raise TurnedAwayError(message)
@@ -240,7 +240,9 @@ class Credentials:
         )
 
     def refusal(self, facts: Facts, method: Method) -> Refusal | None:
-        """Return why a client with these facts is refused before the handshake of a stream of ``method``, if it is."""
+        """Return why a client with these facts is refused before the handshake of a stream of ``method``, if it is:
+        other version, run, start or software, or a clock too far off. The last two count for agents only.
+        """
         fields = dict(facts)
         if fields.get("phalanx-version") != str(PROTOCOL_VERSION):
             return Refusal(
@@ -264,6 +266,8 @@ class Credentials:
 
         Raises:
             UnprovenError: The peer does not know it, or did not answer in time.
+
+        Earlier tokens within their grace are accepted too.
         """
         operates = method == "Operate"
         token = self.operator_token if operates else self.token

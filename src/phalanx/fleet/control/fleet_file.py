@@ -151,6 +151,7 @@ def fleet_file(
 
 
 def _member(state: FleetState, node: Node, attached: bool) -> Member:
+    """Return the entry of a node in fleet.json."""
     seated = node.seat != NO_SEAT
     ranks = tuple(state.settings.formation.ranks_of(node.seat, state.ranks)) if seated else ()
     silent_s = max(0.0, state.now_s - max(state.last_seen_s.get(node.name, 0.0), state.rolled_s))
@@ -159,12 +160,14 @@ def _member(state: FleetState, node: Node, attached: bool) -> Member:
 
 
 def _happening(incident: Incident) -> FleetIncident:
+    """Return an incident as fleet.json has it."""
     end_text = EpochLeft(incident.epoch, incident.text).text
     text = end_text if incident.ended_epoch else incident.text
     return FleetIncident(incident.at_s, incident.epoch, incident.node, text, incident.kind, incident.step)
 
 
 def _role(state: FleetState, node: Node, seated: bool) -> str:
+    """Return a node's role in words: member, spare, warming, lost, given back, or why it is not eligible."""
     if not node.alive:
         return GIVEN_BACK if node.eligibility is Eligibility.LEAVING else "lost"
     if node.eligibility != "good":
@@ -208,6 +211,7 @@ def read_fleet_file(run_dir: Path) -> FleetFile:
 
 
 def _as_claimed(run_dir: Path, content: FleetFile) -> FleetFile:
+    """Return the file with the end that the newest claim of the run records, if any. Unreadable claims are ignored."""
     directory = RunDirectory(run_dir)
     with suppress(ClaimError, RunDirectoryError):
         newest = ClaimRegister(directory, directory.newest_attempt()).newest()
@@ -315,6 +319,8 @@ class ClaimRegister:
 
         Raises:
             ClaimError: The disk does not take it; the same call may be made again.
+
+        A claim that is too old to matter is emptied.
         """
         path = self._path(claim.term)
         try:

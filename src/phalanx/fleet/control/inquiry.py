@@ -188,6 +188,7 @@ def shortened(record: bytes, most_bytes: int = MOST_RECORD_BYTES) -> str:
 
 
 def _call(entry: Mapping[str, object]) -> Call:
+    """Return a collective call from an entry of PyTorch's flight record."""
     sizes = entry["input_sizes"]
     assert isinstance(sizes, list)
     return Call(
@@ -204,7 +205,10 @@ def _over(entry: Mapping[str, object]) -> bool:
 
 
 def diagnose(records: Sequence[FlightRecord], ranks: int) -> Diagnosis:
-    """Diagnose a hang of a run of ``ranks`` ranks from the records of its ranks."""
+    """Diagnose a hang of a run of ``ranks`` ranks from its ranks' records: culprits, stuck collectives (those of
+    culprits first), and ranks without a full record. Culprits are the absent that wait nowhere else, and those in
+    another operation.
+    """
     by_rank = {record.rank: record for record in records}
     # Each rank counts its own groups, so two different groups may have the same name.
     groups = {(name, members) for record in records for name, members in record.groups.items()}
@@ -277,7 +281,11 @@ class Inquiry:
         return sum(map(len, self.ranks_of.values()))
 
     def add(self, message: Recorded) -> str:
-        """Add a record. Return why it was refused, or an empty text."""
+        """Add a record.
+
+        Return why it was refused, or an empty text. A second record of a rank is ignored. Refused are a malformed one,
+        and one of another epoch or node.
+        """
         try:
             record = parse_record(message.record.encode())
         except FlightRecordError as error:
@@ -330,13 +338,17 @@ class FailureInquiry:
             self._asking = asyncio.create_task(self._ask(tell))
 
     async def _ask(self, tell: Callable[[str], None]) -> None:
+        """Wait for the other nodes' reports, and pass the description of the first failure to ``tell``, if it can be determined."""
         await asyncio.sleep(_WAIT_S)
         reports = self.take()
         if reports and (text := await asyncio.to_thread(self.finding, reports)):
             tell(text)
 
     def add(self, report: m.AgentMessage) -> None:
-        """Add a node's report that something failed. Other reports are ignored."""
+        """Add a node's report that something failed.
+
+        Other reports are ignored. Only the first report of each node within a short time counts.
+        """
         if not isinstance(report, m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal):
             return
         if isinstance(report, m.Broken) and report.text == m.LEFT_AS_ASKED:
@@ -380,6 +392,7 @@ class FailureInquiry:
 
 
 def _words(report: m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal) -> str:
+    """Return a report of a failure as text."""
     if isinstance(report, m.WorkerHung):
         return f"its worker was silent for {report.silent_s:.0f} s"
     if isinstance(report, m.WorkerExited):

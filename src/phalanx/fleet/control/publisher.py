@@ -75,13 +75,14 @@ class Publisher:
             self._writing = asyncio.create_task(self._write(now_s))
 
     def _tell_new(self, incidents: Sequence[Incident]) -> None:
+        """Publish the incidents since the last call."""
         for incident in incidents:
             if incident.at_s > self._published_s:
                 self.publish_incident(incident)
         self._published_s = max((incident.at_s for incident in incidents), default=self._published_s)
 
     def publish_incident(self, incident: Incident) -> None:
-        """Write an incident into the log and the run's event stream."""
+        """Write an incident into the log and the run's event stream. The end of an epoch also calls ``on_epoch_left``."""
         text = f"{node_called(incident.node)}: {incident.text}" if incident.node else incident.text
         self._write_event(
             EpochLeft(incident.epoch, text, incident.kind)
@@ -96,6 +97,7 @@ class Publisher:
         self._write_event(Message("warning", text))
 
     def _write_event(self, body: EpochLeft | Message) -> None:
+        """Log the text and append the event to the run's stream; a failure is only logged."""
         self._log(body.text)
         try:
             if self._events is None:
@@ -114,7 +116,10 @@ class Publisher:
         await self._write(now_s)
 
     async def _write(self, now_s: float) -> None:
-        """Replace fleet.json, durably, in a thread: the event loop must not wait for a slow disk."""
+        """Replace fleet.json, durably, in a thread: the event loop must not wait for a slow disk.
+
+        An error is logged. Sets when the next write is due.
+        """
         path, began_s = self._directory.path, time.thread_time()
         content = self.newest = self._content()
         took_s = time.thread_time() - began_s
@@ -142,6 +147,7 @@ def _derived(
 
 
 def _roles(fleet: FleetFile) -> Found:
+    """Return the number of members by role."""
     counts = Counter(member.role for member in fleet.members)
     return [({"role": role}, counts[role]) for role in ROLES]
 
@@ -202,7 +208,10 @@ class FleetSampler:
         self._nodes: dict[str, Labels] = {}
 
     def samples(self) -> list[Sample]:
-        """Return samples of the last published state; none before the first."""
+        """Return metrics of the last published state: those of the fleet, and of each node that was not given back.
+
+        Empty before the first.
+        """
         fleet = self._newest()
         if fleet is None:
             return []
@@ -218,13 +227,14 @@ class FleetSampler:
         ]
 
     def _node(self, name: str) -> Labels:
+        """Return the labels of a node's samples, which are made once."""
         if name not in self._nodes:
             self._nodes[name] = self._run | {"node": name}
         return self._nodes[name]
 
 
 def _stragglers(fleet: FleetFile) -> set[str]:
-    """Return the nodes that are slow now."""
+    """Return the nodes that were reported slow lately, or are quarantined for it."""
     since_s = fleet.written_unix_s - _SLOW_FOR_S
     reported = {item.node for item in fleet.happenings if item.unix_s >= since_s and item.kind in _SLOW}
     barred = {item.name for item in fleet.members if item.role == "quarantined" and item.fault in _SLOW}

@@ -61,6 +61,7 @@ class Certificates:
         return self._loaded(context)
 
     def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        """Load authority, certificate and key into the context, for TLS 1.3; returns it."""
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_verify_locations(cadata=self.authority.decode())
         context.load_cert_chain(self.folder / "node.pem", self.folder / "node.key")
@@ -70,7 +71,7 @@ class Certificates:
 def read_certificates(folder: Path) -> Certificates:
     """Read the certificates in ``folder``: ``ca.pem``, ``node.pem`` and ``node.key``.
 
-    Raises ``SecurityError``.
+    Raises ``SecurityError``. Their content is not checked here.
     """
     try:
         authority, certificate, key = (
@@ -242,12 +243,12 @@ def require_two_tokens(join: str, operate: str) -> None:
 
 
 def _write_keyring(path: Path, keys: Keyring, *, replace: bool = False) -> None:
-    """Write tokens to a file readable by its owner only. With ``replace``, replace the file; otherwise fail
-    if it exists.
+    """Write tokens to a file readable by its owner only. With ``replace``, replace the file; otherwise keep one that
+    exists.
 
-    The file gets its name once it is complete and on disk. Raises ``OSError``; the previous tokens then stay
-    valid. If only the sync of the folder fails, the new ones are valid: every process sees them, but a power
-    cut may bring the earlier file back.
+    The file gets its name once it is complete and on disk. Raises ``OSError``; the previous tokens then stay valid. If
+    only the sync of the folder fails, the new ones are valid: every process sees them, but a power cut may bring the
+    earlier file back.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -270,6 +271,7 @@ def _write_keyring(path: Path, keys: Keyring, *, replace: bool = False) -> None:
 
 
 def _checked(token: str, where: str) -> str:
+    """Return the token; raises ``SecurityError`` if it is empty, too short or not printable ASCII."""
     if not token:
         raise SecurityError(
             f"{where} is empty (a power cut can leave that): end the rest of the fleet, remove it, and start the run again: a new "

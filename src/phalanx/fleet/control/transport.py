@@ -182,7 +182,10 @@ class FleetServer:
         """Connections that have not proven themselves, the oldest first."""
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; return the port (a free one for 0). Raises ``TransportError`` if the port is taken."""
+        """Listen; return the port (a free one for 0).
+
+        Raises ``TransportError`` if the port is taken. Connections are accepted in a task until ``stop``.
+        """
         certificates = self.credentials.certificates
         tls = None if certificates is None else certificates.server_context()
         dual = host == "::" and socket.has_dualstack_ipv6()
@@ -223,7 +226,8 @@ class FleetServer:
     def send(self, node: str, command: Command) -> None:
         """Send a command on a node's current stream.
 
-        It is dropped if there is none, since an agent that attaches describes itself.
+        It is dropped if there is none, since an agent that attaches describes itself. A node that is to read another
+        token will attach again.
         """
         if node in self.links:
             link = self.links[node]
@@ -248,13 +252,18 @@ class FleetServer:
                 link.close()
 
     def _refuse(self, kind: str, peer: str, detail: str = "") -> None:
+        """Count a refusal by kind, and log it at each power of two."""
         self.refused[kind] += 1
         count = self.refused[kind]
         if count & (count - 1) == 0:  # The 1st, 2nd, 4th, 8th ...: a flood does not fill the log.
             self.listener.log(f"refused {kind} from {peer} ({count} so far) {detail}".rstrip())
 
     async def _listen(self, listener: socket.socket, tls: ssl.SSLContext | None, most: int) -> None:
-        """Accept connections until cancelled. Above ``most`` of them, each new one ends the oldest newcomer, TLS handshakes included."""
+        """Accept connections until cancelled.
+
+        Above ``most`` of them, each new one ends the oldest newcomer, TLS handshakes included. Failures to accept are
+        counted, and it goes on after a pause.
+        """
         with listener:
             while True:
                 try:
@@ -276,6 +285,7 @@ class FleetServer:
                 await asyncio.sleep(0)  # A flood of connections does not delay those that are served.
 
     async def _accept(self, connection: socket.socket, peer: str, tls: ssl.SSLContext | None) -> None:
+        """Serve one accepted connection, TLS handshake included, and close it. Errors of the connection end it quietly."""
         frames = None
         try:
             with suppress(WireError, OSError, asyncio.CancelledError):  # The last by ``stop``.
@@ -289,6 +299,7 @@ class FleetServer:
             connection.close()
 
     async def _serve(self, frames: FrameStream, connection: socket.socket, peer: str) -> None:
+        """Receive a stream's greeting, prove both ends, and serve it as an agent's or an operator's; malformed ones are refused."""
         stream = HandshakeStream(frames)
         try:
             async with asyncio.timeout(min(_GREETING_S, self.credentials.handshake_timeout_s)):
@@ -309,8 +320,8 @@ class FleetServer:
             await self._operate(frames, seals, peer)
 
     async def _admit(self, stream: HandshakeStream, greeting: Greeting, peer: str) -> Seals | None:
-        """Return the seals of a stream whose client has proven itself; otherwise send the reason for the
-        refusal and return None.
+        """Return the seals of a stream whose client has proven itself; otherwise count the refusal, send its reason and
+        return None. Waits a moment for the client to read that.
         """
         refusal = self.credentials.refusal(greeting.facts, greeting.method)
         if greeting.method == "Attach":
@@ -331,7 +342,10 @@ class FleetServer:
         return None
 
     def _compare_clocks(self, host: str, refusal: Refusal | None) -> Refusal | None:
-        """Return the refusal, with a note if this machine's clock is the wrong one."""
+        """Return the refusal, with a note if this machine's clock is the wrong one.
+
+        Records by how much the host's clock differs.
+        """
         own_host = socket.gethostname()
         full = len(self._clocks) >= _HOSTS_COMPARED and host not in self._clocks
         unfit = not 0 < len(host) <= _LONGEST_NAME or not host.isprintable()
@@ -345,6 +359,7 @@ class FleetServer:
         return refusal._replace(reason=wrong) if wrong else refusal
 
     async def _attach(self, frames: FrameStream, seals: Seals, peer: str) -> None:
+        """Serve an agent's stream to its end: pass its reports to the listener, send queued commands, and report the disconnect."""
         reports = self._decoded(self._opened(frames, seals, peer), peer)
         link, tasks = None, list[asyncio.Task[object]]()
         try:
@@ -390,7 +405,11 @@ class FleetServer:
                 self._refuse("malformed message", peer, str(error)[:200])
 
     def _attached_link(self, first: Received, peer: str, token_name: str) -> AgentLink | None:
-        """Attach the stream that begins with ``first``; return None if that is no Joined."""
+        """Attach the stream that begins with ``first``; return None if that is no Joined.
+
+        An older stream of the node is closed. If a newer agent of the node is attached, this one gets a Fence and is
+        closed.
+        """
         if not isinstance(first, Joined):
             self._refuse("stream that does not begin with Joined", peer)
             return None
@@ -409,6 +428,7 @@ class FleetServer:
         return link
 
     async def _read(self, link: AgentLink, reports: AsyncIterator[Received], peer: str) -> None:
+        """Pass the reports of a link to the listener while it is the node's current one; refuse reports about other nodes."""
         async for report in reports:
             if self.links.get(link.node) is not link:
                 return
@@ -422,6 +442,10 @@ class FleetServer:
                 )
 
     async def _operate(self, frames: FrameStream, seals: Seals, peer: str) -> None:
+        """Answer an operator's request on its stream; a malformed one is refused.
+
+        Nothing is sent for an ended stream or a malformed request.
+        """
         body = await anext(self._opened(frames, seals, peer), END)
         if body == END:  # A program that only checks who coordinates the run.
             return
@@ -446,6 +470,7 @@ def _speaks_for_itself(report: Received, node: str) -> TypeGuard[AgentMessage]:
 
 
 async def _write(link: AgentLink, frames: FrameStream, seals: Seals) -> None:
+    """Send the link's queued commands, sealed, until the stream ends."""
     with suppress(WireError):
         while True:
             sealed = seals.outgoing.close(await link.queue.get())

@@ -64,7 +64,7 @@ class Inbox:
     def batch(self, on_disk: m.DiskHolds | None) -> tuple[m.CoreEvent, ...]:
         """Return all pending events for the core.
 
-        They stay here until ``clear``, since the journal may not take them.
+        They stay here until ``clear``, since the journal may not take them. A Tick comes last.
         """
         stood_still = [m.StoodStill(self.deaf_s)] if self.deaf_s else []
         looked = [on_disk] if on_disk is not None else []
@@ -117,7 +117,10 @@ class TurnDecision:
 
 
 def decide(state: FleetState, batch: Sequence[m.CoreEvent], now_s: float) -> TurnDecision:
-    """Let the core decide all events of ``batch``, then check its invariants. Takes ownership of ``state``."""
+    """Let the core decide all events of ``batch``, then check its invariants.
+
+    Takes ownership of ``state``. An exception becomes ``contradiction``, with the events that were not decided.
+    """
     decided, undecided = TurnDecision(state, mark(state)), deque(batch)
     try:
         while undecided:
@@ -147,7 +150,8 @@ class OperatorReply(NamedTuple):
 def answer(
     request: m.CoreEvent | m.Shrink | m.Grow, state: FleetState, inbox: Inbox, spec: RunSpec, own_node: str
 ) -> OperatorReply:
-    """Answer a request, by the present state and the requests that wait in ``inbox``.
+    """Answer a request, by the present state and the requests that wait in ``inbox``: "accepted" with the event for the
+    core, or the reason for a refusal. Nothing is changed.
 
     ``own_node`` is the coordinator's.
     """
@@ -186,7 +190,11 @@ def _shrink(wish: m.Shrink, state: FleetState, inbox: Inbox, own_node: str) -> O
 
 
 def _grow(by: int, state: FleetState, inbox: Inbox, spec: RunSpec) -> OperatorReply:
-    """Let ``by`` more nodes hold ranks."""
+    """Let ``by`` more nodes hold ranks.
+
+    Return the answer, with the event for the core if it is accepted. Refused if no larger number of ranks would be
+    legal, or while another such request is being decided.
+    """
     if inbox.holds(m.Enlarge):
         return OperatorReply(_BEING_DECIDED)
     settings, fleet = state.settings, spec.fleet
@@ -222,7 +230,7 @@ class TokenRotation:
     async def rotate(self, grace_s: float) -> str:
         """Rotate the tokens, and accept the previous ones for ``grace_s`` more.
 
-        Return the answer for the operator.
+        Return the answer for the operator. Refused while one runs. It goes on if the caller is cancelled.
         """
         if self._rotation is not None and not self._rotation.done():
             return "refused: the tokens are being changed"
@@ -232,6 +240,11 @@ class TokenRotation:
         return await asyncio.shield(self._rotation)
 
     async def _rotate(self, grace_s: float) -> str:
+        """Replace the operators' token, then the agents', and queue the event for the core; return the answer for the
+        operator.
+
+        If the second fails, the first stays changed, and the answer names that.
+        """
         credentials, run_dir = self._server.credentials, self._run_dir
         trouble = "refused"
         try:
@@ -290,7 +303,7 @@ class RunDisk:
         return []
 
     def _committed(self) -> tuple[int, ...]:
-        """Return the committed steps on disk, or those of the last look if they cannot be read now."""
+        """Return the committed steps on disk, or those of the last look if they cannot be read now. A failure is logged once."""
         try:
             steps = tuple(self._directory.committed_steps())
         except OSError as error:
@@ -302,9 +315,10 @@ class RunDisk:
         return steps
 
     def set_aside(self, state: FleetState, *, stored: bool) -> None:
-        """Set aside the checkpoints that are not to be trusted; their steps are saved again.
+        """Rename the checkpoints that are not to be trusted; their steps are saved again. Errors are ignored: the next
+        turn repeats it.
 
-        ``stored``: there are copies in a store.
+        ``stored``: there are copies in a store, and the distrust is recorded for their uploader.
         """
         if state.condemned and state.distrust and stored:
             with suppress(OSError):  # Written again at the next turn, for as long as they are on disk.
@@ -317,7 +331,8 @@ class RunDisk:
 def first_step(spec: RunSpec, directory: RunDirectory, log: Callable[[str], None]) -> int:
     """Return the step at which the run begins if nothing is on disk.
 
-    It is that of the newest copy in its store, or of its parent; 0 otherwise.
+    It is that of the newest copy in its store, or of its parent; 0 otherwise. A store that cannot be read is logged,
+    and counts as empty.
     """
     if spec.checkpoint.store and not directory.committed_steps():
         # The client of stores is imported only if there is one.

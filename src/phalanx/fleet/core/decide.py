@@ -65,6 +65,10 @@ def step(state: FleetState, event: m.CoreEvent, now_s: float) -> tuple[FleetStat
 
 
 def _answer(state: FleetState, event: m.CoreEvent, orders: list[Order]) -> None:
+    """Apply an event, or each of several folded into one, to the state.
+
+    After the end of the run, only newcomers are answered: with its end.
+    """
     if isinstance(event, m.Folded):
         for folded in event.events:
             _answer(state, folded, orders)
@@ -80,7 +84,8 @@ def _sender(
 ) -> Node | None:
     """Return the sender of a message, or None if it is unknown, fenced, or of another incarnation.
 
-    With ``life``, the message counts as a sign of life of the node.
+    With ``life``, the message counts as a sign of life of the node. A node that is unknown is ordered to describe
+    itself, and a fenced one gets its standing order. Others count as stale.
     """
     node = state.nodes.get(name)
     if node is None or incarnation > node.incarnation:
@@ -102,6 +107,7 @@ def _sender(
 
 
 def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
+    """Take a node's description: a newer incarnation replaces the node, the same one updates it, an older one counts as stale."""
     old = state.nodes.get(event.node)
     if old is not None and old.alive and old.incarnation == UNMET:
         old = change(
@@ -133,6 +139,7 @@ def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
 
 
 def _described(old: Node | None, event: m.Joined) -> Node:
+    """Return the node that a description makes of the old one, if there is one."""
     eligibility = _eligibility(old, event)
     return Node(
         name=event.node,
@@ -156,6 +163,7 @@ def _described(old: Node | None, event: m.Joined) -> Node:
 
 
 def _eligibility(old: Node | None, event: m.Joined) -> Eligibility:
+    """Return a node's eligibility after its description: LEAVING if it leaves, else as before, or GOOD."""
     if event.leaving:
         return Eligibility.LEAVING
     # A new life of its agent: the machine has joined the fleet again.
@@ -165,6 +173,7 @@ def _eligibility(old: Node | None, event: m.Joined) -> Eligibility:
 
 
 def _level(event: m.Joined) -> m.WorkerPhase:
+    """Return the phase of the workers that a description implies."""
     if event.epoch != m.NO_EPOCH:
         return m.WorkerPhase.BOUND if event.bound else m.WorkerPhase.BINDING
     warm = len(event.meeting_points) == event.workers and all(event.meeting_points)
@@ -172,12 +181,17 @@ def _level(event: m.Joined) -> m.WorkerPhase:
 
 
 def _ready(state: FleetState, event: m.Ready, orders: list[Order]) -> None:
+    """Take the report that a node's workers are warm; they are no longer in an epoch."""
     node = _sender(state, event.node, event.incarnation, orders)
     if node is not None:
         change(state, node, meeting_points=event.meeting_points, engaged=False)
 
 
 def _heartbeat(state: FleetState, event: m.Heartbeat, orders: list[Order]) -> None:
+    """Take a node's heartbeat: progress, waiting for samples, a wish to leave, and the epoch of its workers.
+
+    Ignores a stale sender.
+    """
     node = _sender(state, event.node, event.incarnation, orders)
     if node is None:
         return
@@ -231,6 +245,11 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
 
 
 def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orders: list[Order]) -> None:
+    """Take the report that a worker exited or hung: the node is no longer warm, and gets a strike unless the worker is
+    innocent.
+
+    Reports of earlier epochs count as stale.
+    """
     node = _sender(state, event.node, event.incarnation, orders)
     if node is None:
         return
@@ -255,6 +274,7 @@ def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orde
 
 
 def _broken(state: FleetState, event: m.Broken, orders: list[Order]) -> None:
+    """Take the report that a collective broke: nodes without connection are lost, and without vacancies the epoch ends."""
     node = _sender(state, event.node, event.incarnation, orders)
     if node is None:
         return
@@ -273,6 +293,7 @@ def _broken(state: FleetState, event: m.Broken, orders: list[Order]) -> None:
 
 
 def _parked(state: FleetState, event: m.Parked, orders: list[Order]) -> None:
+    """Take the report that a node has left its epoch, with the snapshots it holds; a member that left by itself ends the epoch."""
     node = _sender(state, event.node, event.incarnation, orders)
     if node is None:
         return
@@ -292,6 +313,7 @@ def _parked(state: FleetState, event: m.Parked, orders: list[Order]) -> None:
 
 
 def _bound(state: FleetState, event: m.Bound, orders: list[Order]) -> None:
+    """Take the report that a node has entered the epoch. One of another epoch or phase counts as stale."""
     node = _sender(state, event.node, event.incarnation, orders)
     if node is None:
         return
@@ -302,6 +324,7 @@ def _bound(state: FleetState, event: m.Bound, orders: list[Order]) -> None:
 
 
 def _durable(state: FleetState, event: m.Durable, orders: list[Order]) -> None:
+    """Take the report that a checkpoint is on disk, unless its step is distrusted."""
     node = _sender(state, event.node, event.incarnation, orders)
     if node is None or event.epoch > state.epoch:
         return
@@ -318,6 +341,7 @@ _SUSPICIONS = {
 
 
 def _suspect(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
+    """Take a report of unfit nodes: not finite, corruption, straggler or other; see ``_doubt``."""
     if event.reason == "nonfinite":
         faults.nonfinite(state, event, orders)
         return
@@ -329,7 +353,7 @@ def _suspect(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
 
 
 def _named(state: FleetState, event: m.Suspect) -> list[str]:
-    """Return the names of the nodes that a report calls unfit."""
+    """Return the names of the nodes that a report calls unfit. Empty for ranks of another epoch."""
     if not event.ranks:
         return [event.node] if event.node in state.nodes else []
     # All members report a corruption before they leave the epoch, so a report of an earlier epoch is a repetition.
@@ -340,6 +364,9 @@ def _named(state: FleetState, event: m.Suspect) -> list[str]:
 
 
 def _doubt(state: FleetState, event: m.Suspect, node: Node, orders: list[Order]) -> None:
+    """Act on the suspicion of one node: roll back after corruption, and quarantine it; a straggler without a spare is
+    only noted.
+    """
     trusted_step = event.trusted_step
     if event.reason == "corruption" and trusted_step is not None:
         _roll_back(state, event, node, trusted_step, orders)
@@ -354,6 +381,7 @@ def _doubt(state: FleetState, event: m.Suspect, node: Node, orders: list[Order])
 
 
 def _roll_back(state: FleetState, event: m.Suspect, node: Node, step_: int, orders: list[Order]) -> None:
+    """Distrust the state after step ``step_`` and end the epoch, unless that was done already."""
     # An audit compares the steps of its own epoch, so a finding of an earlier epoch is new only if it goes further back.
     limits = [
         limit.step for limit in state.distrust if event.epoch is not None and event.epoch <= limit.epoch
@@ -365,6 +393,7 @@ def _roll_back(state: FleetState, event: m.Suspect, node: Node, step_: int, orde
 
 
 def _finished(state: FleetState, event: m.RunFinished, orders: list[Order]) -> None:
+    """Take the report that the run has finished in this epoch, and end it; of another epoch it counts as stale."""
     # Also while binding: with few steps left, the run can end before the last Bound has arrived.
     if event.epoch == state.epoch and state.phase in (*IN_EPOCH, FleetPhase.PARKING):
         state.result_json = event.result_json
@@ -374,6 +403,7 @@ def _finished(state: FleetState, event: m.RunFinished, orders: list[Order]) -> N
 
 
 def _disconnected(state: FleetState, event: m.Disconnected, orders: list[Order]) -> None:
+    """Take the end of a node's connection: it is lost if a collective broke too, else suspected from now on."""
     node = _sender(state, event.node, event.incarnation, orders, life=False)
     if node is None:
         return

@@ -70,6 +70,7 @@ def check(state: FleetState, before: StateMark | None = None) -> None:
 
 
 def _seats(state: FleetState) -> Iterator[str]:
+    """Yield each contradiction between seats, nodes, spares, vacancies and the ring of buddies."""
     if len(set(state.seats)) != len(state.seats):
         yield f"a node has two seats: {state.seats}"
     for seat, name in enumerate(state.seats):
@@ -96,6 +97,7 @@ def _seats(state: FleetState) -> Iterator[str]:
 
 
 def _phases(state: FleetState) -> Iterator[str]:
+    """Yield each contradiction between the phase and what it waits for or writes."""
     seated, formation = set(state.seats), state.settings.formation
     if not state.awaiting <= seated:
         yield f"waits for nodes without a seat: {sorted(state.awaiting - seated)}"
@@ -122,6 +124,9 @@ def _phases(state: FleetState) -> Iterator[str]:
 
 
 def _order(state: FleetState, before: StateMark) -> Iterator[str]:
+    """Yield each contradiction between the state and the one before: epochs that go back or overlap, a run that is over
+    and continues.
+    """
     if state.epoch < before.epoch:
         yield f"epoch {before.epoch} was followed by {state.epoch}"
     ended = state.recoveries + state.regroups > before.ended

@@ -35,7 +35,7 @@ DURABLE_KEPT = 1024
 
 
 def drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # noqa: ARG001
-    """Take a node out at the next step boundary."""
+    """Take a node out at the next step boundary. Unknown nodes, and those that leave already, count as stale."""
     node = state.nodes.get(event.node)
     if node is None or node.eligibility in (Eligibility.DRAINED, Eligibility.LEAVING):
         state.stale += 1
@@ -51,7 +51,10 @@ def drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # no
 
 
 def admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # noqa: ARG001
-    """Let a drained or quarantined node take part again, or one that was to be given back and is still there."""
+    """Let a drained or quarantined node take part again, or one that was to be given back and is still there.
+
+    Its strikes are cleared.
+    """
     node = state.nodes.get(event.node)
     if (
         node is None
@@ -65,7 +68,11 @@ def admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # no
 
 
 def stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:
-    """Save and end the run. A second request ends it at once, unless it is marked ``never_at_once``."""
+    """Save and end the run.
+
+    A second request ends it at once, unless it is marked ``never_at_once``. In a running epoch the members are ordered
+    to stop; otherwise the phase ends it.
+    """
     if state.stopping:
         if not event.never_at_once:
             end(state, orders, FleetPhase.FINISHED, "stopped at once")
@@ -115,7 +122,8 @@ def rekeyed(state: FleetState, event: m.Rekeyed, orders: list[Order]) -> None:
 def diagnosed(state: FleetState, event: m.Diagnosed, orders: list[Order]) -> None:
     """Take the diagnosis of a hang.
 
-    The ranks that all others wait for are killed, if the evidence is complete.
+    The ranks that all others wait for are killed, if the evidence is complete. Without pipeline stages, and for at most
+    half of the ranks. Their nodes get a strike. A diagnosis that is late counts as stale.
     """
     if event.epoch != state.epoch or state.phase is not FleetPhase.RUNNING or not state.diagnosed:
         state.stale += 1
@@ -248,7 +256,7 @@ def give_back(state: FleetState, event: m.GiveBack, orders: list[Order]) -> None
 
 
 def leave(state: FleetState, node: Node, reason: str) -> None:
-    """Let a node leave: it holds no rank from the next epoch on."""
+    """Let a node leave: it holds no rank from the next epoch on. Noted once."""
     if node.eligibility is Eligibility.LEAVING:
         return
     note(state, node.name, reason)
@@ -269,7 +277,7 @@ def enlarge(state: FleetState, event: m.Enlarge, orders: list[Order]) -> None:  
 
 
 def release(state: FleetState, orders: list[Order]) -> None:
-    """End the agents of the nodes that are leaving, once the fleet does not need their memory."""
+    """End the agents of the nodes that are leaving, once the fleet does not need their memory. They count as gone from then on."""
     if not state.leaving or state.phase is not FleetPhase.RUNNING or not _has_moved_on(state):
         return
     for node in list(_idle(state)):
@@ -282,6 +290,7 @@ def release(state: FleetState, orders: list[Order]) -> None:
 
 
 def _idle(state: FleetState) -> Iterator[Node]:
+    """Yield the nodes that are leaving and hold no rank."""
     for name in sorted(state.leaving):
         node = state.nodes[name]
         if node.seat == NO_SEAT and not node.engaged:

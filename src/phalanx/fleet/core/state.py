@@ -302,8 +302,9 @@ def is_leaving(node: Node) -> bool:
 
 
 def put(state: FleetState, node: Node) -> Node:
-    """Replace a node, and update the state derived from nodes: ``vacant``, ``spares``, ``leaving`` and
-    ``copies``.
+    """Replace a node, and update the state derived from nodes: ``vacant``, ``spares``, ``leaving`` and ``copies``.
+
+    Returns ``node``.
     """
     old = state.nodes.get(node.name)
     if old is None or old.snapshots != node.snapshots or old.alive != node.alive:
@@ -345,6 +346,7 @@ def trusts(state: FleetState, epoch: int, step: int) -> bool:
 
 
 def _listed(state: FleetState, node: Node) -> Iterator[tuple[str, str, int]]:
+    """Yield (snapshot, state, rank) of each snapshot in a node's memory that may be restored; none if the node is dead."""
     formation = state.settings.formation
     for holding in node.snapshots if node.alive else ():
         legal = formation.largest(holding.ranks) == holding.ranks > holding.rank
@@ -357,11 +359,13 @@ def _listed(state: FleetState, node: Node) -> Iterator[tuple[str, str, int]]:
 
 
 def _enlist(state: FleetState, node: Node) -> None:
+    """Add a node's snapshots to the copies of each state."""
     for snapshot, key, rank in _listed(state, node):
         state.copies.setdefault(snapshot, {}).setdefault(key, {}).setdefault(node.name, rank)
 
 
 def _unlist(state: FleetState, node: Node) -> None:
+    """Remove a node's snapshots from ``copies``."""
     for snapshot, key in {(snapshot, key) for snapshot, key, _ in _listed(state, node)}:
         keys = state.copies[snapshot]
         del keys[key][node.name]
@@ -372,7 +376,10 @@ def _unlist(state: FleetState, node: Node) -> None:
 
 
 def distrust(state: FleetState, step: int) -> None:
-    """Exclude all present state after ``step`` from restores, in memory and on disk."""
+    """Exclude all present state after ``step`` from restores, in memory and on disk.
+
+    Affected checkpoints are condemned, and ``copies`` is built again.
+    """
     earlier = (limit for limit in state.distrust if limit.step < step)
     state.distrust = (*earlier, Distrust(state.epoch, step))
     state.condemned += [saved for saved in state.durable if saved > step]

@@ -131,6 +131,7 @@ def _shifts(count: int, seed: int, step: int) -> list[int]:
 
 
 def _draw(seed: int, step: int, purpose: str) -> int:
+    """Return a number of 64 bits that all ranks draw alike."""
     digest = hashlib.blake2b(f"audit\0{seed}\0{step}\0{purpose}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -138,7 +139,8 @@ def _draw(seed: int, step: int, purpose: str) -> int:
 def judge(votes: Sequence[Vote]) -> Judgment:
     """Find the wrong voters by majority.
 
-    A voter may vote several times; one that contradicts itself is wrong, and its votes do not count.
+    A voter may vote several times; one that contradicts itself is wrong, and its votes do not count. If no majority is
+    at least two, all voters are named, and the judgment is unsure.
     """
     answers: dict[int, set[Sums]] = {}
     for vote in votes:
@@ -157,6 +159,7 @@ def judge(votes: Sequence[Vote]) -> Judgment:
 
 
 def _places(answers: Mapping[int, set[Sums]], wrong: Iterable[int], right: Sums) -> tuple[int, ...]:
+    """Return the places at which a wrong voter's sums differ from the right ones."""
     wrong_sums = [sums for voter in wrong for sums in answers[voter]]
     return tuple(
         place for place in range(len(right)) if any(sums[place] != right[place] for sums in wrong_sums)

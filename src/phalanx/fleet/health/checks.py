@@ -87,7 +87,11 @@ def guarded(check: str, run: Callable[[], CheckResult]) -> CheckResult:
 def matrix_product(
     device: str, products: int = 8, limits: HealthLimits = ANY_RATE, seed: int = 0
 ) -> CheckResult:
-    """Run ``exact_products``, then measure the rate."""
+    """Run ``exact_products`` on ``device``, then measure the rate in bf16 on a GPU and fp32 otherwise, and compare it
+    with ``limits``.
+
+    Return the first result that is not good.
+    """
     import torch
 
     from phalanx.hardware.local.device import measure_matmul_flops, on_gpu
@@ -102,7 +106,10 @@ def matrix_product(
 
 
 def exact_products(device: str, products: int, seed: int = 0) -> CheckResult:
-    """Multiply random matrices of small integers on ``device`` and check every element."""
+    """Multiply random matrices of small integers on ``device`` and check every element.
+
+    Returns bad at the first product with wrong rows, else good.
+    """
     import torch
 
     torch_device = torch.device(device)
@@ -136,7 +143,10 @@ def _integers(seed: int, most: int, inner: int) -> tuple[Any, Any, Any]:
 
 
 def memory(device: str, nbytes: int = 256 << 20) -> CheckResult:
-    """Write patterns and addresses into ``nbytes`` of the memory of ``device`` and read them back."""
+    """Write patterns and addresses into ``nbytes`` of the memory of ``device`` and read them back.
+
+    Bad if any word differs; measures the rate in bytes a second.
+    """
     import torch
 
     begin = time.perf_counter()
@@ -160,7 +170,10 @@ def memory(device: str, nbytes: int = 256 << 20) -> CheckResult:
 
 
 def disk(folder: Path, nbytes: int = 64 << 20, limits: HealthLimits = ANY_RATE) -> CheckResult:
-    """Write ``nbytes`` into a new file in ``folder``, sync it, read it back and remove it."""
+    """Write ``nbytes`` into a new file in ``folder``, sync it, read it back past the page cache and remove it.
+
+    Bad if a MiB differs, slow below the limit of the write rate. Raises ``OSError``.
+    """
     block = os.urandom(1 << 20)
     blocks = max(1, nbytes >> 20)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".health-") as file:
@@ -184,7 +197,7 @@ def disk(folder: Path, nbytes: int = 64 << 20, limits: HealthLimits = ANY_RATE) 
 
 
 def serve_link(listener: socket.socket) -> None:
-    """Answer one ``probe_link``: echo everything until the other side closes its half."""
+    """Answer one ``probe_link``: echo everything until the other side closes its half. Waits for one connection."""
     connection, _ = listener.accept()
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -198,7 +211,10 @@ def probe_link(
     timeout_s: float = 30.0,
     limits: HealthLimits = ANY_RATE,
 ) -> CheckResult:
-    """Send ``nbytes`` to a ``serve_link`` at ``address`` and check that they return unchanged."""
+    """Send ``nbytes`` to a ``serve_link`` at ``address`` and check that they return unchanged.
+
+    Bad if the bytes differ, slow below the limit; measures round trip and rate. Raises ``OSError`` if the link breaks.
+    """
     with socket.create_connection(address, timeout_s) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         trip_s = min(_round_trip_s(connection) for _ in range(20))
@@ -216,6 +232,7 @@ def probe_link(
 
 
 def _round_trip_s(connection: socket.socket) -> float:
+    """Return the seconds until one byte comes back; raises ``ConnectionError`` for another answer."""
     begin = time.perf_counter()
     connection.sendall(b"?")
     if connection.recv(1) != b"?":
@@ -224,7 +241,10 @@ def _round_trip_s(connection: socket.socket) -> float:
 
 
 def _there_and_back(connection: socket.socket, nbytes: int) -> tuple[bytes, bytes]:
-    """Return the digests of the sent and of the returned bytes."""
+    """Send ``nbytes`` of random data while receiving; return the digests of the sent and of the returned bytes.
+
+    Raises ConnectionError if the link breaks.
+    """
     block = os.urandom(1 << 20)
     sent, received = hashlib.blake2b(), hashlib.blake2b()
 
@@ -248,7 +268,7 @@ def _there_and_back(connection: socket.socket, nbytes: int) -> tuple[bytes, byte
 
 
 def loopback(nbytes: int = LINK_BYTES, limits: HealthLimits = ANY_RATE) -> CheckResult:
-    """Check the network stack of this machine over the loopback interface."""
+    """Check the network stack of this machine over the loopback interface. Starts a server thread for one probe."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = threading.Thread(target=serve_link, args=(listener,), daemon=True)
         server.start()

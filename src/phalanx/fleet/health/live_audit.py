@@ -98,6 +98,10 @@ class LiveAudit:
             self._checked = self._extra(self._plan)
 
     def _compare_parameters(self) -> None:
+        """Compare checksums of the parameters with the other replicas; raises ``CorruptionFoundError`` if they differ.
+
+        A collective. Equal ones confirm the last audited step.
+        """
         layout = self.model.mesh.layout
         if equal_holders(layout):
             tensors = state_tensors(self.model.parts).items()
@@ -143,6 +147,10 @@ class LiveAudit:
         return outcome
 
     def _call_witnesses(self, step: int, votes: Votes) -> None:
+        """Let further teams compute the disputed slots, a turn at a time, and add their votes to ``votes``.
+
+        A collective. Ends when none is disputed, or after ``MOST_TURNS``.
+        """
         for turn in range(1, 1 + MOST_TURNS):
             disputed = open_cases(votes)
             if not disputed:

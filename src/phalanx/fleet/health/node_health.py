@@ -88,7 +88,9 @@ def xids(log: str) -> tuple[Xid, ...]:
 
 
 def judge_gpu(reading: GpuReading, errors: Sequence[Xid], limits: HealthLimits = ANY_RATE) -> CheckResult:
-    """Judge a GPU by its report and the kernel's log."""
+    """Judge a GPU by its report and the kernel's log: bad for uncorrected or unrepaired memory and fatal Xids, slow if
+    it throttles or is too hot.
+    """
     limit_c = limits.temperature_c or reading.limit_c
     throttled = reasons_in_words(reading.throttle_reasons)
     fatal = sorted({x.number for x in errors if x.number in FATAL_XIDS and same_bus(x.bus, reading.bus)})
@@ -124,7 +126,10 @@ def same_bus(left: str, right: str) -> bool:
 
 
 def gpus(limits: HealthLimits = ANY_RATE) -> list[CheckResult]:
-    """Check all GPUs of this machine; one result "not checked" if there are none or NVML is missing."""
+    """Check all GPUs of this machine; one result "not checked" if there are none or NVML is missing.
+
+    Bad if a GPU does not answer NVML.
+    """
     try:
         pynvml: Any = importlib.import_module("pynvml")  # Optional: only machines with GPUs need it.
     except ImportError:
@@ -174,7 +179,7 @@ def read_gpu(nvml: Any, number: int) -> GpuReading:
 
 
 def kernel_log() -> str:
-    """Return the kernel's messages that this user may read."""
+    """Return the kernel's messages in its buffer; empty if this user may not read them."""
     lines: list[bytes] = []
     try:
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
@@ -220,6 +225,7 @@ def complaints(results: Sequence[CheckResult]) -> str:
 
 
 def _disk() -> CheckResult:
+    """Check the disk of the temporary folder; "not checked" if it is full."""
     try:
         return disk(Path(tempfile.gettempdir()), _DISK_BYTES)
     except OSError as error:
@@ -247,7 +253,11 @@ class HealthWatch:
         self._suspicion.set()
 
     async def run(self) -> None:
-        """Run the requested checks, until cancelled."""
+        """Run the requested checks, until cancelled.
+
+        Each passes its complaints to ``on_checked``, and repeats after a pause while there are any. Complaints are
+        logged. A request during the checks makes them start again.
+        """
         while True:
             await self._suspicion.wait()
             self._suspicion.clear()
@@ -262,6 +272,7 @@ class HealthWatch:
                 self._suspicion.set()
 
     async def _complaints(self) -> str:
+        """Run the node's checks in a thread and return their complaints; not ending in time is one."""
         checks = asyncio.get_running_loop().run_in_executor(self._doctor, of_node)
         try:
             async with asyncio.timeout(_EXAMINE_S):

@@ -154,7 +154,10 @@ class StragglerWatch:
         self._times_s: list[NDArray[np.float32]] = []
 
     def look(self, frame: RankFrame) -> tuple[Straggler, ...]:
-        """Add the ranks' measurements. At the end of a window return the stragglers, the same on all ranks."""
+        """Add the ranks' measurements.
+
+        At the end of a window return the stragglers, the same on all ranks; empty otherwise, or if no window is set.
+        """
         if not self._window_steps:
             return ()
         self._times_s.append(frame.columns["compute_s"])

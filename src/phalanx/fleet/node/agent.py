@@ -85,7 +85,8 @@ class Agent:
     ) -> None:
         """Set up the agent.
 
-        ``memory`` is its snapshot memory of the run's previous start, if it took part in that.
+        ``memory`` is its snapshot memory of the run's previous start, if it took part in that. Starts the data port;
+        workers are started by ``run``.
         """
         self._args, self._spec, fleet = args, spec, spec.fleet
         directory, own_certificates = RunDirectory(args.run_dir), credentials.certificates
@@ -179,6 +180,7 @@ class Agent:
         return self._next_attempt
 
     def _serve_metrics(self) -> None:
+        """Serve the metrics of the agent, the machine, its software and its GPUs."""
         labels, run_dir = self._endpoint.labels, self._args.run_dir
         self._endpoint.start(
             {
@@ -190,6 +192,7 @@ class Agent:
         )
 
     def _facts(self) -> AgentFacts:
+        """Return what the metrics show of this agent."""
         heartbeat = self._state.heartbeat()
         workers, attached = tuple(self._state.workers), self._link.attached
         return AgentFacts(
@@ -202,6 +205,7 @@ class Agent:
         )
 
     async def _farewell(self, patience_s: float | None) -> None:
+        """Cancel all tasks, kill the workers, end the successor and wait up to ``patience_s``; close the ports and threads."""
         for task in self._tasks:
             task.cancel()
         self._workers.kill_all()
@@ -214,6 +218,9 @@ class Agent:
         self._data.close()
 
     def _asked_to_end(self) -> None:
+        """Handle a signal: log and wait, or leave the fleet at the next step boundary, as configured; end at once at a
+        second one.
+        """
         if self._args.at_signal != "end" and not self._warned:
             self._warned = True
             if self._args.at_signal == "wait":
@@ -236,22 +243,28 @@ class Agent:
         self._end(reason)
 
     def _end(self, reason: str) -> None:
+        """End the agent, for the first reason given."""
         self._reason = self._reason or reason
         self._over.set()
 
     def _in_background(self, coroutine: Coroutine[object, object, None]) -> None:
+        """Run a coroutine in a task, whose errors end the agent."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """Forget a finished task. If it failed, log the error and end the agent with it."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self._over.is_set():
             self.log("".join(traceback.format_exception(error)))
             self._fail(f"cannot continue: {error!r}")
 
     def _look_for_another_start(self) -> None:
-        """End this life of the agent if, by the run directory, the run was started again, or is another one."""
+        """End this life of the agent if, by the run directory, the run was started again, or is another one.
+
+        A directory that cannot be read is logged and ignored.
+        """
         try:
             start = other_start(self._directory, self._tokens.credentials)
         except RunDirectoryError as error:
@@ -264,12 +277,14 @@ class Agent:
             self._end(start.reason)
 
     def _change_token(self, keys: Keyring) -> None:
+        """Let the ports and the link use new tokens."""
         self._data.change_token(keys.token, keys.accepted)
         self._link.change_token(self._tokens.credentials)
 
     # --- time ----------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
+        """Pass time to the state and carry out its actions, until cancelled."""
         pause_s = min(0.25, self._spec.fleet.worker_lease_s / 8)
         while True:
             now_s = time.monotonic()
@@ -280,6 +295,7 @@ class Agent:
             await asyncio.sleep(pause_s)
 
     async def _follow_leader(self) -> None:
+        """Look for a leader again and again; end the agent once a claim states the end of the run."""
         patience_s = self._spec.fleet.succession_s
         while True:
             over = await look_for_leader(self._args, self._link, self._successor, patience_s)
@@ -289,6 +305,7 @@ class Agent:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _beat(self) -> None:
+        """Send a heartbeat to the coordinator every ``heartbeat_s`` seconds, for ever."""
         while True:
             self._link.send(self._state.heartbeat())
             await asyncio.sleep(self._spec.fleet.heartbeat_s)
@@ -296,6 +313,7 @@ class Agent:
     # --- events --------------------------------------------------------------------------------
 
     def _on_command(self, command: Command) -> None:
+        """Log a command and carry out what the state makes of it."""
         self.log(f"command from the coordinator: {in_words(command)}")
         self._do(self._state.on_command(command, time.monotonic(), time.time()))
 
@@ -304,14 +322,14 @@ class Agent:
         self._state.on_started(index, time.monotonic())
 
     def on_worker_message(self, index: int, message: ToAgent) -> None:
-        """Handle a message of a worker."""
+        """Handle a message of a worker. A warm worker gets the faults to inject."""
         self._do(self._state.on_worker_message(index, message, time.monotonic(), time.time()))
         if isinstance(message, Warm):
             self._workers.is_warm(index)
             self._do([SendToWorker(index, InjectFault(fault)) for fault in self._args.faults])
 
     def on_exit(self, index: int, code: int, text: str) -> None:
-        """Handle the end of a worker's process."""
+        """Handle the end of a worker's process. Logs how it ended; the state restarts it."""
         ended_here = self._over.is_set() and code < 0  # Expected at the end of the run.
         how = "was ended by its agent" if ended_here else f"ended with code {code} {text if code > 0 else ''}"
         self.log(f"worker {index} {how}".rstrip())
@@ -320,11 +338,13 @@ class Agent:
     # --- effects -------------------------------------------------------------------------------
 
     def _do(self, actions: Sequence[AgentAction]) -> None:
+        """Carry out actions in order, until the agent ends."""
         for action in actions:
             if not self._over.is_set():
                 self._carry_out(action)
 
     def _carry_out(self, action: AgentAction) -> None:
+        """Carry out one action of the state: send, start or kill, save, or end this agent."""
         match action:
             case SendReport(report):
                 self._link.send(report)
@@ -385,6 +405,9 @@ def run_agent(args: AgentArgs, certificates: Path | None = None) -> None:
 
 
 async def _run(args: AgentArgs, certificates: Path | None) -> None:
+    """Run agents of a run, one for each of its starts, until one ends without a newer start; snapshot memory passes to
+    the next. Creates the folder of logs, and raises the limit of descriptors where possible.
+    """
     directory = RunDirectory(args.run_dir)
     directory.logs.mkdir(exist_ok=True)
     memory: SnapshotMemory | None = None
@@ -412,7 +435,7 @@ def leave(code: int) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Entry point of the process that a launcher starts for each node of a local fleet."""
+    """Run an agent as the process that a launcher starts for each node of a local fleet. Exits with 0, or 1 and a message."""
     die_with_parent()
     capture_output(os.environ)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)

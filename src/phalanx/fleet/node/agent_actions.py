@@ -176,7 +176,7 @@ class WorkerLife:
     last_words: str = ""
 
     def enter(self, epoch: int, rank: int, now_s: float) -> None:
-        """Mark it as ``rank`` of ``epoch``, which it was ordered to join."""
+        """Mark it as ``rank`` of ``epoch``, which it was ordered to join, with no progress yet."""
         self.epoch, self.rank, self.step, self.last_message_s = epoch, rank, NO_STEP, now_s
         self.bound = self.leaving = self.finished = False
         self.waiting_s = 0.0

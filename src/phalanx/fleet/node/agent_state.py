@@ -187,7 +187,10 @@ class AgentState:
     # --- commands of the coordinator -----------------------------------------------------------
 
     def on_command(self, command: Command, now_s: float, unix_s: float) -> list[AgentAction]:
-        """Handle a command of the coordinator. ``unix_s`` is the time of day, for the next epoch's ledger."""
+        """Handle a command of the coordinator; return the actions to carry out, none if it is outdated.
+
+        ``unix_s`` is the time of day, for the next epoch's ledger.
+        """
         match command:
             case Park():
                 return self._park(command, now_s, unix_s)
@@ -228,6 +231,7 @@ class AgentState:
                 return []
 
     def _save(self, order: SaveSnapshots) -> list[AgentAction]:
+        """Return the action that saves this node's snapshots, unless it was ordered before or workers are in an epoch."""
         if order.epoch <= self.saving or self._placed():
             return []  # A repeated command, or one that is older than the epoch of the workers.
         self.saving, self.fence = order.epoch, max(self.fence, order.epoch)
@@ -243,13 +247,17 @@ class AgentState:
         return [SendReport(Durable(me, self.incarnation, order.epoch, order.step))] if committed else []
 
     def _park(self, park: Park, now_s: float, unix_s: float) -> list[AgentAction]:
+        """Order the workers out of an epoch, and report when all have left."""
         self.ended_unix_s = self.ended_unix_s or unix_s
         self.owed, self.planned = max(self.owed or NO_EPOCH, park.epoch), park.planned
         actions = self._order_out(park.epoch, park.reason, planned=park.planned, now_s=now_s)
         return actions + self._parked()
 
     def _order_out(self, epoch: int, reason: str, *, planned: bool, now_s: float) -> list[AgentAction]:
-        """Raise the fence to ``epoch`` and order every worker out of it and of earlier epochs."""
+        """Raise the fence to ``epoch`` and order every worker out of it and of earlier epochs.
+
+        Return the actions. A worker that does not run is started again.
+        """
         self.fence = max(self.fence, epoch)
         actions: list[AgentAction] = []
         for i, worker in enumerate(self.workers):
@@ -277,6 +285,10 @@ class AgentState:
         return [SendReport(Parked(me, self.incarnation, epoch, self._meeting_points(), self.snapshots()))]
 
     def _bind(self, bind: Bind, now_s: float, unix_s: float) -> list[AgentAction]:
+        """Let the workers join an epoch with their ranks, and discard newer snapshots. Return the actions.
+
+        A fenced epoch is ignored. A node that is not fit describes itself instead.
+        """
         places = dict(bind.places)
         if bind.epoch <= self.fence:
             return []
@@ -324,7 +336,10 @@ class AgentState:
     def on_worker_message(
         self, index: int, message: ToAgent, now_s: float, unix_s: float
     ) -> list[AgentAction]:
-        """Handle a message of a worker. Messages of a doomed worker are dropped."""
+        """Handle a message of a worker.
+
+        Return the actions. Messages of a doomed worker, and those of another epoch, are dropped.
+        """
         worker = self.workers[index]
         worker.last_message_s = now_s
         if worker.doomed or not worker.running:
@@ -406,20 +421,24 @@ class AgentState:
         return [SendReport(Suspect(self.identity.node, "health", evidence[:_TEXT_MAX]))]
 
     def _testify(self, report: AgentReport) -> list[AgentAction]:
+        """Keep a report as evidence of the epoch, and return the action that sends it."""
         self.evidence.append(report)
         return [SendReport(report)]
 
     def _ready(self) -> list[AgentAction]:
+        """Return the report that the workers are warm; nothing until all are, or if one has a rank."""
         if not all(self._meeting_points()) or self._placed():
             return []
         return [SendReport(Ready(self.identity.node, self.incarnation, self._meeting_points()))]
 
     def _bound(self) -> list[AgentAction]:
+        """Return the report that the node has entered the epoch; nothing until all workers have."""
         if self.phase() is not WorkerPhase.BOUND:
             return []
         return [SendReport(Bound(self.identity.node, self.incarnation, self.epoch))]
 
     def _left(self, worker: WorkerLife, message: worker_link.LeftEpoch) -> list[AgentAction]:
+        """Take a worker's leaving of an epoch; report it once all have left."""
         if worker.epoch != NO_EPOCH:
             self.owed = max(self.owed or NO_EPOCH, message.epoch)
         self.fence = max(self.fence, message.epoch)
@@ -464,8 +483,9 @@ class AgentState:
         self.workers[index] = WorkerLife(running=True, last_message_s=now_s)
 
     def on_exit(self, index: int, code: int, text: str, unix_s: float) -> list[AgentAction]:
-        """Handle the exit of a worker's process (``code`` below 0: by that signal); ``text`` is the end of
-        its log.
+        """Handle the exit of a worker's process (``code`` below 0: by that signal); ``text`` is the end of its log.
+
+        A worker that has finished stays ended; others are started again and, unless killed here, reported.
         """
         worker = self.workers[index]
         if worker.finished and not worker.leaving:
@@ -504,10 +524,11 @@ class AgentState:
     ) -> list[AgentAction]:
         """Handle the passing of time: kill workers whose lease has run out or that do not leave an epoch.
 
-        ``attached``: a coordinator is connected. Without one for too long, the agent ends: it would never
-        learn that the run is over or continues elsewhere. ``led``: that coordinator leads, as a candidate
-        does not. Without a leader for long, nothing is saved. ``working``: the silent workers that the kernel
-        reports as running. Only their heartbeats may be blocked, so their lease is longer.
+        ``attached``: a coordinator is connected. Without one for too long, the agent ends: it would never learn that
+        the run is over or continues elsewhere. ``led``: that coordinator leads, as a candidate does not. Without a
+        leader for long, nothing is saved. ``working``: the silent workers that the kernel reports as running. Only
+        their heartbeats may be blocked, so their lease is longer. Time in which this agent itself stood still does not
+        count.
         """
         stood_s = now_s - self.ticked_s
         self.ticked_s = now_s
@@ -540,8 +561,8 @@ class AgentState:
         return actions
 
     def _hold_saves(self, now_s: float, *, led: bool) -> list[AgentAction]:
-        """Order the workers to hold their saves while there is no coordinator, which may begin another epoch
-        elsewhere.
+        """Return the orders to hold saves once no coordinator has led for ``saves_s``, as one may begin another epoch
+        elsewhere; or to go on. Nothing if neither has changed.
         """
         if led or self.led_s is None:
             self.led_s = now_s

@@ -64,7 +64,7 @@ class SnapshotCourier:
     async def push(self, worker: int, key: SnapshotKey, address: str, is_wanted: Callable[[], bool]) -> bool:
         """Stream a worker's snapshot to a buddy, and retry while it is wanted.
 
-        Return True once it has arrived.
+        Return True once it has arrived. Pauses grow; a failure is logged once.
         """
         loop = asyncio.get_running_loop()
         pause_s, complaint = _PUSH_AGAIN_S, ""
@@ -82,13 +82,15 @@ class SnapshotCourier:
         return False
 
     def _stream(self, address: str, key: SnapshotKey) -> None:
+        """Push a snapshot to the node at ``address``."""
         with SnapshotClient(address, self._token(), tls=self._tls) as client:
             client.push(self._memory, key)
 
     async def save(self, order: SaveSnapshots, stopped: Callable[[], bool]) -> tuple[bool, str]:
         """Write this node's share of a checkpoint.
 
-        Return True if it has committed the complete checkpoint, and the error of its share.
+        Return True if it has committed the complete checkpoint, and the error of its share. Both are false and empty if
+        the save was abandoned.
         """
         try:
             committed = await asyncio.get_running_loop().run_in_executor(
@@ -106,6 +108,7 @@ class SnapshotCourier:
         return False, ""
 
     def _write(self, order: SaveSnapshots, stopped: Callable[[], bool]) -> bool:
+        """Write this node's share of the snapshots as a checkpoint; return True if that committed it."""
         share = [(SnapshotKey(order.ranks, rank, order.step), state) for rank, state in order.share]
         return save_snapshots(
             self._memory,
@@ -138,7 +141,9 @@ class StoreCopies:
         self._hurried = asyncio.Event()
 
     def deal(self, ranks: tuple[int, ...], of: int) -> None:
-        """Copy from now on the files of these of ``of`` ranks."""
+        """Copy from now on the files of these of ``of`` ranks to the run's store, in a thread that the first call
+        starts; nothing without a store.
+        """
         if not self._spec.checkpoint.store:
             return
         # The client of stores is imported only if there is one.
@@ -149,6 +154,7 @@ class StoreCopies:
         self._uploader.deal(CopyShare(ranks, of))
 
     def _begin(self) -> StoreUploader:
+        """Start the uploader to the run's store."""
         from phalanx.checkpoint.save.store_uploader import Condemned, CopyRules, StoreUploader, UploadTimes
         from phalanx.checkpoint.tiers.disk import DiskTier
         from phalanx.store.open_store import open_store
@@ -166,6 +172,7 @@ class StoreCopies:
         )
 
     def _append(self, event: CopyEvent) -> None:
+        """Append an event to the run's stream; a failure is logged."""
         try:
             if self._events is None:
                 self._events = EventLog(self._directory.events, self._attempt)
@@ -178,7 +185,11 @@ class StoreCopies:
         self._hurried.set()
 
     async def end(self, *, settled: bool) -> None:
-        """End the copying. If ``settled``, first finish this node's share, unless ``hurry`` is called."""
+        """End the copying.
+
+        If ``settled``, first finish this node's share, unless ``hurry`` is called. Logs steps that are missing in the
+        store.
+        """
         if self._uploader is None:
             return
         if settled:

@@ -150,7 +150,10 @@ class TokenHolder:
         return next((token for token in tokens if name in ("", token_name(token))), None)
 
     async def read(self, name: str) -> None:
-        """Change to the token of this name. A network file system may show it only after a while, so retry."""
+        """Change to the token of this name.
+
+        A network file system may show it only after a while, so retry. Gives up after a while, which is logged.
+        """
         deadline_s = time.monotonic() + _NEW_TOKEN_S
         while not self._take_over(name):
             if time.monotonic() > deadline_s:
@@ -184,6 +187,7 @@ class TokenHolder:
                 self._change(keys)
 
     def _change(self, keys: Keyring) -> None:
+        """Use new tokens, pass them on, and log that."""
         self.credentials = self.credentials.with_keys(keys)
         self._on_change(keys)
         self._log("has taken over the run's new token")
@@ -282,14 +286,14 @@ class Launcher:
         self._keeper = DirectoryKeeper(self.run.directory)
 
     def coordinator(self) -> Child:
-        """Start the coordinator."""
+        """Start the coordinator's process and return it. Raises ``OSError``."""
         lead = self.fleet.lead
         where = lead.coordinator_arguments if lead else ["--port", str(self.run.spec.fleet.port)]
         self._keep_directory()
         return self._process("coordinator", "phalanx.fleet.control.coordinator", *where)
 
     def agent(self, name: str) -> Child:
-        """Start the agent of a node."""
+        """Start the process of a node's agent, with its faults and worker program, and return it. Raises ``OSError``."""
         arguments = ["--node", name]
         if name in self.fleet.spare_names:
             arguments.append("--spare")
@@ -308,6 +312,10 @@ class Launcher:
                 self.orders.notify(text)
 
     def _process(self, name: str, module: str, *arguments: str) -> Child:
+        """Start a module of the fleet with its log and tokens; only the coordinator gets the operators'.
+
+        Removes the log's last failure.
+        """
         run = self.run
         command = [sys.executable, "-m", module, "--run-dir", str(run.directory.path)]
         log, observe = self.log(name), run.spec.observe

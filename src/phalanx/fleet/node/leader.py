@@ -65,8 +65,10 @@ class Successor:
         self._may_lead = self.args.may_lead
 
     async def look(self, *, led: bool, now_s: float) -> str:
-        """Start a candidate if it is this node's turn. Return why the run is over, if a claim states that;
-        else an empty text.
+        """Start a candidate if it is this node's turn. Return why the run is over, if a claim states that; else an
+        empty text.
+
+        Also restarts a coordinator that has died here.
 
         Args:
             led: The agent is attached to a coordinator that leads.
@@ -103,7 +105,8 @@ class Successor:
     def _newest(self) -> Claim | None:
         """Return the newest claim.
 
-        It is read only if its term is new, since every agent of a large fleet may look.
+        It is read only if its term is new, since every agent of a large fleet may look. None if there is none, or it
+        cannot be read, which is logged once.
         """
         register, last_claim = ClaimRegister(RunDirectory(self.args.run_dir), self.args.attempt), self._claim
         try:
@@ -117,6 +120,7 @@ class Successor:
             return None
 
     def _start(self) -> None:
+        """Start a candidate for the newest claim as a child process; a failure is logged and counts as its death."""
         args, self._due_s = self.args, 0.0
         certificate_arguments = ["--certificates", str(self.certificates)] if self.certificates else []
         name = f"coordinator-{args.node}"
@@ -149,7 +153,8 @@ class Successor:
     def _has_ended(self, code: int, now_s: float) -> None:
         """Handle the end of the process.
 
-        A coordinator that died is restarted; after a candidate's end, the node waits for its turn again.
+        A coordinator that died is restarted; after a candidate's end, the node waits for its turn again. A node that
+        cannot start one stops standing.
         """
         self._child = None
         self.alone_since_s = None if self.alone_since_s is None else now_s
@@ -209,11 +214,11 @@ def other_start(directory: RunDirectory, own: Credentials) -> OtherStart | None:
 
 
 def coordinator_addresses(args: AgentArgs) -> list[str]:
-    """Return the address that this agent was given, and the one in fleet.json, which differs if the port was
-    taken.
+    """Return those of candidates, the address that this agent was given, and the one in fleet.json, which differs if
+    the port was taken.
 
-    Candidates come first. They stand if the coordinator is lost, and detecting that at its own address takes
-    long.
+    Candidates come first. They stand if the coordinator is lost, and detecting that at its own address takes long. None
+    is there twice; an unreadable fleet.json is left out.
     """
     addresses = [*_candidates(args), args.coordinator]
     with suppress(FleetFileError):
@@ -224,8 +229,10 @@ def coordinator_addresses(args: AgentArgs) -> list[str]:
 async def look_for_leader(
     args: AgentArgs, link: CoordinatorLink, successor: Successor, patience_s: float
 ) -> str:
-    """Check whether a coordinator leads, and take part in the succession if none does. Return why the run is
-    over, if it is.
+    """Check whether a coordinator leads, and take part in the succession if none does. Return why the run is over, if
+    it is.
+
+    The connection is also dropped if a candidate stands elsewhere.
 
     Args:
         args: The agent's.

@@ -56,6 +56,7 @@ def _phases(agent: AgentFacts) -> Found:
 
 
 def _step(agent: AgentFacts) -> Found:
+    """Return the last step of the slowest worker with a rank; ``None`` if there is none."""
     steps = [worker.step for worker in agent.workers if worker.epoch != NO_EPOCH]
     return min(steps) if steps and min(steps) != NO_STEP else None
 

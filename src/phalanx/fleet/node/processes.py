@@ -50,6 +50,8 @@ def run_fleet(
 ) -> Ending:
     """Run a fleet to the run's end.
 
+    Returns how it ended. Makes tokens, removes an old fleet.json, starts coordinator and agents, and ends all of them.
+
     Args:
         run: The opened run directory; its ``spec.fleet`` must have the same number of nodes.
         fleet: The fleet to start.
@@ -86,6 +88,7 @@ def run_fleet(
 
 
 def _ending(run: OpenRun, processes: FleetProcesses) -> Ending:
+    """Return how the run ended, by its result, fleet.json and the processes."""
     fleet_file = processes.fleet_file()
     if run.directory.finished_result() is not None:
         return Ending("finished")
@@ -196,7 +199,11 @@ class FleetProcesses:
             self._start_agent(name)
 
     def ended(self) -> bool:
-        """Restart dead processes that are due. Return True once the run is over. Call it repeatedly."""
+        """Restart dead processes that are due.
+
+        Return True once the run is over. Call it repeatedly. Also kills suspended processes, passes requests to stop
+        on, and starts nodes that an operator requested.
+        """
         self.orders.tell_new()
         if not self.over:
             self._kill_suspended()
@@ -255,6 +262,10 @@ class FleetProcesses:
     # --- the coordinator -----------------------------------------------------------------------
 
     def _look_after_coordinator(self) -> None:
+        """Start the coordinator if it is due.
+
+        If it has ended, decide by its exit code: over, superseded, hopeless, or start it again.
+        """
         if self.superseded:
             fleet_file = self.fleet_file()
             self.over = fleet_file is not None and fleet_file.over
@@ -288,6 +299,7 @@ class FleetProcesses:
             self._coordinator_died(fleet_file)
 
     def _coordinator_died(self, fleet_file: FleetFile | None) -> None:
+        """Schedule its restart, or give the fleet up after too many deaths without progress."""
         pause_s = self.coordinator_restarts.after_death(_standing(fleet_file))
         if pause_s is None:
             self.over, self.gave_up = True, "coordinator"
@@ -295,6 +307,7 @@ class FleetProcesses:
             self.coordinator_due_s = time.monotonic() + pause_s
 
     def _start_coordinator(self) -> None:
+        """Start the coordinator; a failure counts as its death."""
         self.stop_sent = 0, 0
         try:
             self.coordinator = self.launcher.coordinator()
@@ -362,6 +375,7 @@ class FleetProcesses:
     # --- the agents ----------------------------------------------------------------------------
 
     def _look_after_agents(self) -> None:
+        """Restart agents that have died and are due; end the run if none can be kept alive."""
         for name, agent in list(self.agents.items()):
             if agent.exit_code() is not None:
                 code = agent.end()
@@ -397,7 +411,10 @@ class FleetProcesses:
                 self.agent_restarts.pop(member.name, None)
 
     def _grow(self, fleet_file: FleetFile) -> None:
-        """Start nodes up to the operator's number: those that were given back first, then new ones."""
+        """Start nodes up to the operator's number: those that were given back first, then new ones.
+
+        Does nothing once the run is over. Each start is announced.
+        """
         if fleet_file.over:
             return
         existing = {*self.agents, *self.dead}
@@ -410,6 +427,7 @@ class FleetProcesses:
             self._start_agent(name)
 
     def _agent_died(self, name: str, how: str, at_least_s: float = 0.0) -> None:
+        """Note an agent's death and when to restart it; given up after too many deaths without progress."""
         self.agents.pop(name, None)
         restarts = self.agent_restarts.setdefault(name, self._new_restarts())
         pause_s = restarts.after_death(_standing(self.fleet_file()))
@@ -425,6 +443,7 @@ class FleetProcesses:
             self.dead[name] = _DeadAgent(how, now_s + pause_s, usually_s, at_least_s > 0)
 
     def _start_agent(self, name: str) -> None:
+        """Start a node's agent; a failure counts as its death."""
         try:
             self.agents[name] = self.launcher.agent(name)
         except OSError as error:
@@ -433,8 +452,9 @@ class FleetProcesses:
             self.dead.pop(name, None)
 
     def _stop_if_stuck(self) -> None:
-        """Stop the run if it waits for nodes that only an operator can admit, and nobody has done so for a
-        while.
+        """Stop the run if it waits for nodes that only an operator can admit, and nobody has done so for a while.
+
+        Also starts the nodes that an operator requested.
         """
         now_s = time.monotonic()
         if self.fleet.lead is not None or self.orders.made or now_s < self.looked_s + _LOOK_S:
@@ -453,7 +473,10 @@ class FleetProcesses:
     # --- the end ---------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Wait briefly for the agents to exit, then kill every remaining process, workers included."""
+        """Wait briefly for the agents to exit, then kill every remaining process, workers included.
+
+        Reaps them. They get time only if the run is over.
+        """
         fleet_file = self.fleet_file()
         agents_know = self.over and not self.gave_up and fleet_file is not None and fleet_file.over
         for agent in self.agents.values():

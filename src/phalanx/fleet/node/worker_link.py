@@ -356,7 +356,10 @@ class Orders:
 
     @contextmanager
     def session(self, epoch: int, abort: Callable[[], None]) -> Iterator[None]:
-        """Call ``abort`` from another thread, repeatedly, once ``epoch`` is parked inside the context."""
+        """Call ``abort`` from another thread, repeatedly, once ``epoch`` is parked inside the context.
+
+        Its end waits for a call in progress.
+        """
         with self._changed:
             self._session = (epoch, abort)
             self._changed.notify_all()

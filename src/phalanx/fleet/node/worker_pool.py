@@ -103,12 +103,12 @@ class WorkerProcess:
         return self._child.pid
 
     def working(self) -> bool:
-        """True if the process computes, waits for a processor or for a disk; False if it sleeps, is
-        suspended, or has ended.
+        """Return True if the process computes, waits for a processor or for a disk; False if it sleeps, is suspended,
+        or has ended.
 
-        A thread in native code that holds Python's lock (a large sort, an import, a page fault in swapped
-        memory) blocks the heartbeat thread, but the kernel shows it at work. A suspended or deadlocked
-        process is not.
+        A thread in native code that holds Python's lock (a large sort, an import, a page fault in swapped memory)
+        blocks the heartbeat thread, but the kernel shows it at work. A suspended or deadlocked process is not.
+        Processor time counts since the last call.
         """
         tasks = Path(f"/proc/{self.pid}/task")
         ticks, states = 0, set[str]()
@@ -141,6 +141,7 @@ class WorkerProcess:
         on_message: Callable[[ToAgent], None],
         on_exit: Callable[[int, str], None],
     ) -> None:
+        """Pass on the worker's messages until its process has ended, then reap it and report its exit code and last words."""
         reading = asyncio.create_task(self._read(frames, on_message))
         await self._child.wait_in_loop()
         await asyncio.wait((reading,), timeout=_LAST_READ_S)
@@ -151,6 +152,7 @@ class WorkerProcess:
         on_exit(code, await asyncio.to_thread(self._last_words))
 
     async def _read(self, frames: FrameStream, on_message: Callable[[ToAgent], None]) -> None:
+        """Pass on messages until the link ends; kill a worker that sends a malformed one."""
         try:
             while True:
                 on_message(TO_AGENT.decode(await frames.receive()))
@@ -160,6 +162,7 @@ class WorkerProcess:
             return
 
     def _last_words(self) -> str:
+        """Return the end of the process's log; empty without a log."""
         lines = last_text(self._log, _TAIL_LINES) if self._log is not None else []
         return "\n".join(lines)[-_TAIL_CHARACTERS:]
 
@@ -210,7 +213,10 @@ class WorkerPool:
         """Processes that have ended."""
 
     async def start(self, index: int) -> None:
-        """Start a new process, after a pause that doubles with each death before the worker was warm."""
+        """Start a new process, after a pause that doubles with each death before the worker was warm.
+
+        A failure to start is reported as its exit.
+        """
         deaths = self._deaths[index]
         await asyncio.sleep((deaths and _RESTARTS.pause_s(deaths)) or 0.0)
         self._deaths[index] += 1
@@ -254,6 +260,7 @@ class WorkerPool:
         ]
 
     def _on_exit(self, index: int, code: int, text: str) -> None:
+        """Remove and count an ended process, and report it."""
         self._running.pop(index, None)
         self.ended += 1
         self._listener.on_exit(index, code, text)

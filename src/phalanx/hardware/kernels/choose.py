@@ -45,6 +45,7 @@ class HostKernels(Kernels):
     """
 
     def __init__(self, *, mkl_roots: bool) -> None:
+        """Compile and load the kernels, with MKL's square roots or without; raises ``NoHostKernelsError``."""
         self._roots: ctypes.c_void_p | None = None
         self._set_mkl_threads: Callable[[int], int] | None = None
         try:
@@ -72,6 +73,7 @@ class HostKernels(Kernels):
         squares: list[Tensor],
         factors: UpdateFactors,
     ) -> None:
+        """Update ``weights``, ``means`` and ``squares`` in place by one step of AdamW, in one pass over memory."""
         columns = [[tensor.data_ptr() for tensor in column] for column in (weights, grads, means, squares)]
         numbers = (ctypes.c_float * len(factors))(*factors)
 
@@ -85,7 +87,7 @@ class HostKernels(Kernels):
 
     @contextmanager
     def _mkl_alone(self) -> Iterator[None]:
-        """Keeps MKL from starting threads of its own for this thread's few numbers at a time."""
+        """Context in which MKL starts no threads of its own for this thread's few numbers at a time."""
         if self._set_mkl_threads is None:
             yield
             return
@@ -96,6 +98,7 @@ class HostKernels(Kernels):
             self._set_mkl_threads(before)
 
     def peak(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:  # noqa: ARG002
+        """Return the largest magnitude of all elements, 0-dim fp64; NaN if any is not a number, 0 without elements."""
         starts = [tensor.data_ptr() for tensor in tensors]
 
         def largest(share: Share) -> int:
@@ -110,6 +113,7 @@ class HostKernels(Kernels):
         constants: tuple[float, float],
         device: torch.device,  # noqa: ARG002
     ) -> Tensor:
+        """Return the sums of both exact pieces of all squares, fp64 ``(2,)``. See ``extraction_constants``."""
         starts, numbers = [tensor.data_ptr() for tensor in tensors], (ctypes.c_double * 2)(*constants)
 
         def added(share: Share) -> tuple[float, float]:
@@ -123,7 +127,9 @@ class HostKernels(Kernels):
 
 
 def shares_of(sizes: Sequence[int], threads: int) -> list[Share]:
-    """Divides the elements of tensors of ``sizes`` into at most ``threads`` shares of nearly equal length, none of them empty."""
+    """Divide the elements of tensors of ``sizes`` into at most ``threads`` shares of nearly equal length, none of them
+    empty. Each is a list of (tensor, first element, elements).
+    """
     total = sum(sizes)
     count = max(1, min(threads, total // _LEAST_SHARE))
     ends = [total * (number + 1) // count for number in range(count)]
@@ -164,7 +170,10 @@ AddToBins = Callable[[Tensor, Tensor, Tensor, Sequence[SpanRun], int], None]
 
 
 def bin_kernel(device: torch.device) -> AddToBins:
-    """Return the one-pass addition for ``device``. Raises if there is none."""
+    """Return the one-pass addition for ``device``.
+
+    If there is none, raises ``NoHostKernelsError`` on a CPU, and ImportError on a GPU without Triton.
+    """
     if on_gpu(device):
         from phalanx.hardware.kernels.gpu_bins import add_to_bins
 
@@ -176,6 +185,7 @@ class BinKernel:
     """Additions to words of 32 or 64 bits. Raises ``NoHostKernelsError`` if they cannot be compiled or loaded."""
 
     def __init__(self) -> None:
+        """Compile and load the kernel; raises ``NoHostKernelsError``."""
         try:
             library = ctypes.CDLL(str(compiled(_SOURCE)))
             self._adding = {torch.int32: library.add_to_int32, torch.int64: library.add_to_int64}
@@ -187,7 +197,7 @@ class BinKernel:
             function.restype = None
 
     def add(self, gradient: Tensor, words: Tensor, tops: Tensor, runs: Sequence[SpanRun], width: int) -> None:
-        """Adds to words and tops, in place; each tensor's last dimension lies in one piece.
+        """Add a gradient to words and tops, in place; each tensor's last dimension lies in one piece.
 
         Args:
             gradient: ``(shares, elements)``, fp32.
@@ -243,7 +253,10 @@ def kernels_for(device: torch.device, tensors: Iterable[Tensor]) -> Kernels:
 
 @functools.cache
 def fused_kernels(device: torch.device) -> Kernels:
-    """The kernels of one pass, checked once in a process; the reference, with a warning, where there are none."""
+    """The kernels of one pass, checked once in a process; the reference, with a warning, where there are none.
+
+    Kernels whose bits differ from the reference are not used.
+    """
     failures: list[str] = []
     for make in _ways(device):
         try:
@@ -265,6 +278,7 @@ def fused_kernels(device: torch.device) -> Kernels:
 
 
 def _ways(device: torch.device) -> list[Callable[[], Kernels]]:
+    """Return the constructors of fused kernels that may work on ``device``, the best first."""
     if device.type == "cpu":
         return [functools.partial(HostKernels, mkl_roots=mkl) for mkl in (True, False)]
     if on_gpu(device) and importlib.util.find_spec("triton") is not None:

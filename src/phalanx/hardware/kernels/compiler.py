@@ -79,8 +79,9 @@ def compiled(
 ) -> Path:
     """Return the library of ``source``, and of the other sources ``beside`` it, compiled if it is not there yet.
 
-    ``linked`` are options that name libraries. ``notice`` is a line for standard error, printed when the compiler starts. Raises
-    ``NoHostKernelsError``, without another attempt in this process once the compiler has failed.
+    ``linked`` are options that name libraries. ``notice`` is a line for standard error, printed when the compiler
+    starts. Raises ``NoHostKernelsError``, without another attempt in this process once the compiler has failed.
+    Libraries are cached by the digest of their sources and options, in the user's cache folder or else a temporary one.
     """
     name = library_name(source, options, beside=beside, linked=linked)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "phalanx" / "kernels"
@@ -111,13 +112,18 @@ def _compiled_in(folders: Sequence[Path], name: str, command: Sequence[str], not
 
 
 def _reason(error: Exception) -> str:
+    """Return an error's message; of a compiler, the end of its output."""
     if isinstance(error, subprocess.CalledProcessError):
         return f"{error.cmd[0]} failed: {error.stderr.strip()[-300:]}"
     return str(error)
 
 
 def _compile_into(folder: Path, name: str, command: Sequence[str], notice: str) -> Path:
-    """Run ``command`` for the library ``name`` in ``folder``, unless another process has done so. Return the library's path."""
+    """Run ``command`` for the library ``name`` in ``folder``, unless another process has done so.
+
+    Return the library's path. Raises ``OSError`` or the compiler's ``SubprocessError``. ``notice`` is printed before
+    the compiler starts.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / name
     with (folder / "lock").open("w") as lock:

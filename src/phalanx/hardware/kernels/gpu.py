@@ -30,7 +30,7 @@ _UNITS = (16, 1)
 
 
 def _find_row(table: tl.tensor, rows: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Returns the last row whose first program is not after this one."""
+    """Return the last row whose first program is not after this one."""
     low, high = rows * 0, rows
     while high - low > 1:
         middle = (low + high) // 2
@@ -40,12 +40,12 @@ def _find_row(table: tl.tensor, rows: tl.tensor, WIDTH: tl.constexpr) -> tl.tens
 
 
 def _column(row: tl.tensor, column: tl.constexpr) -> tl.tensor:
-    """Returns a pointer to a tensor's first element."""
+    """Return a pointer to a tensor's first element."""
     return tl.load(row + column).to(tl.pointer_type(tl.float32))
 
 
 def _elements_at(first: tl.tensor, at: tl.tensor, UNIT: tl.constexpr) -> tl.tensor:
-    """Returns pointers to elements, with what divides the address of the first, which the compiler cannot know."""
+    """Return pointers to elements, with what divides the address of the first, which the compiler cannot know."""
     return tl.multiple_of(first + at, UNIT)
 
 
@@ -70,7 +70,9 @@ def _adamw_program(
     TILES: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> None:
-    """Updates the tensors of a table ``(rows, 6)``: first program, elements, and addresses of weights, gradients and moments."""
+    """Update in place the tensors of a table ``(rows, 6)``: first program, elements, and addresses of weights,
+    gradients and moments.
+    """
     row = table + _row_of(table, rows, 6) * 6
     count = tl.load(row + 1).to(tl.int32) * UNIT
     weights, grads, means, squares = _tensor(row, 2), _tensor(row, 3), _tensor(row, 4), _tensor(row, 5)
@@ -97,7 +99,7 @@ def _peak_program(
     TILES: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> None:
-    """Writes the largest magnitude of each program's tiles, as the bits of an fp32 number; not-a-number is the largest."""
+    """Write the largest magnitude of each program's tiles, as the bits of an fp32 number; not-a-number is the largest."""
     row = table + _row_of(table, rows, 3) * 3
     count = tl.load(row + 1).to(tl.int32) * UNIT
     values = _tensor(row, 2)
@@ -119,7 +121,7 @@ def _extract_program(
     TILES: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> None:
-    """Writes the sums of both pieces of the squares of each program's tiles to a row of ``sums`` ``(programs, 2)``."""
+    """Write the sums of both pieces of the squares of each program's tiles to a row of ``sums`` ``(programs, 2)``."""
     row = table + _row_of(table, rows, 3) * 3
     count = tl.load(row + 1).to(tl.int32) * UNIT
     values = _tensor(row, 2)
@@ -157,6 +159,7 @@ class GpuKernels(Kernels):
         squares: list[Tensor],
         factors: UpdateFactors,
     ) -> None:
+        """Update the tensors in place, in few launches."""
         device = weights[0].device if weights else torch.device("cpu")
         for launch in _launches((weights, grads, means, squares), device):
             _adamw[(launch.programs,)](
@@ -166,6 +169,9 @@ class GpuKernels(Kernels):
             )
 
     def peak(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return the largest magnitude of all elements, 0-dim fp64 on ``device``; NaN if any is not a number, 0 without
+        elements.
+        """
         peaks = [torch.zeros(1, dtype=torch.int32, device=device)]
         for launch in _launches((tensors,), device):
             peaks.append(torch.empty(launch.programs, dtype=torch.int32, device=device))
@@ -175,6 +181,7 @@ class GpuKernels(Kernels):
     def extracted_sums(
         self, tensors: Sequence[Tensor], constants: tuple[float, float], device: torch.device
     ) -> Tensor:
+        """Return the sums of both exact pieces of all squares, fp64 ``(2,)`` on ``device``."""
         sums = [torch.zeros((1, 2), dtype=torch.float64, device=device)]
         # fp64: an argument would be fp32
         numbers = brought(torch.tensor(constants, dtype=torch.float64), device)

@@ -18,14 +18,14 @@ _TILE = 1024
 
 
 def _nearest_integer(x: tl.tensor) -> tl.tensor:
-    """Rounds fp32 numbers to the nearest integer, ties to even: from 2^23 on they are integers."""
+    """Return fp32 numbers rounded to the nearest integer, ties to even: from 2^23 on they are integers."""
     size = tl.abs(x)
     rounded = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)
     return tl.where(x < 0, -rounded, rounded)
 
 
 def _power_of_two(exponent: tl.tensor) -> tl.tensor:
-    """Returns normal fp32 numbers."""
+    """Return powers of two as normal fp32 numbers."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -47,7 +47,9 @@ def _add_program(
     SIZE: tl.constexpr,
     SPANS: tl.constexpr,
 ) -> None:
-    """Adds ``SPANS`` spans of one share, the program's second number, to words ``(shares, 2, elements)`` and tops ``(shares, spans)``."""
+    """Add ``SPANS`` spans of one share, the program's second number, to words ``(shares, 2, elements)`` and tops
+    ``(shares, spans)``.
+    """
     share = tl.program_id(1).to(tl.int64)
     span = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
     is_span = span < spans

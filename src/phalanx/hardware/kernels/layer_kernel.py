@@ -30,6 +30,7 @@ class Team:
     """Entries of the OpenMP runtime that PyTorch uses; ``None`` (one thread) if it has another interface."""
 
     def __init__(self) -> None:
+        """Look up the entries of the process's OpenMP runtime; all are None if one is missing."""
         entries = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
         runtime = _openmp()
         symbols = [getattr(runtime, name, None) for name in entries]
@@ -95,6 +96,7 @@ class LayerKernels(Protocol):
 
 class _Operations(LayerKernels):
     def turned(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+        """Rotate the halves of ``x`` by the tables ``cos`` and ``sin``; ``back`` is the transposed rotation."""
         if back:
             turning = (x * sin).chunk(2, -1)
             return x * cos + torch.cat((turning[1], -turning[0]), -1)
@@ -121,6 +123,7 @@ class HostLayerKernels(LayerKernels):
     """The compiled ones. Raises ``NoHostKernelsError`` if they cannot be compiled or loaded."""
 
     def __init__(self) -> None:
+        """Compile and load the kernels; raises ``NoHostKernelsError``."""
         try:
             library = ctypes.CDLL(str(compiled(_SOURCE)))
             self._turn, self._norm = library.turn, library.norm
@@ -133,6 +136,7 @@ class HostLayerKernels(LayerKernels):
         self._parallel = Team().parallel
 
     def turned(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+        """Rotate the halves of ``x`` ``(b, h, s, e)`` by tables ``(s, e)``, in one pass; other shapes by the reference."""
         if x.dim() != 4 or cos.dim() != 2:  # not a layer's heads: whoever looks at one of them
             return REFERENCE.turned(x, cos, sin, back=back)
         if x.stride(-1) != 1:
@@ -164,6 +168,7 @@ class HostLayerKernels(LayerKernels):
     def _of_rows(
         self, kind: int, x: Tensor, y: Tensor, inverse: Tensor, weight: Tensor, along: Tensor
     ) -> Tensor:
+        """Compute the row operation ``kind`` (scaled, multiplied or straightened) in one pass, into a new tensor like ``x``."""
         out = x.new_empty(x.shape)
         at_once, threads = _shares(x.shape[-1], inverse.numel())
         tensors = [*(tensor.contiguous() for tensor in (x, y, inverse, weight, along)), out]
@@ -194,6 +199,7 @@ def layer_kernels(*tensors: Tensor) -> LayerKernels:
 
 @functools.cache
 def _tried() -> LayerKernels:
+    """Return the host's kernels if they compile and have the reference's bits, else the reference. Cached."""
     try:
         kernels = HostLayerKernels()
     except NoHostKernelsError:  # the optimizer's kernels have warned of that, with the reason

@@ -97,6 +97,7 @@ class TorchKernels(Kernels):
         squares: list[Tensor],
         factors: UpdateFactors,
     ) -> None:
+        """Update ``weights``, ``means`` and ``squares`` in place by one step of AdamW, with PyTorch's operations."""
         grads = list(torch._foreach_mul(grads, factors.gradient_scale))
         torch._foreach_mul_(means, factors.keep_mean)
         torch._foreach_add_(means, torch._foreach_mul(grads, factors.new_mean))
@@ -115,6 +116,7 @@ class TorchKernels(Kernels):
         torch._foreach_sub_(weights, change)
 
     def peak(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return the largest magnitude of all elements, 0-dim fp64; NaN if any is not a number, 0 without elements."""
         ends = [end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)]
         if not ends:
             return torch.zeros((), dtype=torch.float64, device=device)
@@ -123,6 +125,7 @@ class TorchKernels(Kernels):
     def extracted_sums(
         self, tensors: Sequence[Tensor], constants: tuple[float, float], device: torch.device
     ) -> Tensor:
+        """Return the sums of both exact pieces of all squares, fp64 ``(2,)``."""
         chunk = _CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else _GPU_SUM_CHUNK
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         rest_buffer = torch.empty(chunk, dtype=torch.float64, device=device)

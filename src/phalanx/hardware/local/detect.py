@@ -19,7 +19,10 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def system_here(driver: Path = _DRIVER) -> str | None:
-    """The name of what plans take this machine for: ``this`` if it was calibrated, a system with its GPUs, or ``cpu``; ``None`` if unknown."""
+    """Return what plans take this machine for: ``this`` if it was calibrated, a system with its GPUs, or ``cpu``.
+
+    ``None`` if the GPUs are not in the catalog.
+    """
     if this_machine().is_file():
         return "this"
     if not gpu_count(driver):
@@ -70,6 +73,7 @@ def system_named(device_name: str) -> str | None:
 
 
 def _entry_named(device_name: str) -> Accelerator | None:
+    """Return the accelerator of the catalog whose name is the longest part of the device's; ``None`` if there is none."""
     matches = [
         (len(part), entry)
         for entry in accelerators().values()
@@ -104,7 +108,10 @@ def reasons_in_words(bits: int) -> list[str]:
 
 
 def throttled_gpus() -> list[str]:
-    """A sentence on each GPU whose clocks are low at this moment; may hang where a driver does."""
+    """Return a sentence on each GPU whose clocks are low at this moment; may hang where a driver does.
+
+    Empty without NVML. GPUs that do not answer are left out.
+    """
     try:
         nvml: Any = importlib.import_module("pynvml")  # optional: only machines with GPUs have a use for it
         nvml.nvmlInit()
@@ -149,7 +156,7 @@ class CpuThrottles:
         self._before = _read(self._places)
 
     def new(self) -> list[str]:
-        """A sentence on the processors whose clocks were lowered for heat since the last look."""
+        """Return a sentence on the processors whose clocks were lowered for heat since the last call; empty if there are none."""
         now = _read(self._places)
         grown = {place: count - self._before.get(place, count) for place, count in now.items()}
         self._before = now
@@ -159,6 +166,7 @@ class CpuThrottles:
 
 
 def _read(places: Iterable[Path]) -> dict[Path, int]:
+    """Return the counter in each file; those that cannot be read are left out."""
     counters = {}
     for place in places:
         with suppress(OSError, ValueError):

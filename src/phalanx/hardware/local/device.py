@@ -53,23 +53,23 @@ def current_gpu() -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Makes a GPU the current one of this thread.
+    """Make a GPU the current one of this thread.
 
-    Whatever is made without a device is then made there: FSDP's buffers and streams, NCCL's communicators, and the first
-    context of the process, which would else take memory of the machine's first GPU as well.
+    Whatever is made without a device is then made there: FSDP's buffers and streams, NCCL's communicators, and the
+    first context of the process, which would else take memory of the machine's first GPU as well.
     """
     if on_gpu(device):
         torch.cuda.set_device(device)
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Waits until everything queued on ``device``, on any stream, is done. Raises what went wrong there."""
+    """Wait until everything queued on ``device``, on any stream, is done. Raises what went wrong there."""
     if on_gpu(device):
         torch.cuda.synchronize(device)
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Waits until everything queued on the current stream of ``device`` is done."""
+    """Wait until everything queued on the current stream of ``device`` is done."""
     if on_gpu(device):
         torch.cuda.current_stream(device).synchronize()
 
@@ -93,7 +93,7 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Lets ``peak_memory_bytes`` begin anew with what a GPU's tensors take now."""
+    """Reset ``peak_memory_bytes`` to what a GPU's tensors take now."""
     if on_gpu(device):
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -151,7 +151,7 @@ def device_name(device: torch.device) -> str | None:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Gives memory that PyTorch keeps for later tensors back to the driver, for NCCL and other processes to take."""
+    """Return memory that PyTorch keeps for later tensors to the driver, for NCCL and other processes to take."""
     if on_gpu(device):
         torch.cuda.empty_cache()
 
@@ -186,7 +186,8 @@ _NEVER, _NONE, _PAD_BYTES = -1, 0, 64 << 20
 
 
 def keep_freed_memory(device: torch.device) -> bool:
-    """Has this process keep what it frees for its own later tensors, if it computes on a CPU; ``True`` if it will.
+    """Make this process keep what it frees for its own later tensors, if it computes on a CPU; return ``True`` if it
+    will.
 
     It then never has less than at its peak. Not where the C library is another than glibc.
     """
@@ -213,7 +214,7 @@ class QueueEvent(Protocol):
 
     @abstractmethod
     def record(self) -> None:
-        """Puts it behind all that is in the current queue."""
+        """Put it behind all that is in the current queue."""
 
     @abstractmethod
     def elapsed_time(self, end: Any, /) -> float:
@@ -236,7 +237,10 @@ class QueueTimes:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Counts what the queue does for the work that is put there inside the ``with``, waiting included."""
+        """Count the time that the queue takes for the work that is put there inside the ``with``, waiting included.
+
+        Work on another queue is not counted.
+        """
         if self._queue() != self._own:
             yield
             return
@@ -253,11 +257,12 @@ class QueueTimes:
         return round(total * _NS_PER_MS)
 
     def forget(self) -> None:
-        """Counts nothing of what was measured since the last call."""
+        """Drop what was measured since the last call."""
         self._free += [event for span in self._spans for event in span]
         self._spans = []
 
     def _recorded(self) -> QueueEvent:
+        """Return an event, recorded now, of those that are free or a new one."""
         event = self._free.pop() if self._free else self._make()
         event.record()
         return event

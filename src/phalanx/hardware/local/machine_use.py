@@ -25,10 +25,10 @@ class MachineMeter:
         self._before = self._clock(), self._ticks(), self._traffic()
 
     def read(self) -> dict[str, float]:
-        """Return what is known of the figures.
+        """Return the figures that can be read, rates since the last call.
 
-        ``cpu``: share of the processors' time in use, 0 to 1. ``memory_bytes``: memory in use. ``received_bytes_per_s`` and
-        ``sent_bytes_per_s``: traffic of all network interfaces but the loopback.
+        ``cpu``: share of the processors' time in use, 0 to 1. ``memory_bytes``: memory in use. ``received_bytes_per_s``
+        and ``sent_bytes_per_s``: traffic of all network interfaces but the loopback.
         """
         (then_s, ticks, traffic), self._before = self._before, (self._clock(), self._ticks(), self._traffic())
         now_s, new_ticks, new_traffic = self._before
@@ -43,13 +43,14 @@ class MachineMeter:
         return figures
 
     def _ticks(self) -> tuple[int, int] | None:
-        """Return the idle and all clock ticks of all processors so far."""
+        """Return the idle and all clock ticks of all processors so far. None if unknown."""
         with suppress(OSError, ValueError, IndexError):
             counts = [int(word) for word in (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:]]
             return sum(counts[column] for column in _IDLE), sum(counts[:_COUNTED])
         return None
 
     def _memory(self) -> int | None:
+        """Return the bytes of memory in use; None if unknown."""
         with suppress(OSError, ValueError, KeyError, IndexError):
             rows = (line.split() for line in (self._proc / "meminfo").read_text().splitlines())
             sizes = {row[0].rstrip(":"): int(row[1]) * _KIB for row in rows}
@@ -57,7 +58,7 @@ class MachineMeter:
         return None
 
     def _traffic(self) -> tuple[int, int] | None:
-        """Return the bytes that all interfaces have received and sent."""
+        """Return the bytes that all interfaces have received and sent. Loopback is left out; None if unknown."""
         with suppress(OSError, ValueError, IndexError):
             received = sent = 0
             for line in (self._proc / "net" / "dev").read_text().splitlines()[2:]:

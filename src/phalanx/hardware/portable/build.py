@@ -30,7 +30,10 @@ _NOTICE = "compiling the portable kernels, once for this user and machine (about
 
 
 def library_file() -> Path:
-    """Return the path of the library, compiled if need be. Raises ``NoHostKernelsError``."""
+    """Return the path of the library, compiled if need be.
+
+    Raises ``NoHostKernelsError``. A notice is printed before the compiler starts.
+    """
     package = importlib.util.find_spec("torch")
     if package is None or package.origin is None:
         raise NoHostKernelsError("PyTorch is not installed")
@@ -56,6 +59,7 @@ def unfit_processor() -> str:
 
 
 def _processor_flags() -> set[str]:
+    """Return the processor's features by Linux's names; empty if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -123,7 +123,10 @@ class LayerKernel:
     """The layers of a model or of a part of one, and memory for the rows of a step."""
 
     def __init__(self, layers: Sequence[LayerWeights], rows: int) -> None:
-        """Reads the weights of ``layers`` where they are, for steps of at most ``rows`` rows. Raises ``NoHostKernelsError`` or ``OSError``."""
+        """Prepare to use the weights of ``layers`` where they are, with a workspace for steps of at most ``rows`` rows.
+
+        Raises ``NoHostKernelsError`` or ``OSError``.
+        """
         self._call = load().layer_step
         some = layers[0]
         self.dtype = some.up.matrix.dtype
@@ -159,10 +162,12 @@ class LayerKernel:
     def step(
         self, previous: int, states: Tensor, mixed: Tensor | CachedRows | None, cos: Tensor, sin: Tensor
     ) -> None:
-        """Take ``states`` ``(rows, dim)`` in place from layer ``previous`` to the projections of the next one; -1 begins the first layer.
+        """Take ``states`` ``(rows, dim)`` in place from layer ``previous`` to the projections of the next one; -1
+        begins the first layer.
 
-        ``mixed`` is the attention of ``previous``: its result ``(rows, heads * width)``, or the rows whose attention is computed here. ``cos`` and ``sin``
-        ``(rows, rotated)`` are those of the next layer. All are fp32, in a bf16 model rounded to bf16. Raises ``MemoryError``.
+        ``mixed`` is the attention of ``previous``: its result ``(rows, heads * width)``, or the rows whose attention is
+        computed here. ``cos`` and ``sin`` ``(rows, rotated)`` are those of the next layer. All are fp32, in a bf16
+        model rounded to bf16. Raises ``MemoryError``. After the last layer, ``states`` are its result.
         """
         step, rows = self._step, len(states)
         step.previous = ctypes.addressof(self._layers[previous]) if previous >= 0 else None
@@ -187,6 +192,8 @@ class LayerKernel:
         return query, key, value
 
     def _layer(self, weights: LayerWeights) -> _Layer:
+        """Return the addresses of a layer's weights; biases and norms are widened to fp32 copies, which are kept."""
+
         def address(tensor: Tensor | None) -> int | None:
             if tensor is None:
                 return None

@@ -24,7 +24,7 @@ _TESTED = "phalanx_portable"
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Return the library, compiled if need be. Raises ``NoHostKernelsError`` or ``OSError`` if it cannot be had."""
+    """Return the library, compiled if need be and loaded once. Raises ``NoHostKernelsError`` or ``OSError`` if it cannot be had."""
     library = ctypes.CDLL(str(library_file()))
     library.kernel_name.argtypes = [ctypes.c_int64]
     library.kernel_name.restype = ctypes.c_char_p
@@ -59,7 +59,10 @@ def kernel_names() -> list[str]:
 
 
 def register(namespace: str) -> Callable[[], None]:
-    """Registers the kernels for the operations of ``namespace`` on CPUs; the result withdraws them. Raises ``NoHostKernelsError``."""
+    """Register the kernels for the operations of ``namespace`` on CPUs; return a function that withdraws them.
+
+    Raises ``NoHostKernelsError``.
+    """
     library = load()
     registered = library.register_kernels(namespace.encode())
     if not registered:
@@ -81,7 +84,10 @@ def operations() -> Any:
 
 
 def power(base: Tensor, exponent: Tensor) -> Tensor:
-    """Return ``base ** exponent`` by element, of equal shapes and dtypes, fp32 or fp64, contiguous."""
+    """Return ``base ** exponent`` by element, of equal shapes and dtypes, fp32 or fp64, contiguous.
+
+    Raises ``NoHostKernelsError`` or ``OSError``.
+    """
     base, exponent = base.contiguous(), exponent.contiguous()
     out = torch.empty_like(base)
     compute = load().power_fp64 if base.dtype == torch.float64 else load().power_fp32
@@ -159,7 +165,7 @@ def _addcdiv(total: Tensor, left: Tensor, right: Tensor, *, value: float = 1) ->
 
 
 def _lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
-    """The form that is exact at the nearer end."""
+    """Interpolate linearly by ``weight``, in the form that is exact at the nearer end."""
     difference = end - start
     if isinstance(weight, Tensor):
         from_start, from_end = start + difference * weight, end - difference * (1 - weight)
@@ -168,6 +174,7 @@ def _lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
 
 
 def _power(base: Tensor | float, exponent: Tensor | float) -> Tensor:
+    """Return ``base ** exponent`` in PyTorch's result dtype; bf16 and fp16 are computed in fp32, integers exactly."""
     dtype = torch.result_type(base, exponent)
     _require_real(dtype)
     if not dtype.is_floating_point:
@@ -183,6 +190,7 @@ def _power(base: Tensor | float, exponent: Tensor | float) -> Tensor:
 
 
 def _require_real(dtype: torch.dtype) -> None:
+    """Raise RuntimeError for complex numbers."""
     if dtype.is_complex:
         raise RuntimeError(
             "portable numerics has no complex numbers: "
@@ -200,7 +208,7 @@ def _broadcast(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _simple_power(base: Tensor, exponent: float) -> Tensor | None:
-    """Powers that are products, quotients or roots; None for any other."""
+    """Return powers that are products, quotients or roots; None for any other."""
     square = base * base
     if exponent == 2:
         return square
@@ -218,7 +226,10 @@ def _simple_power(base: Tensor, exponent: float) -> Tensor | None:
 
 
 def _integer_power(base: Tensor | float, exponent: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """By repeated squaring. Raises ``RuntimeError`` where an exponent is negative, as PyTorch does for a scalar."""
+    """Return integer powers by repeated squaring.
+
+    Raises ``RuntimeError`` where an exponent is negative, as PyTorch does for a scalar.
+    """
     bases, exponents = _broadcast(_tensor(base, dtype), _tensor(exponent, torch.int64))
     if bool((exponents < 0).any()):
         raise RuntimeError("integers to negative integer powers are not allowed")
@@ -255,6 +266,7 @@ def _vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    """Return the ``ord``-norm over ``dim`` (None: all), in the dtype of ``x`` or ``dtype``; bf16 and fp16 are computed in fp32."""
     numbers = x if dtype is None else x.to(dtype)
     _require_real(numbers.dtype)
     wide = numbers.float() if numbers.dtype in (torch.bfloat16, torch.float16) else numbers

@@ -30,9 +30,11 @@ _ended: list[Callable[[], None]] = []
 
 
 def begin() -> None:
-    """Makes this process compute with portable numerics from now on; it may be called again.
+    """Make this process compute with portable numerics from now on; a second call does nothing.
 
-    Raises ``NotPortableError`` if the machine or the installation do not allow it.
+    Replaces PyTorch's kernels on CPUs and switches oneDNN off, then compares a check's bits. Raises
+    ``NotPortableError`` if the machine or the installation do not allow it, or if bits differ; native kernels then
+    stay.
     """
     if _ended:
         return
@@ -66,7 +68,7 @@ def begun() -> bool:
 
 
 def end() -> None:
-    """Gives PyTorch's own kernels back to this process, which computes natively from now on."""
+    """Restore PyTorch's own kernels in this process, which computes natively from now on."""
     if _ended:
         torch.backends.mkldnn.set_flags(True)  # type: ignore[no-untyped-call]
     while _ended:
@@ -74,7 +76,10 @@ def end() -> None:
 
 
 def prepare() -> None:
-    """Compiles and loads the kernels. Raises ``NotPortableError`` if the machine or the installation do not allow it."""
+    """Compile and load the kernels, without using them.
+
+    Raises ``NotPortableError`` if the machine or the installation do not allow it.
+    """
     if reason := unfit_processor():
         raise NotPortableError(
             f"portable numerics needs an x86-64 processor with AVX2 and FMA, or a 64-bit Arm one, and {reason}",
@@ -134,6 +139,7 @@ def computations() -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def _attention(heads: list[Tensor]) -> Tensor:
+    """Return the results and gradients of causal attention on ``heads``, concatenated."""
     query, key, value = (head.clone().requires_grad_() for head in heads)
     with torch.enable_grad():
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True)

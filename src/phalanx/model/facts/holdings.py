@@ -36,7 +36,8 @@ from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec
 def deal_matrices(
     costs: Sequence[float], whole_on: Sequence[Sequence[int]], loads: Sequence[float]
 ) -> list[int]:
-    """Return the owner of each matrix.
+    """Return the owner of each matrix: the most expensive first, each to the rank with the least load so far, of those
+    that have it complete.
 
     Args:
         costs: Cost of each matrix, in an order that is the same on every rank.
@@ -68,7 +69,10 @@ def deal_matrices(
 
 
 def work_of_owners(spec: OptimizerSpec, parameters: Iterable[Parameter], layout: Layout) -> list[MatrixWork]:
-    """Return the optimizer work of each rank of one stage of one replica, by its index among them (tensor ranks are neighbors).
+    """Return the optimizer work of each rank of one stage of one replica, by its index among them (tensor ranks are
+    neighbors).
+
+    Stacks of experts are owned where they are; other matrices are dealt by their FLOP.
 
     Args:
         spec: An optimizer; AdamW leaves every rank without a matrix.
@@ -193,7 +197,10 @@ def stages_at(parallel: ParallelSpec, rank: int) -> tuple[int, ...]:
 
 
 def holding(spec: RunSpec, layout: Layout, place: RankPlace) -> Holding:
-    """Return the parameters of the rank at ``place`` for the model of a resolved ``spec``."""
+    """Return the parameters of the rank at ``place`` for the model of a resolved ``spec``.
+
+    Raises ``FactoryError`` for a user's model.
+    """
     stages, layers = stages_at(spec.parallel, place.pipeline), stage_layers(spec)
     first, last = 0 in stages, len(layers) - 1 in stages
     own_layers = tuple(layer for stage in stages for layer in layers[stage])
@@ -252,6 +259,7 @@ def moment_bytes(optimizer: OptimizerSpec, layout: Layout, holding: Holding) -> 
 
 
 def _gathered_at_once(pieces: Sequence[HeldParameter], *, keep: bool) -> int:
+    """Return the gathered elements at a time: all, or with ZeRO-3 those outside blocks and of the two largest blocks."""
     if keep:
         return sum(piece.gathered for piece in pieces)
     blocks: Counter[str] = Counter()
@@ -261,6 +269,7 @@ def _gathered_at_once(pieces: Sequence[HeldParameter], *, keep: bool) -> int:
 
 
 def _is_in(parameter: Parameter, layers: frozenset[int], *, first: bool, last: bool) -> bool:
+    """Return True if a stage with these layers, and perhaps the first or the last, has the parameter."""
     if parameter.section == "block":
         return parameter.layer in layers
     return first if parameter.section == "embedding" else last
@@ -272,6 +281,7 @@ def _ranks_of(parameter: Parameter, layout: Layout) -> int:
 
 
 def _piece(parameter: Parameter, layout: Layout, place: RankPlace) -> HeldParameter:
+    """Return a rank's piece of a parameter: the elements before FSDP shards it, and the shape of its share."""
     shape, share = list(parameter.shape), place.fsdp
     dim = parameter.tensor_dim
     if parameter.stacked:

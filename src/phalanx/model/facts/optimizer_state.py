@@ -77,7 +77,9 @@ def state_bytes_by_name(spec: OptimizerSpec, parameters: Iterable[Parameter]) ->
 
 
 def adamw_state(spec: OptimizerSpec, shape: tuple[int, ...]) -> list[StateTensor]:
-    """Return both moments that AdamW keeps of a parameter, or of a rank's part of one, of ``shape``."""
+    """Return both moments that AdamW keeps of a parameter, or of a rank's part of one, of ``shape``. fp32; for AdamW in
+    ``spec.state``, with scales for 8 bits. Vectors stay fp32.
+    """
     tensors = []
     for moment in ("exp_avg", "exp_avg_sq"):
         if spec.name != "adamw" or spec.state == "fp32" or len(shape) == 1:
@@ -180,7 +182,10 @@ class MatrixWork:
 
 
 def matrix_work(spec: OptimizerSpec, rows: int, columns: int) -> MatrixWork:
-    """Return the work of one step of Adafactor, Muon, Shampoo or SOAP with a matrix of ``rows x columns``."""
+    """Return the work of one step of Adafactor, Muon, Shampoo or SOAP with a matrix of ``rows x columns``.
+
+    FLOP of decompositions are the mean over steps.
+    """
     products = decompositions = 0.0
     if spec.name == "muon":
         short, long = sorted((rows, columns))

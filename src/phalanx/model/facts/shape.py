@@ -40,7 +40,10 @@ def parameters(spec: ModelSpec) -> Iterator[Parameter]:
 
 
 def numbered_parameters(spec: ModelSpec) -> Iterator[tuple[Parameter, int]]:
-    """Yield each parameter with its number of occurrences. Parameters of blocks of one kind are listed once."""
+    """Yield each parameter with its number of occurrences.
+
+    Parameters of blocks of one kind are listed once. Raises ``FactoryError`` for a user's model.
+    """
     _refuse_custom(spec)
     yield from ((part, 1) for part in outside_blocks(spec))
     for mixed, blocks in Counter(_mixtures(spec)).items():
@@ -54,6 +57,7 @@ def _mixtures(spec: ModelSpec) -> list[bool]:
 
 
 def _refuse_custom(spec: ModelSpec) -> None:
+    """Raise ``FactoryError`` for a model of the user's own."""
     if spec.factory:
         raise FactoryError(
             f"{spec.factory} is a model of your own: only training builds it, so its parameters and operations are not available "
@@ -179,7 +183,8 @@ def _attention_flops(core: AttentionCore, keys: float) -> float:
 
 
 def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Return the number of consecutive layers of each stage, at least one, that minimizes the cost of the most expensive stage.
+    """Return the number of consecutive layers of each stage, at least one, that minimizes the cost of the most
+    expensive stage, then the sum of squares.
 
     Args:
         costs: Cost of each layer, in any unit; embedding and output projection count with the first and last layer.
@@ -210,7 +215,9 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def layer_costs(spec: ModelSpec, seq_len: int) -> list[float]:
-    """Return the training FLOP per token of each layer of a resolved model; the last one includes the output projection."""
+    """Return the training FLOP per token of each layer of a resolved model; the last one includes the output
+    projection. The embedding costs nothing.
+    """
 
     kinds = [(is_mixture(spec, layer), window_of(spec, layer)) for layer in range(spec.layers)]
     by_kind = {

@@ -99,6 +99,7 @@ class _EagerRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionContext, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of the input and the weight."""
         x, weight, inverse = ctx.saved_tensors
         gradient = upstream[0].contiguous()
         kernels = layer_kernels(gradient, x, weight)

@@ -134,6 +134,7 @@ def _divide(block: Block, tiles: RankTiles) -> None:
 
 
 def _divide_mixture(moe: MoE, shared: Mapping[str, SharedParameter], count: int) -> None:
+    """Make a mixture's router, routed and shared experts compute tile by tile."""
     router = _inside(shared, "ffn.router")
     replace_method(moe.router, "scores", ScoresInPieces(moe.router, router, count))
     replace_method(moe, "routed", RoutedInPieces(moe, count))
@@ -146,7 +147,10 @@ def _divide_mixture(moe: MoE, shared: Mapping[str, SharedParameter], count: int)
 
 
 def _shared(unit: nn.Module, names: Iterable[str], tiles: RankTiles) -> dict[str, SharedParameter]:
-    """Give each tile a share of the parameters ``names`` of ``unit``, one FSDP unit. Return the shared parameters by name."""
+    """Give each tile a share of the parameters ``names`` of ``unit``, one FSDP unit.
+
+    Return the shared parameters by name. Empty without names.
+    """
     param_names = list(names)
     if not param_names:
         return {}

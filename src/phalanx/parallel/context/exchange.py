@@ -106,7 +106,7 @@ class GatherMethod:
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See ``TileMethod``."""
+        """Gather all keys and values, and return the rows' results and log-sum-exp, both fp32. A collective."""
         keys, values = self._gather(key, value)  # (b, k, s * ranks, e), (b, k, s * ranks, v)
         rank, ranks, seq = self.group.rank(), self.group.size(), query.shape[2]
         rule = head_tail_mask_rule(rank, ranks, seq, self.window, documents)
@@ -115,7 +115,10 @@ class GatherMethod:
     def differentiate(
         self, saved: SavedAttention, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``TileMethod``."""
+        """Gather all keys and values again, and return the gradients of this rank's queries, keys and values, fp32.
+
+        A collective.
+        """
         keys, values = self._gather(key, value)  # (b, k, s * ranks, e), (b, k, s * ranks, v)
         rank, ranks, seq = self.group.rank(), self.group.size(), grad_out.shape[2]
         rule = head_tail_mask_rule(rank, ranks, seq, self.window, documents)
@@ -206,7 +209,7 @@ class RingMethod:
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See ``TileMethod``."""
+        """Pass keys and values around the ring, and return the rows' results and log-sum-exp, both fp32. A collective."""
         rows = OnlineSoftmax(query, value.shape[-1])
         for source, keys, values in self._rounds(key, value):
             block, rule = (
@@ -220,7 +223,9 @@ class RingMethod:
     def differentiate(
         self, saved: SavedAttention, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``TileMethod``."""
+        """Pass keys, values and their gradients around the ring, and return the gradients of this rank's queries, keys
+        and values, fp32. A collective.
+        """
         grad_query = torch.zeros_like(saved.query, dtype=torch.float32)
         collected = key.new_zeros(key.numel() + value.numel(), dtype=torch.float32)  # (b k s (e + v),)
         arriving: Passing | None = None
@@ -249,7 +254,10 @@ class RingMethod:
         return grad_query, *unpack(arriving.wait(), key.shape, value.shape)
 
     def _rounds(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield each rank's number, keys and values, this rank's first; the next set is prefetched meanwhile."""
+        """Yield each rank's number, keys and values, this rank's first; the next set is prefetched meanwhile.
+
+        A collective: each yielded tensor is valid until the next.
+        """
         rank, ranks, packed = self.group.rank(), self.group.size(), pack(key, value)
         for step in range(ranks):
             passing = self._pass_on(packed, _KEYS) if step < ranks - 1 else None
@@ -257,12 +265,14 @@ class RingMethod:
             packed = passing.wait() if passing is not None else packed
 
     def _pass_on(self, buffer: Tensor, tag: int) -> Passing:
+        """Send ``buffer`` to the next rank of the ring and receive one like it from the previous; returns at once."""
         rank, ranks, arriving = self.group.rank(), self.group.size(), torch.empty_like(buffer)
         send = dist.P2POp(dist.isend, buffer, group=self.group, tag=tag, group_peer=(rank + 1) % ranks)
         receive = dist.P2POp(dist.irecv, arriving, group=self.group, tag=tag, group_peer=(rank - 1) % ranks)
         return Passing(dist.batch_isend_irecv([send, receive]), buffer, arriving, self.clock)
 
     def _mask_rule(self, query: Tensor, source: int, documents: Tensor | None) -> MaskRule:
+        """Return the mask rule of this rank's queries and ``source``'s keys, by their positions and documents."""
         ranks, pair = self.group.size(), (self.group.rank(), source)
         positions = torch.arange(query.shape[2] * ranks)
         rows, columns = (own_pieces(positions, ranks, rank, dim=0) for rank in pair)

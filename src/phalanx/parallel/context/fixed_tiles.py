@@ -38,6 +38,7 @@ class _TiledAttention(torch.autograd.Function):
     def forward(
         ctx: _TiledContext, core: TiledCore, documents: Tensor | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
+        """Attend tile by tile over the gathered keys and values; save inputs, results and log-sum-exps for backward."""
         queries, keys, values, sinks = _split(tensors, len(core.ranks.tile_numbers))
         full_keys_values = core.gather(keys, values)
         results = [
@@ -52,6 +53,9 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _TiledContext, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Gather keys and values again, and return the gradients of each tile's tensors, those of keys and values
+        summed in a tree.
+        """
         core, (documents, *tensors) = ctx.core, ctx.saved_tensors
         count = len(core.ranks.tile_numbers)
         queries, keys, values, sinks = _split(tensors[: 4 * count], count)
@@ -147,7 +151,9 @@ class TiledCore:
         return blocks, head_tail_mask_rule(tile, count, seq, self.window, documents)
 
     def gather(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the full sequence, in its order; ``keys`` and ``values`` are those of this rank's tiles."""
+        """Return keys and values of the full sequence, in its order; ``keys`` and ``values`` are those of this rank's
+        tiles. A collective of the context group.
+        """
         own = torch.cat(list(keys), dim=2), torch.cat(list(values), dim=2)  # (b, k, s of this rank, .) each
         if self.ranks.ranks == 1:
             parts = [own]
@@ -160,7 +166,9 @@ class TiledCore:
         return by_position(key, self.ranks.count, dim=2), by_position(value, self.ranks.count, dim=2)
 
     def scatter(self, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum the gradients of the full sequence's keys and values over all ranks; return those of this rank's tokens, by tile."""
+        """Sum the gradients of the full sequence's keys and values over all ranks; return those of this rank's tokens,
+        by tile. A collective of the context group.
+        """
         ranks = self.ranks.ranks
         tiled = [by_tile(grad, self.ranks.count, dim=2).chunk(ranks, 2) for grad in (grad_key, grad_value)]
         own = [parts[self.ranks.rank] for parts in tiled]
@@ -218,7 +226,10 @@ class TiledHeads:
         inputs: tuple[Tensor, ...],
         *context: object,
     ) -> Tensor:
-        """See ``phalanx.parallel.tensor.lanes.layers.LaneResult``; ``context`` holds the further arguments of ``Attention.forward``."""
+        """Return the lane's share ``(b, s, d)`` of attention's result
+        (``phalanx.parallel.tensor.lanes.layers.LaneResult``), over all tiles; ``context`` holds the further arguments
+        of ``Attention.forward``.
+        """
         cos, sin, documents, cache = context
         assert isinstance(cos, Tensor), "positions are known"
         assert isinstance(sin, Tensor), "positions are known"
@@ -237,7 +248,9 @@ def _attended(
     rotation: tuple[Tensor, Tensor],
     documents: Documents | None,
 ) -> Tensor:
-    """Return the result ``(b, s, d)`` of the heads whose weights ``tensors`` holds for each tile; ``inputs`` are by tile."""
+    """Return the result ``(b, s, d)`` of the heads whose weights ``tensors`` holds for each tile; ``inputs`` are by
+    tile. While a tile is computed, its tensors replace the parameters ``owners``.
+    """
     projected, sinks = [], []
     cos, sin = (table.chunk(len(tensors)) for table in rotation)
     for own, tokens, cos_here, sin_here in zip(tensors, inputs, cos, sin, strict=True):

@@ -84,6 +84,7 @@ class RankTiles:
         return reports
 
     def _by_reporter(self, tensor: Tensor) -> Tensor:
+        """Return a tensor as one row for each rank, padded with zeros."""
         flat = tensor.flatten()
         return F.pad(flat, (0, -len(flat) % self.ranks)).view(self.ranks, -1)  # (ranks, elements / ranks)
 

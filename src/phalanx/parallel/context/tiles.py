@@ -88,6 +88,7 @@ class Tile:
         )
 
     def _mask(self, rule: MaskRule, query: Tensor) -> tuple[bool, Tensor | None]:
+        """Return (is causal, additive mask or None) for the kernel: a mask only if a window or documents hide keys."""
         hidden = None
         rows, columns = rule.row_positions[self.rows], rule.column_positions[self.columns]
         if 0 < rule.window <= int(rows.max()) - int(columns.min()):
@@ -139,7 +140,10 @@ class OnlineSoftmax:
         self.lse = query.new_full((batch, heads, rows), -torch.inf, dtype=torch.float32)  # (b, h, q)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Add a tile's results ``(b, h, rows, v)`` with their log-sum-exp ``(b, h, rows)``."""
+        """Add a tile's results ``(b, h, rows, v)`` with their log-sum-exp ``(b, h, rows)``.
+
+        Changes the sums of these rows in place.
+        """
         # With L the log of a row's denominator: L' = log(exp L1 + exp L2), out' = exp(L1 - L') out1 + exp(L2 - L') out2.
         before = self.lse[:, :, rows]  # (b, h, q)
         total = torch.logaddexp(before, lse)
@@ -151,7 +155,9 @@ class OnlineSoftmax:
 def attend_tiles(
     tiles: Iterable[Tile], query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, score: Score
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows' results ``(b, h, q, v)`` and log-sum-exp ``(b, h, q)``, both fp32, merged in the order of ``tiles``."""
+    """Return the rows' results ``(b, h, q, v)`` and log-sum-exp ``(b, h, q)``, both fp32, merged in the order of
+    ``tiles``. Tiles that the rule hides completely are skipped.
+    """
     rows = OnlineSoftmax(query, value.shape[-1])
     for tile in tiles:
         if not tile.hidden(rule):
@@ -168,7 +174,10 @@ def differentiate_tiles(
     rule: MaskRule,
     score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the shares of ``tiles``, added in this order, in the gradients of queries, keys and values; fp32."""
+    """Return the shares of ``tiles``, added in this order, in the gradients of queries, keys and values; fp32.
+
+    Tiles that the rule hides completely are skipped.
+    """
     grad_query, grad_key, grad_value = (
         torch.zeros_like(tensor, dtype=torch.float32) for tensor in (saved.query, key, value)
     )
@@ -216,6 +225,7 @@ class _DividedAttention(torch.autograd.Function):
         sinks: Tensor | None,
         method: TileMethod,
     ) -> Tensor:
+        """Attend by ``method`` and merge ``sinks``; the result has the query's dtype. Saves inputs and log-sum-exps."""
         out, lse = with_sinks(*method.mix(query, key, value, documents), sinks)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, documents, sinks, out, lse)
@@ -225,6 +235,7 @@ class _DividedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _DividedContext, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries, keys, values and sinks in the inputs' dtype; ``method`` communicates again."""
         query, key, value, documents, sinks, out, lse = ctx.saved_tensors
         gradients = ctx.method.differentiate(SavedAttention(query, out, lse), grad_out, key, value, documents)
         grad_query, grad_key, grad_value = (gradient.to(query.dtype) for gradient in gradients)

@@ -36,7 +36,10 @@ class CommClock:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure the time inside the ``with``."""
+        """Add the time inside the ``with`` to ``total_ns`` if calls block the host, else to the device queue's times.
+
+        Calls ``on_enter`` first.
+        """
         if self.on_enter is not None:
             self.on_enter()
         begin = time.monotonic_ns()

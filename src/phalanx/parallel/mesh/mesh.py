@@ -167,7 +167,10 @@ class _Groups:
         self._single: dist.ProcessGroup | None = None
 
     def along(self, ranks: torch.Tensor, dim: int) -> dist.ProcessGroup:
-        """Make the group of the ranks that differ from this rank only in dimension ``dim`` of ``ranks``."""
+        """Make the group of the ranks that differ from this rank only in dimension ``dim`` of ``ranks``.
+
+        A collective of these ranks. Groups of one rank are made once.
+        """
         if ranks.shape[dim] == 1 and self._single is not None:
             return self._single
         lines = ranks.movedim(dim, -1).flatten(0, -2)  # (lines, ranks of a line)
@@ -185,7 +188,10 @@ class _Groups:
         return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(degrees))
 
     def levels(self, ranks: int, line: int, stride: int, machine_ranks: int) -> TwoLevels | None:
-        """Return both levels of the groups of ``line`` ranks that are ``stride`` apart; ``None`` if one level suffices."""
+        """Return both levels of the groups of ``line`` ranks that are ``stride`` apart; ``None`` if one level suffices.
+
+        A collective if there are two.
+        """
         width = ranks_in_a_machine(line, stride, machine_ranks)
         if width == 1:
             return None

@@ -126,9 +126,10 @@ def _waited(result: Tensor) -> Tensor:
 
 
 def overlap_with_products(group: dist.ProcessGroup) -> None:
-    """Allow the compiler to split gathers and scatters of ``group`` and overlap them with adjacent matrix products. For CUDA.
+    """Allow the compiler to split gathers and scatters of ``group`` and overlap them with adjacent matrix products. For
+    CUDA.
 
-    Wang et al., "Overlap Communication with Dependent Computation", ASPLOS 2023.
+    Wang et al., "Overlap Communication with Dependent Computation", ASPLOS 2023. Sets a global option of the compiler.
     """
     from torch._inductor import config  # slow to import, and only compiled runs need it
 
@@ -189,7 +190,10 @@ def group_shapes(module: FSDPModule) -> list[torch.Size]:
 
 
 def measure_waits(module: FSDPModule, measure: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run in ``measure()`` all waits of the compute stream for gathers and reductions of ``module``'s own group."""
+    """Run in ``measure()`` all waits of the compute stream for gathers and reductions of ``module``'s own group.
+
+    Replaces two methods of the group; does nothing if ``module`` has no parameters of its own.
+    """
     group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
     if group is None:
         return
@@ -217,9 +221,10 @@ def keep_activations_within(fraction: float) -> None:
 
 
 def count_grouped_attention() -> None:
-    """Make PyTorch count the FLOP of attention with fewer key than query heads. The compiler's memory budget relies on it.
+    """Make PyTorch count the FLOP of attention with fewer key than query heads. The compiler's memory budget relies on
+    it.
 
-    PyTorch 2.13 counts them already.
+    Replaces two functions of PyTorch, unless they count them already (2.13).
     """
     heads, grouped = (1, 2, 1, 1), (1, 1, 1, 1)
     forward: Any = flop_counter.sdpa_flop_count

@@ -67,7 +67,10 @@ class WeightGradients:
         self._postponed[self.micro_batch].append((weight, gradient))
 
     def add(self, micro_batch: int) -> None:
-        """Compute the postponed gradients of ``micro_batch``, and accumulate them as a backward pass would, with hooks."""
+        """Compute the postponed gradients of ``micro_batch``, and accumulate them as a backward pass would, with hooks.
+
+        They are removed; nothing happens if there are none.
+        """
         derived = []
         for weight, gradient in self._postponed.pop(micro_batch, ()):
             value = gradient()
@@ -106,7 +109,8 @@ _Owner = tuple[WeightGradients, Tensor]
 def postpone_weight_gradients(part: nn.Module) -> WeightGradients:
     """Make the products of a stage postpone their weight gradients.
 
-    Layers with a custom product, a bias or derived weights are left out.
+    Layers with a custom product, a bias or derived weights are left out. The others get the store's product. Returns
+    the store.
     """
     store = WeightGradients()
     for module in part.modules():
@@ -132,6 +136,7 @@ class _LinearProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _DelayedContext, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        """Return the input's gradient now, and note the weight's as a function to compute later."""
         x, weight = ctx.saved_tensors
         slope = upstream[0].reshape(-1, weight.shape[0])  # (tokens, outputs)
         store, owner = ctx.owner
@@ -158,6 +163,7 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _GroupedContext, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the input's gradient now, and note the weights' as a function to compute later."""
         rows, matrices = ctx.saved_tensors
         slope = upstream[0].contiguous()
         store, owner = ctx.owner
@@ -278,7 +284,10 @@ class _Passage:
     """Stages and micro-batches whose backward pass is split into I and W."""
 
     def run(self, actions_of: Callable[[int, int], list[Action]]) -> Tensor:
-        """Execute this rank's actions; ``actions_of(rank, micro_batches)`` returns the actions of any rank."""
+        """Execute this rank's actions and return its losses by micro-batch, zeros on ranks without the last stage.
+
+        A collective of the pipeline; ``actions_of(rank, micro_batches)`` returns the actions of any rank.
+        """
         pipeline, count = self.pipeline, len(self.tokens)
         actions = actions_of(pipeline.rank, count)
         # Micro-batches with an I postpone their weight gradients to a W; those with a B compute both at once.
@@ -296,6 +305,7 @@ class _Passage:
         return self.losses
 
     def _perform(self, action: Action) -> None:
+        """Execute one action: a forward pass, a backward pass, or postponed weight gradients, within the accumulation's context."""
         kind, stage, micro_batch = action
         part = self.pipeline.part_of[stage]
         postponed = self.pipeline.postponed[part]
@@ -319,6 +329,7 @@ class _Passage:
         return len(self.tokens) // len(self.scales)
 
     def _forward(self, part: int, action: Action) -> None:
+        """Run a stage on the received or first input, and send the result or keep the loss; keep the graph for backward."""
         _, stage, micro_batch = action
         # Input: tokens (b, s) for the first stage, hidden states (b, s, d) for the others.
         x = self.tokens[micro_batch] if stage == 0 else self._receive(StageMessage("F", stage, micro_batch))
@@ -334,6 +345,9 @@ class _Passage:
             self.graphs[stage, micro_batch] = x, get_gradient_edge(y)
 
     def _backward(self, action: Action) -> None:
+        """Run a stage's backward pass from the received gradient, or from the loss, and send the input's gradient;
+        frees the graph.
+        """
         _, stage, micro_batch = action
         x, output_edge = self.graphs.pop((stage, micro_batch))
         if stage == self.pipeline.schedule.stages - 1:
@@ -347,12 +361,14 @@ class _Passage:
             self._send(action, x.grad)
 
     def _receive(self, message: StageMessage) -> Tensor:
+        """Return the message from a stage of this rank, or wait for it from another rank."""
         if message in self.local:
             return self.local.pop(message)
         neighbor = message.stage - 1 if message.kind == "F" else message.stage + 1
         return self.pipeline.links.receive(self.pipeline.schedule.rank_of(neighbor), message)
 
     def _send(self, action: Action, tensor: Tensor) -> None:
+        """Send an action's result to the stage that needs it, or keep it if that is on this rank."""
         message = self.pipeline.schedule.result(action)
         assert message is not None
         target = self.pipeline.schedule.rank_of(message.stage)

@@ -72,7 +72,9 @@ class Schedule:
         return self.pipeline - 1 - place if self.name in SPLIT_BACKWARD and turn else place
 
     def actions(self, rank: int, micro_batches: int, slots: int = 1) -> list[Action]:
-        """Return the actions of ``rank``, in order, for ``micro_batches`` micro-batches in ``slots`` slots of equal size."""
+        """Return the actions of ``rank``, in order, for ``micro_batches`` micro-batches in ``slots`` slots of equal
+        size: forward (F), backward (B), or its input (I) and weight (W) halves.
+        """
         makers = {
             "gpipe": _gpipe,
             "1f1b": _one_forward_one_backward,
@@ -153,12 +155,14 @@ def bubble(schedule: ScheduleName, pipeline: int, micro_batches: int, stages_per
 
 
 def _gpipe(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
+    """Return all forward passes, then all backward passes."""
     del schedule
     forward = [Action("F", rank, number) for number in range(micro_batches)]
     return forward + [Action("B", rank, number) for number in range(micro_batches)]
 
 
 def _one_forward_one_backward(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
+    """Return forward and backward passes in turn, after as many forward passes as there are stages from this one on."""
     forward = [Action("F", rank, number) for number in range(micro_batches)]
     backward = [Action("B", rank, number) for number in range(micro_batches)]
     # Warm-up: forward until the first gradient can come back. Steady state: one backward, one forward. Cool-down: backward.
@@ -168,6 +172,7 @@ def _one_forward_one_backward(schedule: Schedule, rank: int, micro_batches: int)
 
 
 def _interleaved(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
+    """Return the actions of interleaved 1F1B (Narayanan et al., 2021); micro-batches are a multiple of the ranks."""
     ranks, turns = schedule.pipeline, schedule.per_rank
     total = micro_batches * turns
 
@@ -189,7 +194,10 @@ def _interleaved(schedule: Schedule, rank: int, micro_batches: int) -> list[Acti
 
 
 def _slot_after_slot(actions: Iterable[Action], per_slot: int) -> list[Action]:
-    """Move every postponed W of a stage's slot ahead of the stage's first backward pass of the next slot."""
+    """Move every postponed W of a stage's slot ahead of the stage's first backward pass of the next slot.
+
+    Both are in the order of ``actions`` otherwise.
+    """
     ordered: list[Action] = []
     pending: dict[int, deque[Action]] = defaultdict(deque)
     for action in actions:
@@ -223,7 +231,9 @@ class _Writer:
         """The W of each I whose W is not written yet."""
 
     def write(self, *steps: str) -> None:
-        """Write steps such as "F0": forward of the rank's first stage."""
+        """Append the actions of steps such as "F0" (forward of the rank's first stage), each for that step's next
+        micro-batch. An I is noted as pending its W.
+        """
         for step in steps:
             kind, stage = step[0], step[1]
             number = self.counts[step]
@@ -242,6 +252,7 @@ class _Writer:
 
 
 def _zbv(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
+    """Return the actions of zero-bubble V (Qi et al., 2024)."""
     # "F0" is forward of the rank's first stage, "I1" and "W1" are the two halves of backward of its second.
     writer, after = _Writer(schedule, rank), schedule.pipeline - rank
     write, counts = writer.write, writer.counts
@@ -270,6 +281,7 @@ def _zbv(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
 
 
 def _dualpipev(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
+    """Return the actions of DualPipeV: forward and backward of the two directions alternate."""
     writer, before, after = _Writer(schedule, rank), rank + 1, schedule.pipeline - rank - 1
     write, write_pending = writer.write, writer.write_pending
     # Steps and their names are those of DeepSeek's dualpipe/dualpipev.py. Step 1: nF0

@@ -95,7 +95,7 @@ class StageLinks:
         return tuple(self._inboxes)
 
     def receive(self, source: int, message: StageMessage) -> Tensor:
-        """Wait for the message and return it."""
+        """Wait for the message and return it. Messages of the same source that arrive earlier are kept. Posts the next receive."""
         inbox = self._inboxes[source]
         while message not in inbox.arrived:
             arriving, work, tensor = inbox.posted.popleft()
@@ -107,7 +107,7 @@ class StageLinks:
         return inbox.arrived.pop(message)
 
     def send(self, target: int, tensor: Tensor) -> None:
-        """Send ``tensor`` without waiting."""
+        """Send ``tensor`` without waiting. ``tensor`` is kept until it is sent."""
         rank, group = self._outboxes[target]
         tensor = tensor.contiguous()
         work = dist.isend(tensor, rank, group=group)

@@ -88,7 +88,8 @@ class Connections:
     def interrupt(self) -> None:
         """Make gloo operations that wait for other ranks raise. The other ranks notice nothing yet.
 
-        A connection with bytes in flight is left alone for up to a second after the first call. Call it until all operations have returned.
+        A connection with bytes in flight is left alone for up to a second after the first call. Call it until all
+        operations have returned. Where no sockets can be settled, all are shut down.
         """
         if self._settled is None:
             self.shut()
@@ -115,7 +116,10 @@ class Connections:
                 self._duplicate()
 
     def release(self) -> None:
-        """End the connections that ``interrupt`` and ``hold`` keep, after this rank has left its groups."""
+        """End the connections that ``interrupt`` and ``hold`` keep, after this rank has left its groups.
+
+        Waits up to a second for each whose peer still sends.
+        """
         with self._lock:
             duplicates, self._duplicates = self._duplicates, {}
         until_s = time.monotonic() + _BUSY_S
@@ -140,7 +144,11 @@ class Connections:
 
 
 def abort(connections: Connections, device: torch.device) -> None:
-    """Abort the collective that this process is in, or will enter before it leaves its groups. Thread-safe."""
+    """Abort the collective that this process is in, or will enter before it leaves its groups.
+
+    Thread-safe. On GPUs it aborts NCCL's communicators and closes all connections. On CPUs it must be called until
+    operations have returned.
+    """
     if not on_gpu(device):
         connections.interrupt()
         return
@@ -152,7 +160,7 @@ def abort(connections: Connections, device: torch.device) -> None:
 
 
 def _sockets() -> list[tuple[int, int]]:
-    """Return descriptor and inode of every socket of this process."""
+    """Return descriptor and inode of every socket of this process. Those that close meanwhile are left out."""
     sockets = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed since it was listed
@@ -181,6 +189,7 @@ def _connection(number: int, inode: int) -> socket.socket | None:
 
 
 def _shut(number: int, inode: int) -> bool:
+    """Shut the connection down in both directions; return False if it is none or already closed."""
     connection = _connection(number, inode)
     if connection is None:
         return False
@@ -202,7 +211,7 @@ def _is_idle(connection: socket.socket) -> bool:
 
 
 def _discard(connection: socket.socket) -> int:
-    """Read and discard received bytes; return their number."""
+    """Read and discard bytes that are there without waiting; return their number, also if the connection then fails."""
     nbytes = 0
     with suppress(OSError):
         while part := connection.recv(_READ_BYTES, socket.MSG_DONTWAIT):

@@ -205,7 +205,7 @@ def meet(
         The store; keep a reference until the group has been left.
 
     Raises:
-        RendezvousError: Some rank does not have the token.
+        RendezvousError: Some rank does not have the token, or a value of the rendezvous is not sealed with it.
     """
     make_current(device)
     host, port = split_address(address)
@@ -232,6 +232,7 @@ def _store_at(host: str, port: int, ranks: int, timeout_s: float, check: Callabl
     """Connect to the store of another rank, as soon as it is served.
 
     PyTorch's own wait cannot be interrupted: it retries until its timeout. So it gets short timeouts, repeatedly.
+    ``check`` is called before each attempt. Raises PyTorch's error after ``timeout_s``.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:

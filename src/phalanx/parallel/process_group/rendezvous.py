@@ -59,7 +59,8 @@ class RankEnvironment:
 
 
 def rank_from_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
-    """Return this process's rank and rendezvous, or ``None`` if no launcher started it as a rank.
+    """Return this process's rank and rendezvous, or ``None`` if no launcher started it as a rank. Recognized are this
+    project's launcher, torchrun and srun, in this order.
 
     Raise ``RendezvousError`` if an environment is incomplete.
     """
@@ -90,7 +91,10 @@ def rank_from_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _tcp(host: str, port: str, launcher: str) -> tuple[str, str]:
-    """Return the machine of rank 0 and the URL at which the ranks meet."""
+    """Return the machine of rank 0 and the URL at which the ranks meet.
+
+    Raises ``RendezvousError`` for a missing or malformed one.
+    """
     if not host:
         raise RendezvousError(f"{launcher} gave this process a rank but no address: set MASTER_ADDR")
     try:
@@ -101,6 +105,7 @@ def _tcp(host: str, port: str, launcher: str) -> tuple[str, str]:
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a variable as a number, or ``default`` if it is not set; raises ``RendezvousError`` for anything else."""
     value = environ.get(name)
     if value is None and default is not None:
         return default
@@ -124,7 +129,10 @@ def first_host(nodes: str) -> str:
 
 
 def device_for(kind: str, local_rank: int) -> torch.device:
-    """Return the device of a rank: ``kind`` is "cpu", "cuda" or "auto" (a GPU if there is one)."""
+    """Return the device of a rank: ``kind`` is "cpu", "cuda" or "auto" (a GPU if there is one).
+
+    Raises ``RendezvousError`` if there is no GPU, or none left for this rank.
+    """
     if kind == "cpu" or (kind == "auto" and not gpus()):
         return torch.device("cpu")
     if not gpus():
@@ -152,6 +160,7 @@ def join(environment: RankEnvironment, device: torch.device, timeout_s: float) -
     """Make this process a rank of the default process group: gloo on CPUs, NCCL on GPUs.
 
     Raise ``RendezvousError`` if the address cannot be used, or if some rank did not join within ``timeout_s`` seconds.
+    On CPUs it first chooses gloo's network interface, in the environment; on GPUs it makes the device current.
     """
     _require_address(environment)
     if environment.launcher == "phalanx":
@@ -191,11 +200,13 @@ def _require_address(environment: RankEnvironment) -> None:
 def choose_interface(addresses: Sequence[str], *, shared: bool) -> None:
     """Make gloo listen at the interface with the first of ``addresses``, unless GLOO_SOCKET_IFNAME is set.
 
-    By default gloo listens at the address of the host name. On many machines that is a loopback address (127.0.1.1 in /etc/hosts), to
-    which ranks of other machines cannot connect. ``shared`` is True if there may be such ranks.
+    By default gloo listens at the address of the host name. On many machines that is a loopback address (127.0.1.1 in
+    /etc/hosts), to which ranks of other machines cannot connect. ``shared`` is True if there may be such ranks.
 
     Raises:
         RendezvousError: No reachable interface has any of the addresses, and neither the default route nor the host name leads to one.
+
+    The choice is set in the environment of this process.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -221,6 +232,7 @@ def _file_store(environment: RankEnvironment) -> FileStore | None:
 
 
 def _explain(error: Exception, environment: RankEnvironment) -> str:
+    """Return the message for a failed rendezvous: the cause and what to check."""
     text = str(error)
     meeting_point = environment.meeting_point
     if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE) in text:

@@ -82,6 +82,7 @@ def broadcast_typed(value: _T, kind: type[_T], *, max_message_bytes: int = LONGE
 
 
 def _default_group() -> dist.ProcessGroup:
+    """Return the default group; raises RuntimeError before this process has joined it."""
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("this process has not joined the other ranks yet")
@@ -93,6 +94,7 @@ def _global_rank(group: dist.ProcessGroup, rank: int) -> int:
 
 
 def _checked(nbytes: int, rank: int, max_bytes: int) -> int:
+    """Return the size. Raises ``RankMessageError`` if it is not between 1 and ``max_bytes``."""
     if not 0 < nbytes <= max_bytes:
         raise RankMessageError(
             f"rank {rank} announces a message of {nbytes:,} bytes; between 1 and {max_bytes:,} are allowed"
@@ -105,6 +107,7 @@ def _tensor(body: bytes) -> torch.Tensor:
 
 
 def _decoded(message: torch.Tensor, kind: type[_T], rank: int) -> _T:
+    """Return a rank's message. Raises ``RankMessageError``."""
     try:
         return msgspec.msgpack.decode(message.numpy().tobytes(), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

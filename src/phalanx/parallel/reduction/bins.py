@@ -126,7 +126,9 @@ class Bins:
 
     @torch.no_grad()
     def add_gradient(self, gradient: Tensor) -> None:
-        """Add a gradient, fp32 ``(shares, elements)``."""
+        """Add a gradient, fp32 ``(shares, elements)``, in place: by the one-pass kernel if possible, else by
+        operations, with the same bits.
+        """
         kernel = _kernel(self.words.device) if self.use_kernel else None
         if kernel is not None and gradient.dtype == torch.float32 and gradient.stride(-1) == 1:
             kernel(gradient, self.words, self.tops, self._runs, self.format.width)
@@ -158,7 +160,7 @@ class Bins:
                 piece.of(self.words[:, number]).add_(digit.copy_(value))
 
     def add(self, other: Bins) -> None:
-        """Add another sum of gradients of the same shape. May raise the tops of ``other``."""
+        """Add another sum of gradients of the same shape, in place. May raise the tops of ``other``."""
         tops = torch.maximum(self.tops, other.tops)
         self.raise_to(tops)
         other.raise_to(tops)
@@ -183,7 +185,10 @@ class Bins:
         self.tops.copy_(tops)
 
     def total(self, out: Tensor) -> None:
-        """Write the sum, rounded to fp32, into ``out`` ``(shares, elements)``."""
+        """Write the sum, rounded to fp32, into ``out`` ``(shares, elements)``.
+
+        Elements with an infinite or undefined summand are NaN.
+        """
         width = self.format.width
         is_not_finite, unit = self.tops == _NOT_FINITE, _power(width * (self._bins_above() - 2))
         any_not_finite = _any(is_not_finite)
@@ -225,6 +230,7 @@ class Bins:
 
     @property
     def _chunk(self) -> int:
+        """Elements that are added at a time, by default more on a GPU than on a CPU."""
         if self.chunk_elements is not None:
             return self.chunk_elements
         return _CPU_CHUNK if self.words.device.type == "cpu" else _GPU_CHUNK

@@ -84,7 +84,10 @@ def span_size(shape: Sequence[int]) -> int:
 
 
 def share_layout(shapes: Iterable[Sequence[int]], ranks: int) -> SpanLayout:
-    """Return the spans of a rank's share of parameters of ``shapes``, divided by rows over ``ranks``."""
+    """Return the spans of a rank's share of parameters of ``shapes``, divided by rows over ``ranks``.
+
+    Rows are rounded up; neighbors with one span size form a segment.
+    """
     segments: list[SpanSegment] = []
     element = span = 0
     for shape in shapes:

@@ -149,7 +149,10 @@ class Witness:
     """Fault injection: damages a gradient in place before it is used."""
 
     def see(self, name: str, gradient: Tensor) -> bool:
-        """Process a gradient that is about to enter its tree; return ``False`` to keep it out, in an extra round."""
+        """Process a gradient that is about to enter its tree; return ``False`` to keep it out, in an extra round.
+
+        Appends its checksum while watching; ``corrupt``, for tests, changes it first.
+        """
         if self.corrupt is not None:
             self.corrupt(gradient)
         if self.watching:
@@ -158,7 +161,7 @@ class Witness:
 
     @contextmanager
     def watch(self, *, extra: bool = False) -> Iterator[None]:
-        """Take checksums of a round, or a part of it, inside the ``with``."""
+        """Take checksums of a round, or a part of it, inside the ``with``. With ``extra``, gradients are kept out of the sums."""
         self.watching, self.extra = True, extra
         try:
             yield

@@ -76,7 +76,9 @@ class ExpertSums:
         """Complete sums of a parameter's first experts, until those of the others follow: ``(experts, ...)``, fp32."""
 
     def take(self, name: str, experts: range, leaves: Tensor) -> None:
-        """Take the gradients ``(experts, slots, ...)`` of one micro-batch of each slot, for some of a parameter's experts."""
+        """Take the gradients ``(experts, slots, ...)`` of one micro-batch of each slot, for some of a parameter's
+        experts. If this completes the slots and all experts are there, sets the parameter's gradient.
+        """
         values, partial = leaves if self._by_slot else add_slots(leaves), self._partial[name]
         if experts.start in partial:
             partial[experts.start] += values
@@ -104,6 +106,7 @@ class ExpertSums:
         self._sums.clear()
 
     def _complete(self, name: str, first: int) -> None:
+        """Move the gradients of the slots from ``first`` on to the sums, added up if each slot counts by itself."""
         values = self._partial[name].pop(first)
         self._sums[name].append(add_slots(values) if self._by_slot else values)
 
@@ -148,7 +151,8 @@ class DataParallel(ABC):
     def computing(self, part: int, current: Round, *, last: bool, postponed: bool = False) -> Iterator[None]:
         """Context of a backward pass of a round through a part, or of adding ``postponed`` weight gradients.
 
-        The one with ``last`` completes the gradient of the round's slot in this part.
+        The one with ``last`` completes the gradient of the round's slot in this part. Afterwards hooks add the
+        gradients to the sums.
         """
         self.summation.intake.round = current
         self.before_backward(part, current, last=last)
@@ -189,6 +193,7 @@ class Sharded(DataParallel):
     """FSDP2: each rank has a share of every parameter group, and receives that share of the summed gradient."""
 
     def __init__(self, parts: Sequence[nn.Module], summation: Summation, *, keep_weights: bool) -> None:
+        """Install ``summation`` on all FSDP units of ``parts``. ``keep_weights``: weights stay gathered within a step."""
         super().__init__(parts, summation)
         self._keep_weights = keep_weights
         self.expert_sums: list[list[ExpertSums]] = [[] for _ in parts]
@@ -198,6 +203,7 @@ class Sharded(DataParallel):
         summation.reduce_groups(list(_fsdp_modules(parts)))
 
     def before_backward(self, part: int, current: Round, *, last: bool) -> None:
+        """Set FSDP's flags for this pass: whether to reduce gradients, over replicas too, and to free the weights afterwards."""
         root = cast(FSDPModule, self.parts[part])
         for sums in self.expert_sums[part]:
             sums.complete = last
@@ -210,11 +216,13 @@ class Sharded(DataParallel):
         root.set_reshard_after_backward((last and current.last) or not self._keep_weights)
 
     def after_weights(self, part: int) -> None:
+        """Finish the experts' sums and the backward pass of a part."""
         for sums in self.expert_sums[part]:
             sums.finish()
         finish_backward(cast(FSDPModule, self.parts[part]))
 
     def close(self, part: int, current: Round) -> None:
+        """Drop the gradients of a part's shares, unless the round is the last."""
         if self.summation.slot_by_slot and not current.last:
             # The trees have this round's gradients; the output that FSDP would accumulate is meaningless until the last round.
             _drop(self._shares[part])
@@ -223,6 +231,7 @@ class Sharded(DataParallel):
         """Do nothing: FSDP has exchanged all gradients."""
 
     def abandon(self) -> None:
+        """Drop all gradients and partial sums of the step."""
         super().abandon()
         for shares in self._shares:
             _drop(shares)
@@ -239,6 +248,7 @@ class Unsharded(DataParallel):
         summation.follow(named_parameters(parts))
 
     def before_backward(self, part: int, current: Round, *, last: bool) -> None:  # noqa: ARG002
+        """Note whether the slot is complete after this pass; before the last one, add to the sibling's gradients."""
         self.summation.intake.slot_complete = last
         if last:
             self.summation.add_to_siblings()
@@ -251,11 +261,13 @@ class Unsharded(DataParallel):
         self.summation.take_whole(self._parameters[part])
 
     def end(self, current: Round) -> None:
+        """After the last round, sum all gradients over the slots and replicas."""
         if current.last:
             self.summation.sum_whole([parameter for part in self._parameters for parameter in part])
 
 
 def _drop(shares: Sequence[nn.Parameter]) -> None:
+    """Set the gradients of ``shares`` to None."""
     for share in shares:
         share.grad = None
 
@@ -271,7 +283,7 @@ def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def gradients(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return this rank's part of every gradient, by name. Raise ``RuntimeError`` if a parameter has none."""
+    """Return this rank's part of every gradient, by name; views, not copies. Raise ``RuntimeError`` if a parameter has none."""
     shares = {}
     for name, parameter in named_parameters(parts).items():
         if parameter.grad is None:
@@ -318,6 +330,7 @@ def spread(parts: Sequence[nn.Module], mesh: Mesh, spec: RunSpec, clock: CommClo
 
 
 def _summation(spec: RunSpec, mesh: Mesh, clock: CommClock, *, narrow: bool, keep_weights: bool) -> Summation:
+    """Return the summation that ``train.reduction`` selects: fast, integer or tree."""
     if spec.train.reduction == "fast":
         return FastSummation(mesh, clock)
     deal = mesh.deal(spec.train.slots)

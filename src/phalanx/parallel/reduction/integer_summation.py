@@ -53,6 +53,9 @@ class IntegerSummation(Summation):
         self._unsharded: dict[nn.Parameter, IntegerReducer] = {}
 
     def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
+        """Make each FSDP unit in ``modules`` reduce its gradients as integers: a custom reduce-scatter, or a hook on a
+        single rank.
+        """
         layout = self.mesh.layout
         for number, module in enumerate(modules):
             experts = isinstance(module, Experts)
@@ -89,6 +92,7 @@ class IntegerSummation(Summation):
         )
 
     def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Add the gradients of ``parameters``, which FSDP has not wrapped, by hooks after each accumulation."""
         push = weakref.WeakMethod(self._push)  # see TreeSummation
         for name, parameter in parameters.items():
             leaves = Leaves(self._deal, 1)
@@ -99,17 +103,20 @@ class IntegerSummation(Summation):
         """Do nothing: integer sums have no tree."""
 
     def _push(self, tensor: Tensor) -> None:
+        """Add the parameter's gradient to its sum and clear it, once it is complete for the slot."""
         parameter = cast(nn.Parameter, tensor)
         if self.intake.slot_complete and parameter.grad is not None:
             self._unsharded[parameter].take_in(parameter.grad)
             parameter.grad = None
 
     def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Push the complete gradients of unsharded parameters of a slot into the bins."""
         self.intake.slot_complete = True
         for parameter in parameters:
             self._push(parameter)
 
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Set the gradient of each of ``parameters`` to the sum over all slots and replicas, and clear the sums. A collective."""
         for bucket in in_buckets(parameters, nn.Parameter.numel):
             sums = [self._unsharded[parameter].take_out() for parameter in bucket]
             if self.mesh.replicas > 1:
@@ -149,9 +156,11 @@ class IntegerReducer:
     _added_slots: set[int] = field(default_factory=set, init=False)
 
     def take_in(self, gradient: Tensor, group: dist.ProcessGroup | None = None) -> bool:
-        """Add this rank's gradient of the current round, with all shares. Return False if a witness keeps it out of the sum.
+        """Add this rank's gradient of the current round, with all shares. Return False if a witness keeps it out of the
+        sum.
 
-        ``group`` are the ranks that own the shares; ``None`` for a single one.
+        ``group`` are the ranks that own the shares; ``None`` for a single one. Raises ``ValueError`` if the slot was
+        added before. A collective of ``group``.
         """
         if not self.intake.admit(self.name, gradient):
             return False
@@ -229,7 +238,7 @@ class IntegerReduceScatter(PlainBuffers, ReduceScatter):
 
 
 def _reduce_scatter(bins: Bins, place: int, group: dist.ProcessGroup) -> Bins:
-    """Return the sum of the bins of all ranks of ``group`` for the share at ``place``."""
+    """Return the sum of the bins of all ranks of ``group`` for the share at ``place``. A collective."""
     tops = bins.tops.clone()
     dist.all_reduce(tops, dist.ReduceOp.MAX, group)
     bins.raise_to(tops)
@@ -239,7 +248,7 @@ def _reduce_scatter(bins: Bins, place: int, group: dist.ProcessGroup) -> Bins:
 
 
 def _add_over_replicas(sums: Sequence[Bins], mesh: Mesh) -> None:
-    """Replace each of ``sums``, of this rank's share, by the sum over all replicas, in two exchanges."""
+    """Replace each of ``sums``, of this rank's share, by the sum over all replicas, in two exchanges. A collective."""
     group = mesh.replicate_group
     tops = torch.cat([bins.tops.view(-1) for bins in sums])  # (spans of all sums,)
     dist.all_reduce(tops, dist.ReduceOp.MAX, group)

@@ -69,7 +69,11 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
         op: object,  # noqa: ARG002  the operation is always a sum
         async_op: bool = False,  # noqa: ARG002
     ) -> None:
-        """Reduce: ``input_tensor`` ``(ranks * share,)`` is this rank's slot, ``output_tensor`` ``(share,)`` gets the sum."""
+        """Reduce: ``input_tensor`` ``(ranks * share,)`` is this rank's slot. A collective.
+
+        After the last round ``output_tensor`` ``(share,)`` gets the sum over all slots and replicas; before, it gets
+        zeros and the slot enters the tree.
+        """
         if not self.reducer.intake.admit(self.reducer.name, input_tensor):
             output_tensor.zero_()
             return

@@ -66,6 +66,7 @@ def _forests_of_ranks(leaves: Leaves, replica: int) -> tuple[tuple[TreeNode, ...
 
 @functools.cache
 def _forest(count: int, leaves: range) -> tuple[TreeNode, ...]:
+    """Return the nodes that remain after all of ``leaves`` were added, from left to right. Cached."""
     tree: SlotTree[None] = SlotTree(count, lambda _left, _right: None)
     for leaf in leaves:
         tree.push(leaf, None)
@@ -92,7 +93,11 @@ class SlotTree(Generic[T]):
         self.push_node((0, slot), value)
 
     def push_node(self, node: TreeNode, value: T) -> None:
-        """Add a node that was summed elsewhere. Merge it with its sibling, and so on upwards, while siblings are in the tree."""
+        """Add a node that was summed elsewhere.
+
+        Merge it with its sibling, and so on upwards, while siblings are in the tree. Raises ``ValueError`` if it was
+        added before.
+        """
         assert 0 <= node[0] <= self.root_node[0], "the level exists in the tree"
         assert 0 <= node[1] << node[0] < self.slots, "a node covers a leaf"
         if node in self.nodes:

@@ -88,6 +88,7 @@ class TreeSummation(Summation):
         self._names: dict[nn.Parameter, str] = {}
 
     def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
+        """Make each FSDP unit in ``modules`` reduce its gradients in the tree of slots: a custom reduce-scatter, or a hook."""
         dense = (
             leaves_of(self.mesh, self._deal, experts=False),
             self.mesh.fsdp_ranks,
@@ -112,6 +113,7 @@ class TreeSummation(Summation):
                 module.set_all_reduce_hook(reducer.take_alone)
 
     def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Push the gradients of ``parameters``, which FSDP has not wrapped, to their trees by hooks after each accumulation."""
         # A hook with a strong reference would make a cycle through C++ that Python's collector cannot see. The model and its
         # process groups, with their threads, would then outlive the rank's membership.
         push = weakref.WeakMethod(self._push)
@@ -123,6 +125,11 @@ class TreeSummation(Summation):
             parameter.register_post_accumulate_grad_hook(weakly(push))  # type: ignore[no-untyped-call]
 
     def add_to_siblings(self) -> None:
+        """For an odd slot, take the even sibling's sum out of each tree as the gradient to accumulate into: saves a
+        buffer.
+
+        Does nothing with several stages or an audit.
+        """
         # A right sibling's gradient is not needed separately, except by a witness. So the backward pass adds it to the left one,
         # which is the same addition without a second set of gradients. Not in a pipeline: it may postpone weight gradients and
         # deliver them in pieces, which would change the order of additions.
@@ -135,6 +142,10 @@ class TreeSummation(Summation):
                 self._accumulating.add(parameter)
 
     def _push(self, tensor: Tensor) -> None:
+        """Push the parameter's complete gradient to its tree as the slot's leaf, or as the pair's node, and clear it.
+
+        Does nothing before the slot is complete, or without a gradient.
+        """
         parameter, slot = cast(nn.Parameter, tensor), self.intake.round.slot
         if not self.intake.slot_complete or parameter.grad is None:
             return
@@ -151,6 +162,9 @@ class TreeSummation(Summation):
         return spare.pop().copy_(gradient) if spare else gradient
 
     def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Return the siblings' sums of ``add_to_siblings`` to their trees, and push the gradients of ``parameters`` as
+        a slot's leaves.
+        """
         for parameter in self._accumulating:  # the backward pass gave them no gradient
             self._trees[parameter].push_node((0, self.intake.round.slot - 1), cast(Tensor, parameter.grad))
             parameter.grad = None
@@ -160,6 +174,7 @@ class TreeSummation(Summation):
             self._push(parameter)
 
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Set the gradient of each of ``parameters`` to the sum of all slots and replicas, and empty the trees. A collective."""
         if self.mesh.replicas == 1:
             for parameter in parameters:
                 parameter.grad = self._trees[parameter].take_root()
@@ -179,6 +194,7 @@ class TreeSummation(Summation):
             _hand_out(total, bucket)
 
     def _pop_node(self, parameter: nn.Parameter, node: TreeNode) -> Tensor:
+        """Remove and return a node of a parameter's tree; its memory is reused afterwards."""
         value = self._trees[parameter].nodes.pop(node)
         _put_aside(self.spare[parameter], value)
         return value
@@ -200,6 +216,7 @@ class FastSummation(Summation):
     slot_by_slot = False
 
     def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
+        """Make FSDP sum gradients instead of averaging them."""
         for module in modules:
             # A sum, not FSDP's mean: the loss is already divided by the tokens of the step.
             module.set_gradient_divide_factor(1.0)
@@ -215,6 +232,7 @@ class FastSummation(Summation):
         """Do nothing: the next slot's gradients are added to them."""
 
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """All-reduce the gradients of ``parameters`` over the replicas, in buckets. Does nothing with one replica."""
         if self.mesh.replicas == 1:
             return
         for bucket in in_buckets(parameters, nn.Parameter.numel):

@@ -44,7 +44,9 @@ class LevelSums:
     """The nodes without a sibling, from left to right, each with its row."""
 
     def add(self, rows: Tensor) -> None:
-        """Add up the nodes with values ``rows`` ``(nodes, elements)``, in place."""
+        """Add up the nodes with values ``rows`` ``(nodes, elements)``, in place, level by level; the rows of
+        ``remaining`` then have the results.
+        """
         for first, second in self.levels:
             if isinstance(first, slice):
                 rows[first].add_(rows[second])
@@ -173,7 +175,10 @@ class TreeReducer:
         }
 
     def finish(self, out: Tensor) -> None:
-        """Write the sum over all slots of the fleet into ``out``, and empty the tree."""
+        """Write the sum over all slots of the fleet into ``out``, and empty the tree.
+
+        A collective if there are several replicas.
+        """
         if self.mesh.replicas == 1:
             out.copy_(self.tree.take_root())
             return

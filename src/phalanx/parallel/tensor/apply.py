@@ -95,7 +95,9 @@ class VocabularyEmbedding(nn.Embedding):
         self.weight, self.start, self.comm = embedding.weight, start, comm
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``(b, s)`` of the full vocabulary to ``(b, s / ranks, d)``."""
+        """Look up tokens ``(b, s)`` of the full vocabulary, ids of other ranks as zeros, and sum: ``(b, s / ranks,
+        d)``. A collective.
+        """
         count = self.weight.shape[0]
         row = tokens - self.start
         absent = (row < 0) | (row >= count)
@@ -122,14 +124,17 @@ class _SummedGradients:
         module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
+        """Replace the module's parameters by views whose gradients are summed over the ranks."""
         self._saved = tuple(module.get_parameter(name) for name in self._names)
         self._put(module, self._comm.sum_gradients(self._saved))
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
+        """Restore the parameters."""
         self._put(module, self._saved)
         self._saved = ()
 
     def _put(self, module: nn.Module, tensors: tuple[Any, ...]) -> None:
+        """Set the named parameters of a module."""
         for full_name, tensor in zip(
             self._names, tensors, strict=False
         ):  # none were saved if entering failed
@@ -140,11 +145,13 @@ class _SummedGradients:
 def apply_tensor(
     module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommClock, tiles: RankTiles | None = None
 ) -> dict[str, Partition]:
-    """Divide ``module`` over the tensor axis of ``mesh``; with lanes also by ``tiles``. It is on the meta device and not yet sharded.
+    """Divide ``module`` over the tensor axis of ``mesh``; with lanes also by ``tiles``. It is on the meta device and
+    not yet sharded.
 
-    Afterwards its parameters are this rank's parts. It takes tokens of full sequences (of this context rank). A later pipeline stage
-    takes hidden states ``(b, s / ranks, d)`` with the ``positions`` of full sequences. Its readout gets hidden states
-    ``(b, s / ranks, d)`` and this rank's rows of the projection.
+    Afterwards its parameters are this rank's parts. It takes tokens of full sequences (of this context rank). A later
+    pipeline stage takes hidden states ``(b, s / ranks, d)`` with the ``positions`` of full sequences. Its readout gets
+    hidden states ``(b, s / ranks, d)`` and this rank's rows of the projection. Routers then sum their statistics over
+    the model ranks, and hooks sum the gradients of parameters that several ranks have.
 
     Returns:
         The partition of each parameter except routed experts; empty with a single tensor rank.
@@ -202,7 +209,9 @@ def _cut(module: nn.Module, mesh: Mesh, table: Mapping[str, Parameter]) -> dict[
 def _communicate(
     module: Transformer, rows: VocabularyPiece, comm: SequenceComm, partitions: Mapping[str, Partition]
 ) -> None:
-    """Install the collectives around the divided matrices: a gather before the layer, a sum after its row-parallel matrix."""
+    """Install the collectives around the divided matrices: a gather before the layer, a sum after its row-parallel
+    matrix. The embedding is replaced by one of this rank's rows.
+    """
 
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return comm.gather(args[0]), *args[1:]

@@ -127,7 +127,7 @@ class SequenceComm:
         return apply_function_of_many(_SumGradients, self, *parameters)
 
     def total(self, statistics: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors, without a gradient."""
+        """Return the sum of the ranks' tensors, without a gradient. A collective; the order of the sum is ``order``."""
         if self.order == "ranks":
             first, *others = self.stack(statistics).unbind()
             return sum(others, first)
@@ -152,6 +152,7 @@ def _gathered(piece: Tensor, comm: SequenceComm) -> Tensor:
 
 
 def _sum_scattered(partial: Tensor, comm: SequenceComm) -> Tensor:
+    """Return this rank's piece along the sequence of the sum of the ranks' ``partial``, in the order of ``comm``. A collective."""
     if comm.order == "tree":
         with comm.waiting():
             pieces = exchange_along(partial, _SEQUENCE, comm.group)  # (ranks, b, s / ranks, d)
@@ -194,6 +195,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the sums of the ranks' gradients, in one fp32 message. A collective."""
         flat = torch.cat([gradient.flatten().float() for gradient in upstream])  # (elements of all,)
         sums = torch.split(ctx.comm.total(flat), [gradient.numel() for gradient in upstream])
         pairs = zip(sums, upstream, strict=True)

@@ -107,7 +107,10 @@ class SimulatedCoordinator:
         """Committed steps that the core has received."""
 
     def start(self) -> None:
-        """Restart on the same machine: replay the journal, and send ``Restarted`` to the core."""
+        """Restart on the same machine: replay the journal, and send ``Restarted`` to the core.
+
+        Does nothing if it is up, superseded, or its machine is lost. Raises BrokenInvariant if the replay differs.
+        """
         if self.up or self.machine_lost or self._is_superseded():
             return
         if self.events:
@@ -118,7 +121,10 @@ class SimulatedCoordinator:
         self._lead(anew=not self.events and self.claim.reign == 1)
 
     def come_back(self) -> None:
-        """Restart after the loss of the machine, with the surviving lines of the journal."""
+        """Restart after the loss of the machine, with the surviving lines of the journal.
+
+        Does nothing more if another head has taken over.
+        """
         self.machine_lost = False
         if self._is_superseded():
             return
@@ -128,10 +134,12 @@ class SimulatedCoordinator:
         self._lead(anew=False)
 
     def _is_superseded(self) -> bool:
+        """Return True, from then on, once another reign has begun."""
         self.superseded = self.superseded or self.register.claim.reign != self.claim.reign
         return self.superseded
 
     def _lead(self, anew: bool) -> None:
+        """Begin to lead: raise the disk's fence, send what the core must know, and start the ticks."""
         self.up = True
         # A head that crashed between its claim and its commands has still begun the epoch.
         self.disk.fence = max(self.disk.fence, self.claim.epoch)
@@ -147,7 +155,7 @@ class SimulatedCoordinator:
         return len(self.journal) - 1
 
     def crash(self) -> None:
-        """Crash at once; the journal survives."""
+        """Crash at once; the journal survives. Events not yet read and planned actions are lost."""
         self.up = self.stopped = False
         self.falls = ""
         self.unread = []
@@ -166,7 +174,10 @@ class SimulatedCoordinator:
             self.receive(event)
 
     def receive(self, event: m.CoreEvent) -> None:
-        """Pass an event to the core, after changes on disk."""
+        """Pass an event to the core, after changes on disk.
+
+        Keeps it for later while the process is stopped; drops it if it is down.
+        """
         if self.stopped:
             self.unread.append(event)
         elif self.up:
@@ -178,6 +189,10 @@ class SimulatedCoordinator:
                 self._decide(event)
 
     def _decide(self, event: m.CoreEvent) -> None:
+        """Append an event to the journal, take the core's step, check all invariants, and send its commands.
+
+        Sends nothing if a claim is due and fails.
+        """
         before, doubt, now_s = mark(self.state), self.state.doubt, self.clock.now_s
         seats = len(self.state.seats)
         self.journal.append(batch_line(now_s, (event,)))
@@ -193,7 +208,7 @@ class SimulatedCoordinator:
             self.world.to_node(self, name, command)
 
     def _claims(self) -> bool:
-        """Renew the claim; False if nothing may be sent, after a crash or a succession."""
+        """Renew the claim; return False if nothing may be sent, after a crash or a succession."""
         falls = self.falls
         if falls == "before":
             self.crash()
@@ -212,6 +227,7 @@ class SimulatedCoordinator:
         return True
 
     def _begins(self) -> None:
+        """Fence earlier epochs on disk, and record and check the epoch that begins."""
         # Before any command: a fenced node that still trains must not commit steps that will be computed again.
         self.disk.fence = self.state.epoch
         self.register.begins(self)
@@ -219,6 +235,7 @@ class SimulatedCoordinator:
             self.world.check_source(self.state)
 
     def _tick(self, life: int) -> None:
+        """Send a tick to the core, and plan the next one. Crash if superseded; stop if it has restarted since ``life``."""
         if self.life != life:
             return
         if not self.stopped:
@@ -259,7 +276,7 @@ class Heads:
         return self.claims[-1]
 
     def make(self, claim: Claim) -> bool:
-        """Make a claim; False if its term has been claimed."""
+        """Record a claim and return True; False if its term has been claimed."""
         if claim.term != len(self.claims) + 1:
             return False
         self.claims.append(claim)
@@ -294,7 +311,7 @@ class Heads:
                 head.come_back()
 
     def make_peace(self) -> None:
-        """End all faults of heads. If no node can succeed the lost head, restart it."""
+        """End all faults of heads, and start the newest one. If no node can succeed the lost head, restart it."""
         for head in self.heads:
             head.falls = ""
             head.resume()
@@ -334,7 +351,7 @@ class Heads:
         self.candidates.pop(node, None)
 
     def vote(self, candidate: str, voter: str) -> None:
-        """Count the vote of a node without a head; the candidate may thereby be elected."""
+        """Count the vote of a node without a head; the candidate may thereby be elected. Withdraws a candidacy that is outdated."""
         candidacy, until_s = self.candidates[candidate]
         now_s, claim = self.world.clock.now_s, self.claim
         if now_s >= until_s or candidacy.claim.term != claim.term:

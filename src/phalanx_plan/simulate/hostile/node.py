@@ -62,6 +62,7 @@ class SimulatedNode:
         self._forget()
 
     def _forget(self) -> None:
+        """Reset all but the snapshots, as at the agent's death, under a new incarnation. Cancels planned actions."""
         self.life += 1
         self.incarnation += 1
         self.warm = self.hung = self.maimed = self.leaving = self.bound = self.leave_at_boundary = (
@@ -75,7 +76,10 @@ class SimulatedNode:
     # --- faults
 
     def start(self) -> None:
-        """Boot the machine: its agent has no snapshots, and its workers are cold."""
+        """Boot the machine: its agent has no snapshots, and its workers are cold.
+
+        It joins the fleet and begins to send heartbeats. Does nothing if it is up.
+        """
         if not self.up:
             self.up, self.snapshots = True, {}
             self.head, self.follows, self.alone_since_s = None, NOT_LED, None
@@ -83,13 +87,17 @@ class SimulatedNode:
             self._begin()
 
     def _begin(self) -> None:
+        """Find a head, join its fleet, start the workers and the heartbeats."""
         self._find_head()
         self.join()
         self._warm_up()
         self._later(self.world.random.uniform(0, self.world.conditions.heartbeat_s), self._beat)
 
     def crash(self, silently: bool) -> None:
-        """Lose the machine with its memory; unless ``silently``, the coordinator sees its connection break."""
+        """Lose the machine with its memory; unless ``silently``, the coordinator sees its connection break.
+
+        Does nothing if it is down.
+        """
         if self.up:
             self.up = False
             self.world.heads.lose_machine(self.name)
@@ -99,7 +107,7 @@ class SimulatedNode:
             self._forget()
 
     def kill_worker(self) -> None:
-        """Kill a worker; the agent notices at once."""
+        """Kill a worker; the agent notices at once. It reports the exit and warms up again. Does nothing if no worker is warm."""
         if self.up and self.warm:
             self.warm, epoch = False, self.epoch
             self.maimed = epoch != m.NO_EPOCH
@@ -107,13 +115,14 @@ class SimulatedNode:
             self._warm_up()
 
     def hang(self, noticed: bool) -> None:
-        """Hang the workers; the agent kills one if ``noticed``, else they still respond to it."""
+        """Hang the workers; the agent kills one if ``noticed``, else they still respond to it. Only nodes that train hang."""
         if self.up and self.epoch != m.NO_EPOCH and not self.maimed:
             self.hung = True
             if noticed:
                 self._later(1.0, self._kill_hung)
 
     def _kill_hung(self) -> None:
+        """Kill the hung worker, report it, and warm up again."""
         if self.hung:
             self.hung, self.warm, self.maimed = False, False, True
             self.send_report(m.WorkerHung(self.name, self.incarnation, self.epoch, 0, 1.0))
@@ -161,6 +170,7 @@ class SimulatedNode:
         return (f"{self.name}:{self.incarnation}" if self.warm else "",) * self.world.conditions.workers
 
     def _beat(self) -> None:
+        """Send a heartbeat, after finding a head if none leads it; plan the next."""
         if not self._is_led():
             self.head = None
             self._find_head()
@@ -172,6 +182,7 @@ class SimulatedNode:
         self._later(self.world.conditions.heartbeat_s, self._beat)
 
     def _phase(self) -> m.WorkerPhase:
+        """Return the phase of the workers that a heartbeat reports."""
         if not self.warm:
             return m.WorkerPhase.COLD
         if self.epoch == m.NO_EPOCH:
@@ -181,6 +192,7 @@ class SimulatedNode:
         return m.WorkerPhase.BOUND if self.bound else m.WorkerPhase.BINDING
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Plan an action, which is cancelled if the agent dies meanwhile."""
         life = self.life
 
         def act() -> None:
@@ -193,6 +205,7 @@ class SimulatedNode:
         self._later(self.world.random.uniform(*self.world.conditions.warm_up_s), self._is_warm)
 
     def _is_warm(self) -> None:
+        """Mark the workers as warm, and report it if they are in no epoch."""
         if not self.warm:
             self.warm = True
             if self.epoch == m.NO_EPOCH:
@@ -201,7 +214,7 @@ class SimulatedNode:
     # --- heads
 
     def _is_led(self) -> bool:
-        """True if it is attached to a head. It drops a connection on which it receives nothing for a while."""
+        """Return True if it is attached to a head. It drops a connection on which it receives nothing for a while."""
         head = self.head
         if head is None or not head.up:
             return False
@@ -239,7 +252,7 @@ class SimulatedNode:
     # --- commands
 
     def on_command(self, command: c.Command) -> None:
-        """Execute a command of the coordinator."""
+        """Execute a command of the coordinator. A fence restarts the agent."""
         if isinstance(command, c.Park):
             self._park(command)
         elif isinstance(command, c.Bind):
@@ -259,6 +272,10 @@ class SimulatedNode:
         self.world.clock.after(self.world.random.uniform(0.5, 30), self.start)
 
     def _park(self, command: c.Park) -> None:
+        """Leave the epoch: at once, at the next step boundary if planned, or after a hung worker is killed.
+
+        Ignores an earlier epoch.
+        """
         if self.epoch > command.epoch:
             return
         if self.epoch == m.NO_EPOCH:
@@ -274,17 +291,22 @@ class SimulatedNode:
             self._later(self.world.random.uniform(0.001, 0.05), self.leave)
 
     def leave(self) -> None:
-        """Leave the epoch with all workers."""
+        """Leave the epoch with all workers. Reports that it is parked. Does nothing in no epoch."""
         if self.epoch != m.NO_EPOCH:
             epoch, self.epoch = self.epoch, m.NO_EPOCH
             self.maimed = self.leaving = self.bound = self.leave_at_boundary = self.doubts = False
             self._is_parked(epoch)
 
     def _is_parked(self, epoch: int) -> None:
+        """Report that the node has parked, with its snapshots."""
         self.parked = max(self.parked, epoch)
         self.send_report(m.Parked(self.name, self.incarnation, epoch, self._points(), tuple(self.snapshots)))
 
     def _enter(self, bind: c.Bind) -> None:
+        """Enter the process group of a new epoch, drop later snapshots, and restore the state after a while.
+
+        Ignores an old epoch, or any with cold workers.
+        """
         if bind.epoch <= max(self.parked, self.epoch) or not self.warm:
             return
         self.epoch, self.bind, self.bound, self.step = bind.epoch, bind, False, m.NO_STEP
@@ -300,6 +322,7 @@ class SimulatedNode:
         )
 
     def _restore(self, bind: c.Bind) -> None:
+        """Copy the state from the source in ``bind``, or break the collective if it is not there."""
         if self.computes(bind.epoch) and self.group is not None:
             if self.world.fetch(self, self.group, bind):
                 self.group.has_restored(self)
@@ -335,7 +358,10 @@ class SimulatedNode:
             yield from ((rank, True) for buddy in self.bind.buddies for rank in buddy.ranks)
 
     def complete(self, group: Group, step: int) -> None:
-        """End a step, and take a snapshot of it if the last snapshot is safe."""
+        """End a step, and take a snapshot of it if the last snapshot is safe.
+
+        Sends copies of it to its buddies, and drops snapshots no longer needed.
+        """
         self.step = step
         for old in droppable(self.snapshots, group.safe):
             del self.snapshots[old]
@@ -348,6 +374,8 @@ class SimulatedNode:
                 self._send(group, self.world.nodes[buddy.node], rank, step)
 
     def _send(self, group: Group, to: SimulatedNode, rank: int, step: int) -> None:
+        """Copy a rank's snapshot to another node; lost if either has left the epoch when it arrives."""
+
         def arrive() -> None:
             if self.epoch == to.epoch == group.epoch and self.up and to.up:
                 to._keep(group, rank, step, "buddy")
@@ -355,6 +383,7 @@ class SimulatedNode:
         self._later(self.world.random.uniform(0.001, self.world.conditions.copy_s), arrive)
 
     def _keep(self, group: Group, rank: int, step: int, kind: str) -> None:
+        """Add a rank's snapshot, its own or a ``buddy``'s copy, and report it to the group."""
         second = kind == "buddy"
         holding = m.RankSnapshot(group.ranks, rank, step, "buddy" if second else "own", 1, group.epoch)
         self.snapshots[holding] = group.tainted(step)

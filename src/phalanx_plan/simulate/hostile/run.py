@@ -40,11 +40,13 @@ def _somebody(world: HostileWorld) -> SimulatedNode:
 
 
 def _crash(world: HostileWorld, node: SimulatedNode) -> None:
+    """Crash a node, silently at times, and start it again later."""
     node.crash(silently=world.random.random() < 0.3)
     world.clock.after(world.random.uniform(0.5, 30), node.start)
 
 
 def _rack(world: HostileWorld) -> None:
+    """Crash most nodes of one domain within 0.2 seconds."""
     domain = _somebody(world).domain
     for node in world.nodes.values():
         if node.domain == domain and world.random.random() < 0.9:
@@ -52,6 +54,7 @@ def _rack(world: HostileWorld) -> None:
 
 
 def _link(world: HostileWorld) -> None:
+    """Break the collective for a node and about half of its group. Nothing for a node in no group."""
     node = _somebody(world)
     group = node.group
     if group is None:
@@ -62,11 +65,14 @@ def _link(world: HostileWorld) -> None:
 
 
 def _cut_all(world: HostileWorld) -> None:
+    """Cut all nodes off for a while."""
     for node in world.nodes.values():
         _isolate(world, node)
 
 
 def _isolate(world: HostileWorld, node: SimulatedNode) -> None:
+    """Cut a node off from the network for a while; its head may notice."""
+
     def mend() -> None:
         node.cut = False
 
@@ -78,6 +84,7 @@ def _isolate(world: HostileWorld, node: SimulatedNode) -> None:
 
 
 def _coordinator(world: HostileWorld) -> None:
+    """Crash the coordinator, and start it again later."""
     world.coordinator.crash()
     world.clock.after(world.random.uniform(0.1, 20), world.coordinator.start)
 
@@ -97,7 +104,7 @@ def _fall(world: HostileWorld) -> None:
 
 
 def _stand_still(world: HostileWorld) -> None:
-    """Stop the head's process and resume it later, when another may have taken over."""
+    """Stop the head's process and resume it later, when another may have taken over. Does nothing if it is down."""
     head = world.coordinator
     if head.up:
         head.stopped = True
@@ -105,7 +112,7 @@ def _stand_still(world: HostileWorld) -> None:
 
 
 def _part(world: HostileWorld) -> None:
-    """Partition the network into two parts."""
+    """Partition the network into two parts. It heals later."""
     for node in world.nodes.values():
         node.side = world.random.randint(0, 1)
 
@@ -117,12 +124,14 @@ def _part(world: HostileWorld) -> None:
 
 
 def _accuse(world: HostileWorld, reason: Literal["straggler", "health"]) -> None:
+    """Report a node as suspect, and admit it later."""
     name = _somebody(world).name
     world.coordinator.receive(m.Suspect(name, reason, "a test"))
     world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.receive(m.Admit(name)))
 
 
 def _sicken(world: HostileWorld) -> None:
+    """Let a node compute wrongly until it is healed, and then admitted."""
     node = _somebody(world)
     node.sick = True
     world.ever_sick.add(node.name)
@@ -135,7 +144,7 @@ def _sicken(world: HostileWorld) -> None:
 
 
 def _cannot_train(world: HostileWorld) -> None:
-    """Report a fatal error of a single node, without which the others can continue."""
+    """Report a fatal error of a single node, without which the others can continue. Admits it again later."""
     name, state = _somebody(world).name, world.coordinator.state
     listens = world.coordinator.up and not world.coordinator.stopped
     if not listens or name not in state.nodes or not can_do_without(state, {name}):
@@ -146,6 +155,10 @@ def _cannot_train(world: HostileWorld) -> None:
 
 
 def _corrupt(world: HostileWorld) -> None:
+    """Let a running group compute wrongly from its next step on, and report the node a few seconds later.
+
+    Nothing if no such group runs.
+    """
     node = _somebody(world)
     group = node.group
     if group is None or not group.running or not node.computes(group.epoch) or group.tainted(group.step + 1):
@@ -172,13 +185,14 @@ def _report(world: HostileWorld, suspicion: m.Suspect) -> None:
 
 
 def _drain(world: HostileWorld) -> None:
+    """Drain a node, and admit it later."""
     name = _somebody(world).name
     world.coordinator.receive(m.Drain(name))
     world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.receive(m.Admit(name)))
 
 
 def _give_back(world: HostileWorld) -> None:
-    """Give nodes back, as an operator does, and request them again later."""
+    """Give nodes back, as an operator does, and request them again later. Does nothing if the fleet cannot shrink."""
     state, before = world.coordinator.state, world.conditions.settings
     try:
         names = choose(state, world.random.randint(1, 2), world.coordinator.node)
@@ -199,6 +213,7 @@ def _take_away(world: HostileWorld) -> None:
 
 
 def _end_of_grace(world: HostileWorld, node: SimulatedNode) -> None:
+    """Crash a node whose machine is still to be removed."""
     if node.going:
         node.going = False
         _crash(world, node)
@@ -252,7 +267,11 @@ class WorldOutcome:
 
 
 def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
-    """Run the world of one seed. Raises BrokenInvariant, with the command that reproduces it."""
+    """Run the world of one seed.
+
+    Raises BrokenInvariant, with the command that reproduces it. Any other exception becomes one too. ``step`` may be a
+    broken core that is to be found out.
+    """
     world = HostileWorld(seed, step)
     try:
         return _run(world)
@@ -264,7 +283,7 @@ def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
 
 
 def _run(world: HostileWorld) -> WorldOutcome:
-    """Inject faults for a minute, then let the fleet recover."""
+    """Inject faults for a minute, then let the fleet recover. Raises BrokenInvariant if it does not."""
     for node in world.nodes.values():
         world.clock.after(world.random.uniform(0, 2), node.start)
     world.heads.first("0" if world.conditions.succession_s else "")
@@ -288,7 +307,10 @@ def _run(world: HostileWorld) -> WorldOutcome:
 
 
 def _next_fault(world: HostileWorld, mean_s: float) -> None:
-    """Inject a fault now, and again after a random time."""
+    """Inject a fault now, and again after a random time, until a few seconds before the end of faults.
+
+    Faults come closer together while the fleet recovers.
+    """
     if world.clock.now_s >= FAULTS_END_S - 5:
         return
     strike_somewhere(world)
@@ -299,7 +321,7 @@ def _next_fault(world: HostileWorld, mean_s: float) -> None:
 
 
 def _make_peace(world: HostileWorld) -> None:
-    """End all faults: the network is reliable, every machine comes back, every node is admitted."""
+    """End all faults: the network is reliable, every machine comes back, every node is admitted. Requests the full size again."""
     world.loss = world.repeat = 0.0
     world.delay_s = min(world.delay_s, 0.1)
     world.heads.make_peace()

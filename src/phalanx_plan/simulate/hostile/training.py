@@ -86,6 +86,7 @@ def draw_conditions(draw: random.Random, draw_layout: random.Random) -> Conditio
 
 
 def _settings(draw: random.Random, workers: int) -> CoreSettings:
+    """Draw the core's settings, with legal numbers of ranks and timeouts, for nodes of ``workers`` workers."""
     model_ranks, pipeline = draw.choice((1, 1, 2)), draw.choice((1, 1, 2))
     unit = model_ranks * pipeline
     nodes = draw.randint(max(2, -(-unit // workers)), 8)
@@ -115,7 +116,7 @@ def _settings(draw: random.Random, workers: int) -> CoreSettings:
 
 
 def _laid(draw: random.Random, settings: CoreSettings) -> CoreSettings:
-    """Return the settings with a block, a unit and an order of seats."""
+    """Return the settings with a drawn block, a unit and an order of seats."""
     formation = settings.formation
     stage = formation.largest(settings.wanted_nodes * formation.workers_per_node) // formation.pipeline
     block = block_seats(formation.model_ranks, stage, formation.workers_per_node)
@@ -138,7 +139,11 @@ class Disk:
         self.fence = -1
 
     def commit(self, epoch: int, step: int, tainted: bool) -> bool:
-        """Commit a checkpoint; False if its epoch is fenced. Raises BrokenInvariant if the step exists already."""
+        """Commit a checkpoint; False if its epoch is fenced.
+
+        Raises BrokenInvariant if the step exists already. Only the newest few are kept. ``tainted`` marks corrupt
+        state.
+        """
         if epoch < self.fence:
             return False
         if step in self.steps:
@@ -242,7 +247,11 @@ class Group:
             self.right_until = NO_STEP - 1
 
     def enter(self, node: GroupMember, bind: Bind) -> None:
-        """Add a node with its ranks. Raises BrokenInvariant if another node has them."""
+        """Add a node with its ranks.
+
+        Raises BrokenInvariant if another node has them. Also if ``bind`` describes another epoch than the first
+        member's did.
+        """
         who = f"{node.name} (incarnation {node.incarnation})"
         for _, rank in bind.places:
             if self.owners.setdefault(rank, who) != who:
@@ -254,7 +263,7 @@ class Group:
         self.members.append(node)
 
     def has_restored(self, node: GroupMember) -> None:
-        """Record that a node has restored its state; with the last one, training begins."""
+        """Record that a node has restored its state; with the last one, training begins. Steps follow each other from then on."""
         self.restored.add(node.name)
         if len(self.restored) == self.seats and self.is_complete():
             self.running = True
@@ -271,6 +280,10 @@ class Group:
         self.world.clock.after(self.world.random.uniform(0.5, 1.5) * self.world.conditions.step_s, self._ends)
 
     def _ends(self) -> None:
+        """End a step: count it, begin a snapshot if the last is safe, and let each member complete it.
+
+        A group with a missing member breaks; a value that is not finite is reported instead.
+        """
         if not self.is_complete():
             return self.world.broken(self)
         if self.not_finite(self.step + 1) and self.skips != self.step + 1:
@@ -293,6 +306,10 @@ class Group:
         return step in self.world.conditions.own_nan_steps or any(node.sick for node in self.members)
 
     def _completes(self, node: GroupMember, step: int) -> None:
+        """Let a member complete a step; the last one reaches the boundary.
+
+        Ignored if the step is over, or the node no longer computes.
+        """
         if step != self.step or not node.computes(self.epoch):
             return
         node.complete(self, step)
@@ -301,6 +318,7 @@ class Group:
             self._boundary()
 
     def _boundary(self) -> None:
+        """Record the step; leave if all members are to leave here, else begin the next one."""
         self.world.stepped(self)
         if all(node.leave_at_boundary for node in self.members):
             for node in self.members:

@@ -62,7 +62,7 @@ class HostileWorld:
     # --- the network
 
     def reaches(self, node: SimulatedNode, other: str) -> bool:
-        """True if messages pass between a node and the machine of another; the empty name is a machine outside the fleet."""
+        """Return True if messages pass between a node and the machine of another; the empty name is a machine outside the fleet."""
         if node.name == other:
             return True
         far = self.nodes.get(other)
@@ -71,7 +71,8 @@ class HostileWorld:
     def to_coordinator(self, node: SimulatedNode, message: m.AgentReport) -> None:
         """Send a report to a node's head; it may be lost, arrive twice, or be overtaken by another.
 
-        Only descriptions of a node's memory keep their order, as messages of one connection do: an older description is dropped.
+        Only descriptions of a node's memory keep their order, as messages of one connection do: an older description is
+        dropped. Does nothing for a node without a head.
         """
         head = node.head
         if head is None:
@@ -81,6 +82,7 @@ class HostileWorld:
             self.clock.after(delay_s, partial(self._hear, head, message, self.sent))
 
     def _hear(self, head: SimulatedCoordinator, message: m.AgentReport, number: int) -> None:
+        """Pass a report to a head, unless it is an outdated description of a node."""
         if isinstance(message, m.Joined | m.Parked):
             key = (head.claim.reign, message.node)
             if number < self.newest_description.get(key, 0):
@@ -95,10 +97,12 @@ class HostileWorld:
             self.clock.after(delay_s, partial(self._arrive, head, node, command))
 
     def _arrive(self, head: SimulatedCoordinator, node: SimulatedNode, command: c.Command) -> None:
+        """Pass a command to a node if it is still attached to this head."""
         if node.up and node.head is head and self.reaches(node, head.node):
             node.on_command(command)
 
     def _delays(self, node: SimulatedNode, head: SimulatedCoordinator) -> list[float]:
+        """Draw the seconds after which a message arrives: none if it is lost, two if it is repeated."""
         if not self.reaches(node, head.node) or self.random.random() < self.loss:
             return []
         times = 2 if self.random.random() < self.repeat else 1
@@ -107,7 +111,11 @@ class HostileWorld:
     # --- training
 
     def group(self, bind: c.Bind) -> Group:
-        """Return the process group of an epoch."""
+        """Return the process group of an epoch.
+
+        Creates it for the first member. Raises BrokenInvariant if ``bind`` skips a step that fewer than two epochs
+        found not finite.
+        """
         if bind.nonfinite_step is not None and len(self.found_in.get(bind.nonfinite_step, ())) < 2:
             raise BrokenInvariant(
                 f"step {bind.nonfinite_step} is called the run's own, and no two epochs found that"
@@ -117,7 +125,10 @@ class HostileWorld:
         return self.groups[bind.epoch]
 
     def fetch(self, node: SimulatedNode, group: Group, bind: c.Bind) -> bool:
-        """Restore a node's state from the source in ``bind``; False if the source lacks it."""
+        """Restore a node's state from the source in ``bind``; return False if the source lacks it.
+
+        Snapshots of the node's ranks are restored too. Raises BrokenInvariant if a rank has no holder.
+        """
         resume = bind.resume
         if isinstance(resume, c.FromDisk):
             if resume.step not in self.disk.steps:
@@ -144,7 +155,7 @@ class HostileWorld:
         return True
 
     def _copy(self, resume: c.FromMemory, key: int) -> bool | None:
-        """True if a node's copy of state ``key`` is corrupt; None if no holder in ``resume`` has it."""
+        """Return True if a node's copy of state ``key`` is corrupt; None if no holder in ``resume`` has it."""
         formation = self.conditions.settings.formation
         for holder in resume.holders:
             node = self.nodes[holder.node]
@@ -157,7 +168,10 @@ class HostileWorld:
         return None
 
     def epoch_started(self, group: Group) -> None:
-        """Start the training of an epoch: steps after the restored one are lost. Raises BrokenInvariant if that state was corrupt."""
+        """Start the training of an epoch: steps after the restored one are lost.
+
+        Raises BrokenInvariant if that state was corrupt. Counts the lost steps.
+        """
         limits = self.coordinator.state.distrust
         is_known = limits and group.epoch > limits[-1].epoch and not self.unreported
         if is_known and group.tainted(group.step):
@@ -182,7 +196,7 @@ class HostileWorld:
             first.report_durable(group.epoch, group.step)
 
     def doubted(self, group: Group, step: int) -> None:
-        """Let every member report a step that is not finite, with the ranks whose own losses were not finite."""
+        """Record a step that is not finite, and let every member report it, with the ranks whose own losses were not finite."""
         self.found_in.setdefault(step, set()).add(group.epoch)
         chance = random.Random(f"{self.seed} {step}")
         own = step in self.conditions.own_nan_steps
@@ -197,7 +211,7 @@ class HostileWorld:
             self.clock.after(self.random.uniform(0, 0.3), partial(node.doubt, group.epoch, step, ranks))
 
     def broken(self, group: Group) -> None:
-        """Fail a collective: the remaining members notice, unless a member merely hangs."""
+        """Fail a collective: most of the remaining members notice a little later, unless a member merely hangs."""
         if any(node.hung for node in group.members if node.epoch == group.epoch):
             return
         for node in group.members:
@@ -208,13 +222,16 @@ class HostileWorld:
                 )
 
     def _break(self, node: GroupMember, epoch: int) -> None:
+        """Break the collective of a node that is still in the epoch."""
         if node.computes(epoch):
             node.break_collective()
 
     # --- oracles
 
     def check_verdict(self, doubt: NonFiniteDoubt | None, state: FleetState) -> None:
-        """Raise BrokenInvariant if a node that never computed wrongly is found at fault; ``doubt`` was open before this event."""
+        """Raise BrokenInvariant if a node that never computed wrongly is found at fault; ``doubt`` was open before this
+        event. Does nothing while a doubt remains open.
+        """
         if doubt is None or state.doubt is not None:
             return
         innocent = sorted(set(doubt.nodes) - self.ever_sick)

@@ -59,6 +59,7 @@ class _Readings:
     """A NIXL agent and its running reads."""
 
     def __init__(self, link: FramedConnection, staging: mmap.mmap) -> None:
+        """Start NIXL with UCX, register the staging memory, and report the agent to the worker. Raises RuntimeError without UCX."""
         # https://github.com/ai-dynamo/nixl/blob/main/src/api/python/_api.py (1.5.1): the names below are those of its ``nixl_agent``.
         from nixl._api import nixl_agent, nixl_agent_config
 
@@ -78,7 +79,7 @@ class _Readings:
         self._link.send_message(Begun(NixlAgent(name, self._agent.get_agent_metadata(), self._address)))
 
     def begin(self, request: Read) -> None:
-        """Begin a read."""
+        """Begin a read of another agent's memory; a failure is reported at once."""
         try:
             self._meet(request.source)
             size = request.piece_bytes
@@ -94,7 +95,7 @@ class _Readings:
         self.going_on.append(_Transfer(request, handle, time.monotonic() + request.within_s))
 
     def look(self) -> None:
-        """Report all reads that have ended."""
+        """Report all reads that have ended. Reads that have taken too long are failures."""
         self._agent.get_new_notifs()  # there are none, but the call makes progress on other agents' reads
         for transfer in list(self.going_on):
             try:
@@ -115,6 +116,10 @@ class _Readings:
             self._end(transfer.request, failure)
 
     def _meet(self, source: NixlAgent) -> None:
+        """Make a source known to the agent, and forget the least recently used beyond a limit.
+
+        Raises RuntimeError for metadata of another agent.
+        """
         if source.name not in self._sources:
             name = self._agent.add_remote_agent(source.metadata)
             if isinstance(name, bytes):
@@ -127,12 +132,14 @@ class _Readings:
             self._part(next(iter(self._sources)))
 
     def _end(self, request: Read, failure: str) -> None:
+        """Report the end of a read; a source whose reads failed is forgotten."""
         name = request.source.name
         if failure and not any(other.request.source.name == name for other in self.going_on):
             self._part(name)  # its process may have ended; if not, the next read connects again
         self._link.send_message(Over(request.number, failure))
 
     def _part(self, name: str) -> None:
+        """Forget a source; NIXL's failure to do so is printed."""
         if name in self._sources:
             del self._sources[name]
             try:
@@ -142,7 +149,7 @@ class _Readings:
 
 
 def main() -> None:
-    """Run the agent process."""
+    """Run the agent process on the descriptors in its arguments, until the worker ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     connection = socket.socket(fileno=int(sys.argv[1]))
@@ -169,6 +176,7 @@ def main() -> None:
 
 
 def _leave(code: int) -> None:
+    """End the process at once with ``code``, after flushing its output."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

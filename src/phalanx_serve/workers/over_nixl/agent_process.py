@@ -193,7 +193,10 @@ class AgentProcess:
         piece_bytes: int,
         within_s: float,
     ) -> None:
-        """Read consecutive pieces at ``address`` of ``source``. Raises NixlError if they do not arrive in time."""
+        """Read ``pieces`` consecutive pieces at ``address`` of ``source`` into a range, and wait until that is done.
+
+        Raises NixlError if they do not arrive in time.
+        """
         request = Read(
             next(self._numbers), source, address, into.start, pieces, piece_bytes, max(0.0, within_s)
         )
@@ -222,6 +225,7 @@ class AgentProcess:
             self._say_readers()
 
     def _say_readers(self) -> None:
+        """Send the number of readers to the process, if it runs."""
         if self._link is not None:
             with suppress(WireError):  # it has ended: the next one gets it
                 self._link.send_message(ServingReaders(self._readers))
@@ -233,6 +237,7 @@ class AgentProcess:
         self._keeper.join(_BEGIN_S)
 
     def _kill(self) -> None:
+        """Kill the process, if it runs."""
         process = self._process
         if process is not None:
             process.kill()
@@ -240,6 +245,7 @@ class AgentProcess:
     # The keeper's thread.
 
     def _keep(self, outcomes: queue.SimpleQueue[str]) -> None:
+        """Run the process again and again until closed, with a pause between starts; put each outcome into ``outcomes``."""
         while not self._closed.is_set():
             started_s = time.monotonic()
             try:
@@ -250,7 +256,7 @@ class AgentProcess:
             self._closed.wait(max(0.0, started_s + _AGAIN_S - time.monotonic()))
 
     def _live(self, outcomes: queue.SimpleQueue[str]) -> None:
-        """Run the process once, from its start to its end."""
+        """Run the process once, from its start to its end. Fails all reads at its end."""
         near, far = socket.socketpair()
         with near:
             with far:
@@ -282,12 +288,14 @@ class AgentProcess:
                 self._tell(number, self._trouble)
 
     def _tell(self, number: int, failure: str) -> None:
+        """Give a pending read its outcome, if it is still waiting."""
         with self._lock:
             over = self._pending.pop(number, None)
         if over is not None:
             over.set_result(failure)
 
     def _start(self, far: socket.socket) -> Child:
+        """Start the agent's process with its end of the link and the staging memory."""
         link, staging = far.fileno(), self.staging.descriptor
         words = [str(link), str(staging), str(self.staging.nbytes)]
         command = [sys.executable, "-P", "-m", "phalanx_serve.workers.over_nixl.agent_main", *words]
@@ -308,7 +316,10 @@ class Laying:
         self._turns: list[StagingRange] = []
 
     def lay(self, pages: Sequence[tuple[bytes | memoryview, bytes]]) -> Laid | NotLaid:
-        """Write pages, each with its digest, into the range that is not being read."""
+        """Write pages, each with its digest, into the range that is not being read.
+
+        Returns their place, or the reason why they cannot be laid.
+        """
         if self._process is None:
             return NotLaid("it offers nothing over NIXL")
         try:
@@ -332,7 +343,10 @@ class Laying:
             self._turns.clear()
 
     def _turn(self, nbytes: int) -> StagingRange:
-        """Return the range that is not being read, large enough for ``nbytes``."""
+        """Return the range that is not being read, large enough for ``nbytes``.
+
+        The larger new range replaces an older one. Raises NixlError if there is no room.
+        """
         assert self._process is not None
         if len(self._turns) == 2 and self._turns[0].nbytes >= nbytes:
             self._turns.reverse()
@@ -367,8 +381,10 @@ class Came:
 def read_pages(
     wire: SealedConnection, process: AgentProcess, offer: Offer, until_s: float
 ) -> Generator[Came]:
-    """Yield the pages of an offer, in order. Raises NixlError if the remaining pages need another transport, and
-    WireError if the connection fails.
+    """Yield the pages of an offer, in order.
+
+    Raises NixlError if the remaining pages need another transport, and WireError if the connection fails. Digests are
+    computed meanwhile, and not compared here.
     """
     most = max(1, _RUN_BYTES // offer.page_bytes)
     runs = [range(first, min(first + most, len(offer.names))) for first in range(0, len(offer.names), most)]
@@ -402,7 +418,10 @@ def _read_runs(
     turns: Sequence[StagingRange],
     until_s: float,
 ) -> Iterator[tuple[bytes, ...]]:
-    """Read each run into its range, and yield its digests."""
+    """Read each run into its range, and yield its digests.
+
+    The next run is laid meanwhile. Raises NixlError if pages cannot be laid or read.
+    """
     wire.send_message(Lay(runs[0].start, len(runs[0])))
     for number, run in enumerate(runs):
         laid = _heard(wire, len(run))
@@ -422,6 +441,7 @@ def _read_runs(
 
 
 def _heard(wire: SealedConnection, pages: int) -> Laid | NotLaid:
+    """Receive the answer to a request of ``pages`` pages. Raises WireError for another."""
     laid = wire.receive_message(MESSAGES)
     if isinstance(laid, NotLaid) or (isinstance(laid, Laid) and len(laid.digests) == pages):
         return laid

@@ -98,12 +98,16 @@ def import_dcp(directory: Path, out: Path, model: ModelSpec, *, image_bytes: int
 
 
 def _vocabulary(index: FolderIndex) -> int:
+    """Return the rows of the embedding; 0 if it is not there."""
     shapes = [index.tensors[name].shape for name, _ in (_OURS, *_TITANS) if name in index.tensors]
     return shapes[0][0] if shapes and shapes[0] else 0
 
 
 def _published_tensors(directory: Path, index: FolderIndex, spec: ModelSpec) -> Iterator[Published]:
-    """Yield every tensor of the model by its name in the folder."""
+    """Yield every tensor of the model by its name in the folder.
+
+    Both this project's names and torchtitan's are recognized; raises DcpError for others.
+    """
     table = (*parameters(spec), *buffers(spec))
     if f"{WEIGHTS}embedding.weight" in index.tensors:
         yield from (Published(WEIGHTS + part.name, part) for part in table)
@@ -120,6 +124,7 @@ def _published_tensors(directory: Path, index: FolderIndex, spec: ModelSpec) -> 
 
 
 def _titan_name(directory: Path, part: Parameter) -> str:
+    """Return the parameter's name in torchtitan's Llama 3; raises DcpError if it has none."""
     if part.name in _TITAN_ENDS:
         return _TITAN_ENDS[part.name]
     match = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", part.name)
@@ -132,6 +137,7 @@ def _titan_name(directory: Path, part: Parameter) -> str:
 
 
 def _in_pairs(part: Parameter, spec: ModelSpec) -> RotaryRows | None:
+    """Return the order of rows of a query or key, which torchtitan stores in pairs; ``None`` for others."""
     if ".attention.query." in part.name or ".attention.key." in part.name:
         return RotaryRows(spec.head_dim, spec.head_dim)
     return None
@@ -145,7 +151,7 @@ def _tied_copy(index: FolderIndex, spec: ModelSpec) -> tuple[str, str] | None:
 
 
 def _same_as_embedding(folder: _Folder, index: FolderIndex, embedding: str, copy: str) -> str:
-    """Return the note that the copy is left out. Raises DcpError if it differs."""
+    """Return the note that the copy is left out. Reads both; raises DcpError if they differ."""
     first, second = (folder.full_tensor(name, index.tensors[name]).float() for name in (embedding, copy))
     if not torch.equal(first, second):
         raise DcpError(
@@ -201,7 +207,7 @@ class _Folder:
         self._last: tuple[str, torch.Tensor] | None = None
 
     def full_tensor(self, name: str, stored: StoredShape) -> torch.Tensor:
-        """Return a tensor in its stored dtype."""
+        """Return a tensor in its stored dtype, joined from its pieces. The last one is cached. Raises DcpError."""
         if self._last is None or self._last[0] != name:
             # Elements without a piece stay NaN, which is refused later.
             tensor = torch.full(stored.shape, torch.nan, dtype=torch_dtype(stored.dtype))
@@ -212,6 +218,7 @@ class _Folder:
         return self._last[1]
 
     def _read(self, name: str, stored: StoredShape, piece: SavedPiece) -> torch.Tensor:
+        """Read a piece without running code from the file; raises DcpError unless it has the shape and dtype of its entry."""
         path = self.directory / piece.file
         try:
             with path.open("rb") as stream:

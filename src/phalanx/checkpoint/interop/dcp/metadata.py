@@ -69,6 +69,7 @@ class _Kept:
         self.state = state
 
     def field(self, name: str) -> object:
+        """Return a field of the unpickled state; ``None`` if it is missing."""
         state = getattr(self, "state", None)
         return state.get(name) if isinstance(state, dict) else None
 
@@ -99,6 +100,7 @@ class _Index(_Kept):
 
     @property
     def key(self) -> tuple[str, Extent]:
+        """The tensor's name, and the offset of its part."""
         offset = self.field("offset")
         return str(self.field("fqn")), _extent(offset) if offset is not None else ()
 
@@ -153,6 +155,10 @@ class _Unpickler(pickle.Unpickler):
     """Unpickler that resolves only the names in ``_ALLOWED``, and PyTorch's dtypes."""
 
     def find_class(self, module: str, name: str) -> object:
+        """Return the stand-in for a class of the metadata, or a dtype's name.
+
+        Raises DcpError for any other name: nothing is imported.
+        """
         allowed = _ALLOWED.get((module, name))
         if allowed is not None:
             return allowed
@@ -165,7 +171,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(directory: Path) -> FolderIndex:
-    """Return the tensors of a folder, and the files with their pieces.
+    """Return the tensors of a folder, with the files and byte ranges of their pieces. No tensor data is read.
 
     Raises DcpError if the metadata is damaged, names other than PyTorch's own classes, or files outside the folder.
     """
@@ -185,6 +191,11 @@ def read_index(directory: Path) -> FolderIndex:
 
 
 def _index_of(directory: Path, metadata: object) -> FolderIndex:
+    """Return the index of unpickled metadata.
+
+    Entries that are no tensors of a readable dtype are listed as others. Raises DcpError for metadata of another
+    structure, and for pieces that cannot be read.
+    """
     top = _expected(_Metadata, metadata)
     described = _expected(dict, top.field("state_dict_metadata"))
     placed = _expected(dict, top.field("storage_data"))
@@ -204,6 +215,7 @@ def _index_of(directory: Path, metadata: object) -> FolderIndex:
 
 
 def _dtype_of(entry: _Tensor) -> str:
+    """Return the dtype's name in a tensor's properties; empty if there is none."""
     properties = entry.field("properties")
     state = properties.state if isinstance(properties, _Properties) else ()
     return str(state[0]) if isinstance(state, tuple) else ""
@@ -212,6 +224,10 @@ def _dtype_of(entry: _Tensor) -> str:
 def _pieces(
     directory: Path, name: str, entry: _Tensor, shape: Extent, places: Mapping[tuple[str, Extent], object]
 ) -> Iterator[SavedPiece]:
+    """Yield a tensor's pieces that have elements.
+
+    Raises DcpError if they are outside the tensor, in no file, or do not cover it.
+    """
     covered = 0
     for listed in _expected(list, entry.field("chunks")):
         chunk = _expected(_Chunk, listed)
@@ -238,6 +254,7 @@ def _pieces(
 
 
 def _piece(directory: Path, name: str, offset: Extent, sizes: Extent, info: _StorageInfo) -> SavedPiece:
+    """Return where a piece is stored. Raises DcpError for transformed data, and for a range outside the folder's files."""
     file = _expected(str, info.field("relative_path"))
     start, length = _expected(int, info.field("offset")), _expected(int, info.field("length"))
     if info.field("transform_descriptors"):
@@ -253,6 +270,7 @@ def _piece(directory: Path, name: str, offset: Extent, sizes: Extent, info: _Sto
 
 
 def _extent(sizes: object) -> Extent:
+    """Return ``sizes`` as a shape or offset; raises TypeError unless it is a tuple of nonnegative integers."""
     extent = _expected(tuple, sizes)
     if not all(type(size) is int and size >= 0 for size in extent):
         raise TypeError(f"{extent} is no extent")

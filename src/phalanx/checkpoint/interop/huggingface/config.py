@@ -130,6 +130,7 @@ def hf_config_of(
 
 
 def _require_expressible(spec: ModelSpec, family: Family) -> None:
+    """Raise UnsupportedModelError with every field that the family cannot express."""
     problems = unsayable(spec, family)
     if spec.rope_scaling is not None and not same_temperature(to_table(spec.rope_scaling)):
         problems.append(TEMPERATURE)
@@ -195,7 +196,10 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
 
 
 def storage_of(hf_config: JsonObject) -> Storage:
-    """Return the storage format of the weights of a ``config.json``. Raises UnsupportedModelError for an unsupported quantization."""
+    """Return how a ``config.json`` declares its weights to be stored: rotary order, and FP8 or MXFP4 quantization.
+
+    Raises UnsupportedModelError for an unsupported quantization.
+    """
     _require_types(hf_config)
     problem = _quantization_problem(hf_config)
     if problem:
@@ -230,6 +234,7 @@ def _require_types(hf_config: JsonObject) -> None:
 
 
 def _quantization_problem(hf_config: JsonObject) -> str:
+    """Return why the quantization is not supported; empty if it is, or if there is none."""
     quantization = hf_config.get("quantization_config")
     if quantization is None:
         return ""
@@ -250,6 +255,7 @@ def _has_no_mixture(table: JsonObject) -> bool:
 
 
 def family_of(hf_config: JsonObject) -> Family:
+    """Return the family of a ``config.json``; raises UnsupportedModelError for an unknown ``model_type``."""
     model_type = str(hf_config.get("model_type"))
     if model_type == "mistral" and hf_config.get("layer_types") is not None:
         model_type = "ministral"  # as AutoConfig of transformers reads it
@@ -268,7 +274,10 @@ def family_of(hf_config: JsonObject) -> Family:
 
 
 def _stated_fields(hf_config: JsonObject, family: Family) -> dict[str, object]:
-    """Return our fields with their values in ``config.json``; null counts as absent."""
+    """Return our fields with their values in ``config.json``; null counts as absent.
+
+    A family's alias of a field counts if the field is absent.
+    """
     stated: dict[str, object] = {}
     for ours, theirs in family.fields.items():
         for name in (theirs, family.aliases.get(theirs, theirs)):
@@ -396,7 +405,7 @@ def import_notes(hf_config: JsonObject) -> tuple[str, ...]:
 
 
 def export_notes(spec: ModelSpec) -> tuple[str, ...]:
-    """Return notes on how readers of an exported model compute differently from this project."""
+    """Return notes on how readers of an exported model compute differently from this project. Empty if they do not."""
     eps = LATENT_EPS if spec.mla is None else spec.mla.norm_eps or spec.norm_eps
     if eps == LATENT_EPS:
         return ()

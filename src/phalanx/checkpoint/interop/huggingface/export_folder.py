@@ -70,10 +70,12 @@ def export_hf(
 ) -> tuple[str, ...]:
     """Write the weights of committed ``step`` as a Hugging Face model into the new folder ``out_dir``.
 
-    ``spec`` is the run's resolved model. ``tokenizer_dir`` has its tokenizer, and ``published_dir`` the publisher's small files, which are
-    written again as far as they still apply. ``max_seq_len`` is the context length for readers; 0 means the published one, else
-    ``trained_seq_len``. Returns notes on what was left out. Memory: some pieces of 64 MiB. Raises UnsupportedModelError, HuggingFaceError if
-    ``out_dir`` exists or a number does not fit ``dtype``, and the errors of the tier; no files remain then.
+    ``spec`` is the run's resolved model. ``tokenizer_dir`` has its tokenizer, and ``published_dir`` the publisher's
+    small files, which are written again as far as they still apply. ``max_seq_len`` is the context length for readers;
+    0 means the published one, else ``trained_seq_len``. Returns notes on what was left out. Memory: some pieces of 64
+    MiB. Raises UnsupportedModelError, HuggingFaceError if ``out_dir`` exists or a number does not fit ``dtype``, and
+    the errors of the tier; no files remain then. The weights are safetensors files in ``dtype``, of at most
+    ``file_bytes`` of data each.
     """
     out, spec = Path(out_dir), resolve(spec)
     tokenizer = load_tokenizer(tokenizer_dir) if tokenizer_dir is not None else None
@@ -118,7 +120,10 @@ def export_hf(
 
 
 def _stop_at(folder: Path, turns: frozenset[int], config: JsonObject) -> None:
-    """Add the tokens that end a turn to the end tokens in the folder's generation config; keep its other fields."""
+    """Add the tokens that end a turn to the end tokens in the folder's generation config; keep its other fields.
+
+    Writes nothing if they are all there.
+    """
     file = folder / GENERATION_CONFIG
     generation = read_json(file) if file.exists() else {"pad_token_id": config.get("pad_token_id")}
     named = generation.get("eos_token_id", config.get("eos_token_id"))
@@ -140,7 +145,11 @@ def tensors_of(spec: ModelSpec, model_type: str = "") -> list[Published]:
 
 
 def weight_files(tensors: Sequence[Published], dtype: Dtype, file_bytes: int) -> list[WeightFile]:
-    """Distribute tensors over files of at most ``file_bytes`` bytes of data (or one tensor, if larger)."""
+    """Distribute tensors over files of at most ``file_bytes`` bytes of data (or one tensor, if larger), in order, with
+    headers.
+
+    A single file is ``model.safetensors``; several are numbered. Nothing is written.
+    """
     groups: list[list[Published]] = [[]]
     room = file_bytes
     for parts in _by_name(tensors):
@@ -175,6 +184,7 @@ def _nbytes(tensor: Published, dtype: Dtype) -> int:
 
 
 def _header(tensors: Sequence[Published], dtype: Dtype) -> bytes:
+    """Return the safetensors header of the tensors, padded to 8 bytes."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor, *_ in _by_name(tensors):
@@ -191,6 +201,7 @@ def _header(tensors: Sequence[Published], dtype: Dtype) -> bytes:
 
 
 def _index_of(files: Sequence[WeightFile], dtype: Dtype) -> dict[str, object]:
+    """Return the content of the index: total bytes, and the file of each tensor."""
     total = sum(_nbytes(tensor, dtype) for file in files for tensor, *_ in _by_name(file.tensors))
     places = {tensor.name: file.name for file in files for tensor in file.tensors}
     return {"metadata": {"total_size": total}, "weight_map": places}
@@ -208,7 +219,10 @@ class ExportSource:
         self._last: tuple[Box, torch.Tensor] | None = None
 
     def published(self, tensor: Published, box: Box) -> torch.Tensor:
-        """Return the elements of a box of a tensor's parameter, with its rows in the published order; fp32."""
+        """Return the elements of a box of a tensor's parameter, with its rows in the published order; fp32.
+
+        A router's balance bias is zero if the run has not trained one.
+        """
         if tensor.parameter.kind == "balance" and not self._trained_bias:
             return torch.zeros(box.shape)
         if tensor.rotary is None:
@@ -268,6 +282,7 @@ def _interwoven_pieces(
 
 
 def _converted(values: torch.Tensor, box: Box, dtype: Dtype) -> memoryview:
+    """Return the values' bytes in ``dtype``; raises HuggingFaceError if a finite value is beyond its range."""
     converted = values.to(torch_dtype(dtype))
     if torch.stack(converted.aminmax()).isinf().any() and (largest := values.abs().max()).isfinite():
         raise HuggingFaceError(f"{box}: {largest:g} is beyond the range of {dtype}; export as float32")

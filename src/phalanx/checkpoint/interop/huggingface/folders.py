@@ -37,7 +37,10 @@ class StoredTensor(Protocol):
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder with a temporary name; rename it to ``out`` on success, and remove it on failure."""
+    """Yield a folder with a temporary name; sync it and rename it to ``out`` on success, and remove it on failure.
+
+    Raises HuggingFaceError if ``out`` exists, and in place of an OSError.
+    """
     if out.exists():
         raise HuggingFaceError(f"{out}: exists; name a new folder, or remove that one first")
     folder = out.parent / f".{out.name}.partial-{os.getpid()}"
@@ -58,6 +61,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _sync_all(folder: Path) -> None:
+    """Sync all files and folders below ``folder`` to disk."""
     for path in files_below(folder):
         sync(path)
     for below in folders_below(folder):
@@ -69,6 +73,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a model; raises HuggingFaceError if it is missing, damaged or no object."""
     try:
         content = json.loads(read_small(file_of_download(path.parent, path.name)).decode())
     except OSError as error:
@@ -144,9 +149,11 @@ class CarriedOver:
 
 
 def copy_publisher_files(source: Path, folder: Path) -> tuple[str, ...]:
-    """Copy the files of the model in ``source`` that are not weights to the new folder ``folder``. Return notes on what was left out.
+    """Copy the files of the model in ``source`` that are not weights to the new folder ``folder``. Return notes on what
+    was left out.
 
-    Hidden files are skipped. Raises ``OSError``.
+    Hidden files are skipped. Raises ``OSError``. Chat templates in their folder are copied; other folders and files
+    that are too large are left out.
     """
     notes = []
     folder.mkdir()
@@ -170,10 +177,12 @@ def copy_publisher_files(source: Path, folder: Path) -> tuple[str, ...]:
 def kept_by_export(
     folder: Path | None, spec: ModelSpec, tokenizer: Tokenizer | None, max_seq_len: int, trained_seq_len: int
 ) -> CarriedOver:
-    """Return the files and fields that an export of the resolved model ``spec`` takes over from the publisher's files in ``folder``.
+    """Return the files and fields that an export of the resolved model ``spec`` takes over from the publisher's files
+    in ``folder``.
 
     ``tokenizer`` is the run's, ``None`` if it has none. ``max_seq_len`` is the requested context length, 0 if none, and
-    ``trained_seq_len`` the run's sequence length. Raises HuggingFaceError for damaged files.
+    ``trained_seq_len`` the run's sequence length. Raises HuggingFaceError for damaged files. Nothing is copied here.
+    Files of the tokenizer are kept only if the run's is still the published one.
     """
     published = _read_config(folder)
     notes: list[str] = []
@@ -201,7 +210,10 @@ def kept_by_export(
 
 
 def keeps_tokenizer(folder: Path, tokenizer: Tokenizer | None) -> bool:
-    """Return True if the run's tokenizer is still the one in ``folder``; a run without a tokenizer has not replaced it."""
+    """Return True if the run's tokenizer is still the one in ``folder``; a run without a tokenizer has not replaced it.
+
+    False if the published one cannot be loaded.
+    """
     if tokenizer is None:
         return True
     try:
@@ -262,7 +274,9 @@ def served_context(folder: Path, spec: ModelSpec, trained_seq_len: int) -> int:
 def _context(
     published: JsonObject, spec: ModelSpec, max_seq_len: int, trained_seq_len: int
 ) -> tuple[int, str]:
-    """Return the maximum context to write, 0 to leave it to the model, and a note on the choice, if any."""
+    """Return the maximum context to write, 0 to leave it to the model, and a note on the choice, if any: the requested
+    one, the published one for the same rotary embedding (the trained one if longer), or the trained one.
+    """
     if max_seq_len:
         return max_seq_len, ""
     context = published_context(published)
@@ -280,6 +294,7 @@ def _context(
 
 
 def _has_same_rotation(published: JsonObject, spec: ModelSpec) -> bool:
+    """Return True if the published configuration has the model's rotary embedding: base, scaling and head size."""
     try:
         theirs = spec_of(published)
     except HuggingFaceError:

@@ -77,7 +77,8 @@ def write_small_files(
 ) -> tuple[str, tuple[str, ...]]:
     """Write all of an imported run but its weights: ``run.toml``, ``published/``, ``tokenizer/``.
 
-    Return the reason for the absence of a tokenizer (empty if there is one), and notes.
+    Return the reason for the absence of a tokenizer (empty if there is one), and notes. Raises HuggingFaceError and
+    ``OSError``.
     """
     context = published_context(read_json(directory / CONFIG))
     run.run_file.write_text(run_file_text(name, spec, context))
@@ -102,7 +103,10 @@ def copy_weights(
     extra: dict[str, object],
     image_bytes: int,
 ) -> str:
-    """Commit the tensors as step 0, in images of ``image_bytes`` that each count as one rank's share. Return their digest."""
+    """Commit the tensors as step 0 of ``tier``, in images of ``image_bytes`` that each count as one rank's share.
+
+    ``extra`` is the step's. Return the weights' digest as 64 hexadecimal digits.
+    """
     draft = Draft(0, 0)
     sources: dict[str, list[Published]] = defaultdict(list)
     for tensor in needed:
@@ -143,7 +147,7 @@ def _shares(shapes: Mapping[str, Extent], image_bytes: int) -> Iterator[list[Box
 
 
 def _copy_tokenizer(directory: Path, folder: Path) -> str:
-    """Copy the tokenizer. Return the empty string, or the reason for its absence."""
+    """Write the model's tokenizer to ``folder``. Return an empty text, or the reason why there is none."""
     if not any((directory / name).exists() for name in (TOKENIZER_FILE, SENTENCEPIECE_FILE)):
         return f"{directory} has neither {TOKENIZER_FILE} nor {SENTENCEPIECE_FILE}"
     try:

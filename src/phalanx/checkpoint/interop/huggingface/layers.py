@@ -41,7 +41,7 @@ def all_said(spec: ModelSpec) -> Iterator[str]:  # noqa: ARG001
 
 
 def reads(*readers: Read) -> Read:
-    """Combine functions that read fields."""
+    """Return a reader that merges the fields and problems of several; a later reader's field replaces an earlier one's."""
 
     def read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
         results = [reader(hf_config) for reader in readers]
@@ -69,7 +69,7 @@ def heads_as_wide_as_the_model(spec: ModelSpec) -> Iterator[str]:
 
 
 def read_window_everywhere(default: int | None) -> Read:
-    """Mistral's window: in all layers, or in none; ``default`` is the family's."""
+    """Return a reader of Mistral's window, which is in all layers or in none; ``default`` is the family's."""
 
     def read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
         window = hf_config.get("sliding_window", default)
@@ -132,7 +132,7 @@ def _from_layer(hf_config: JsonObject, default: int) -> Callable[[int], bool]:
 
 
 def read_layer_types(window: int, is_windowed: Callable[[int], bool]) -> Read:
-    """Read ``layer_types`` with ``sliding_window``; ``window`` and ``is_windowed`` are the family's defaults."""
+    """Return a reader of ``layer_types`` with ``sliding_window``; ``window`` and ``is_windowed`` are the family's defaults."""
 
     def read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
         layers = hf_config.get("num_hidden_layers")
@@ -151,6 +151,7 @@ def read_layer_types(window: int, is_windowed: Callable[[int], bool]) -> Read:
 def _read_types(
     hf_config: JsonObject, default: Sequence[str], window: object
 ) -> tuple[dict[str, object], list[str]]:
+    """Return the attention pattern and window, or the problems; no fields if all layers have full attention."""
     kinds = [str(kind) for kind in hf_config.get("layer_types") or default]
     if unknown := {*kinds} - _LAYER_TYPES.keys():
         return {}, [f"layer_types: {', '.join(sorted(unknown))}; supported: {', '.join(_LAYER_TYPES)}"]
@@ -250,7 +251,10 @@ _CAPS = {"score_cap": ("attn_logit_softcapping", 50.0), "logit_cap": ("final_log
 
 
 def read_unrotated_layers(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Read SmolLM3's layers without rotary positions, by default every fourth."""
+    """Read SmolLM3's layers without rotary positions, by default every fourth, as an attention pattern.
+
+    Return fields and problems; a sliding window is a problem.
+    """
     layers = hf_config.get("num_hidden_layers")
     if not isinstance(layers, int) or layers > _MOST_LAYERS:
         return {}, []
@@ -264,7 +268,9 @@ def read_unrotated_layers(hf_config: JsonObject) -> tuple[dict[str, object], lis
 
 
 def write_unrotated_layers(spec: ModelSpec) -> Mapping[str, object]:
-    """Return SmolLM3's ``no_rope_layers``: for each layer 1 if it has rotary positions, else 0. ``read_unrotated_layers`` reads them."""
+    """Return SmolLM3's ``no_rope_layers``: for each layer 1 if it has rotary positions, else 0; its interval if it is
+    regular; and no sliding window. ``read_unrotated_layers`` reads them.
+    """
     rotated = [int(attention_of(spec, layer) != "no-position") for layer in range(spec.layers)]
     # Older readers use the interval only.
     regular = all(kind == "full" for kind in spec.attention_pattern[:-1])
@@ -279,7 +285,11 @@ def no_window(spec: ModelSpec) -> Iterator[str]:
 
 
 def read_sparse_step(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Qwen's mixtures: every ``decoder_sparse_step``-th layer, except those of ``mlp_only_layers``."""
+    """Read which layers of Qwen's mixtures have experts: every ``decoder_sparse_step``-th, except those of
+    ``mlp_only_layers``.
+
+    Return fields and problems: only dense layers first, then every n-th layer a mixture, is supported.
+    """
     layers = hf_config.get("num_hidden_layers")
     if not isinstance(layers, int) or layers > _MOST_LAYERS:
         return {}, []
@@ -343,7 +353,9 @@ def read_rotated_width(hf_config: JsonObject) -> tuple[dict[str, object], list[s
 
 
 def read_early_windows(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Qwen2-MoE's windows: off unless ``use_sliding_window``; in ``layer_types``, or in every other one of the first layers."""
+    """Read Qwen2-MoE's windows: off unless ``use_sliding_window``; by ``layer_types``, else in every other one of the
+    first layers.
+    """
     if not hf_config.get("use_sliding_window"):
         return _read_types(hf_config, ["full_attention"], 0)
     beyond = _from_layer(hf_config, 28)
@@ -356,12 +368,13 @@ def write_early_windows(spec: ModelSpec) -> Mapping[str, object]:
 
 
 def _mixtures(moe: MoeSpec, layers: int) -> list[int]:
+    """Return the numbers of the layers with experts."""
     spec = ModelSpec(moe=moe)
     return [layer for layer in range(layers) if is_mixture(spec, layer)]
 
 
 def read_latent(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Check that latent attention has as many key heads as query heads, and read its epsilon."""
+    """Check that latent attention has as many key heads as query heads, and read its epsilon if it is not the default."""
     heads = hf_config.get("num_attention_heads")
     kv_heads = hf_config.get("num_key_value_heads")
     problems = [f"num_key_value_heads = {kv_heads} is not supported; supported: as many as heads ({heads})"]

@@ -176,7 +176,10 @@ def published(spec: ModelSpec, family: Family | None = None) -> Iterator[Publish
 
 
 def shared_copies(spec: ModelSpec) -> Iterator[Published]:
-    """Yield the copies of shared tensors that are published with each module of multi-token prediction."""
+    """Yield the copies of shared tensors that are published with each module of multi-token prediction.
+
+    They are of the embedding and the output projection.
+    """
     by_name = {parameter.name: parameter for parameter in parameters(spec)}
     embedding = by_name["embedding.weight"]
     for depth in range(spec.mtp_depth):
@@ -250,6 +253,7 @@ def _place(parameter: Parameter, table: Mapping[str, Parameter], family: Family)
 
 
 def _split(name: str, pattern: str) -> tuple[str, ...]:
+    """Return the groups of ``pattern`` in ``name``; raises KeyError unless all of it matches."""
     match = re.fullmatch(pattern, name)
     if match is None:
         raise KeyError(name)
@@ -257,6 +261,7 @@ def _split(name: str, pattern: str) -> tuple[str, ...]:
 
 
 def _rotary_rows(name: str, spec: ModelSpec, family: Family) -> RotaryRows | None:
+    """Return the order of the rows that rotary positions turn, if it is published in another order; else ``None``."""
     module = name.removesuffix(".weight").removesuffix(".bias")
     if spec.mla is None:
         if family.in_pairs and module.endswith((".attention.query", ".attention.key")):

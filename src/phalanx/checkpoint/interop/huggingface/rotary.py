@@ -77,6 +77,7 @@ def rotary_written(spec: ModelSpec, family: Family, max_seq_len: int) -> dict[st
 def _longrope_written(
     spec: ModelSpec, scaling: RopeScalingSpec, max_seq_len: int, partial: Mapping[str, object]
 ) -> dict[str, object]:
+    """Return the fields of a longrope embedding, in the newer and the older form."""
     factors: dict[str, object] = {
         "short_factor": [*scaling.short_factors],
         "long_factor": [*scaling.long_factors],
@@ -96,6 +97,7 @@ def _longrope_written(
 
 
 def _stretch_of(scaling: RopeScalingSpec | None) -> dict[str, object]:
+    """Return a scaling's parameters by Hugging Face's names; values at their defaults are left out."""
     if scaling is None:
         return {"rope_type": "default"}
     values = {theirs: getattr(scaling, ours) for ours, theirs in _STRETCHES[scaling.kind].items()}
@@ -130,7 +132,7 @@ def _rope_by_layers(hf_config: JsonObject, family: Family) -> tuple[JsonObject, 
 
 
 def rotary_fields(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], list[str]]:
-    """Return the rotary fields of ModelSpec, and their problems."""
+    """Return the rotary fields of ModelSpec, in a ``config.json``, and a sentence for each value that is not supported."""
     rope, windowed = _rope_by_layers(hf_config, family)
     theta = rope.get("rope_theta") or hf_config.get("rope_theta") or family.absent.get("rope_theta", 10000.0)
     fields: dict[str, object] = {"rope_theta": theta}

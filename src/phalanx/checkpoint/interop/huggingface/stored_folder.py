@@ -84,6 +84,7 @@ class FolderTier:
         )
 
     def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
+        """Yield the requested parts of the parameters, in pieces, as raw fp32 bits; raises the errors of ``values``."""
         self._require(step)
         for read in reads:
             for span in spans(read.part, read.part, PIECE_BYTES):
@@ -91,6 +92,7 @@ class FolderTier:
                 yield span.part, elements.contiguous().view(torch.uint32).numpy()
 
     def _require(self, step: int) -> None:
+        """Raise ``NoSuchStepError`` for any step but 0."""
         if step != 0:
             raise NoSuchStepError(
                 f"{self.root}: is a published model, which has no step {step}: omit the step"
@@ -119,7 +121,8 @@ class StandIn:
 def stand_in(directory: Path) -> Iterator[StandIn]:
     """Yield a run directory of the same name that stands in for the model in ``directory``.
 
-    Raises the errors of ``open_folder``, and StorageError if the small files cannot be copied.
+    Raises the errors of ``open_folder``, and StorageError if the small files cannot be copied. The run is a temporary
+    folder with the small files and a reference to the weights; it is removed afterwards.
     """
     with ExitStack() as opened:
         folder = open_folder(directory, opened)
@@ -144,6 +147,7 @@ def _name(directory: Path) -> str:
 
 
 def _copy_failure(error: OSError, directory: Path, parent: Path | None) -> str:
+    """Return the message for an error while small files were copied: its path, and how to make room."""
     path = error.filename
     if parent is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
         path = parent.parent  # if the disk is full, the error names the source of the copy
@@ -156,7 +160,7 @@ def _copy_failure(error: OSError, directory: Path, parent: Path | None) -> str:
 
 @contextmanager
 def run_or_stand_in(place: Path) -> Iterator[Path]:
-    """Yield the run directory ``place``, or a stand-in if it is a published model."""
+    """Yield the run directory ``place``, or a stand-in if it is a published model. Raises the errors of ``stand_in``."""
     if not is_published(place):
         yield place
         return

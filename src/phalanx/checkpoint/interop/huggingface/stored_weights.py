@@ -69,7 +69,7 @@ class PackedStack:
         return [experts, blocks * _BLOCK, rows]
 
     def __getitem__(self, part: slice | tuple[slice, ...]) -> torch.Tensor:
-        """Return a part of the stack, fp32."""
+        """Return a part of the stack ``(experts, columns, rows)``, unpacked to fp32. Only the blocks around it are read."""
         assert isinstance(part, tuple), "a slice for each dimension"
         experts, columns, rows = part
         first = columns.start // _BLOCK
@@ -160,7 +160,7 @@ class Weights:
     storage: Storage
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
-        """Return a part of a tensor, as fp32."""
+        """Return a part of a tensor, as fp32. FP8 is scaled by its blocks. Only the part is read."""
         stored = self.tensors[name]
         values: torch.Tensor = stored[part].to(torch.float32)
         if stored.get_dtype() != _FP8 or self.storage.fp8_block is None:
@@ -190,7 +190,11 @@ def scale_name(name: str) -> str:
 
 
 def _open_weights(directory: Path, stack: ExitStack) -> dict[str, StoredTensor]:
-    """Return, for each tensor of the model by Hugging Face's name, the slice object that reads parts of it."""
+    """Return, for each tensor of the model by Hugging Face's name, the slice object that reads parts of it.
+
+    Files stay open until ``stack`` closes. Raises HuggingFaceError if one is missing or damaged. Tables of rotary
+    frequencies and tensors without elements are left out.
+    """
     index = directory / "model.safetensors.index.json"
     files = ["model.safetensors"]
     if index.exists():
@@ -237,6 +241,7 @@ def _rounded(tensors: Mapping[str, StoredTensor]) -> tuple[str, ...]:
 
 
 def _files_of(index: Path) -> list[str]:
+    """Return the files that the index names, sorted; raises HuggingFaceError for a damaged index or a path outside the folder."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise HuggingFaceError(
@@ -267,7 +272,7 @@ class _Zeros:
 
 
 def _settle_biases(needed: Sequence[Published], tensors: dict[str, StoredTensor]) -> tuple[str, ...]:
-    """Add zeros if the files have no router bias at all, like transformers."""
+    """Add zeros if the files have no router bias at all, like transformers. Return a note if so."""
     biases = [tensor for tensor in needed if tensor.parameter.kind == "balance"]
     if not biases or any(bias.name in tensors for bias in biases):
         return ()
@@ -280,7 +285,7 @@ def _settle_mtp(
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """Return the model with as many modules of multi-token prediction as both the files and ``config.json`` have.
 
-    Tensors of modules that ``config.json`` does not list are removed from ``tensors``.
+    Tensors of modules that ``config.json`` does not list are removed from ``tensors``. Also returns notes.
     """
     if "mtp_depth" not in family.fields:
         return spec, ()
@@ -299,6 +304,7 @@ def _settle_mtp(
 def _require_tensors(
     directory: Path, spec: ModelSpec, tensors: Sequence[Published], weights: Weights
 ) -> None:
+    """Raise HuggingFaceError with the tensors that are missing, unknown, or of an unexpected shape or dtype."""
     needed = {tensor.name: tensor.shape for tensor in tensors}
     copies = _copies(spec)
     stored = weights.tensors.keys()
@@ -333,12 +339,14 @@ def _copies(spec: ModelSpec) -> dict[str, str]:
 
 
 def _require_same_copies(directory: Path, spec: ModelSpec, weights: Weights) -> None:
+    """Raise HuggingFaceError if a stored copy of a tied tensor differs from the original."""
     for copy, original in _copies(spec).items():
         if copy in weights.tensors:
             _require_same(directory, copy, original, weights)
 
 
 def _dtype_problems(name: str, weights: Weights) -> list[str]:
+    """Return why a stored tensor's dtype or FP8 scales cannot be read; empty if they can."""
     dtype = weights.tensors[name].get_dtype()
     read = (*SAFETENSORS_DTYPE.values(), _FP64)
     if dtype in read:
@@ -360,7 +368,7 @@ def _dtype_problems(name: str, weights: Weights) -> list[str]:
 
 
 def _require_same(directory: Path, copy: str, original: str, weights: Weights) -> None:
-    """Require that two copies are equal, because readers differ in which of them they use."""
+    """Raise HuggingFaceError unless two copies are equal, because readers differ in which of them they use. Reads both."""
     first, second = weights.tensors[copy], weights.tensors[original]
     shape = tuple(second.get_shape())
     box = full_box(copy, "float32", shape)

@@ -41,6 +41,7 @@ class Processes:
         self._closed = False
 
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
+        """Yield the tasks' outcomes as they end, from worker processes on this machine. Workers stay for the next stage."""
         todo: queue.SimpleQueue[int] = queue.SimpleQueue()
         outcomes: queue.SimpleQueue[TaskOutcome] = queue.SimpleQueue()
         for task in tasks:
@@ -51,6 +52,7 @@ class Processes:
             yield outcomes.get()
 
     def close(self) -> None:
+        """End all worker processes, also those in a task. Tasks that have not begun are reported as lost."""
         with self._lock:
             self._closed = True
             processes = [*self._idle, *self._running]
@@ -60,7 +62,10 @@ class Processes:
     def _feed(
         self, stage: str, url: str, todo: queue.SimpleQueue[int], outcomes: queue.SimpleQueue[TaskOutcome]
     ) -> None:
-        """Send tasks to a worker until none are left; replace the worker if it dies."""
+        """Send tasks to a worker until none are left; replace the worker if it dies.
+
+        Puts one outcome for each task: lost, if the worker died or the executor is closed.
+        """
         process: LineChild | None = None
         while True:
             try:
@@ -86,6 +91,7 @@ class Processes:
                 self._idle.append(process)
 
     def _worker(self) -> LineChild | None:
+        """Return an idle or a new worker process, marked as running; None if the executor is closed."""
         with self._lock:
             if self._closed:
                 return None
@@ -111,7 +117,10 @@ class DaskCluster:
     """Runs tasks on the workers of a Dask scheduler at ``address``, for example ``tcp://10.0.0.1:8786``. Raises ``PreparationError``."""
 
     def __init__(self, address: str, *, connect_timeout_s: float = _CONNECT_S) -> None:
-        """``connect_timeout_s``: Limit for the scheduler's first response."""
+        """Connect to the scheduler at ``address``. ``connect_timeout_s`` limits the wait for its first response.
+
+        Raises ``PreparationError`` if the package is missing or no scheduler answers.
+        """
         try:
             distributed = importlib.import_module("distributed")
         except ImportError as error:
@@ -127,6 +136,10 @@ class DaskCluster:
         self._as_completed = distributed.as_completed
 
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
+        """Submit all tasks to the cluster and yield their outcomes as they end.
+
+        A killed worker is a loss, other errors a failure.
+        """
         # Each call needs a unique key: Dask would return an earlier result for the same key.
         call = secrets.token_hex(4)
         futures = {
@@ -165,6 +178,9 @@ class RayCluster:
     """Runs tasks on the workers of a Ray cluster at ``address``: ``auto``, ``HOST:6379``, or ``local``. Raises ``PreparationError``."""
 
     def __init__(self, address: str) -> None:
+        """Connect to Ray at ``address``, or start it on this machine; raises ``PreparationError`` if the package or Ray
+        is missing.
+        """
         try:
             self._ray: Any = importlib.import_module("ray")
         except ImportError as error:
@@ -184,6 +200,7 @@ class RayCluster:
             raise PreparationError(f"no Ray answers at {address}: {first}; correct --ray") from error
 
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
+        """Submit all tasks to the cluster, one CPU each, and yield their outcomes as they end; Ray does not repeat them."""
         remote = self._ray.remote(num_cpus=1, max_retries=0)(task_at)
         running = {remote.remote(url, stage, task): task for task in tasks}
         while running:
@@ -191,6 +208,7 @@ class RayCluster:
             yield self._outcome(stage, running.pop(finished), finished)
 
     def _outcome(self, stage: str, task: int, reference: object) -> TaskOutcome:
+        """Return the outcome of a finished task: lost if its worker died, otherwise the failure, if any."""
         try:
             return TaskOutcome(task, failed=self._ray.get(reference))
         except Exception as error:
@@ -216,6 +234,7 @@ class SparkCluster:
     """Runs tasks on the executors of a Spark ``master``: ``spark://HOST:7077``, ``yarn``, ``local[8]``. Raises ``PreparationError``."""
 
     def __init__(self, master: str) -> None:
+        """Start a Spark context at ``master``; raises ``PreparationError`` if the package is missing or it cannot start."""
         try:
             pyspark = importlib.import_module("pyspark")
         except ImportError as error:
@@ -235,6 +254,10 @@ class SparkCluster:
         self._context.setLogLevel("OFF")
 
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
+        """Run the tasks as one Spark job, and yield outcomes as manifests appear in the store.
+
+        If the job fails, the rest are lost.
+        """
         outcomes: list[TaskOutcome] = []
         job = threading.Thread(target=self._run, args=(stage, url, tasks, outcomes), daemon=True)
         job.start()
@@ -249,6 +272,7 @@ class SparkCluster:
         yield from (outcome for outcome in outcomes if outcome.task in waiting)
 
     def _run(self, stage: str, url: str, tasks: Sequence[int], outcomes: list[TaskOutcome]) -> None:
+        """Run the job to its end and add outcomes: each task's failure, or a loss of every task if Spark ends the job."""
         try:
             numbers = self._context.parallelize(tasks, len(tasks))
             results = numbers.map(functools.partial(_outcome, url, stage)).collect()
@@ -301,6 +325,11 @@ class SlurmArray:
         """The last array in which each job was submitted, by the job's number from 1."""
 
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
+        """Run the tasks in array jobs, and yield outcomes as manifests appear in the store.
+
+        Cancels other arrays of the same dataset first. Submits jobs that have ended while some of their tasks are
+        missing.
+        """
         place = Workplace(url)
         mark = hashlib.sha256(f"{place.plan.sha256} {url}".encode()).hexdigest()[:12]
         if not self._name:
@@ -337,7 +366,7 @@ class SlurmArray:
             _slurm("scancel", "--me", "--quiet", "--name", ",".join(others), may_fail=True)
 
     def _outcomes(self, ended_jobs: Sequence[int], missing: set[int]) -> Iterator[TaskOutcome]:
-        """Yield outcomes of tasks whose jobs ended before completing them."""
+        """Yield outcomes of tasks whose jobs ended before completing them: a failure if the job's log has one, otherwise a loss."""
         for job in ended_jobs:
             own_tasks = self._own_tasks(job, missing)
             log = Path(f"{self._name}-{self._array[job]}_{job}.log") if job in self._array else None
@@ -358,13 +387,17 @@ class SlurmArray:
         return sorted(task for task in missing if task % self._jobs == job - 1)
 
     def _alive(self) -> set[int]:
-        """Return the numbers of the queued or running jobs. A restarting controller does not respond for a moment."""
+        """Return the numbers of the queued or running jobs, and note their arrays.
+
+        Tries several times while the controller restarts.
+        """
         rows = _slurm("squeue", "--me", "-h", "-r", "--name", self._name, "-o", "%F %K", tries=_TRIES).split()
         arrays = {int(number): array for array, number in zip(rows[::2], rows[1::2], strict=True)}
         self._array.update(arrays)
         return set(arrays)
 
     def _submit(self, jobs: Sequence[int], url: str) -> None:
+        """Submit the jobs as one array that runs ``phalanx data work``, and note the array's id for each."""
         variables = " ".join(f"{name}={value}" for name, value in one_thread_each().items())
         work = f"{shlex.quote(sys.executable)} -m phalanx data work {shlex.quote(url)} --task $SLURM_ARRAY_TASK_ID/{self._jobs}"
         output = _slurm(
@@ -379,7 +412,11 @@ class SlurmArray:
 
 
 def _slurm(*command: str, may_fail: bool = False, tries: int = 1) -> str:
-    """Return the output of a Slurm command. Raises ``PreparationError`` with its message if it fails ``tries`` times."""
+    """Return the output of a Slurm command.
+
+    Raises ``PreparationError`` with its message if it fails ``tries`` times. With ``may_fail``, returns an empty text
+    instead. A timeout counts as a failure.
+    """
     trouble = ""
     for attempt in range(tries):
         if attempt:

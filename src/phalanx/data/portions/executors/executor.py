@@ -51,7 +51,7 @@ class InOrder:
 
 
 def outcome_of(place: Workplace, stage: str, task: int) -> TaskOutcome:
-    """Run a task; errors with a message for the user become its outcome."""
+    """Run a task. ``DataError`` and ``StoreError`` become a failed outcome; other exceptions propagate."""
     try:
         do_task(place, stage, task)
     except (DataError, StoreError) as error:

@@ -13,7 +13,11 @@ from phalanx.process.child import watch_parent
 
 
 def main() -> None:
-    """Serve until the parent closes the pipe or ends. It is safe to kill this process at any time."""
+    """Run the tasks on standard input, one JSON request a line, and write each outcome as a line, until the input or
+    the parent ends.
+
+    Standard output of the tasks goes to standard error. It is safe to kill this process at any time.
+    """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     # Output of a user's filter must not be read as an answer.
     os.dup2(2, 1)

@@ -164,7 +164,10 @@ def make_plan(
 
 
 def _with_template(recipe: PreparationRecipe, folder: Path, tokenizer: Tokenizer) -> PreparationRecipe:
-    """Return the recipe with the text of its chat template. Raises ``TokenizerError`` if there is none that can be used."""
+    """Return the recipe with the text of its chat template.
+
+    Raises ``TokenizerError`` if there is none that can be used. Loads the template and checks it against the tokenizer.
+    """
     output = recipe.output
     template_file = folder / output.chat_template if output.chat_template else None
     template = template_beside(folder / output.tokenizer, template_file)
@@ -197,6 +200,10 @@ def default_portion_bytes(total_bytes: int) -> int:
 def _inspected(
     file: RawFile, portion_bytes: int, options: ReadOptions, scratch: Path, source: RawSource
 ) -> tuple[FileFormat, list[Span]]:
+    """Return a file's format and its spans, from its beginning and end; a remote Arrow or text file is one span.
+
+    Raises ``CorpusError`` if it is unreadable or has no text field. The local copy is removed.
+    """
     local = LocalBytes(file, scratch)
     try:
         local.bring(0, _HEAD_BYTES)
@@ -230,6 +237,7 @@ def bring_parquet_footer(local: LocalBytes, nbytes: int) -> None:
 
 
 def _portions(pieces: Sequence[Piece], portion_bytes: int) -> Iterator[tuple[Piece, ...]]:
+    """Yield the pieces in order, grouped so that no portion exceeds ``portion_bytes``; a larger piece is alone."""
     current: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -245,7 +253,7 @@ def _portions(pieces: Sequence[Piece], portion_bytes: int) -> Iterator[tuple[Pie
 def commit_plan(store: Store, plan: PreparationPlan, tokenizer: Tokenizer | None) -> None:
     """Store the plan and its tokenizer, unless the same plan is stored already.
 
-    Raises ``PreparationError`` if another plan or other files are there; they are not changed.
+    The plan's own object is created last. Raises ``PreparationError`` if the store has another plan or something else.
     """
     stored = _plan_bytes(store)
     if stored is None:
@@ -274,6 +282,7 @@ def commit_plan(store: Store, plan: PreparationPlan, tokenizer: Tokenizer | None
 
 
 def _how_it_differs(store: Store, plan: PreparationPlan) -> str:
+    """Return the message that names what changed since the stored plan: files, software or recipe, and the remedy."""
     stored_head = read_plan(store).head  # raises an error for a damaged plan
     names = differences(stored_head, plan.head)
     remedy = "choose another --out, or remove that one"
@@ -300,7 +309,7 @@ def _how_it_differs(store: Store, plan: PreparationPlan) -> str:
 def put_tokenizer(
     store: Store, saved: Tokenizer | Encoding, below: str = f"{PREPARATION}/tokenizer/"
 ) -> list[str]:
-    """Store the files of a tokenizer, or of an encoding with its chat template; returns their keys."""
+    """Store the files of a tokenizer, or of an encoding with its chat template; return their keys."""
     with scratch_folder("phalanx-tokenizer-") as scratch:
         saved.save(scratch)
         files = sorted(scratch.iterdir())
@@ -310,7 +319,7 @@ def put_tokenizer(
 
 
 def read_plan(store: Store) -> PreparationPlan:
-    """Return the plan in the store. Raises ``PreparationError`` if there is none, or if it is damaged."""
+    """Return the plan in the store. Raises ``PreparationError`` if there is none, or if it is damaged or of another version."""
     text = _plan_bytes(store)
     if text is None:
         raise PreparationError(
@@ -350,6 +359,7 @@ def read_plan(store: Store) -> PreparationPlan:
 
 
 def _is_there(store: Store, key: str) -> bool:
+    """Return True if the store has the object."""
     try:
         store.info(key)
     except MissingObjectError:
@@ -358,6 +368,7 @@ def _is_there(store: Store, key: str) -> bool:
 
 
 def _plan_bytes(store: Store) -> bytes | None:
+    """Return the stored plan; ``None`` if there is none."""
     try:
         return store.get(PLAN_KEY)
     except MissingObjectError:

@@ -68,6 +68,7 @@ def list_raw_files(sources: Sequence[RawSource], folder: Path, out: str = "") ->
 
 
 def _local_files(url: str, number: int, folder: Path) -> Iterable[RawFile]:
+    """Yield the visible files of a file, folder or glob on this machine, named below the folder or the glob's first wildcard."""
     path = folder / os.path.expanduser(local_path(url))
     if path.is_file():
         entries = [(path.name, path)]
@@ -87,6 +88,9 @@ def _local_files(url: str, number: int, folder: Path) -> Iterable[RawFile]:
 
 
 def _remote_files(url: str, number: int) -> Iterable[RawFile]:
+    """Yield the visible objects of a key, prefix or glob in a store, named below the prefix or before the first
+    wildcard. An object of exactly that key is the only one.
+    """
     store, pattern = store_of(url.rstrip("/"))
     wild = _WILDCARD.search(pattern)
     if wild is None:
@@ -109,6 +113,7 @@ def _remote_files(url: str, number: int) -> Iterable[RawFile]:
 
 
 def _glob_pattern(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression of a glob; ``*`` and ``?`` do not match "/", and ``**`` does."""
     pieces = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]*\])", pattern)
     meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return re.compile(
@@ -129,7 +134,10 @@ def store_of(url: str) -> tuple[Store, str]:
 
 
 def require_unchanged(file: RawFile) -> None:
-    """Raises ``PreparationError`` if the file has changed since it was listed."""
+    """Raise ``PreparationError`` if the file is gone or has changed since it was listed.
+
+    Its size is compared, and its time of modification or its etag.
+    """
     try:
         if is_remote(file.url):
             store, key = store_of(file.url)
@@ -156,6 +164,7 @@ class LocalBytes:
     """The needed bytes of a raw file, in a local file at the same offsets."""
 
     def __init__(self, file: RawFile, scratch: Path) -> None:
+        """Use a local file in place; for a remote one, create a sparse file of its size in ``scratch``, which ``bring`` fills."""
         self._file = file
         self._store: Store | None = None
         self.path = Path(file.url)
@@ -171,7 +180,11 @@ class LocalBytes:
         return self._store is not None
 
     def bring(self, start: int, stop: int) -> None:
-        """Copy the bytes from ``start`` to ``stop`` into the local file."""
+        """Copy the bytes from ``start`` to ``stop``, at most to the file's end, into the local copy. Does nothing for a
+        local file.
+
+        Raises ``PreparationError`` if the remote file is gone or the disk is full.
+        """
         if self._store is None:
             return
         stop = min(stop, self._file.nbytes)
@@ -190,7 +203,7 @@ class LocalBytes:
             ) from error
 
     def bring_line_end(self, start: int) -> None:
-        """Copy the rest of the line that contains ``start``."""
+        """Copy the rest of the line that contains ``start`` into the local copy. Does nothing for a local file."""
         if self._store is None:
             return
         at = start

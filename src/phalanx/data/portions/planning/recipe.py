@@ -113,7 +113,7 @@ def read_recipe(path: Path) -> PreparationRecipe:
 
 
 def recipe_of(table: Mapping[str, object], problems: list[Problem]) -> PreparationRecipe | None:
-    """Return the recipe that ``table`` describes; mistakes are added to ``problems``."""
+    """Return the recipe that ``table`` describes; mistakes are added to ``problems``. ``None`` if the sections cannot be read."""
     # A step's fields depend on its kind, which the reader of sections does not support.
     sections = {name: section for name, section in table.items() if name != "step"}
     recipe = read_section(PreparationRecipe, sections, problems)
@@ -192,7 +192,10 @@ def recipe_table(recipe: PreparationRecipe) -> JsonObject:
 
 
 def differences(first: object, second: object, path: str = "") -> list[str]:
-    """Return dotted names of the fields in which two tables of plain values differ."""
+    """Return dotted names of the fields in which two tables of plain values differ.
+
+    They are sorted; lists of unequal length differ as a whole.
+    """
     if isinstance(first, dict) and isinstance(second, dict):
         return [
             name

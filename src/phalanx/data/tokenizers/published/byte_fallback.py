@@ -36,7 +36,10 @@ _MOST_GROWTH = 8
 
 
 def without_stripping(serialized: str) -> str:
-    """Return the ``tokenizer.json`` with added tokens changed so that they do not absorb adjacent white space."""
+    """Return the ``tokenizer.json`` with added tokens changed so that they do not absorb adjacent white space.
+
+    Special tokens are not changed.
+    """
     content = json.loads(serialized)
     stripping = [
         token
@@ -49,7 +52,9 @@ def without_stripping(serialized: str) -> str:
 
 
 def require_bounded(hf: HfTokenizer) -> None:
-    """Raises ``TokenizerError`` if normalization makes a text several times as long: a sequence of such steps would exhaust memory."""
+    """Raise ``TokenizerError`` if normalization makes a text several times as long: a sequence of such steps would
+    exhaust memory.
+    """
     normalizer, text = hf.normalizer, PROBE
     steps = [normalizer]
     if isinstance(normalizer, normalizers.Sequence):
@@ -69,9 +74,10 @@ def require_lossless(
     byte_count: Callable[[NDArray[np.uint32]], int],
     remedy: str,
 ) -> None:
-    """Raises ``TokenizerError`` if a sample text, or text around an added token of ``hf``, is changed by encoding and decoding.
+    """Raise ``TokenizerError`` if a sample text, or text around an added token of ``hf``, is changed by encoding and
+    decoding.
 
-    ``byte_count`` returns the number of text bytes of ids.
+    ``byte_count`` returns the number of text bytes of ids. ``remedy`` ends the message.
     """
     texts = [PROBE, *_texts_with_added_tokens(hf)]
     for text, ids in zip(texts, encode(texts), strict=True):
@@ -80,6 +86,7 @@ def require_lossless(
 
 
 def _texts_with_added_tokens(hf: HfTokenizer) -> Iterator[str]:
+    """Yield texts around each added token that is not special, as written and as normalized."""
     for added in hf.get_added_tokens_decoder().values():
         if not added.special:
             forms = {added.content, hf.normalizer.normalize_str(added.content) if hf.normalizer else ""}
@@ -137,7 +144,10 @@ class FallbackTokenizer:
     """Encodes text that is not at the beginning, without a space before it."""
 
     def __post_init__(self) -> None:
-        """Raises ``TokenizerError`` if encoding and decoding change a text."""
+        """Load the tokenizer without its prefix space, and set ``end_of_document`` and ``prefix_bytes``.
+
+        Raises ``TokenizerError`` if there is no end token, text can spell it, or encoding and decoding change a text.
+        """
         serialized = without_stripping(self.serialized)
         original = _unlimited(HfTokenizer.from_str(serialized))
         require_bounded(original)
@@ -171,6 +181,7 @@ class FallbackTokenizer:
 
     @cached_property
     def document_start(self) -> tuple[int, ...]:
+        """The special tokens that the tokenizer adds before a text."""
         encoded = HfTokenizer.from_str(self.serialized).encode("a", add_special_tokens=True)
         first = next(index for index, sequence in enumerate(encoded.sequence_ids) if sequence is not None)
         return tuple(encoded.ids[:first])
@@ -204,10 +215,12 @@ class FallbackTokenizer:
 
     @cached_property
     def _space_ids(self) -> list[int]:
+        """The ids of the bytes of the sign that stands for a space."""
         vocab = self._hf.get_vocab(with_added_tokens=False)
         return [vocab[f"<0x{byte:02X}>"] for byte in SPACE.encode()]
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of ``text``, without special tokens. A literal "▁" is encoded apart from spaces."""
         first, *parts = self._with_prefix(text).split(SPACE)
         ids = self._encode_part(first)
         for part in parts:
@@ -220,6 +233,7 @@ class FallbackTokenizer:
 
     @cached_property
     def _for_templates(self) -> HfTokenizer:
+        """A copy of the tokenizer that recognizes special tokens in text."""
         hf = _unlimited(HfTokenizer.from_str(self.serialized))
         hf.encode_special_tokens = False
         return hf
@@ -249,7 +263,7 @@ class FallbackTokenizer:
 
 
 def _unlimited(hf: HfTokenizer) -> HfTokenizer:
-    """Return the tokenizer without truncation and padding, and with names of special tokens encoded as text."""
+    """Set the tokenizer to encode without truncation and padding, with names of special tokens as text; return it."""
     hf.no_truncation()
     hf.no_padding()
     hf.encode_special_tokens = True
@@ -289,7 +303,7 @@ def _without_prefix(serialized: str) -> str:
 
 
 def _steps(step: dict[str, object] | None, name: str) -> list[dict[str, object]]:
-    """Return the steps of a sequence of normalizers, or a single one as a list."""
+    """Return the steps of a sequence of normalizers, or a single one as a list. Empty for None."""
     if step is None:
         return []
     inner = step[name] if step["type"] == "Sequence" else [step]

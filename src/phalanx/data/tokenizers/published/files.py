@@ -35,7 +35,10 @@ def fingerprint_of(serialized: str, end_token: str) -> str:
 
 
 def read_config(directory: Path, name: str = CONFIG_FILE) -> dict[str, object]:
-    """Return the content of ``tokenizer_config.json`` or another JSON file in ``directory``; empty if there is none. Raises ``TokenizerError``."""
+    """Return the content of ``tokenizer_config.json`` or another JSON file in ``directory``; empty if there is none.
+
+    Raises ``TokenizerError``. It is raised for damaged JSON and a file that is no object.
+    """
     file = directory / name
     if not file.exists():
         return {}
@@ -49,7 +52,7 @@ def read_config(directory: Path, name: str = CONFIG_FILE) -> dict[str, object]:
 
 
 def named_token(config: dict[str, object], name: str) -> str | None:
-    """Return a token in the configuration, stored as a string or as an object with its ``content``."""
+    """Return a token's text in the configuration, stored as a string or as an object with its ``content``; ``None`` if absent."""
     token = config.get(name)
     if isinstance(token, dict):
         token = token.get("content")
@@ -77,7 +80,7 @@ def decoded(content: bytes, file: Path) -> str:
 
 
 def require_known_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """Raises ``ValueError`` for an id outside the vocabulary."""
+    """Raise ``ValueError`` for an id outside the vocabulary."""
     for token in ids:
         if not 0 <= token < vocab_size:
             raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")

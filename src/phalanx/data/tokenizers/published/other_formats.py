@@ -99,6 +99,9 @@ def to_tokenizer_json(
 
 
 def _require_lossless(model: SentencePieceModel) -> None:
+    """Raise ``TokenizerError`` for a sentencepiece model that is no BPE with byte fallback or changes text; the message
+    has the reason.
+    """
     reason = ""
     if model.model_type != _BPE:
         reason = "is no BPE (a unigram model, most likely)"
@@ -140,6 +143,7 @@ def _control(model: SentencePieceModel, number: int) -> str | None:
 
 
 def _model(content: bytes) -> SentencePieceModel:
+    """Parse sentencepiece's protobuf; raises ``ValueError`` if it is damaged."""
     pieces: list[tuple[str, float, int]] = []
     trainer: dict[int, int | bytes] = {}
     normalizer: dict[int, int | bytes] = {}
@@ -176,7 +180,10 @@ def _model(content: bytes) -> SentencePieceModel:
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield number and value of each field of a message (https://protobuf.dev/programming-guides/encoding/)."""
+    """Yield number and value of each field of a message (https://protobuf.dev/programming-guides/encoding/).
+
+    Raises ``ValueError`` for a damaged one.
+    """
     offset = 0
     while offset < len(content):
         key, offset = _varint(content, offset)
@@ -199,6 +206,9 @@ def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(content: bytes, offset: int) -> tuple[int, int]:
+    """Return the variable-length integer at ``offset``, and the offset after it; raises ``IndexError`` or
+    ``ValueError`` for damage.
+    """
     value = shift = 0
     while True:
         byte = content[offset]
@@ -212,12 +222,14 @@ def _varint(content: bytes, offset: int) -> tuple[int, int]:
 
 
 def _int(value: int | bytes) -> int:
+    """Return a signed 64-bit number. Raises ``ValueError`` for bytes."""
     if not isinstance(value, int):
         raise ValueError("no number")
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _bytes(value: int | bytes) -> bytes:
+    """Return the bytes. Raises ``ValueError`` for a number."""
     if not isinstance(value, bytes):
         raise ValueError("no string")
     return value
@@ -283,7 +295,10 @@ def is_ranks(content: bytes) -> bool:
 
 
 def read_ranks(content: bytes) -> dict[bytes, int]:
-    """Return the rank of each token. Raises ``TokenizerError`` if a line is damaged or a byte has no token."""
+    """Return the rank of each token in a tiktoken file, one base64 token and rank a line.
+
+    Raises ``TokenizerError`` if a line is damaged or a byte has no token.
+    """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         if not line:
@@ -305,7 +320,7 @@ def read_ranks(content: bytes) -> dict[bytes, int]:
 def splitting_of(ranks: Mapping[bytes, int], config: Mapping[str, object]) -> Splitting:
     """Return the splitting of the tokenizer with these ranks, from its configuration or the known encodings.
 
-    Raises ``TokenizerError`` if neither has it.
+    Raises ``TokenizerError`` if neither has it. Also if the pattern uses a construct that is not supported here.
     """
     pattern, special = config.get("pat_str"), config.get("special_tokens", {})
     if pattern is None and len(ranks) in KNOWN:
@@ -323,7 +338,10 @@ def splitting_of(ranks: Mapping[bytes, int], config: Mapping[str, object]) -> Sp
 
 
 def ranks_to_tokenizer_json(ranks: Mapping[bytes, int], splitting: Splitting) -> str:
-    """Return the text of a ``tokenizer.json`` that encodes like tiktoken with these ranks."""
+    """Return the text of a ``tokenizer.json`` that encodes like tiktoken with these ranks.
+
+    Raises ``TokenizerError`` if a special token has another's id.
+    """
     conflicting = set(ranks.values()) & set(splitting.special_tokens.values())
     if conflicting:
         raise TokenizerError(

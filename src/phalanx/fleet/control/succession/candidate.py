@@ -72,8 +72,9 @@ class _Address(msgspec.Struct, frozen=True):
 
 
 def _standing(directory: RunDirectory) -> list[tuple[_Address, float]]:
-    """Return the registered candidates, also dead ones, each with its last sign of life (by the file system's
-    clock).
+    """Return the registered candidates, also dead ones, each with its last sign of life (by the file system's clock).
+
+    Unreadable files are left out.
     """
     candidates: list[tuple[_Address, float]] = []
     for path in sorted(candidates_in(directory).glob("*.json")):
@@ -118,7 +119,10 @@ class Candidate:
     # --- handlers of the server
 
     def on_report(self, report: m.AgentMessage) -> None:
-        """Count the vote of an agent, and keep its report for the coordinator."""
+        """Count an agent's report as its vote, unless it finished the run, and keep the report for the coordinator.
+
+        Flight records are dropped.
+        """
         if not isinstance(report, m.RunFinished):  # The only report without its sender's name.
             self._candidacy.record_heartbeat(report.node, time.monotonic())
         if isinstance(report, m.Heartbeat):
@@ -141,7 +145,10 @@ class Candidate:
     # --- the election
 
     async def stand(self) -> Elected | None:
-        """Stand until elected, or withdraw and return None.
+        """Listen and register as a candidate until elected, or withdraw and return None.
+
+        Withdraws after too long, for a better candidate, or if another claims first. The registration is removed in any
+        case. Once elected, makes the claim and takes over the state.
 
         Raises as ``FleetServer.start`` and ``ClaimRegister.make`` do.
         """
@@ -172,10 +179,10 @@ class Candidate:
         return await self._take_over(before, claim, port)
 
     def _yields(self, file: Path, stood_s: float) -> str:
-        """Return why this candidate gives way, or an empty text. Refresh its file, ``file``, as a sign of
-        life.
+        """Return why this candidate gives way, or an empty text. Refresh its file, ``file``, as a sign of life.
 
-        All times are of the file system's clock, which is the same for every machine.
+        All times are of the file system's clock, which is the same for every machine. If the directory cannot be read,
+        it stays.
         """
         claim = self._candidacy.claim
         with suppress(OSError, RunDirectoryError):
@@ -197,10 +204,12 @@ class Candidate:
         return ""
 
     async def _withdraw(self, reason: str) -> None:
+        """Log why, and stop listening."""
         self.log(f"withdraws: {reason}")
         await self._server.stop()
 
     async def _take_over(self, before: Claim, claim: Claim, port: int) -> Elected:
+        """Restore the state for the new reign."""
         empty = initial_state(settings_of(self._spec), time.time(), self._server.credentials.fencing)
         reign = await asyncio.to_thread(
             succeed, self._directory, self._register, self._args.attempt, before, claim, empty
@@ -235,6 +244,10 @@ def run_candidate(args: CoordinatorArgs, term: int, certificates: Path | None = 
 async def _stand_and_lead(
     candidate: Candidate, args: CoordinatorArgs, spec: RunSpec, credentials: Credentials
 ) -> int:
+    """Stand, and if elected lock the run and coordinate it to its end; return the exit code.
+
+    Returns ``EXIT_NOT_ELECTED`` if it is not elected. A lock that cannot be taken is ignored.
+    """
     elected = await candidate.stand()
     if elected is None:
         return EXIT_NOT_ELECTED
@@ -248,7 +261,10 @@ async def _stand_and_lead(
 
 
 def main() -> int:
-    """Entry point of the process that an agent starts."""
+    """Run a candidate as the process that an agent starts: parse its arguments and return the exit code.
+
+    Ignores SIGINT, and dies with its parent.
+    """
     die_with_parent()
     capture_output(os.environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -30,11 +30,12 @@ class Journal:
     """An open journal, positioned behind its last complete line. One process has it open."""
 
     def __init__(self, path: Path) -> None:
-        """Open or make the journal, and read it: its good lines into ``lines``, the numbers of others into
-        ``damaged``.
+        """Open or make the journal, and read it: its good lines into ``lines``, the numbers of others into ``damaged``.
 
         Raises:
             JournalError: It cannot be opened.
+
+        A last line that is incomplete is cut off.
         """
         self.path = path
         self._unsynced, self._doubtful, self._replaced = bytearray(), False, False
@@ -57,6 +58,8 @@ class Journal:
         Raises:
             JournalError: It could not be written; the journal is as before and the same call may be made
                 again.
+
+        It is on disk only after ``sync``.
         """
         line = _line(content)
         self._follow_name()
@@ -89,6 +92,7 @@ class Journal:
         del self._unsynced[:kept]
 
     def _write(self, data: bytes, at: int) -> None:
+        """Write at an offset. Raises OSError if not all bytes were written."""
         written = os.pwrite(self._fd, data, at)
         if written != len(data):
             raise OSError(0, f"only {written} of {len(data)} bytes were written; the disk is full")
@@ -117,7 +121,7 @@ class Journal:
         self._follow_name()
 
     def _has_name(self) -> bool:
-        """True if the open file is the one that a restarted coordinator would open."""
+        """Return True if the open file is the one that a restarted coordinator would open."""
         try:
             return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
         except FileNotFoundError:
@@ -179,6 +183,7 @@ def _read(file: bytes) -> tuple[list[bytes], tuple[int, ...], int]:
 
 
 def _is_good(line: bytes) -> bool:
+    """Return True if a line begins with its checksum."""
     digest = xxhash.xxh3_64_hexdigest(line[_DIGITS + 1 :]).encode()
     return line[: _DIGITS + 1] == digest + b" "
 
@@ -207,7 +212,8 @@ class PatientJournal:
     async def until_written(self, write: Callable[[], None]) -> None:
         """Call ``write`` in a thread until it succeeds.
 
-        Meanwhile nothing is sent, and the server continues to listen.
+        Meanwhile nothing is sent, and the server continues to listen. A JournalError is logged, and tried again after a
+        pause.
         """
         while True:
             try:

@@ -97,6 +97,7 @@ def require_leading(register: ClaimRegister, claim: Claim) -> None:
 
 
 def _by_whom(register: ClaimRegister) -> str:
+    """Return by whom this coordinator is superseded, for messages."""
     try:
         newest = register.newest()
     except ClaimError:
@@ -109,8 +110,8 @@ def _by_whom(register: ClaimRegister) -> str:
 
 
 def successor_in(directory: RunDirectory) -> Claim | None:
-    """Return the newest claim of this run's present start if a coordinator on another machine has taken over
-    and the run is not over.
+    """Return the newest claim of this run's present start if a coordinator on another machine has taken over and the
+    run is not over. None also if the claims cannot be read.
     """
     try:
         newest = ClaimRegister(directory, directory.newest_attempt()).newest()
@@ -127,8 +128,9 @@ def reign_again(
     empty: FleetState,
     log: Callable[[str], None],
 ) -> Reign:
-    """Return the reign of a coordinator that is the first of its run's start, or was restarted where it led
-    before.
+    """Return the reign of a coordinator that is the first of its run's start, or was restarted where it led before.
+
+    Makes the first claim if there is none. A journal that ends before the newest claim is replaced.
 
     Args:
         directory: The run's.
@@ -183,10 +185,9 @@ def succeed(
     claim: Claim,
     empty: FleetState,
 ) -> Reign:
-    """Return the reign of a coordinator that has just made ``claim``, as successor of the maker of
-    ``before``.
+    """Return the reign of a coordinator that has just made ``claim``, as successor of the maker of ``before``.
 
-    Raises ``JournalError`` if its journal cannot be written.
+    Writes its journal, with the state in that of its predecessor. Raises ``JournalError`` if that cannot be written.
     """
     lines = read_journal(journal_path(directory, attempt, before.reign))
     journal = Journal(journal_path(directory, attempt, claim.reign))
@@ -221,7 +222,8 @@ class ReplayedReign(NamedTuple):
 
 
 def restored(journal: Journal, empty: FleetState, log: Callable[[str], None]) -> ReplayedReign:
-    """Restore the state from ``journal``, and append that a coordinator has begun.
+    """Restore the state from ``journal``, and append that a coordinator has begun. A damaged journal is salvaged; one
+    that contradicts itself is replaced by a rebuilt state, and kept as evidence. Without lines, the state is ``empty``.
 
     Args:
         journal: As it was read; its ``lines`` are released.
@@ -256,9 +258,9 @@ def restored(journal: Journal, empty: FleetState, log: Callable[[str], None]) ->
 def _salvaged(journal: Journal, empty: FleetState, log: Callable[[str], None]) -> ReplayedReign:
     """Rebuild the state from the good lines of a damaged journal and from the nodes' next reports.
 
-    The nodes report again their epochs, ranks and snapshots. Only the good lines record lost, drained and
-    quarantined nodes, and the step from which a corruption invalidates snapshots. So good lines behind
-    damaged ones are replayed too.
+    The nodes report again their epochs, ranks and snapshots. Only the good lines record lost, drained and quarantined
+    nodes, and the step from which a corruption invalidates snapshots. So good lines behind damaged ones are replayed
+    too. The journal is replaced, and the damaged one kept as evidence. Logs that.
     """
     begin = [first_line(empty)] if journal.damaged[0] == 1 else []
     state, restarts, _ = replay([*begin, *journal.lines])
@@ -285,7 +287,10 @@ def _require_same_start(journal: Journal, state: FleetState, empty: FleetState) 
 
 
 def report_contradiction(journal: Journal, contradiction: Exception, log: Callable[[str], None]) -> Path:
-    """Write a contradiction into the log. Return the path at which to keep the journal that led to it."""
+    """Write a contradiction into the log.
+
+    Return the path at which to keep the journal that led to it. The file is not moved here.
+    """
     evidence = journal.path.with_name(f"contradiction-{time.time_ns()}.jsonl")
     log("".join(traceback.format_exception(contradiction)))
     log(
@@ -365,7 +370,7 @@ class Leadership:
         return self._register.newest_term() <= self.claim.term
 
     def look_for_successor(self) -> None:
-        """Raise ``SupersededError`` if another coordinator leads now, or the run was started again."""
+        """Raise ``SupersededError`` if another coordinator leads now, or the run was started again. Reads that fail count as no."""
         with suppress(OSError):  # Tried again at the next look; a due claim notices in any case.
             require_leading(self._register, self.claim)
         with suppress(RunDirectoryError):
@@ -379,7 +384,7 @@ class Leadership:
     async def claim_next_term(self, state: FleetState) -> None:
         """Claim the next term, before anything that follows from ``state`` is sent.
 
-        Raises ``SupersededError``.
+        Raises ``SupersededError``. Syncs the journal first, and tries again while the disk fails.
         """
         await self._journal.synced()
         claim = renewed(self.claim, state, nonce())
@@ -444,7 +449,10 @@ class CoordinatorArgs:
 
 
 def exit_code_of(coordinate: Callable[[], int], args: CoordinatorArgs, name: str) -> int:
-    """Run a coordinator's process, and log its errors to the log ``name``. Return its exit code."""
+    """Run a coordinator's process, and log its errors to the log ``name``.
+
+    Return its exit code, or ``EXIT_SUPERSEDED``, ``EXIT_CANNOT_START`` (restarting is hopeless) or 1.
+    """
     try:
         return coordinate()
     except SupersededError as error:

@@ -254,6 +254,7 @@ class Crowd:
     """
 
     def __init__(self, state: FleetState, ranks_by_node: dict[str, int]) -> None:
+        """Index the holders of a state by domain: at each level, the first few by name."""
         self.ranks_by_node = ranks_by_node
         self._first: dict[tuple[str, ...], list[str]] = {}
         for name in sorted(ranks_by_node):
@@ -329,6 +330,7 @@ def _nearest(
 def _candidates(
     state: FleetState, point: RestorePoint, node: Node, key: int, crowds: Crowds
 ) -> dict[str, int]:
+    """Return the holders of a state that may be among the nearest, with their ranks; all if there are few."""
     if key not in crowds:
         copies = copies_of(state, point, key)
         if len(copies) <= _FEW:
@@ -358,7 +360,11 @@ class Order(Struct, frozen=True):
 
 
 def deliveries(state: FleetState, orders: Iterable[Order]) -> Iterator[tuple[str, Command]]:
-    """Yield (node, command) for each order. Call it with the state that came with the orders."""
+    """Yield (node, command) for each order.
+
+    Call it with the state that came with the orders. An order without a command means the node's standing order, which
+    may be none.
+    """
     crowds = Crowds()
     for order in orders:
         for name in _addressed(state, order.to):
@@ -370,6 +376,7 @@ def deliveries(state: FleetState, orders: Iterable[Order]) -> Iterator[tuple[str
 
 
 def _addressed(state: FleetState, to: str) -> list[str]:
+    """Return the names of the nodes that an order is addressed to."""
     if to == SEATED:
         return list(state.seats)
     if to == LIVING:
@@ -380,7 +387,7 @@ def _addressed(state: FleetState, to: str) -> list[str]:
 def standing_order(state: FleetState, node: Node, crowds: Crowds) -> Command | None:
     """Return the command that a node should have now, or None.
 
-    ``crowds`` is a cache kept between nodes, for one ``state``.
+    ``crowds`` is a cache kept between nodes, for one ``state``. None also while the run needs nothing of it.
     """
     if not node.alive and node.eligibility is Eligibility.LEAVING:
         return Shutdown(node.reason)
@@ -398,6 +405,7 @@ def standing_order(state: FleetState, node: Node, crowds: Crowds) -> Command | N
 
 
 def _save(state: FleetState, name: str) -> SaveSnapshots | None:
+    """Return the command to write the node's share of snapshots, or None if it has none."""
     share, source = state.writing.get(name), state.source
     if share is None or not isinstance(source, RestorePoint):
         return None
@@ -430,6 +438,7 @@ def bind(state: FleetState, node: Node, crowds: Crowds) -> Bind:
 
 
 def _resume(state: FleetState, node: Node, crowds: Crowds) -> Resume:
+    """Return what a node restores: from memory with its holders, from disk, or a fresh start."""
     source = state.source
     if isinstance(source, RestorePoint):
         if source.ranks == state.ranks:
@@ -440,6 +449,7 @@ def _resume(state: FleetState, node: Node, crowds: Crowds) -> Resume:
 
 
 def _buddies(state: FleetState, node: Node) -> tuple[Holder, ...]:
+    """Return the buddy that gets the snapshots of a node's ranks; empty if replicas hold them, or it is its own buddy."""
     buddy = state.nodes[state.seats[state.ring[node.seat]]]
     own = state.settings.formation.ranks_of(node.seat, state.ranks)
     ranks = tuple(rank for rank in own if needs_buddy(state, state.seats, state.ranks, rank))

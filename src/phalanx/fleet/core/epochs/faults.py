@@ -35,7 +35,9 @@ from phalanx.observe.events import IncidentKind
 
 
 def check_deadlines(state: FleetState, orders: list[Order]) -> None:
-    """Act on a phase that has passed its deadline."""
+    """Act on a phase that has passed its deadline: lose nodes that did not leave, end an epoch that did not form or
+    hangs (after a diagnosis), or end the run if saving takes too long.
+    """
     settings, deadline_s = state.settings, phase_deadline_s(state)
     if deadline_s is None or state.now_s < deadline_s:
         return
@@ -110,7 +112,10 @@ MASS_PATIENCE = 4
 
 
 def lose(state: FleetState, orders: list[Order], node: Node, reason: str) -> None:
-    """Fence a node: messages of this incarnation are ignored from now on, and its snapshots are lost."""
+    """Fence a node: messages of this incarnation are ignored from now on, and its snapshots are lost.
+
+    The loss counts as a failure, and the node gets a Fence.
+    """
     strike(state, node, reason, alive=False, meeting_points=(), snapshots=())
     forget_copies(state, node.name)
     state.suspects.pop(node.name, None)
@@ -121,7 +126,7 @@ def lose(state: FleetState, orders: list[Order], node: Node, reason: str) -> Non
 
 
 def strike(state: FleetState, node: Node, reason: str, **changes: object) -> None:
-    """Record a failure of a node. A node that fails too often is quarantined."""
+    """Record a failure of a node. A node that fails too often is quarantined. It is also noted as an incident."""
     settings = state.settings
     recent = tuple(at_s for at_s in node.strikes if state.now_s - at_s < settings.strike_window_s)
     strikes = (*recent, state.now_s)
@@ -164,6 +169,7 @@ def check_leases(state: FleetState, orders: list[Order]) -> None:
 def _lose_late(
     state: FleetState, orders: list[Order], since: dict[str, float], limit_s: float, fault: str
 ) -> None:
+    """Fence the nodes silent for ``limit_s``; if these are most of the fleet, only after longer, as the network may be at fault."""
     late = sorted(name for name, at_s in since.items() if state.now_s - at_s >= limit_s)
     alive = len(state.seats) - len(state.vacant) + len(state.spares)
     if len(late) > 2 and 2 * len(late) > alive and not state.evidence:
@@ -178,7 +184,9 @@ def _lose_late(
 
 
 def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  # noqa: ARG001
-    """Handle a roll call like the reports that it stands for."""
+    """Handle a roll call like the reports that it stands for: all members but the absent sent a heartbeat, are bound,
+    or have parked. Of another epoch it counts as stale.
+    """
     if event.report == "heartbeat":
         for name in set(event.absent) - state.silent:
             if name in state.nodes:
@@ -201,6 +209,7 @@ def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  
 
 
 def _parked_all(state: FleetState, event: Rollcall) -> None:
+    """Take the roll call that members have parked, and record which steps all of them hold in memory. Stale in another phase."""
     if state.phase is not FleetPhase.PARKING:
         # No member was ordered to park, so no aggregator can have an answer for all.
         state.stale += 1
@@ -239,7 +248,9 @@ def _parked_all(state: FleetState, event: Rollcall) -> None:
 
 
 def fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
-    """Handle the report that the run cannot continue."""
+    """Handle the report that the run cannot continue: end it if all ranks or a second node agree, or the node is
+    needed. Otherwise set the node aside and end the epoch, so that others try.
+    """
     if event.epoch != state.epoch or state.phase not in (*IN_EPOCH, FleetPhase.PARKING):
         state.stale += 1
         return
@@ -261,7 +272,11 @@ def fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
 
 
 def nonfinite(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
-    """Handle the report, by any member, that a step's loss or gradient is not finite."""
+    """Handle the report, by any member, that a step's loss or gradient is not finite.
+
+    The first time, the step is computed again, without the nodes blamed or on other nodes. If it is the same there, the
+    run's own numbers are at fault. One report counts in each epoch.
+    """
     doubt, step = state.doubt, event.step
     already_reported = doubt is not None and doubt.epoch == event.epoch  # Every member reports it.
     if (
@@ -299,6 +314,7 @@ def nonfinite(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
 
 
 def _let_in_again(state: FleetState, doubt: NonFiniteDoubt) -> None:
+    """Make the nodes that a doubt has quarantined eligible again."""
     for name in doubt.nodes:
         node = state.nodes.get(name)
         if node is not None and node.eligibility is Eligibility.QUARANTINED:

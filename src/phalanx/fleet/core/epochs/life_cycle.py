@@ -56,6 +56,9 @@ def advance(state: FleetState, orders: list[Order]) -> None:
 
 
 def _from_forming(state: FleetState, orders: list[Order]) -> bool:
+    """Begin the first or next epoch once enough nodes are there, or the time to form has passed; return True if the
+    state changed.
+    """
     settings, ranks = state.settings, possible_ranks(state)
     if state.stopping and memory_may_come(state):
         return False
@@ -101,6 +104,7 @@ def _without_spares(state: FleetState, ranks: int) -> int:
 
 
 def _from_binding(state: FleetState, orders: list[Order]) -> bool:
+    """Begin running once all members are bound; end the epoch for a vacancy or a lost state. Return True if the state changed."""
     if state.vacant:
         return _fill_vacancies(state, orders)
     if state.awaiting:
@@ -116,6 +120,7 @@ def _from_binding(state: FleetState, orders: list[Order]) -> bool:
 
 
 def _from_running(state: FleetState, orders: list[Order]) -> bool:
+    """End the epoch for a vacancy, or to grow once it has run for a while. Return True if the state changed."""
     if state.vacant:
         return _fill_vacancies(state, orders)
     settled = state.now_s - state.since_s >= state.settings.grow_s and not state.stopping
@@ -126,6 +131,7 @@ def _from_running(state: FleetState, orders: list[Order]) -> bool:
 
 
 def _from_parking(state: FleetState, orders: list[Order]) -> bool:
+    """Form the next epoch once all have parked and the pause is over; return True if one was formed."""
     rested = state.stopping or state.now_s >= state.since_s + pause_s(state.tries)
     return not state.awaiting and rested and _form(state, orders)
 
@@ -143,6 +149,7 @@ def pause_s(tries: int) -> float:
 
 
 def _from_waiting(state: FleetState, orders: list[Order]) -> bool:
+    """Form an epoch once enough nodes are there, or to stop; return True if one was formed."""
     if state.stopping and memory_may_come(state):
         return False
     return bool(possible_ranks(state) or state.stopping) and _form(state, orders)
@@ -164,6 +171,7 @@ def can_grow(state: FleetState) -> bool:
 
 
 def _fill_vacancies(state: FleetState, orders: list[Order]) -> bool:
+    """End the epoch to replace its missing members: planned if all of them are alive and idle, for example drained."""
     nodes = [state.nodes[state.seats[seat]] for seat in sorted(state.vacant)]
     planned = all(node.alive and node.warm and not node.engaged for node in nodes)
     reason = "; ".join(
@@ -181,7 +189,11 @@ def regroup(
     planned: bool = False,
     kind: IncidentKind = IncidentKind.NOTE,
 ) -> None:
-    """End the present epoch. A planned end loses no step; a fault during it makes it unplanned."""
+    """End the present epoch.
+
+    A planned end loses no step; a fault during it makes it unplanned. Counts it, notes it as an incident, and orders
+    all members to park. Does nothing outside an epoch.
+    """
     if state.phase is FleetPhase.PARKING and state.planned and not planned:
         state.planned, state.left_planned, state.reason = False, False, reason
         enter(state, FleetPhase.PARKING)
@@ -206,7 +218,10 @@ def regroup(
 
 
 def _form(state: FleetState, orders: list[Order]) -> bool:
-    """Begin the next epoch if there are enough nodes; otherwise the fleet waits."""
+    """Begin the next epoch if there are enough nodes; otherwise the fleet waits.
+
+    Return True if the state changed. The run ends instead if it is to stop, or after too many faults in a row.
+    """
     if state.tries > state.settings.max_tries:
         text = f"{state.tries} faults in a row without progress; the last one: {state.reason}"
         conclude(state, orders, FleetPhase.FAILED, text)
@@ -232,6 +247,7 @@ def _form(state: FleetState, orders: list[Order]) -> bool:
 
 
 def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
+    """Begin the epoch of a plan: seat its nodes, set its number, ranks and source, and order the nodes to bind or to release."""
     state.epoch = max(state.epoch, state.seen_epoch) + 1
     before = step_of(state.source)
     state.ring, state.ring_level = list(plan.ring), plan.ring_level

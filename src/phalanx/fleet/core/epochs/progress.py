@@ -54,7 +54,10 @@ def progressed(state: FleetState, step: int) -> None:
 
 
 def stepped(state: FleetState, step: int) -> None:
-    """Record that the members have completed ``step``, and update the pace."""
+    """Record that the members have completed ``step``, and update the pace.
+
+    Ignored unless running and ahead of the last one. The pace is a moving average, seconds a step.
+    """
     if state.phase is not FleetPhase.RUNNING or step <= state.step:
         return
     pace_s = (state.now_s - state.step_s) / (step - state.step)
@@ -80,8 +83,8 @@ def waits_for_samples(state: FleetState, node: Node, waiting_s: float) -> None:
 
 
 def _settle(state: FleetState, step: int) -> None:
-    """Drop the accusations (``phalanx.fleet.core.epochs.faults``) and the doubt that the completion of
-    ``step`` has settled.
+    """Drop the accusations (``phalanx.fleet.core.epochs.faults``) and the doubt that the completion of ``step`` has
+    settled. Nodes that the doubt had quarantined stay so, with the verdict as their reason.
     """
     state.accusations = tuple(accusation for accusation in state.accusations if accusation.step >= step)
     doubt = state.doubt
@@ -142,7 +145,7 @@ def enter(state: FleetState, phase: FleetPhase) -> None:
 
 
 def end(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) -> None:
-    """End the run, FINISHED or FAILED, and record which steps are lost."""
+    """End the run, FINISHED or FAILED, and record which steps are lost. Orders all living agents to shut down."""
     enter(state, phase)
     lost = unsaved_steps(state)
     if lost:
@@ -205,7 +208,10 @@ def memory_may_come(state: FleetState) -> bool:
 
 
 def conclude(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) -> None:
-    """End the run while no worker is in an epoch, once memory's newest state is on disk."""
+    """End the run while no worker is in an epoch, once memory's newest state is on disk.
+
+    If it is already, the run ends now; else the holders are ordered to write it.
+    """
     source = restore_source(state)
     if not isinstance(source, RestorePoint) or source.step <= newest_saved(state):
         end(state, orders, phase, reason)
@@ -233,7 +239,7 @@ def _shares(state: FleetState, point: RestorePoint) -> dict[str, list[tuple[int,
 def from_saving(state: FleetState, orders: list[Order]) -> bool:
     """End the run once its newest state is on disk.
 
-    A node that was lost meanwhile is replaced by another holder.
+    A node that was lost meanwhile is replaced by another holder. Return True if the state changed.
     """
     assert isinstance(state.source, RestorePoint)
     if state.source.step in state.durable:
@@ -247,7 +253,10 @@ def from_saving(state: FleetState, orders: list[Order]) -> bool:
 
 
 def not_saved(state: FleetState, event: NotSaved, orders: list[Order]) -> None:
-    """Handle the report that a node cannot write its share: its copies count as lost."""
+    """Handle the report that a node cannot write its share: its copies count as lost.
+
+    Other holders are tried. Of another epoch or incarnation it counts as stale.
+    """
     node = state.nodes.get(event.node)
     stale = event.epoch != state.epoch or state.phase is not FleetPhase.SAVING
     if node is None or stale or node.incarnation != event.incarnation:

@@ -189,6 +189,7 @@ def _completing(
 
 
 def _placed(state: FleetState, names: Sequence[str], unit: int, count: int) -> PlacedUnits:
+    """Return the best placement of units of ``unit`` nodes along the nodes' network domains."""
     topology = from_domains({name: state.nodes[name].domain for name in names})
     return place_units(topology, unit, count // unit)
 

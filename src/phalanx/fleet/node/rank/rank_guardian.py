@@ -230,6 +230,11 @@ class RankGuardian(Guardian):
     def _restored(
         self, tiers: Sequence[KeepingTier], shards: Sequence[Shard], mesh: Mesh
     ) -> RestoredState | None:
+        """Restore the state of this epoch: from memory if all ranks can and the epoch names a step, else, after several
+        failures, from the newest checkpoint.
+
+        A collective. Raises SnapshotsUnreadableError before that.
+        """
         set_group_timeouts(_GROUP_TIMEOUT_S)  # Only now: a shorter timeout applied to connecting.
         self._at("restoring")
         bind = self._bound()
@@ -262,8 +267,8 @@ class RankGuardian(Guardian):
     ) -> tuple[str, dict[str, object], int]:
         """Fill ``shards`` from snapshots in memory.
 
-        Returns the error ("" if there is none), the snapshot's ``extra``, and the bytes that came from other
-        processes.
+        Returns the error ("" if there is none), the snapshot's ``extra``, and the bytes that came from other processes.
+        A collective if the records are shared.
         """
         resume, records = bind.resume, dict[int, bytes]()
         holders = [SnapshotHolder(holder.rank, holder.address) for holder in resume.holders]
@@ -339,6 +344,7 @@ class RankGuardian(Guardian):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
+        """Context of steps computed apart from the run, which do not count as hanging."""
         self._apart_s = time.monotonic()
         try:
             yield
@@ -352,6 +358,7 @@ class RankGuardian(Guardian):
         return self._orders.leaving(self.epoch)
 
     def audit(self, stepper: Stepper, samples: Samples) -> Audit | None:
+        """Return the audit of this epoch, or None if the run has none. Starts watching for stragglers."""
         mesh = stepper.built.model.mesh
         self._watch = StragglerWatch(mesh.layout, self.window_steps())
         every = self._spec.fleet.audit_every_steps
@@ -372,6 +379,7 @@ class RankGuardian(Guardian):
         return audit
 
     def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, object]) -> None:
+        """Report that the rank has joined at ``step``, and take a first snapshot if the run takes any."""
         self._orders.check(self.epoch)
         self._send(link.JoinedEpoch(self.epoch, step))
         if self._every:
@@ -379,6 +387,7 @@ class RankGuardian(Guardian):
         self._progress(step)
 
     def computed(self) -> None:
+        """Note the end of a step's computation; on GPUs raise if this epoch was parked."""
         if self._apart_s is not None:
             self._apart_s = time.monotonic()
         # On gloo an aborted collective raises an error. On a GPU its kernel just ends, and the memory it
@@ -387,10 +396,12 @@ class RankGuardian(Guardian):
             self._orders.check(self.epoch)
 
     def not_finite(self, step: int, report: StepReport) -> None:
+        """Raise ``NonFiniteStepError``, unless the epoch is to skip this step."""
         if self._bound().nonfinite_step != step:
             raise NonFiniteStepError(step, report)
 
     def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, object], report: StepReport) -> None:
+        """Report the end of ``step``, take a snapshot if one is due, and raise ParkedError if all ranks leave here."""
         self._orders.check(self.epoch)
         self._send(link.StepEnded(self.epoch, step))
         safe, leave = not report.flags.unsafe, report.flags.leave
@@ -405,11 +416,15 @@ class RankGuardian(Guardian):
         return self._spec.fleet.straggler_window_steps
 
     def measured(self, frame: RankFrame) -> None:
+        """Report this rank to the agent if it is found to be a straggler."""
         for straggler in self._watch.look(frame) if self._watch is not None else ():
             if straggler.rank == self._bound().rank:
                 self._send(link.Doubted(self.epoch, "straggler", str(straggler)))
 
     def authorize(self) -> None:
+        """Raise unless this epoch may commit a checkpoint: CheckpointError without a coordinator, EpochSupersededError
+        for a newer epoch.
+        """
         if self._orders.saves_held:
             raise CheckpointError(
                 "this node has had no coordinator for fleet.lease_s, and saves once it has one"
@@ -438,16 +453,19 @@ class RankGuardian(Guardian):
         self._writer.fence()
 
     def _take(self, step: int, shards: Sequence[Shard], extra: dict[str, object]) -> None:
+        """Take a snapshot of ``step``."""
         self._at("snapshot")
         self._writer.take(step, shards, extra)
         self._hooks.at("snapshot")
         self._newest = step
 
     def _complete(self, taken: TakenSnapshot) -> None:
+        """Report a complete snapshot to the agent."""
         key = taken.key
         self._send(link.SnapshotTaken(taken.epoch, key.ranks, key.rank, key.step))
 
     def _progress(self, step: int) -> None:
+        """Note the end of a step, and let the hooks begin the next."""
         self.step = step
         self._at("step")
         self._hooks.step_begins(step + 1)
@@ -456,6 +474,7 @@ class RankGuardian(Guardian):
         self.phase, self.since_s = phase, time.monotonic()
 
     def _bound(self) -> link.JoinEpoch:
+        """Return the epoch that this worker has joined. Raises RuntimeError if it has none."""
         if self._bind is None:
             raise RuntimeError("restore before this worker became a rank")
         return self._bind

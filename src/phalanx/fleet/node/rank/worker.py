@@ -130,6 +130,7 @@ class RankWorker:
     """One worker process."""
 
     def __init__(self, link: WorkerEnd, args: WorkerArgs, stop: StopRequest) -> None:
+        """Read the run, choose the device, open the data and check the machine; raises RunDirectoryError for another run file."""
         self._link, self._args, self._stop = link, args, stop
         self._orders = Orders(stop)
         self._directory = RunDirectory(args.run_dir)
@@ -175,7 +176,10 @@ class RankWorker:
             load_factory(self._spec.model.factory, self._spec.model.factory_sha256)
 
     def serve(self) -> None:
-        """Join the epochs that the agent orders, one after another, until it is ordered to end."""
+        """Join the epochs that the agent orders, one after another, until it is ordered to end.
+
+        Starts the threads of orders and heartbeats. A device that fails its checks is reported, and ends the worker.
+        """
         _in_thread("orders", self._listen)
         _in_thread("break-off", self._orders.break_off)
         _in_thread("pulse", self._pulse)
@@ -188,6 +192,7 @@ class RankWorker:
             self._epoch(bind)
 
     def _listen(self) -> None:
+        """Receive orders; end the process if the agent's connection breaks."""
         try:
             self._orders.listen(self._received)
         except WireError:
@@ -214,6 +219,7 @@ class RankWorker:
         began_s, over = time.monotonic(), threading.Event()
 
         def pulse() -> None:
+            """Send heartbeats until the data are open, or have taken too long."""
             while not over.wait(self._spec.fleet.worker_lease_s / _PULSES_IN_A_LEASE):
                 waited_s = time.monotonic() - began_s
                 if waited_s > self._spec.data.timeout_s + OVERTIME_S:
@@ -240,7 +246,10 @@ class RankWorker:
             time.sleep(self._spec.fleet.worker_lease_s / _PULSES_IN_A_LEASE)
 
     def _epoch(self, bind: JoinEpoch) -> None:
-        """Run one epoch, from rendezvous to leaving, and report how it ended."""
+        """Run one epoch, from rendezvous to leaving, and report how it ended.
+
+        Releases its process groups and memory afterwards. Ends the process if the device does not answer any more.
+        """
         self._connections = connections = Connections()
 
         def break_off() -> None:
@@ -273,7 +282,7 @@ class RankWorker:
             self._link.send(LeftEpoch(bind.epoch, self._fresh_meeting_point()))
 
     def _outcome(self, bind: JoinEpoch) -> ToAgent | None:
-        """Train, and return the message about the end of the epoch; ``None`` if it ended by order."""
+        """Train, and return the message about the end of the epoch; ``None`` if it ended by order. Other errors are printed."""
         try:
             result = self._train(bind)
             return TrainingFinished(bind.epoch, "" if result is None else json.dumps(result.to_json()))
@@ -285,6 +294,7 @@ class RankWorker:
             return outcome
 
     def _train(self, bind: JoinEpoch) -> RunResult | None:
+        """Meet the other ranks and train the epoch; return the run's result, None if it was stopped."""
         place = place_of_process()
         place.rank, place.epoch, place.step = bind.rank, bind.epoch, None
         ledger, self._began_ns = _account(self._directory, bind), time.time_ns()
@@ -377,7 +387,8 @@ def outcome_of(error: Exception, epoch: int, *, over: bool, device: torch.device
 def _check_machine(spec: RunSpec, directory: RunDirectory, warm: WarmState, node: str) -> None:
     """Check that this machine has the run's data, and kernels that round like those of the other nodes.
 
-    The coordinator repairs a record that was damaged while the fleet runs within a moment.
+    The coordinator repairs a record that was damaged while the fleet runs within a moment. Raises the errors of both
+    checks.
     """
     until_s = time.monotonic() + _RECORD_MENDED_S
     while True:

@@ -24,7 +24,10 @@ from phalanx.wire.messages import WireError
 
 
 def main() -> None:
-    """Entry point of the process that an agent starts."""
+    """Run a worker as the process that an agent starts: serve until ordered to end, then exit with 0.
+
+    Ignores SIGINT and SIGTERM. An error is printed and sent to the agent, and the exit code is ``EXIT_FAILED``.
+    """
     die_with_parent()
     capture_output(os.environ)
     # Its agent orders its end. Slurm sends SIGTERM to every process of a job that it is about to end, and the

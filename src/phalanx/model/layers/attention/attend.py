@@ -54,6 +54,7 @@ class _WholeRows(torch.autograd.Function):
         causal: bool,
         score: Score,
     ) -> Tensor:
+        """Attend with sinks; the result has the query's dtype. Saves inputs and log-sum-exp for backward."""
         out, lse = with_sinks(*attend(query, key, value, score, causal=causal, bias=bias), sinks)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, sinks, bias, out, lse)
@@ -63,6 +64,7 @@ class _WholeRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _WholeContext, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries, keys, values and sinks, in the query's dtype."""
         query, key, value, sinks, bias, out, lse = ctx.saved_tensors
         shares = attend_backward(
             grad_out, query, key, value, out, lse, ctx.score, causal=ctx.causal, bias=bias
@@ -106,7 +108,9 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """Return the gradient ``(h,)`` of the sinks of complete rows; ``out`` and ``lse`` are the results of ``with_sinks``."""
+    """Return the gradient ``(h,)`` of the sinks of complete rows; ``out`` and ``lse`` are the results of
+    ``with_sinks``. None without sinks.
+    """
     if sinks is None:
         return None
     # A sink's share of the softmax is exp(s - L'), and its value is zero: dS = P (dP - D) with dP = 0, D = rowsum(grad_out * out).
@@ -225,6 +229,7 @@ def _efficient_backward(
     causal: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the memory-efficient kernel, which needs equal heads and aligned log-sum-exps."""
     kv_heads = key.shape[1]
     key, value, bias = _per_query_head(query, key, value, bias)  # (b, h, n, w), (b, h, n, w), (b, h, q, n)
     # Padding rows get a denominator of infinity, so that their P is 0.
@@ -304,6 +309,7 @@ class _Piece:
 
 
 def _pieces(queries: int, keys: int, device: torch.device, rows: int, *, causal: bool) -> Iterator[_Piece]:
+    """Yield pieces of at most ``rows`` queries; if causal, with their visible keys and the mask of the last ones."""
     for start in range(0, queries, rows):
         stop = min(start + rows, queries)
         if not causal:

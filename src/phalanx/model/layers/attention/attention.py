@@ -102,7 +102,9 @@ class LayerCache:
         sinks: Tensor | None = None,
         expand: Expand | None = None,
     ) -> Tensor:
-        """See ``Cache``."""
+        """Append keys and values ``(b, k, s, .)``, and return the attention of queries ``(b, h, s, e)`` to all cached
+        tokens. Raises ``ValueError`` if the buffer is full.
+        """
         key, value = self.append(key, value)
         if expand is not None:
             key, value = expand(key, value)
@@ -112,7 +114,10 @@ class LayerCache:
 def empty_cache(
     spec: ModelSpec, batch: int, max_len: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> list[LayerCache]:
-    """Return one empty cache for each layer of a resolved model."""
+    """Return one empty cache for each layer of a resolved model.
+
+    It has room for ``max_len`` tokens of ``batch`` sequences, all allocated now.
+    """
     heads, key_width, value_width = attention_kind(spec).cache_row(spec)
 
     def buffer(width: int) -> Tensor:
@@ -220,7 +225,10 @@ class CausalCore:
         documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``Core``. If there are more keys than queries, the queries are the last tokens of one document."""
+        """Return ``(b, h, s, v)``, each token's attention to itself and earlier ones in its document and window.
+
+        If there are more keys than queries, the queries are the last tokens of one document.
+        """
         softmax = self.softmax(sinks)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -344,7 +352,10 @@ class Attention(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return the result ``(b, s, d)`` of the heads whose weights the module has. The sum over all heads is the layer's result."""
+        """Return the result ``(b, s, d)`` of the heads whose weights the module has.
+
+        The sum over all heads is the layer's result. New keys and values are added to ``cache``, if given.
+        """
         query, key, value = self.projected(inputs, cos, sin)
         if cache is not None:
             return self.result(cache.mix(self.core, query, key, value, self.sinks))
@@ -353,7 +364,9 @@ class Attention(nn.Module):
     def projected(
         self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries ``(b, h, s, e)``, keys ``(b, k, s, e)`` and values ``(b, k, s, v)`` for the outputs of ``by_tokens``."""
+        """Return queries ``(b, h, s, e)``, keys ``(b, k, s, e)`` and values ``(b, k, s, v)`` for the outputs of
+        ``by_tokens``. Normalized if the model does so, and queries and keys rotated unless the layer has no positions.
+        """
         (x,) = inputs
         query, key = self.query(x), self.key(x)
         if self.query_norm is not None and self.key_norm is not None and not self.normalizes_heads:

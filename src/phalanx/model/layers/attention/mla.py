@@ -117,7 +117,10 @@ class MlaAttention(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return the result ``(b, s, d)`` of the heads whose weights the module has. The sum over all heads is the layer's result."""
+        """Return the result ``(b, s, d)`` of the heads whose weights the module has.
+
+        The sum over all heads is the layer's result. New latents are added to ``cache``, if given.
+        """
         if cache is not None:
             absorbed = self.absorbed and not cache.takes_any_form
             query, latent, shared = self._unexpanded(inputs, cos, sin, absorbed)
@@ -163,6 +166,7 @@ class MlaAttention(nn.Module):
         return self._result(mixed, self.absorbed)
 
     def _result(self, mixed: Tensor, absorbed: bool) -> Tensor:
+        """Return the output ``(b, s, d)`` of mixed values ``(b, h, s, v)``, or of mixed latents if ``absorbed``."""
         if absorbed:
             mixed = self._absorbed_up.values(mixed)  # (b, h, s, v)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))  # (b, s, h v) to (b, s, d)
@@ -204,6 +208,7 @@ class AbsorbedUp:
         return keys, values.transpose(1, 2)
 
     def _by_head(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """Multiply the rows of each head by the head's matrix."""
         # Contiguous, so that the kernel depends neither on the number of heads nor on their order in memory.
         rows = x.transpose(0, 1).flatten(1, 2).contiguous()  # (h, b q, .)
         product = torch.bmm(rows, matrices)  # (h, b q, .)

@@ -21,7 +21,10 @@ from phalanx.run.spec import ModelSpec, RopeScalingSpec
 def inverse_frequencies(
     spec: ModelSpec, device: torch.device, *, windowed: bool = False, length: int = 0
 ) -> Tensor:
-    """Return the radians per position of each pair, fp32: half as many as a head has rotated elements. See ``rotation``."""
+    """Return the radians per position of each pair, fp32: half as many as a head has rotated elements.
+
+    Those of a longer context are stretched as ``spec.rope_scaling`` has it. See ``rotation``.
+    """
     width = attention_kind(spec).rotated_width(spec)
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width  # (pairs,)
     if windowed and spec.window_rope_theta:
@@ -69,9 +72,11 @@ def _stretch_by_turns(frequencies: Tensor, scaling: RopeScalingSpec, theta: floa
 def rotation(
     spec: ModelSpec, positions: Tensor, *, windowed: bool = False, length: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine at ``positions`` ``(seq,)``: each ``(seq, rotated elements)``, fp32; both halves are equal.
+    """Return cosine and sine at ``positions`` ``(seq,)``: each ``(seq, rotated elements)``, fp32; both halves are
+    equal.
 
     ``windowed`` selects those of layers with a sliding window; ``length`` is that of the full sequence, in tokens.
+    Stretched as ``spec.rope_scaling`` has it, and times its temperature, except for windows with a theta of their own.
     """
     frequencies = inverse_frequencies(spec, positions.device, windowed=windowed, length=length)
     angles = positions.float()[:, None] * frequencies[None, :]  # (seq, rotated elements / 2)
@@ -83,9 +88,11 @@ def rotation(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first elements of ``x`` ``(batch, heads, seq, head_dim)`` by their positions' angles; keeps ``x``'s dtype.
+    """Rotate the first elements of ``x`` ``(batch, heads, seq, head_dim)`` by their positions' angles; keeps ``x``'s
+    dtype.
 
-    The tables ``(seq, rotated elements)`` determine the number of rotated elements.
+    The tables ``(seq, rotated elements)`` determine the number of rotated elements. Others are unchanged. Returns a new
+    tensor.
     """
     if cos.shape[-1] < x.shape[-1]:
         rotated, unrotated = x.tensor_split([cos.shape[-1]], dim=-1)

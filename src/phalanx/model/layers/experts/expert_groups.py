@@ -99,6 +99,7 @@ class Groups:
         return None
 
     def _leaves(self, slope: Tensor, rows: Tensor) -> Iterator[Leaves]:
+        """Yield the weight gradients of some experts at a time: (experts, ``(experts, slots, o, i)``)."""
         experts, slots, shape = len(self.counts), self.slots, (slope.shape[1], rows.shape[1])
         at_once = max(1, self.max_leaf_elements // (slots * shape[0] * shape[1]))
         end = 0
@@ -144,6 +145,7 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _ProductContext, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Return the gradients of rows and matrices, each if needed."""
         rows, matrices = ctx.saved_tensors
         slope = upstream[0].contiguous()
         grad_rows = ctx.groups.multiply(slope, matrices) if ctx.needs_input_grad[0] else None
@@ -168,6 +170,7 @@ class _ForEachRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _ProductContext, *upstream: Tensor) -> tuple[Tensor | None, None, None]:
+        """Return the gradient of the vectors: the sum over each expert's rows, by slot then over slots in a tree."""
         groups, slope = ctx.groups, upstream[0]
         lengths = groups.counts.flatten()
         # (experts slots, width)

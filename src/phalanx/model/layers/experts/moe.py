@@ -74,6 +74,7 @@ class Experts(nn.Module):
         return self._project("down", inner, groups)
 
     def _project(self, name: str, rows: Tensor, groups: Groups) -> Tensor:
+        """Multiply the rows by their experts' matrices ``name``, and add the experts' biases, if any."""
         product = grouped_product if self.product is None else self.product
         products = product(rows, getattr(self, name), self._groups_of(name, groups))  # (m, o)
         bias: Tensor | None = getattr(self, f"{name}_bias")
@@ -83,6 +84,7 @@ class Experts(nn.Module):
         return add_by_expert(products, bias, self._groups_of(f"{name}_bias", groups), start)
 
     def _groups_of(self, name: str, groups: Groups) -> Groups:
+        """Return the groups, which take the gradients of each slot of the matrix ``name``, if several are computed at once."""
         if self.take is None or groups.slots == 1:
             return groups
         return replace(groups, take=partial(self.take, name))
@@ -186,7 +188,7 @@ class MoE(nn.Module):
         self.exchange: Exchange = LocalExchange()
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(b, s, d)`` to ``(b, s, d)``."""
+        """Return the sum of routed and, if any, shared experts: ``(b, s, d)`` to ``(b, s, d)``."""
         mixed = self.routed(x)
         if self.shared is None:
             return mixed
@@ -283,7 +285,8 @@ def padded_places(groups: Groups, rows: int) -> Tensor:
 def independent_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """Multiply each of ``rows`` ``(m, i)`` by the transpose of its expert's matrix of ``(experts, o, i)``: ``(m, o)``.
 
-    The rounding of a row does not depend on the other rows.
+    The rounding of a row does not depend on the other rows. Slots are padded for that. On a GPU without ``of_experts``
+    the padding has a fixed upper size.
     """
     padded, places = padded_groups(groups), padded_places(groups, len(rows))
     if rows.device.type == "cpu" or padded.of_experts:

@@ -72,6 +72,7 @@ class _Balance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _BalanceContext, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        """Add the tokens to the counts, once for each backward pass, and return the gradients of weights and losses."""
         if ctx.counts is not None:
             ctx.token_counts.add_(ctx.counts)
         slope = upstream[0].new_full((), ctx.scale) if ctx.has_losses else None
@@ -104,7 +105,11 @@ class Router(nn.Module):
         """Sums int64 statistics over the ranks that share a micro-batch."""
 
     def forward(self, tokens: Tensor) -> Routing:
-        """Return the experts and weights of ``tokens`` ``(n, d)``."""
+        """Return the experts ``(n, k)`` and weights ``(n, k)`` of ``tokens`` ``(n, d)``.
+
+        Weights are normalized and scaled as configured. With gradients enabled, backward counts the tokens and adds the
+        balance losses.
+        """
         # Numbers refer to DeepSeek-V3's equations (arXiv 2412.19437, section 2.1.2).
         scores, logits = self.scores(tokens)  # (15): (n, experts)
         experts = self._choose(scores.detach())  # (16): (n, k); the bias affects the choice only
@@ -124,7 +129,10 @@ class Router(nn.Module):
         return logits.softmax(dim=1) if self.moe.score == "softmax" else logits.sigmoid(), logits
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """Return the best experts ``(n, k)``, the best first."""
+        """Return the best experts ``(n, k)``, the best first.
+
+        With groups, only those of the best groups; the balance bias counts.
+        """
         preference = scores if self.bias is None else scores + self.bias
         if self.moe.groups > 1:
             # A group's score is that of its best experts; experts of other groups are masked.
@@ -138,6 +146,7 @@ class Router(nn.Module):
         return preference.topk(self.moe.per_token).indices  # (n, k)
 
     def _balanced(self, weights: Tensor, experts: Tensor, scores: Tensor, logits: Tensor) -> Tensor:
+        """Return ``weights`` with the balance losses and the token counts attached to their backward pass, if any apply."""
         losing = self.auxiliary_scale != 0 and (self.moe.aux_loss or self.moe.z_loss)
         if not (losing or self.counting):
             return weights

@@ -155,6 +155,7 @@ def _own(part: nn.Module, name: str) -> list[str]:
 
 
 def _replace_outputs(module: nn.Module) -> None:
+    """Let the output projection of each layer compute by lanes."""
     for layer in list(module.modules()):
         if isinstance(layer, _LAYERS):
             setattr(layer, layer.OUTPUT, LaneOutput(getattr(layer, layer.OUTPUT)))
@@ -252,6 +253,7 @@ def _rows(owner: nn.Module, lanes: RankLanes, parameter: Parameter) -> LaneRows 
 
 
 def _lane_result(layer: _Layer, tiles: RankTiles | None) -> LaneResult:
+    """Return how a layer's heads compute in lanes: on the full sequence, or tile by tile."""
     if tiles is None:
         return OnWholeSequence(layer.by_heads)
     if isinstance(layer, FeedForward):
@@ -274,6 +276,7 @@ class _RowsContext(FunctionContext, Protocol):
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _RowsContext, weight: Tensor, row: Tensor) -> Tensor:
+        """Look up ``row`` ``(b, s)`` in ``weight``; the number of rows marks a token that is on another rank: zeros."""
         ctx.count = len(weight)
         ctx.save_for_backward(row)
         absent = (row == len(weight)).unsqueeze(-1)  # (b, s, 1)
@@ -282,6 +285,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _RowsContext, *upstream: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the rows; tokens of other ranks add nothing."""
         (row,) = ctx.saved_tensors
         # Row `count` collects tokens without a row on this rank; its gradient is dropped.
         padding = ctx.count

@@ -76,6 +76,7 @@ class _RowsProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _RowsContext, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Return the gradients of the input and of the lane's rows; the latter is written into the full matrix's gradient."""
         x, rows = ctx.saved_tensors
         slope = upstream[0].flatten(0, -2)  # (tokens, outputs of the lane)
         own = torch.mm(slope.t(), x.flatten(0, -2), out=ctx.gradient.part(ctx.lane, rows))
@@ -236,7 +237,9 @@ class OnWholeSequence:
         inputs: tuple[Tensor, ...],
         *context: object,
     ) -> Tensor:
-        """See ``LaneResult``."""
+        """Return the lane's share ``(b, s, d)`` of the layer's result, with the lane's ``tensors`` in place of the
+        parameters of ``owners``.
+        """
         (own,) = tensors
         with in_place_of(owners, own):
             return self.by_heads(inputs, *context)
@@ -255,7 +258,9 @@ class TileByTile:
         inputs: tuple[Tensor, ...],
         *context: object,
     ) -> Tensor:
-        """See ``LaneResult``."""
+        """Return the lane's share ``(b, s, d)`` of the layer's result, tile by tile, each with its own ``tensors`` in
+        place of the parameters of ``owners``.
+        """
         assert not context, "a token-wise layer has no arguments of full sequences"
         results = []
         for own, tokens in zip(tensors, in_tiles(inputs, len(tensors)), strict=True):
@@ -299,6 +304,7 @@ class LanedLayer:
         return y if self.add_bias is None else self.add_bias(y)
 
     def _results(self, inputs: tuple[Tensor, ...], context: tuple[object, ...]) -> Iterator[Tensor]:
+        """Yield each lane's result in turn, computed with its own parts of the parameters."""
         owners = [(parameter.owner, parameter.attribute) for parameter in self.parameters]
         by_lane = zip(*(parameter.of_lanes() for parameter in self.parameters), strict=True)
         lane_inputs = zip(*(forked(x, self.lanes) for x in inputs), strict=True)

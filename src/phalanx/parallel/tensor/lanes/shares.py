@@ -84,6 +84,9 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _SharedContext, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Sum each parameter's leaves in a tree and over its ranks (by ``ctx.report``, if there is one), and return one
+        gradient in the leaves' dtype.
+        """
         own = _added(ctx.leaves, upstream)
         sums = own if ctx.report is None else ctx.report(own)
         firsts = itertools.accumulate((part.count for part in ctx.leaves), initial=0)
@@ -102,7 +105,7 @@ class Shares:
         self._current: dict[str, tuple[Tensor, ...]] = {}
 
     def install(self, unit: nn.Module) -> None:
-        """Register the hooks on ``unit``, so that there are shares whenever it runs."""
+        """Register the hooks on ``unit``, so that there are shares whenever it runs. Hooks remove them after each run."""
         self._unit = unit
         note_derived_weights(unit, self._leaves)
         unit.register_forward_pre_hook(self._enter)
@@ -114,6 +117,7 @@ class Shares:
         return self._current.get(name) or (self._unit.get_parameter(name),) * self._leaves[name].count
 
     def _enter(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
+        """Make the views of the module's parameters for each lane, for the pass that begins."""
         parameters = [module.get_parameter(name) for name in self._leaves]
         shares = iter(
             apply_function_of_many(_Shared, tuple(self._leaves.values()), self._report, *parameters)
@@ -147,7 +151,7 @@ Owners = Sequence[tuple[nn.Module, str]]
 
 @contextmanager
 def in_place_of(owners: Owners, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Context in which modules see ``tensors`` instead of the parameters ``owners``."""
+    """Context in which modules see ``tensors`` instead of the parameters ``owners``. They are restored also after an error."""
     tables: list[dict[str, Any]] = [owner._parameters for owner, _ in owners]
     saved = [table[name] for table, (_, name) in zip(tables, owners, strict=True)]
     for table, (_, name), tensor in zip(tables, owners, tensors, strict=True):
@@ -190,7 +194,9 @@ class InPieces:
         self._owners = [(parameter.owner, parameter.attribute) for parameter in parameters]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``(b, s, d)`` to ``(b, s, ...)``; other shapes have their tokens along ``dim``."""
+        """Run the layer on pieces along the tokens, each with its share of the parameters: ``(b, s, d)`` to ``(b, s,
+        ...)``; other shapes have their tokens along ``dim``.
+        """
         shares = zip(*(parameter.now() for parameter in self._parameters), strict=True)
         results = []
         for piece, own in zip(x.chunk(self._count, self._dim), shares, strict=True):
@@ -214,7 +220,7 @@ class RoutedInPieces:
         self._moe, self._count = moe, count
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``(b, s, d)`` to the same."""
+        """Route the tokens piece after piece, in one exchange: ``(b, s, d)`` to the same."""
         batch, seq, dim = x.shape
         pieces = x.view(batch, self._count, seq // self._count, dim)  # (b, pieces, s / pieces, d)
         tokens = pieces.transpose(0, 1).reshape(-1, dim)  # by piece, sequence, position: (b s, d)

@@ -95,7 +95,7 @@ _UNUSED_MIXTURE = MoeSpec(experts=2, per_token=1, ffn_dim=8, shared=1, score="si
 
 
 def flat(spec: ModelSpec) -> dict[str, object]:
-    """Return all fields of a model, those of its sections as ``moe.experts``."""
+    """Return all fields of a model, those of its sections as ``moe.experts`` and also as a table under the section's name."""
     fields: dict[str, object] = {}
     for name, value in to_table(spec).items():
         fields |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {}
@@ -139,6 +139,7 @@ def unsayable(spec: ModelSpec, family: Family) -> list[str]:
 
 
 def _has_its_kinds(spec: ModelSpec, family: Family) -> bool:
+    """Return True if the family has latent attention or experts where the model has."""
     if spec.mla is not None:
         return "mla" in family.sections
     return family.sections == ({"moe"} if spec.moe is not None else set())
