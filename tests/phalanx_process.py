@@ -147,10 +147,12 @@ def steps_done(run_dir: Path) -> int:
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Waits until ``condition`` holds; raises if the process ends before."""
+    """Waits until ``condition`` holds; raises if the process ends without that."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         if process.poll() is not None:
+            if condition():  # since the last look
+                return
             out, err = process.communicate()
             raise AssertionError(f"ended with {process.returncode} before its time:\n{out}\n{err}")
         if time.monotonic() > deadline:

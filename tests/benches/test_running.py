@@ -66,7 +66,7 @@ class Bench:
 
     def wait(self) -> tuple[int, str]:
         """Return the exit code and what it wrote to stderr."""
-        _, errors = self.process.communicate(timeout=60)
+        _, errors = self.process.communicate(timeout=240)
         return self.process.returncode, errors
 
     def pids(self) -> list[int]:
@@ -87,7 +87,7 @@ class Bench:
     def end(self) -> None:
         """End all of it, if the test has failed on the way."""
         self.process.kill()
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=240)
 
 
 StartBench = Callable[..., Bench]
@@ -107,7 +107,7 @@ def start_bench(tmp_path: Path) -> Iterator[StartBench]:
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)

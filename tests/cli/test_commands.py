@@ -168,26 +168,31 @@ def test_a_checkpoint_of_another_tokenizer_is_refused_before_any_rank_starts(
     assert f"{result['run_dir']}/tokenizer/tokenizer.json --out FOLDER" in done.stderr
 
 
-def test_a_preparation_ended_by_sigterm_leaves_nothing_behind(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def long_text(folder: Path) -> str:
+    """A folder with a text whose preparation takes long enough for a signal on a loaded machine."""
     (folder / "long").mkdir()
-    (folder / "long/one.txt").write_text("some words, and more of them\n" * 40_000)
-    command = [sys.executable, "-m", "phalanx", "data", "prepare", "long", "--out", "long_tokens"]
+    (folder / "long/one.txt").write_text("some words, and more of them\n" * 4_000_000)
+    return "long"
+
+
+def test_a_preparation_ended_by_sigterm_leaves_nothing_behind(folder: Path, long_text: str) -> None:
+    words = ["data", "prepare", long_text, "--out", "long_tokens", "--tokenizer", "bytes"]
+    command = [sys.executable, "-m", "phalanx", *words]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert process.stderr is not None
     while not list(folder.glob(".long_tokens.partial-*")):
         assert process.poll() is None
         time.sleep(0.001)
     process.terminate()
-    assert process.wait(60) == 128 + signal.SIGTERM
+    assert process.wait(240) == 128 + signal.SIGTERM
     assert not list(folder.glob(".long_tokens.partial-*"))
 
 
-def test_a_preparation_ended_by_ctrl_c_leaves_nothing_behind_and_says_so(folder: Path) -> None:
-    (folder / "pressed").mkdir()
-    (folder / "pressed/one.txt").write_text(
-        "some words, and more of them\n" * 4_000_000
-    )  # long enough for the signal on a loaded machine
-    words = ["data", "prepare", "pressed", "--out", "pressed_tokens", "--tokenizer", "bytes"]
+def test_a_preparation_ended_by_ctrl_c_leaves_nothing_behind_and_says_so(
+    folder: Path, long_text: str
+) -> None:
+    words = ["data", "prepare", long_text, "--out", "pressed_tokens", "--tokenizer", "bytes"]
     process = subprocess.Popen(
         [sys.executable, "-m", "phalanx", *words],
         cwd=folder,
@@ -201,7 +206,7 @@ def test_a_preparation_ended_by_ctrl_c_leaves_nothing_behind_and_says_so(folder:
         assert process.poll() is None
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
-    _, shown = process.communicate(timeout=60)
+    _, shown = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "pressed_tokens is as it was, and nothing half-written is left" in shown
     assert not list(folder.glob("*pressed_tokens*"))

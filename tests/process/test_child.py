@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from open_files import open_pipes_and_files_below
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.log_file import LogOrder, last_lines
 from phalanx.process.child import Child, describe_exit, end_all
@@ -75,10 +76,10 @@ def test_the_log_of_a_child_that_ended_as_it_should_says_nothing_of_it(
 
 
 def test_a_child_that_cannot_be_started_leaves_no_descriptor(tmp_path: Path) -> None:
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = open_pipes_and_files_below(tmp_path)
     with pytest.raises(FileNotFoundError):
         logged(tmp_path, "/nowhere/program")
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert open_pipes_and_files_below(tmp_path) <= before
 
 
 def test_a_child_reads_its_task_and_prints_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
@@ -92,6 +93,14 @@ def test_a_task_that_nobody_reads_is_no_error() -> None:
     child.end()
 
 
+def test_children_that_end_by_themselves_in_their_time_are_not_killed() -> None:
+    children = [Child.start(["sleep", "600"]) for _ in range(2)]
+    for child in children:
+        child.signal(signal.SIGTERM)
+    end_all(children, patience_s=PATIENCE_S)
+    assert [child.exit_code() for child in children] == [-signal.SIGTERM] * 2
+
+
 def test_children_together_have_one_patience_and_who_does_not_end_is_killed(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     stubborn = Child.start(["sh", "-c", f"trap '' TERM; touch {ready}; while :; do sleep 0.1; done"])
@@ -100,6 +109,7 @@ def test_children_together_have_one_patience_and_who_does_not_end_is_killed(tmp_
         pass
     for child in (stubborn, obedient):
         child.signal(signal.SIGTERM)
+    obedient.wait(PATIENCE_S)  # before the stubborn one has used the patience up, however busy the machine is
     end_all((stubborn, obedient), patience_s=0.5)
     assert [child.exit_code() for child in (stubborn, obedient)] == [-signal.SIGKILL, -signal.SIGTERM]
 

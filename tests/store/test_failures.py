@@ -32,6 +32,8 @@ from store.servers import CREDENTIALS, Server, free_port, google_environment, s3
 
 PATIENT = RetryPolicy(retries=10, first_pause_s=0.005, longest_pause_s=0.05, timeout_s=240)
 IMPATIENT = RetryPolicy(retries=2, first_pause_s=0.005, longest_pause_s=0.01, timeout_s=0.5)
+ANSWERED = RetryPolicy(retries=2, first_pause_s=0.005, longest_pause_s=1.0, timeout_s=5)
+"""Long enough for an answer on a loaded machine: one that came too late would be another failure."""
 
 
 @contextmanager
@@ -97,7 +99,7 @@ def test_credentials_that_stay_expired_are_named_with_their_source() -> None:
     expired = 403, b"<Error><Code>ExpiredToken</Code></Error>"
     with (
         scripted(forever=expired) as server,
-        s3_at(server.port, IMPATIENT) as store,
+        s3_at(server.port, ANSWERED) as store,
         pytest.raises(
             ExpiredError, match=r"403 ExpiredToken .* AWS_ACCESS_KEY_ID\) have expired.*renew them"
         ),
@@ -115,11 +117,9 @@ def test_a_store_that_does_not_answer_is_given_up_after_the_policys_time() -> No
 
 def test_the_last_answer_of_a_store_that_is_given_up_is_said() -> None:
     busy = (503, b"<Error><Code>SlowDown</Code></Error>")
-    # Long enough for an answer on a loaded machine: one that came too late would be another failure.
-    patience = RetryPolicy(retries=2, first_pause_s=0.005, longest_pause_s=1.0, timeout_s=5)
     with (
         scripted(forever=busy) as server,
-        s3_at(server.port, patience) as store,
+        s3_at(server.port, ANSWERED) as store,
         pytest.raises(UnavailableError, match="503 SlowDown"),
     ):
         store.get("key")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -108,13 +109,17 @@ def test_if_newcomers_are_too_many_the_oldest_stranger_makes_room_for_hosts_that
 
 
 def test_a_port_without_descriptors_waits_instead_of_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = []
+    tries_s: list[float] = []
+    third = threading.Event()
 
     def accept(_socket: socket.socket) -> tuple[socket.socket, tuple[str, int]]:
-        tries.append(1)
+        tries_s.append(time.monotonic())
+        if len(tries_s) == 3:
+            third.set()
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(socket.socket, "accept", accept)
     with listening():
-        time.sleep(0.5)
-    assert 1 <= len(tries) < 20
+        assert third.wait(PATIENCE_S)
+    # A busy machine makes the pauses between tries longer, never shorter.
+    assert tries_s[2] - tries_s[0] > 0.2

@@ -17,7 +17,6 @@ import secrets
 import stat
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -172,9 +171,12 @@ class ProfileDesk:
             request = read_request(self._directory, time.time())
         except (ProfileRequestError, OSError) as error:
             self._warn(f"the request for a profile in {self._path} is ignored: {error}")
-            self._refused, request = seen, None
-        with suppress(OSError):  # a folder, or a disk that cannot be written: it is remembered as refused
+            request = None
+        try:
             self._path.unlink()
-        if request is not None:
+            self._refused = (
+                None  # the next file may have the same inode, and be made within one tick of the clock
+            )
+        except OSError:  # a folder, or a disk that cannot be written: it is remembered as refused
             self._refused = seen
         return request

@@ -1,6 +1,7 @@
 """Saving in the background: what a receipt and an outcome promise, with real threads and real files."""
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,14 +67,30 @@ def test_tensors_may_change_as_soon_as_save_returns() -> None:
     assert same_state(loaded(tier, 1), state(1))
 
 
-def test_with_one_buffer_a_save_waits_for_the_previous_one_and_says_so() -> None:
+def test_with_one_buffer_a_save_waits_for_the_previous_one_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tier = GatedTier()
     saver = AsyncSaver(tier, 0, 1, buffers=1)
     saver.save(1, shards_of(state(1)), {})
-    threading.Timer(0.2, tier.gate.set).start()
-    receipt = saver.save(2, shards_of(state(2)), {})
+    waits_s: list[float] = []
+    wait = threading.Condition.wait
+
+    def open_the_gate_and_wait(condition: threading.Condition, timeout: float | None = None) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            return wait(condition, timeout)
+        tier.gate.set()
+        begin_s = time.perf_counter()
+        try:
+            return wait(condition, timeout)
+        finally:
+            waits_s.append(time.perf_counter() - begin_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Condition, "wait", open_the_gate_and_wait)
+        receipt = saver.save(2, shards_of(state(2)), {})
     saver.close()
-    assert receipt.waited_s > 0.1
+    assert receipt.waited_s > waits_s[0]
     assert same_state(loaded(tier, 1), state(1))
     assert same_state(loaded(tier, 2), state(2))
 

@@ -466,7 +466,7 @@ def test_a_disk_that_fails_is_not_questioned_without_a_pause_and_holds_nobody_up
     uploader = StoreUploader(disk, MemoryStore(), rules, "fleet1", lambda _: None, lambda _: None, times)
     uploader.deal(CopyShare((0,), 1))
     uploader.expect(2)
-    assert uploader.settle(5.0)
-    assert uploader.settle(5.0), "its thread lives on"
+    assert uploader.settle(PATIENCE_S)
+    assert uploader.settle(PATIENCE_S), "its thread lives on"
     assert not disk.often.wait(0.2)
     uploader.cancel()

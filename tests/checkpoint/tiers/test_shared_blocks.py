@@ -144,7 +144,7 @@ def test_a_file_that_another_user_holds_is_not_waited_for(
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         opening = Thread(target=lambda: blocks.append(SharedBlocks("s3://bucket", folder)), daemon=True)
         opening.start()
-        opening.join(20)
+        opening.join(60)
         assert blocks, "it waits for another user's lock"
     manifest = Manifest(0, "rank-0", 4, 64, (checksum(b"mine"),), ())
     assert bytes(blocks[0].block(manifest, 0, lambda: memoryview(b"mine"))) == b"mine"

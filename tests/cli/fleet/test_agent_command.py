@@ -54,7 +54,7 @@ def test_agents_with_a_run_file_find_each_other_and_train(
     told = ["agent", "--run", str(folder / "tiny.toml"), "--coordinator", where, *sets]
     follower = start([*told, "--node", "b", "--no-lead"], tmp_path)
     leader = last_json(run([*told, "--node", "a", "--json"], tmp_path))
-    assert follower.wait(timeout=60) == 0
+    assert follower.wait(timeout=240) == 0
     assert leader["weights_sha256"] == result["weights_sha256"]
     seen = json.loads((tmp_path / "run" / "fleet.json").read_text())
     assert sorted(member["name"] for member in seen["members"]) == ["a", "b"]

@@ -104,8 +104,9 @@ def test_ctrl_c_is_one_wish_to_stop_and_the_launcher_says_that_one_can_go_on(tmp
 def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
     process, fleet = launched(tmp_path, hold_at=20)
     fleet.held(20)
+    everything = 1 + 3 + 3  # coordinator, agents, workers; the spare's may begin after the others train
+    wait_for(lambda: len(processes_of(tmp_path)) == everything)
     started = processes_of(tmp_path)
-    assert len(started) == 1 + 3 + 3  # coordinator, agents, workers
     process.kill()
     process.communicate()
     wait_for(lambda: not any(alive(pid) for pid in started))

@@ -277,7 +277,7 @@ def test_a_coordinator_does_not_take_up_the_journal_of_another_run_file(tmp_path
 
 
 def test_a_handshake_is_bounded_in_time_by_whoever_waits() -> None:
-    impatient = replace(CREDENTIALS, handshake_timeout_s=0.3)
+    impatient = replace(CREDENTIALS, handshake_timeout_s=1.0)
 
     async def scene() -> None:
         async with Wire(impatient) as wire, opened(wire.address) as stream, opened(wire.address) as mute:

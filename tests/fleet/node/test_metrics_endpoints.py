@@ -60,6 +60,7 @@ def test_coordinator_and_agents_serve_their_metrics_and_a_coordinator_that_is_st
     with closing(_Fleet(tmp_path)) as fleet:
         fleet.hold_at(20)
         fleet.start_coordinator()
+        wait_for(lambda: "" in addresses(tmp_path))  # has the port that the agents would take, too
         for node in ("a", "b", "c"):
             fleet.start_agent(node)
         fleet.gathered(20)

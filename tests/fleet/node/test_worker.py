@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -237,9 +238,10 @@ def test_a_worker_that_has_left_an_epoch_holds_nothing_of_it(make_driver: Any) -
     driver.wait_for_step(2)
     assert _sockets(first.process.pid) > before
     driver.park([first, second])
-    assert _sockets(first.process.pid) == before, (
-        "whoever holds the model holds its groups, and they their connections"
-    )
+    # Whoever holds the model holds its groups, and they their connections. A group closes its own a moment after it is gone;
+    # the suite's timeout is the limit.
+    while _sockets(first.process.pid) > before:
+        time.sleep(0.01)
 
 
 def _sockets(pid: int) -> int:

@@ -273,9 +273,9 @@ def test_calls_of_gelu_keep_no_memory() -> None:
     gelu = operations().gelu
 
     def resident_kib() -> int:
-        for _ in range(20_000):
+        for _ in range(200_000):  # many: other threads of this process use memory, too
             gelu(x, approximate="tanh")
         return int(re.findall(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[0])
 
     before = resident_kib()
-    assert resident_kib() - before < 400  # a string for each call would be 900
+    assert resident_kib() - before < 4_000  # a string for each call would be 9,000

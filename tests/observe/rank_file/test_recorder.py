@@ -10,12 +10,14 @@ from pathlib import Path
 from observe.rank_frames import drawn_frame, read, same
 from phalanx.observe.rank_writer import _QUEUE_FRAMES, RankRecorder
 
+PATIENCE_S = 100.0
+
 
 def test_all_that_was_recorded_is_in_the_file_once_it_is_closed(tmp_path: Path) -> None:
     frames = [drawn_frame(1, step, 3) for step in range(20)]
     recorder = RankRecorder(tmp_path / "ranks.bin")
     assert [recorder.record(frame) for frame in frames] == [""] * 20
-    assert recorder.close() == ""
+    assert recorder.close(PATIENCE_S) == ""
     assert all(map(same, read(tmp_path / "ranks.bin"), frames))
 
 
@@ -27,7 +29,7 @@ def test_nothing_is_made_if_nothing_is_recorded(tmp_path: Path) -> None:
 def test_trouble_is_told_once_and_names_the_file(tmp_path: Path) -> None:
     recorder = RankRecorder(tmp_path / "no such folder" / "ranks.bin")
     told = [recorder.record(drawn_frame(1, step, 3)) for step in range(5)]
-    told.append(recorder.close())
+    told.append(recorder.close(PATIENCE_S))
     (one,) = [text for text in told if text]
     assert "no such folder" in one
     assert "training goes on" in one
@@ -55,5 +57,5 @@ def test_frames_are_written_again_once_the_trouble_is_over(tmp_path: Path) -> No
     assert "No such file" in told
     os.mkdir(path.parent)
     recorder.record(drawn_frame(1, 2, 3))
-    recorder.close()
+    recorder.close(PATIENCE_S)
     assert [frame.step for frame in read(path)][-1] == 2

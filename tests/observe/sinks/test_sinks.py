@@ -24,6 +24,8 @@ from phalanx.observe.sinks import (
     step_of,
 )
 
+PATIENCE_S = 100.0
+
 
 class Recording:
     """Keeps what it is given."""
@@ -81,7 +83,7 @@ def test_every_event_arrives_in_order_and_the_sink_is_closed() -> None:
     sink = Recording()
     background = Background("x", lambda: sink)
     assert all(background.offer(event) for event in crashed_run())
-    health = background.close()
+    health = background.close(PATIENCE_S)
     assert sink.events == crashed_run()
     assert sink.closed
     assert health == SinkHealth("x", len(crashed_run()), 0, 0, 0, "", given_up=False)
@@ -118,7 +120,7 @@ def test_a_failure_now_and_then_is_counted_and_survived() -> None:
     background = Background("x", lambda: sink)
     for event in steps(8):
         background.offer(event)
-    health = background.close()
+    health = background.close(PATIENCE_S)
     assert [step_of(event) for event in sink.events] == [1, 3, 5, 7, 8]
     assert (health.written, health.failed, health.given_up) == (5, 3, False)
     assert "no route to tracker" in health.last_error
@@ -128,7 +130,7 @@ def test_a_sink_that_keeps_failing_is_given_up_with_its_reason() -> None:
     background = Background("x", lambda: Failing(set(range(100))))
     for event in steps(20):
         background.offer(event)
-    health = background.close()
+    health = background.close(PATIENCE_S)
     assert health.given_up
     assert health.failed == FAILURES_IN_A_ROW
     assert "ConnectionError: no route to tracker" in health.last_error
@@ -141,7 +143,7 @@ def test_a_sink_that_cannot_be_opened_is_reported_not_raised() -> None:
         raise PermissionError("log in first")
 
     background = Background("x", refuse)
-    health = background.close()
+    health = background.close(PATIENCE_S)
     assert "could not be opened: PermissionError: log in first" in health.last_error
 
 
@@ -166,7 +168,7 @@ def test_several_sinks_are_closed_at_the_same_time() -> None:
             meeting.wait()  # for ever, if the sinks were closed one after the other
 
     sinks = [Background(str(i), Meeting) for i in range(4)]
-    healths = close_sinks(sinks)
+    healths = close_sinks(sinks, PATIENCE_S)
     assert [(health.name, health.given_up) for health in healths] == [(str(i), False) for i in range(4)]
 
 
@@ -214,7 +216,7 @@ def test_each_named_sink_is_opened_with_the_directory_and_the_run(tmp_path: Path
 
         return Vendor("json", open_sink)
 
-    close_sinks(open_sinks(["a", "b"], tmp_path, "run", {"a": vendor("a"), "b": vendor("b")}))
+    close_sinks(open_sinks(["a", "b"], tmp_path, "run", {"a": vendor("a"), "b": vendor("b")}), PATIENCE_S)
     assert opened == {"a": (tmp_path, "run"), "b": (tmp_path, "run")}
 
 

@@ -62,11 +62,13 @@ def sockets_left() -> int:
     reason="PyTorch 2.11 itself never gives up what its dispatcher of DTensors has seen",
 )
 def test_a_process_that_has_left_keeps_no_group_however_many_steps_it_computed(ranks: Ranks) -> None:
-    before = ranks.run(2, sockets_left)
+    before = sum(ranks.run(2, sockets_left))
     for model in (DENSE, MIXTURE):
         ranks.run(2, steps_on_this_rank, tiny(model, ParallelSpec(tensor=2)), 1)
         # Either rank may have dialed the other, with a socket more; a group has two on each of both at least.
-        assert sum(ranks.run(2, sockets_left)) < sum(before) + 4
+        # Their sockets may be closed at any later time; the suite's timeout is the limit.
+        while sum(ranks.run(2, sockets_left)) >= before + 4:
+            pass
 
 
 def sockets_of_a_mesh(spec: RunSpec) -> tuple[int, list[int], list[int]]:

@@ -332,8 +332,9 @@ def threads_before_sharding_once_more() -> int:
 def test_a_rank_that_has_left_its_groups_keeps_none_of_their_threads(ranks: Ranks) -> None:
     """PyTorch 2.11 never frees a mesh that DTensor has seen: after some hundred epochs a rank had 1,300 threads, and stood still."""
     ranks.run(2, threads_before_sharding_once_more)
-    threads = [ranks.run(2, threads_before_sharding_once_more)[0] for _ in range(4)]
-    assert max(threads) == min(threads)
+    first, *later = (ranks.run(2, threads_before_sharding_once_more)[0] for _ in range(4))
+    # A thread may be listed for a moment after its end; one that is kept is there in all later jobs.
+    assert min(later) <= first
 
 
 def test_the_flop_of_attention_with_fewer_key_heads_are_those_of_all_query_heads() -> None:

@@ -130,13 +130,15 @@ def test_a_port_in_use_is_named_with_what_to_change() -> None:
         taken.listen()
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(RendezvousError, match=r"port .* in use .*set MASTER_PORT"):
-            join(RankEnvironment(0, 2, 0, address, "torchrun"), torch.device("cpu"), timeout_s=5.0)
+            join(RankEnvironment(0, 2, 0, address, "torchrun"), torch.device("cpu"), timeout_s=60.0)
 
 
 def test_ranks_meet_in_a_folder_whose_name_an_address_must_write_otherwise(tmp_path: Path) -> None:
     folder = tmp_path / "a b,c%20d"
     folder.mkdir()
-    join(RankEnvironment(0, 1, 0, (folder / "store").as_uri(), "phalanx"), torch.device("cpu"), timeout_s=5.0)
+    join(
+        RankEnvironment(0, 1, 0, (folder / "store").as_uri(), "phalanx"), torch.device("cpu"), timeout_s=60.0
+    )
     there = (folder / "store").exists()
     leave()
     assert there

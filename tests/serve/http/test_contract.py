@@ -270,7 +270,7 @@ def test_ids_of_texts_and_conversations_are_told_and_turned_back(base_url: str, 
     root = base_url.removesuffix("/v1")
 
     def post(path: str, **fields: object) -> dict[str, Any]:
-        answer = httpx.post(f"{root}/{path}", json={"model": model, **fields})
+        answer = httpx.post(f"{root}/{path}", json={"model": model, **fields}, timeout=100)
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
         return found

@@ -295,7 +295,7 @@ def test_weights_that_the_engine_refuses_leave_those_of_before_to_the_requests(r
         raise ServeError("the weights are of another model")
 
     async def last() -> EngineOutput:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             return [one async for one in worker.submit(Request("r", (1, 2), 3))][-1]
 
     worker.swap(Swap(7, "other", refused))

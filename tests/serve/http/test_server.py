@@ -36,7 +36,7 @@ def own(chat_run: Path) -> Iterator[str]:
 
 
 def running(url: str) -> float:
-    text = httpx.get(url.replace("/v1", "/metrics")).text
+    text = httpx.get(url.replace("/v1", "/metrics"), timeout=100).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_requests_"))
 
 
@@ -76,7 +76,7 @@ def test_a_client_that_leaves_frees_its_request(own: str, stream: bool) -> None:
 def test_a_client_that_leaves_in_the_middle_of_asking_harms_nobody(own: str, sent: bytes) -> None:
     with raw(own) as sock:
         sock.sendall(sent)
-    assert httpx.get(own.replace("/v1", "/health")).status_code == 200
+    assert httpx.get(own.replace("/v1", "/health"), timeout=100).status_code == 200
 
 
 def test_too_many_are_sent_away_with_a_time_and_those_admitted_finish(own: str) -> None:
@@ -113,7 +113,7 @@ def test_too_many_are_sent_away_with_a_time_and_those_admitted_finish(own: str) 
 def test_a_body_that_is_no_request_is_refused(
     own: str, content: bytes, headers: dict[str, str], status: int
 ) -> None:
-    answer = httpx.post(f"{own}/completions", content=content, headers=headers)
+    answer = httpx.post(f"{own}/completions", content=content, headers=headers, timeout=100)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
 
@@ -127,7 +127,7 @@ def test_at_sigterm_what_goes_on_is_finished_and_nothing_new_is_taken(chat_run: 
         next(stream)
         until(lambda: [note.state for note in read_serving(RunDirectory(chat_run)) if note.url == url])
         process.send_signal(signal.SIGTERM)
-        until(lambda: httpx.get(url.replace("/v1", "/ready")).status_code == 503)
+        until(lambda: httpx.get(url.replace("/v1", "/ready"), timeout=100).status_code == 503)
         with pytest.raises(openai.APIStatusError) as error:
             client.completions.create(model="run", prompt="a")
         assert error.value.status_code == 503
@@ -144,7 +144,7 @@ def test_a_second_signal_ends_at_once(chat_run: Path) -> None:
         )
         next(stream)
         process.send_signal(signal.SIGINT)
-        until(lambda: httpx.get(url.replace("/v1", "/ready")).status_code == 503)
+        until(lambda: httpx.get(url.replace("/v1", "/ready"), timeout=100).status_code == 503)
         process.send_signal(signal.SIGINT)
         process.wait(100)
 
@@ -157,8 +157,8 @@ def test_a_key_is_demanded_where_there_is_a_file_of_keys(chat_run: Path, tmp_pat
         assert OpenAI(base_url=url, api_key=key).models.list().data
         with pytest.raises(openai.AuthenticationError):
             OpenAI(base_url=url, api_key=key[:-1]).models.list()
-        assert httpx.get(f"{url}/models").status_code == 401
-        assert httpx.get(url.replace("/v1", "/health")).status_code == 200
+        assert httpx.get(f"{url}/models", timeout=100).status_code == 401
+        assert httpx.get(url.replace("/v1", "/health"), timeout=100).status_code == 200
 
 
 def test_what_would_be_open_to_others_does_not_start(chat_run: Path, tmp_path: Path) -> None:

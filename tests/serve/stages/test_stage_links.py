@@ -45,7 +45,7 @@ def test_whether_a_stage_is_there_is_told_without_waiting_for_what_another_threa
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(here.ended)
         try:
-            assert asked.result(10) is False
+            assert asked.result(60) is False
         finally:
             there.close()
     assert until(here.ended)

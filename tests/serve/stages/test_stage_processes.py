@@ -98,7 +98,7 @@ def test_a_process_that_is_killed_or_stands_still_ends_its_texts_with_its_name_a
         with pytest.raises(openai.APIError, match=f"{whom} .*({why})"):
             disturbed()
         assert told(choices) == undisturbed[: len(choices)]
-        health = httpx.get(served.url.replace("/v1", "/health"))
+        health = httpx.get(served.url.replace("/v1", "/health"), timeout=100)
         assert health.status_code == 503
         assert whom in health.json()["status"]
         with pytest.raises(openai.APIError, match=whom):  # who comes later hears it at once
@@ -110,7 +110,10 @@ def test_a_stage_that_stands_still_while_nothing_is_asked_is_told_by_health(run_
         (stage,) = stages_of(served.process.pid)
         os.kill(stage, signal.SIGSTOP)
         health = until(
-            lambda: (found := httpx.get(served.url.replace("/v1", "/health"))).status_code == 503 and found
+            lambda: (
+                (found := httpx.get(served.url.replace("/v1", "/health"), timeout=100)).status_code == 503
+                and found
+            )
         )
         assert "no sign of life for 8 s (--stage-timeout)" in health.json()["status"]
 

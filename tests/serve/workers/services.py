@@ -54,7 +54,7 @@ class Service:
 
     def workers(self) -> list[dict[str, Any]]:
         """Its workers, as /health tells them."""
-        return list(httpx.get(self.url.replace("/v1", "/health")).json()["workers"])
+        return list(httpx.get(self.url.replace("/v1", "/health"), timeout=100).json()["workers"])
 
     def busy(self, role: str) -> int | None:
         """The number of a worker of a role that has a job."""
@@ -75,7 +75,7 @@ class Service:
 
     def count(self, name: str) -> float:
         """A number of /metrics, over all labels."""
-        text = httpx.get(self.url.replace("/v1", "/metrics")).text
+        text = httpx.get(self.url.replace("/v1", "/metrics"), timeout=100).text
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 

@@ -208,5 +208,5 @@ def test_workers_that_never_stay_are_given_up_aloud(run_dir: Path, tmp_path: Pat
 
 
 def _trouble(served: Service) -> Any:
-    answer = httpx.get(served.url.replace("/v1", "/health"))
+    answer = httpx.get(served.url.replace("/v1", "/health"), timeout=100)
     return json.loads(answer.text) if answer.status_code == 503 else None

@@ -258,7 +258,9 @@ def test_descriptors_are_given_back_with_the_pages() -> None:
     assert got.pages == PAGES
     del got
     gc.collect()
-    until(lambda: held() == before)  # the connection's thread ends after the conversation
+    until(
+        lambda: held() <= before
+    )  # a connection's thread ends after its conversation, also those of earlier tests
 
 
 def _is_page_file(descriptor: str) -> bool:

@@ -33,7 +33,7 @@ def told(
             slow_start_s=slow_start_s,
         )
         supervised.start()
-        async with asyncio.timeout(50):
+        async with asyncio.timeout(200):
             while not enough(ends, slow):
                 await asyncio.sleep(0.01)
         state = supervised.seats[0].state

@@ -40,6 +40,7 @@ from phalanx_serve.traffic.events import (
 )
 from phalanx_serve.workers import messages as m
 from phalanx_serve.workers import page_client, serving_worker
+from phalanx_serve.workers import router as router_module
 from phalanx_serve.workers.page_client import PageWay, Way, pull
 from phalanx_serve.workers.page_server import PageServer
 from phalanx_serve.workers.router import Peer, RequestRouter, RouterSettings, Watcher
@@ -397,11 +398,14 @@ def test_a_request_that_comes_after_no_worker_is_left_ends_with_the_reason() -> 
     assert asyncio.run(asked()) == [Ended(name, "error", "no worker is left") for name in ("before", "after")]
 
 
-def test_a_worker_that_is_late_is_told_once_in_a_life_with_the_reason() -> None:
+def test_a_worker_that_is_late_is_told_once_in_a_life_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     heard: list[tuple[int, str]] = []
+    now_s = 1e6
+    monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=lambda: now_s))
 
     def worker(life: int, silent_s: float, still_s: float) -> pools.PoolWorker:
-        now_s = time.monotonic()
         return pools.PoolWorker(
             1, life, "both", WorkerIdentity("w", "n", "p"), 4, 1e9, now_s - silent_s, now_s - still_s
         )

@@ -21,7 +21,8 @@ from watch.made_runs import crashed, write_events
 
 
 def _told(lines: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line[6:]) for line in lines.split(b"\n") if line.startswith(b"data: ")]
+    messages = [json.loads(line[6:]) for line in lines.split(b"\n") if line.startswith(b"data: ")]
+    return [message for message in messages if message["kind"] != "heartbeat"]  # of a poll that came late
 
 
 def test_a_viewer_that_reads_slowly_is_told_the_newest_and_how_much_it_missed(tmp_path: Path) -> None:
@@ -113,8 +114,8 @@ def test_a_viewer_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
             await asyncio.Event().wait()
 
     async def during(live: LiveUpdates) -> None:
-        await asyncio.sleep(0.1)
-        assert len(live._viewers) == 1
+        while not live._viewers:  # it looks at the run's files first, in a thread
+            await asyncio.sleep(0.01)
         for number in range(41, 1000):
             write_events(tmp_path / "run", [Event(1.9e9, 1, step(number, 1000))])
             await asyncio.sleep(0.05)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 
@@ -36,17 +35,11 @@ def test_a_request_that_is_taken_at_once_is_no_error_of_its_own(
 def test_a_request_in_whose_place_another_was_made_is_told_so_at_once(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "a", "a", 10)
 
-    def another() -> None:
-        while not request_path(run.directory).exists():
-            time.sleep(0.01)
-        time.sleep(0.3)
+    def another(_line: str) -> None:  # called between the request and the first look for an answer
         write_request(run.directory, ProfileRequest("other", 1, "auto", time.time() + 60))
 
-    thread = threading.Thread(target=another)
-    thread.start()
     with pytest.raises(ProfileError, match="another profile was requested"):
-        _asked(run.directory, 30.0)
-    thread.join()
+        read.request_profile(run.directory, 1, "auto", 30.0, another)
     assert request_path(run.directory).exists()
 
 

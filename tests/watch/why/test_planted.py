@@ -143,7 +143,9 @@ def test_another_version_of_the_data_is_named(ranks: Ranks, tmp_path: Path) -> N
 def test_a_run_whose_processes_were_killed_is_missed(ranks: Ranks, dataset: Path, tmp_path: Path) -> None:
     ranks.run(2, train_on_this_rank, tiny_run(dataset, tmp_path / "run"), 4)
     with going_on(tmp_path / "run"):
-        assert reasons(RunDirectory(tmp_path / "run"), time.time()) == []
+        seen = observe(RunDirectory(tmp_path / "run"), time.time())
+        # Whatever room there is on this machine's disk.
+        assert judge(dataclasses.replace(seen, disk=None)) == []
     found = named(tmp_path / "run", "gone")
     assert "it goes on from there" in found.doing
 
@@ -158,7 +160,7 @@ def test_a_healthy_run_has_no_reason_in_any_of_its_moments(
     directory = RunDirectory(tmp_path / "run")
     assert reasons(directory, time.time()) == []
     assert reasons(directory, time.time() + 1e6) == []
-    whole = observe(directory, time.time())
+    whole = dataclasses.replace(observe(directory, time.time()), disk=None)
     events = list(read_events(directory.events))
     for count in range(1, len(events)):
         for now in (events[count - 1].t, events[count].t):

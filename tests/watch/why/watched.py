@@ -58,9 +58,9 @@ class Watched:
                 log.append(body)
 
     def seen(self, after_s: float = 1.0, **changes: Any) -> Observed:
-        """What is observed so many seconds after the newest event: of a run whose processes are there, unless told."""
+        """What is observed so many seconds after the newest event: of a run whose processes are there, on a disk with room, unless told."""
         found = observe(self.directory, self.t + after_s)
-        return dataclasses.replace(found, **{"is_held": True, "spec": self.spec, **changes})
+        return dataclasses.replace(found, **{"is_held": True, "spec": self.spec, "disk": None, **changes})
 
     def reasons(self, after_s: float = 1.0, **changes: Any) -> list[Reason]:
         return judge(self.seen(after_s, **changes))

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -242,9 +241,8 @@ def test_a_source_that_is_killed_in_the_middle_leaves_whole_pages_and_no_process
             other.wait()
 
         after_first_read(monkeypatch, die)
-        began_s = time.monotonic()
-        got = pull("127.0.0.1", port, "token", IDENTITY, 7, NAMES, within_s=60.0, nixl=reader)
-    assert time.monotonic() - began_s < 30.0
+        # It ends by the source's end: its time is longer than the suite's timeout.
+        got = pull("127.0.0.1", port, "token", IDENTITY, 7, NAMES, within_s=3600.0, nixl=reader)
     assert got.failure
     assert 1 <= len(got.pages) < len(NAMES)
     assert list(got.pages.values()) == [bytes([number]) * PAGE_BYTES for number in range(len(got.pages))]
