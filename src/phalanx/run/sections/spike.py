@@ -13,17 +13,22 @@ from phalanx.run.fields import LATER, POSITIVE, Problem, ValueRange
 from phalanx.run.sections.training import FleetSpec, OptimizerSpec, TrainSpec
 
 Candidate = Literal["skip", "rate", "clip", "continue"]
+Preference = Literal["loss", "first"]
 
 
 @dataclass(frozen=True)
 class SpikeSpec:
-    """Forks at loss spikes, with train.on_spike = "fork": several cures are trained from one state, and the run goes on as the best of them."""
+    """Forks at loss spikes, with train.on_spike = "fork": several cures are trained from one state, and the run goes on as one of them."""
 
     candidates: Annotated[tuple[Literal["skip", "rate", "clip", "continue"], ...], LATER] = ("skip", "rate")
     """Cures, each of which trains a child: "skip" leaves the batch of the spike out, "rate" lowers the learning rate for the rest of the run, "clip"
     lowers the largest gradient norm for the rest of the run, "continue" changes nothing. Of children with equal losses the first is taken."""
     fork_steps: Annotated[int, LATER, ValueRange(at_least=2, at_most=10**6)] = 32
-    """Steps that each child trains from the spike on. The child with the lowest mean loss over the second half of them is taken."""
+    """Steps that each child trains from the spike on."""
+    prefer: Annotated[Literal["loss", "first"], LATER] = "loss"
+    """Rule by which a child is taken: "loss" takes the one with the lowest mean loss over the second half of fork_steps. "first" takes the first, in
+    the order of candidates, with which no step after that of the spike is a spike again or not finite, and trains none after it. If all spike
+    again, "first" takes the one that "loss" takes."""
     base_every_steps: Annotated[int, LATER, ValueRange(at_least=1, at_most=10**6)] = 64
     """Steps between the states that a fork may go back to. Each is saved, and kept until two newer ones are."""
     rate_factor: Annotated[float, LATER, ValueRange(above=0, below=1)] = 0.5
