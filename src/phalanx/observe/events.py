@@ -381,6 +381,8 @@ class ChildTaken:
     """Factor of the learning rate from here on, of all forks together."""
     clip_scale: float
     """Factor of ``optimizer.clip_norm`` from here on, of all forks together."""
+    wide: bool = False
+    """True if products are computed in ``precision.compute`` from here on, instead of ``precision.matmul``."""
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,44 @@ def test_by_the_order_of_cures_the_first_child_without_another_spike_is_taken_an
     )
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"model.moe": MoeSpec(experts=4, per_token=2, ffn_dim=32)},
+        pytest.param({"parallel.tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {
+                "parallel.pipeline": 2,
+                "parallel.pipeline_schedule": "zbv",
+                "model.tie_embeddings": False,
+                "model.layers": 4,
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_a_child_in_the_wide_format_goes_on_in_it_also_on_other_ranks_after_a_kill(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    narrow = replace_at(spiking, "precision.matmul", "mxfp8")
+    for path, value in fields.items():
+        narrow = replace_at(narrow, path, value)
+    least = 2 if fields.keys() & {"parallel.tensor", "parallel.pipeline"} else 1
+    wide = dataclasses.replace(narrow, spike=dataclasses.replace(FORK, candidates=("wide",)))
+    ranks.run(2, train_on_this_rank, wide, SPIKE + (END - BASE) + 1)
+    weights = trained(ranks, least, wide)
+    assert events(wide, ChildTaken)[-1].wide
+    start = DiskTier(tmp_path / "run" / "checkpoints").folder(BASE)
+    branch = replace_at(in_folder(wide, tmp_path / "branch"), "train.on_spike", "continue")
+    checkpoint = dataclasses.replace(branch.checkpoint, init_from=str(start), init_with="training")
+    branch = dataclasses.replace(branch, checkpoint=checkpoint)
+    assert weights != trained(ranks, least, branch)
+    branch = replace_at(in_folder(branch, tmp_path / "wide"), "precision.matmul", "compute")
+    assert weights == trained(ranks, least, branch)
+
+
 CURED, SPIKES_AGAIN, NOT_FINITE = (
     ChildOutcome(3.0, spikes_again=False),
     ChildOutcome(2.0, spikes_again=True),

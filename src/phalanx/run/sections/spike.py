@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from phalanx.run.fields import LATER, POSITIVE, Problem, ValueRange
-from phalanx.run.sections.training import FleetSpec, OptimizerSpec, TrainSpec
+from phalanx.run.sections.training import FleetSpec, OptimizerSpec, PrecisionSpec, RuntimeSpec, TrainSpec
 
-Candidate = Literal["skip", "rate", "clip", "continue"]
+Candidate = Literal["skip", "rate", "clip", "wide", "continue"]
 Preference = Literal["loss", "first"]
 
 
@@ -20,9 +20,13 @@ Preference = Literal["loss", "first"]
 class SpikeSpec:
     """Forks at loss spikes, with train.on_spike = "fork": several cures are trained from one state, and the run goes on as one of them."""
 
-    candidates: Annotated[tuple[Literal["skip", "rate", "clip", "continue"], ...], LATER] = ("skip", "rate")
+    candidates: Annotated[tuple[Literal["skip", "rate", "clip", "wide", "continue"], ...], LATER] = (
+        "skip",
+        "rate",
+    )
     """Cures, each of which trains a child: "skip" leaves the batch of the spike out, "rate" lowers the learning rate for the rest of the run, "clip"
-    lowers the largest gradient norm for the rest of the run, "continue" changes nothing. Of children with equal losses the first is taken."""
+    lowers the largest gradient norm for the rest of the run, "wide" computes products in precision.compute instead of precision.matmul for the rest of
+    the run, "continue" changes nothing. Of children with equal losses the first is taken."""
     fork_steps: Annotated[int, LATER, ValueRange(at_least=2, at_most=10**6)] = 32
     """Steps that each child trains from the spike on."""
     prefer: Annotated[Literal["loss", "first"], LATER] = "loss"
@@ -40,7 +44,12 @@ class SpikeSpec:
 
 
 def fork_problems(
-    spike: SpikeSpec, train: TrainSpec, optimizer: OptimizerSpec, fleet: FleetSpec
+    spike: SpikeSpec,
+    train: TrainSpec,
+    optimizer: OptimizerSpec,
+    precision: PrecisionSpec,
+    runtime: RuntimeSpec,
+    fleet: FleetSpec,
 ) -> Iterator[Problem]:
     """Yield the reasons for which a run cannot fork at its spikes; none if it does not."""
     if train.on_spike != "fork":
@@ -57,6 +66,20 @@ def fork_problems(
             '"clip" lowers optimizer.clip_norm, and 0 is no clipping',
             'set optimizer.clip_norm, or leave "clip" out',
             ("optimizer.clip_norm",),
+        )
+    if "wide" in spike.candidates and precision.matmul == "compute":
+        yield Problem(
+            "spike.candidates",
+            '"wide" computes products in precision.compute, as they are already; a run cannot change precision.compute, for which its model is built',
+            'leave "wide" out; phalanx spike repeats a spike in fp32, and phalanx train RUN_DIR --from STEP --set precision.compute=fp32 goes on in it',
+            ("precision.matmul",),
+        )
+    if "wide" in spike.candidates and runtime.compile:
+        yield Problem(
+            "spike.candidates",
+            '"wide" changes products that runtime.compile = true has compiled into the blocks',
+            'set runtime.compile = false, or leave "wide" out',
+            ("runtime.compile",),
         )
     if fleet.audit_every_steps:
         yield Problem(

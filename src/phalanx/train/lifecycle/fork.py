@@ -121,7 +121,13 @@ class Fork:
         progress = child.progress
         reporter.emit(
             ChildTaken(
-                plan.spike, best, plan.end, outcomes[best].loss, progress.rate_scale, progress.clip_scale
+                plan.spike,
+                best,
+                plan.end,
+                outcomes[best].loss,
+                progress.rate_scale,
+                progress.clip_scale,
+                progress.wide,
             )
         )
         return child
@@ -156,6 +162,7 @@ class Fork:
         training, spec, plan, built = self._training, self._spec, self._plan, self._training.built
         extra = self._restore(DiskTier(training.inputs.directory.checkpoints), plan.base)
         child = begin_child(spec, TrainProgress.from_extra(extra), plan, candidate)
+        built.set_wide(wide=child.wide)
         supply = SampleSupply(training.data, spec, built.rounds, child)
         batches = (
             supply.samples(step, current.slot)

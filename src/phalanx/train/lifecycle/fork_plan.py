@@ -99,6 +99,8 @@ def begin_child(spec: RunSpec, base: TrainProgress, plan: ForkPlan, candidate: C
         child.rate_scale *= spec.spike.rate_factor
     if candidate == "clip":
         child.clip_scale *= spec.spike.clip_factor
+    if candidate == "wide":
+        child.wide = True
     return child
 
 

@@ -161,6 +161,7 @@ class Trainer:
         def withholds(loss: float, grad_norm: float) -> bool:
             return progress.withholds(spec.train, loss, grad_norm)
 
+        training.built.set_wide(wide=progress.wide)
         self._stepper = Stepper(
             training.built,
             read_from(supply),
@@ -296,6 +297,7 @@ class Trainer:
         vars(progress).update(vars(child.progress))
         stepper.updates = progress.updates
         stepper.rate_scale, stepper.clip_scale = progress.rate_scale, progress.clip_scale
+        training.built.set_wide(wide=progress.wide)
         self._batches.close()
         stepper.batches = self._read_from(
             SampleSupply(training.data, self._spec, training.built.rounds, progress)
