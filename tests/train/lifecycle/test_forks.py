@@ -14,6 +14,7 @@ import pytest
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import ChildTaken, ChildTrained, Evaluated, Forked, Step
+from phalanx.observe.recorded_step import read_rank_trace
 from phalanx.run.sections.spike import Candidate, SpikeSpec
 from phalanx.run.spec import MoeSpec, RunSpec
 from phalanx.train.lifecycle.ending import RunFailedError
@@ -21,6 +22,7 @@ from phalanx.train.lifecycle.fork import ForkFailedError
 from phalanx.train.lifecycle.fork_plan import ChildOutcome, ChildStep, ForkPlan, best_child, spikes_again
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.lifecycle.worker import known_errors
+from profiled_runs import NAME, ask
 from ranks import Ranks
 from run.specs import replace_at
 from spiking_runs import SPIKE, STEPS, fast_run, make_noise, spiking_run
@@ -232,6 +234,18 @@ def test_a_run_that_falls_back_to_the_state_before_the_spike_forks_again(
     (tmp_path / "run" / "result.json").unlink()
     assert trained(ranks, 2, spiking) == whole
     assert len(events(spiking, ChildTaken)) == 2
+
+
+def test_a_profile_under_way_ends_before_the_fork_with_the_steps_that_there_were(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path
+) -> None:
+    ask(tmp_path / "run", steps=STEPS)
+    trained(ranks, 2, replace_at(spiking, "observe.memory_at_step", 0))
+    files = sorted((tmp_path / "run" / "profiles" / NAME).glob("rank-*.npz"))
+    assert len(files) == 2
+    for file in files:
+        steps = [mark["step"] for mark in read_rank_trace(file).marks if mark["kind"] == "step"]
+        assert steps == list(range(2, SPIKE + 1))
 
 
 def test_evaluations_of_states_that_a_fork_left_behind_are_not_the_best(
