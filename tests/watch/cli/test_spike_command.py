@@ -163,6 +163,19 @@ def test_after_a_fork_steps_are_replayed_with_the_rate_of_the_child_that_was_tak
 
 
 @pytest.mark.slow
+def test_after_a_fork_steps_are_replayed_in_the_wide_format_of_the_child_that_was_taken(
+    ranks: Ranks, dataset: Path, noisy: Path, folder: Path
+) -> None:
+    spec = spiking_run(dataset, noisy.parent / "noise", folder / "wide")
+    spec = replace_at(replace_at(spec, "precision.matmul", "mxfp8"), "train.on_spike", "fork")
+    fork = SpikeSpec(candidates=("wide",), fork_steps=2, base_every_steps=4)
+    ranks.run(1, train_on_this_rank, replace(spec, spike=fork))
+    report = examined(folder, "wide", SPIKE + 4)
+    assert report["compared"] > 0
+    assert report["unconfirmed"] == []
+
+
+@pytest.mark.slow
 def test_a_run_in_a_narrow_format_is_repeated_in_fp32_from_the_newest_state(
     ranks: Ranks, dataset: Path, noisy: Path, folder: Path
 ) -> None:
