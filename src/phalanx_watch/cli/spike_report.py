@@ -354,7 +354,9 @@ def _remedy(
             "schedule.warmup_steps"
         )
     if findings.cause == "format":
-        return f"compute in a wider format from before it: {back} --set precision.compute=fp32 --set precision.matmul=compute"
+        # A run whose products are not narrow may not have the candidate "wide".
+        fork = " --set train.on_spike=skip" if "wide" in spec.spike.candidates else ""
+        return f"compute in a wider format from before it: {back} --set precision.compute=fp32 --set precision.matmul=compute{fork}"
     if findings.cause == "layer":
         limit = (spec.optimizer.clip_norm or findings.grad_norm) / 2
         return f"clip harder or lower the rate from before it: {back} --set optimizer.clip_norm={limit:.3g}"
