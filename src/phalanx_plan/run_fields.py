@@ -269,7 +269,7 @@ _TRAINING = {
     **_in(
         "spike",
         _all(
-            "candidates fork_steps base_every_steps rate_factor clip_factor most_forks",
+            "candidates fork_steps prefer base_every_steps rate_factor clip_factor most_forks",
             _irrelevant("a fork at a loss spike is an exception"),
         ),
     ),

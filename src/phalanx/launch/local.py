@@ -274,7 +274,9 @@ def replay_run(
     spec = dataclasses.replace(spec, data=found_again(spec.data, record, same_end=False))
     if in_fp32:
         wide = dataclasses.replace(spec.precision, compute="fp32", matmul="compute")
-        spec = dataclasses.replace(spec, precision=wide)
+        # A replay trains no children, and the candidate "wide" is refused without narrow products.
+        children = dataclasses.replace(spec.spike, candidates=("continue",))
+        spec = dataclasses.replace(spec, precision=wide, spike=children)
     started = log.started.ranks if log.started is not None else spec.parallel.ranks
     order = ReplayOrder(steps[1], steps[0], str(directory.checkpoints.resolve()), is_measured)
     fingerprint = str(record.get("data_fingerprint", ""))

@@ -344,7 +344,7 @@ class Forked:
     end: int
     """The last step of each child."""
     candidates: list[str]
-    """The cures, in the order in which their children are trained."""
+    """The cures, in the order in which their children are trained. By ``spike.prefer = "first"`` none follows the first that cures."""
 
 
 @dataclass(frozen=True)
@@ -361,6 +361,8 @@ class ChildTrained:
     """Spikes in its steps."""
     again: bool = False
     """True if an earlier start had trained it, and its checkpoint was read."""
+    spikes_again: bool = False
+    """True if a step after that of the spike is a spike too, or was not finite."""
 
 
 @dataclass(frozen=True)
@@ -379,6 +381,8 @@ class ChildTaken:
     """Factor of the learning rate from here on, of all forks together."""
     clip_scale: float
     """Factor of ``optimizer.clip_norm`` from here on, of all forks together."""
+    wide: bool = False
+    """True if products are computed in ``precision.compute`` from here on, instead of ``precision.matmul``."""
 
 
 @dataclass(frozen=True)

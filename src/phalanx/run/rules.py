@@ -46,7 +46,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *mixture_problems(spec.data),
         *evaluation_problems(spec.evaluation, spec.train.seq_len),
         *_train(spec.train),
-        *fork_problems(spec.spike, spec.train, spec.optimizer, spec.fleet),
+        *fork_problems(spec.spike, spec.train, spec.optimizer, spec.precision, spec.runtime, spec.fleet),
         *_origin(spec.checkpoint),
         *_store(spec.checkpoint),
         *_interval(spec.checkpoint, spec.fleet),

@@ -61,19 +61,22 @@ FORMATS = {
 }
 
 
-def apply_precision(module: nn.Module, spec: RunSpec) -> None:
-    """Makes the blocks' linear layers and experts multiply in the format ``spec.precision.matmul``.
+def apply_precision(module: nn.Module, spec: RunSpec, *, wide: bool = False) -> None:
+    """Makes the blocks' linear layers and experts multiply in the format ``spec.precision.matmul``, or with ``wide`` in that of the weights.
 
-    Router, embedding, output projection and norms stay as they are.
+    Router, embedding, output projection and norms stay as they are. May be called again between two steps, unless blocks are compiled.
     """
     if spec.precision.matmul == "compute":
         return
+    linear = None if wide else NarrowProduct(spec.precision.matmul)
+    grouped = None if wide else NarrowGroupedProduct(spec.precision.matmul)
     for block in (part for part in module.modules() if isinstance(part, Block)):
         for part in block.modules():
-            if isinstance(part, Linear):
-                part.product = NarrowProduct(spec.precision.matmul)
-            elif isinstance(part, Experts):
-                part.product = NarrowGroupedProduct(spec.precision.matmul)
+            # An equal product stays: compiled blocks may be compiled again for another object.
+            if isinstance(part, Linear) and part.product != linear:
+                part.product = linear
+            elif isinstance(part, Experts) and part.product != grouped:
+                part.product = grouped
 
 
 @dataclass(frozen=True)

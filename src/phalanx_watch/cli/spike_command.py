@@ -133,7 +133,10 @@ def _figures(findings: SpikeFindings) -> Iterator[str]:
 
 def _slots(findings: SpikeFindings) -> Iterator[str]:
     if findings.usual_slot is not None:
-        yield f"slots with the largest losses (usual {findings.usual_slot[0]:.4g} ± {findings.usual_slot[1]:.2g}):"
+        usual, deviation = findings.usual_slot
+        count = findings.slot_steps
+        spread = f"over {count} step{'s' * (count > 1)}" if count else "by the losses of batches"
+        yield f"slots with the largest losses (usual {usual:.4g} ± {deviation:.2g} {spread}):"
     else:
         yield "slots with the largest losses:"
     for slot in findings.slots[:_SLOTS]:

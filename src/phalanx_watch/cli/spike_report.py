@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,9 @@ from phalanx.train.compare.runs import (
 from phalanx.train.compare.spike import SpikeFindings, judge_spike_replay
 
 _FAR = 50
-"""A checkpoint so many steps farther back is not taken only to see the step before the spike as well."""
+"""A checkpoint so many steps farther back is not taken only to see steps before the spike as well."""
+_STEPS_BEFORE = 8
+"""Steps before the spike from whose slots the spread of slots is taken, if a checkpoint is far enough back."""
 _DOCUMENTS = 6
 _LEAST_TOKENS = 4
 """A shorter piece of a document is not listed: its loss is that of a few tokens."""
@@ -117,9 +119,7 @@ def examine_spike(
     origin = data_origin(spec)
     step = newest_spike(directory) if step is None else step
     states = _states_before(directory, spec, origin, step, from_start=from_start)
-    # From a state one step farther back the step before is replayed too, whose gradients are compared.
-    farther = [number for number in states if step - _FAR <= number < step - 1]
-    start = farther[-1] if farther else states[-1]
+    start = replay_start(states, step)
     log = _logged(directory, step)
 
     def replayed(folder: Path, state: int, *, in_fp32: bool) -> Replay:
@@ -152,6 +152,16 @@ def examine_spike(
         Counter(reading.source for reading in readings),
         _remedy(directory, step, start, spec, origin, findings),
     )
+
+
+def replay_start(states: Sequence[int], step: int) -> int:
+    """Return the one of ``states``, ascending steps, from which ``step`` is replayed.
+
+    The steps between the two give the spread of slots, and the last of them the gradients to compare with.
+    """
+    near = [number for number in states if step - _FAR <= number < step - 1]
+    enough = [number for number in near if step - number > _STEPS_BEFORE]
+    return enough[-1] if enough else (near[0] if near else states[-1])
 
 
 def newest_spike(directory: RunDirectory) -> int:
@@ -344,7 +354,9 @@ def _remedy(
             "schedule.warmup_steps"
         )
     if findings.cause == "format":
-        return f"compute in a wider format from before it: {back} --set precision.compute=fp32 --set precision.matmul=compute"
+        # A run whose products are not narrow may not have the candidate "wide".
+        fork = " --set train.on_spike=skip" if "wide" in spec.spike.candidates else ""
+        return f"compute in a wider format from before it: {back} --set precision.compute=fp32 --set precision.matmul=compute{fork}"
     if findings.cause == "layer":
         limit = (spec.optimizer.clip_norm or findings.grad_norm) / 2
         return f"clip harder or lower the rate from before it: {back} --set optimizer.clip_norm={limit:.3g}"

@@ -27,11 +27,13 @@ from phalanx.observe.events import (
     CheckpointCopied,
     CheckpointFailed,
     CheckpointSaved,
+    ChildTaken,
     EndedEarly,
     EpochLeft,
     Evaluated,
     Event,
     Finished,
+    Forked,
     IncidentKind,
     LayerStatistics,
     MachineUsed,
@@ -100,6 +102,14 @@ def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
             after = f" ({reason})" if reason else ""
             took = format_duration(seconds)
             return at, "recovery", f"continues from step {at:,}, restored from {source} in {took}{after}"
+        case Forked(step=at, base=base, candidates=candidates):
+            return (
+                base,
+                "message",
+                f"the fork at step {at:,} goes back to here, and trains {', '.join(candidates)}",
+            )
+        case ChildTaken(step=at, end=end, candidate=candidate):
+            return end, "message", f"continues as the child {candidate} of the fork at step {at:,}"
         case NonFinite(step=at, problem=detail, skipped=skipped):
             outcome = "skipped" if skipped else "the run ends before it"
             return at, "nonfinite", f"step {at:,} is not finite, {outcome}: {detail}"

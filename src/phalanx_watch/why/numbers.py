@@ -76,7 +76,7 @@ def spike(observed: Observed) -> Iterator[Reason]:
             ),
             "skip": "its samples were left out: the step changed no weight",
             "stop": "the run ended before it, saved",
-            "fork": "the run forks: it goes on as the child with the lowest loss (event ChildTaken)",
+            "fork": "the run forks: it goes on as one of its children (event ChildTaken)",
         }[worst.action],
         next=_way_back(observed, worst, before, back),
     )

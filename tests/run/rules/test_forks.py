@@ -20,6 +20,7 @@ FORKING = replace_at(RunSpec(), "train.on_spike", "fork")
         ((), 1.0, 0, "spike.candidates"),
         (("skip", "skip"), 1.0, 0, "spike.candidates"),
         (("clip",), 0.0, 0, "spike.candidates"),
+        (("wide",), 1.0, 0, "spike.candidates"),
         (("skip",), 0.0, 10, "train.on_spike"),
     ],
 )
@@ -32,6 +33,16 @@ def test_a_fork_that_cannot_be_is_refused_with_its_field(
     assert path in [problem.path for problem in check(spec)]
     unforked = replace_at(spec, "train.on_spike", "skip")
     assert path not in [problem.path for problem in check(unforked)]
+
+
+def test_a_wide_child_is_of_runs_with_narrow_products_that_are_not_compiled() -> None:
+    spec = dataclasses.replace(FORKING, spike=SpikeSpec(candidates=("wide",)))
+    spec = replace_at(replace_at(spec, "precision.matmul", "mxfp8"), "runtime.numerics", "native")
+    assert check(spec) == []
+    compiled = check(replace_at(spec, "runtime.compile", True))
+    assert [(problem.path, problem.also) for problem in compiled] == [
+        ("spike.candidates", ("runtime.compile",))
+    ]
 
 
 def test_the_defaults_fork() -> None:

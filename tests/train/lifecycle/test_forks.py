@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,15 @@ import pytest
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import ChildTaken, ChildTrained, Evaluated, Forked, Step
-from phalanx.run.sections.spike import SpikeSpec
+from phalanx.observe.recorded_step import read_rank_trace
+from phalanx.run.sections.spike import Candidate, SpikeSpec
 from phalanx.run.spec import MoeSpec, RunSpec
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.fork import ForkFailedError
+from phalanx.train.lifecycle.fork_plan import ChildOutcome, ChildStep, ForkPlan, best_child, spikes_again
+from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.lifecycle.worker import known_errors
+from profiled_runs import NAME, ask
 from ranks import Ranks
 from run.specs import replace_at
 from spiking_runs import SPIKE, STEPS, fast_run, make_noise, spiking_run
@@ -133,6 +139,90 @@ def test_of_a_rate_that_is_too_high_the_lower_one_is_taken_and_kept(
     assert forked == trained(ranks, 1, branch)
 
 
+def test_by_the_order_of_cures_the_first_child_without_another_spike_is_taken_and_none_trained_after_it(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path
+) -> None:
+    first = dataclasses.replace(FORK, candidates=("continue", "skip"), prefer="first")
+    weights = trained(ranks, 2, forking(spiking, first))
+    assert [child.candidate for child in events(spiking, ChildTrained)] == ["continue"]
+    assert weights == trained(
+        ranks, 1, replace_at(in_folder(spiking, tmp_path / "alone"), "train.on_spike", "continue")
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"model.moe": MoeSpec(experts=4, per_token=2, ffn_dim=32)},
+        pytest.param({"parallel.tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {
+                "parallel.pipeline": 2,
+                "parallel.pipeline_schedule": "zbv",
+                "model.tie_embeddings": False,
+                "model.layers": 4,
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_a_child_in_the_wide_format_goes_on_in_it_also_on_other_ranks_after_a_kill(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    narrow = replace_at(spiking, "precision.matmul", "mxfp8")
+    for path, value in fields.items():
+        narrow = replace_at(narrow, path, value)
+    least = 2 if fields.keys() & {"parallel.tensor", "parallel.pipeline"} else 1
+    wide = dataclasses.replace(narrow, spike=dataclasses.replace(FORK, candidates=("wide",)))
+    ranks.run(2, train_on_this_rank, wide, SPIKE + (END - BASE) + 1)
+    weights = trained(ranks, least, wide)
+    assert events(wide, ChildTaken)[-1].wide
+    start = DiskTier(tmp_path / "run" / "checkpoints").folder(BASE)
+    branch = replace_at(in_folder(wide, tmp_path / "branch"), "train.on_spike", "continue")
+    checkpoint = dataclasses.replace(branch.checkpoint, init_from=str(start), init_with="training")
+    branch = dataclasses.replace(branch, checkpoint=checkpoint)
+    assert weights != trained(ranks, least, branch)
+    branch = replace_at(in_folder(branch, tmp_path / "wide"), "precision.matmul", "compute")
+    assert weights == trained(ranks, least, branch)
+
+
+CURED, SPIKES_AGAIN, NOT_FINITE = (
+    ChildOutcome(3.0, spikes_again=False),
+    ChildOutcome(2.0, spikes_again=True),
+    ChildOutcome(math.inf, spikes_again=False),
+)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "by_loss", "by_order"),
+    [
+        ({"skip": CURED, "rate": SPIKES_AGAIN}, "rate", "skip"),
+        ({"rate": SPIKES_AGAIN, "skip": CURED}, "rate", "skip"),
+        ({"skip": replace(SPIKES_AGAIN, loss=4.0), "rate": SPIKES_AGAIN}, "rate", "rate"),
+        ({"skip": NOT_FINITE, "rate": SPIKES_AGAIN}, "rate", "rate"),
+        ({"skip": NOT_FINITE}, None, None),
+    ],
+)
+def test_spike_prefer_decides_between_the_lowest_loss_and_the_first_cure(
+    outcomes: dict[Candidate, ChildOutcome], by_loss: Candidate | None, by_order: Candidate | None
+) -> None:
+    assert best_child("loss", outcomes) == by_loss
+    assert best_child("first", outcomes) == by_order
+
+
+def test_a_child_spikes_again_by_a_spike_or_a_step_that_is_not_finite_after_that_of_the_fork() -> None:
+    plan = ForkPlan(spike=13, base=8, end=15)
+    steps = [
+        ChildStep(step, 3.0, 1.0, 0.1, 16 * step, is_applied=step != 13) for step in range(9, plan.end + 1)
+    ]
+    assert not spikes_again(plan, TrainProgress(step=15, spikes=[[13, 13]]), steps)
+    assert spikes_again(plan, TrainProgress(step=15, spikes=[[13, 14]]), steps)
+    steps[-1] = replace(steps[-1], loss=None, is_applied=False)
+    assert spikes_again(plan, TrainProgress(step=15, spikes=[]), steps)
+
+
 def test_a_run_that_falls_back_to_the_state_before_the_spike_forks_again(
     ranks: Ranks, spiking: RunSpec, tmp_path: Path
 ) -> None:
@@ -144,6 +234,18 @@ def test_a_run_that_falls_back_to_the_state_before_the_spike_forks_again(
     (tmp_path / "run" / "result.json").unlink()
     assert trained(ranks, 2, spiking) == whole
     assert len(events(spiking, ChildTaken)) == 2
+
+
+def test_a_profile_under_way_ends_before_the_fork_with_the_steps_that_there_were(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path
+) -> None:
+    ask(tmp_path / "run", steps=STEPS)
+    trained(ranks, 2, replace_at(spiking, "observe.memory_at_step", 0))
+    files = sorted((tmp_path / "run" / "profiles" / NAME).glob("rank-*.npz"))
+    assert len(files) == 2
+    for file in files:
+        steps = [mark["step"] for mark in read_rank_trace(file).marks if mark["kind"] == "step"]
+        assert steps == list(range(2, SPIKE + 1))
 
 
 def test_evaluations_of_states_that_a_fork_left_behind_are_not_the_best(

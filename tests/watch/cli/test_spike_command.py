@@ -15,7 +15,7 @@ from phalanx.run.sections.spike import SpikeSpec
 from phalanx.train.compare.runs import Unconfirmed
 from phalanx_process import last_json, run
 from phalanx_watch.cli.spike_command import spike_lines
-from phalanx_watch.cli.spike_report import SpikeReport
+from phalanx_watch.cli.spike_report import SpikeReport, replay_start
 from ranks import Ranks
 from run.specs import replace_at
 from spiking_runs import SPIKE, fast_run, make_noise, spiking_run
@@ -123,6 +123,32 @@ def test_without_a_spike_or_a_checkpoint_before_it_the_remedy_is_named(
     assert "ends after step 24" in late.stderr
 
 
+@pytest.mark.parametrize(
+    ("states", "start"),
+    [
+        ([60, 80, 90, 98], 90),
+        ([60, 91, 98, 99], 91),
+        ([40, 60, 95, 99], 60),
+        ([95, 97, 99], 95),
+        ([40, 99], 99),
+        ([40], 40),
+        ([99], 99),
+    ],
+)
+def test_a_replay_of_step_100_begins_eight_steps_before_it_if_a_state_is_far_enough_back(
+    states: list[int], start: int
+) -> None:
+    assert replay_start(states, 100) == start
+
+
+def test_the_text_states_how_many_steps_the_spread_of_slots_is_from(of_noise: dict[str, Any]) -> None:
+    report = msgspec.convert(of_noise, SpikeReport)
+    assert report.findings.slot_steps == SPIKE - 1 - report.from_step
+    assert any(f"over {report.findings.slot_steps} steps)" in line for line in spike_lines(report))
+    few = replace(report, findings=replace(report.findings, slot_steps=0))
+    assert any("by the losses of batches)" in line for line in spike_lines(few))
+
+
 @pytest.mark.slow
 def test_after_a_fork_steps_are_replayed_with_the_rate_of_the_child_that_was_taken(
     ranks: Ranks, dataset: Path, folder: Path
@@ -134,6 +160,19 @@ def test_after_a_fork_steps_are_replayed_with_the_rate_of_the_child_that_was_tak
     inside = run(["spike", "forked", "9"], folder)
     assert inside.returncode == 1
     assert "steps up to 5 and after 12 can be replayed" in inside.stderr
+
+
+@pytest.mark.slow
+def test_after_a_fork_steps_are_replayed_in_the_wide_format_of_the_child_that_was_taken(
+    ranks: Ranks, dataset: Path, noisy: Path, folder: Path
+) -> None:
+    spec = spiking_run(dataset, noisy.parent / "noise", folder / "wide")
+    spec = replace_at(replace_at(spec, "precision.matmul", "mxfp8"), "train.on_spike", "fork")
+    fork = SpikeSpec(candidates=("wide",), fork_steps=2, base_every_steps=4)
+    ranks.run(1, train_on_this_rank, replace(spec, spike=fork))
+    report = examined(folder, "wide", SPIKE + 4)
+    assert report["compared"] > 0
+    assert report["unconfirmed"] == []
 
 
 @pytest.mark.slow

@@ -16,8 +16,10 @@ from observe.recorded import bodies, crashed_run, step
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import (
     CheckpointSaved,
+    ChildTaken,
     Evaluated,
     Event,
+    Forked,
     IncidentKind,
     MemoryMeasured,
     Message,
@@ -51,6 +53,21 @@ def test_a_step_that_was_computed_again_counts_as_it_was_computed_last(tmp_path:
     found = curves(run, ["loss"])
     assert found.x.tolist() == list(range(1, 41))
     assert [mark.mark.kind for mark in found.marks if mark.mark.step == 20][-1] == "recovery"
+
+
+def test_a_fork_marks_the_state_that_it_went_back_to_and_the_one_that_it_went_on_from(tmp_path: Path) -> None:
+    bodies = [
+        *(step(number, 18) for number in range(1, 13)),
+        Forked(13, 8, 16, ["skip", "rate"]),
+        ChildTaken(13, "rate", 16, 3.0, 0.5, 1.0),
+        *(step(number, 18) for number in range(13, 19)),
+    ]
+    write_events(tmp_path / "run", [Event(float(t), 0, body) for t, body in enumerate(bodies)])
+    found = curves(_read(tmp_path / "run"), ["loss"])
+    assert found.x.tolist() == list(range(1, 19))
+    assert [(mark.x, mark.mark.step) for mark in found.marks] == [(8, 8), (16, 16)]
+    assert "skip, rate" in found.marks[0].mark.text
+    assert "child rate of the fork at step 13" in found.marks[1].mark.text
 
 
 def test_reading_as_the_file_grows_gives_what_reading_it_whole_gives(tmp_path: Path) -> None:

@@ -217,10 +217,10 @@ def _note(event: Event) -> Note | None:
         case Forked(step=step, base=base, end=end, candidates=candidates):
             text = f"fork at step {step:,}: trains {', '.join(candidates)} from step {base:,} to step {end:,}"
             return Note(event.t, "info", text)
-        case ChildTrained(step=step, candidate=candidate, loss=child_loss, again=again):
+        case ChildTrained(step=step, candidate=candidate, loss=child_loss, again=again, spikes_again=spikes):
             figure = "not finite" if child_loss is None else f"{child_loss:.4g}"
-            when = ", trained before" if again else ""
-            return Note(event.t, "info", f"fork at step {step:,}: child {candidate} has loss {figure}{when}")
+            more = f"{', spikes again' if spikes else ''}{', trained before' if again else ''}"
+            return Note(event.t, "info", f"fork at step {step:,}: child {candidate} has loss {figure}{more}")
         case ChildTaken(step=step, candidate=candidate, end=end, loss=loss):
             text = f"fork at step {step:,}: the run goes on as child {candidate}, loss {loss:.4g}, from step {end:,}"
             return Note(event.t, "info", text)

@@ -326,6 +326,7 @@ def replay(
         for current in built.rounds
     )
     withholds = partial(progress.withholds, spec.train)
+    built.set_wide(wide=progress.wide)
     stepper = Stepper(
         built,
         batches,

@@ -84,6 +84,8 @@ class SpikeFindings:
     """Median of the losses in the window before."""
     usual_slot: tuple[float, float] | None
     """Usual loss of a slot, and its deviation."""
+    slot_steps: int
+    """Replayed steps before, whose slots give that deviation; 0 if it follows from the losses of the run's batches."""
     batch_before: float | None
     """Loss of the batch of the step before, under the weights with which the step was computed."""
     slots: tuple[SlotLoss, ...]
@@ -106,7 +108,7 @@ def judge_spike_replay(
     numbers, measures = replay.numbers[step], replay.measures[step]
     loss, grad_norm = numbers["loss"], numbers["grad_norm"]
     losses = [recorded for recorded, _ in scores.history]
-    usual_slot = _usual_slot(step, replay.measures, losses, scores.batch_before, train.slots)
+    usual_slot, slot_steps = _usual_slot(step, replay.measures, losses, scores.batch_before, train.slots)
     spike = SpikeRule.of(train).find(scores.history, loss, grad_norm)
     wide = None
     if in_fp32 is not None and in_fp32.scores is not None:
@@ -145,6 +147,7 @@ def judge_spike_replay(
         spike,
         usual,
         usual_slot,
+        slot_steps,
         scores.batch_before,
         tuple(slots),
         tuple(layers),
@@ -167,8 +170,10 @@ def _usual_slot(
     losses: Sequence[float],
     batch_before: float | None,
     slots: int,
-) -> tuple[float, float] | None:
-    """Return the usual loss of a slot and its deviation; ``None`` if nothing is known before the step.
+) -> tuple[tuple[float, float] | None, int]:
+    """Return the usual loss of a slot with its deviation, and the number of replayed steps that this deviation is from.
+
+    ``None`` if nothing is known before the step.
 
     Usual is the batch of the step before, under the same weights. The deviation is that of slots from the median of their step, so that a
     loss that falls from step to step counts as none.
@@ -185,15 +190,16 @@ def _usual_slot(
     elif of_step or losses:
         usual = of_step[max(of_step)] if of_step else median(losses)
     else:
-        return None
-    if len(from_median) >= _LEAST_SLOTS:
+        return None, 0
+    steps = len(of_step) if len(from_median) >= _LEAST_SLOTS else 0
+    if steps:
         deviation = usual_deviation(from_median, 0.0)
     elif len(losses) > 1:
         # The loss of a batch is the mean of its slots: its variance is theirs, divided by their number.
         deviation = usual_deviation(losses, median(losses)) * math.sqrt(slots)
     else:
-        return None
-    return usual, max(deviation, LEAST_LOSS_DEVIATION * abs(usual))
+        return None, 0
+    return (usual, max(deviation, LEAST_LOSS_DEVIATION * abs(usual))), steps
 
 
 def _slot(slot: int, loss: float, usual: tuple[float, float] | None) -> SlotLoss:

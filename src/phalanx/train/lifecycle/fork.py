@@ -4,7 +4,7 @@
 2. For each candidate the base is restored, and a child is trained to the fork's end (``phalanx.train.lifecycle.fork_plan``). Only the child's
    cure differs: its samples, their order and its arithmetic are the run's own.
 3. The child's state is saved in ``forks/``, with the numbers of its steps.
-4. The best child's state is restored.
+4. The state of the child that ``spike.prefer`` prefers is restored.
 
 A run that is killed in a fork resumes before the spike and meets it again. Children that were saved are read, the others are trained again
 with the same bits. So the same child is taken, on any layout.
@@ -31,7 +31,16 @@ from phalanx.parallel.process_group.typed_gather import broadcast_typed, gather_
 from phalanx.run.sections.spike import Candidate
 from phalanx.train.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
-from phalanx.train.lifecycle.fork_plan import ChildStep, begin_child, best_child, child_loss, plan_fork
+from phalanx.train.lifecycle.fork_plan import (
+    ChildOutcome,
+    ChildStep,
+    begin_child,
+    best_child,
+    child_loss,
+    is_decided,
+    plan_fork,
+    spikes_again,
+)
 from phalanx.train.lifecycle.guardian import EpochSupersededError
 from phalanx.train.lifecycle.progress import LossSpikeError, SampleSupply, TrainProgress
 from phalanx.train.lifecycle.saving import Saving
@@ -68,7 +77,7 @@ class Fork:
         self._root = training.inputs.directory.forks / f"step-{self._plan.spike:08d}"
 
     def run(self) -> TrainedChild:
-        """Train the children and return the best one; this rank's state is its state then.
+        """Train the children and return the one that is taken; this rank's state is its state then.
 
         Raises:
             ForkStoppedError: On a request to stop.
@@ -76,18 +85,30 @@ class Fork:
             LossSpikeError: No child has a finite loss.
         """
         plan, reporter = self._plan, self._training.reporter
-        candidates = self._spec.spike.candidates
+        candidates, prefer = self._spec.spike.candidates, self._spec.spike.prefer
         reporter.emit(Forked(plan.spike, plan.base, plan.end, list(candidates)))
-        losses: dict[Candidate, float] = {}
+        outcomes: dict[Candidate, ChildOutcome] = {}
         for candidate in candidates:
             child, is_read = self._saved(candidate), True
             if child is None:
                 child, is_read = self._train(candidate), False
-            loss = losses[candidate] = child_loss(plan, child.steps)
-            spikes = sum(first > plan.base for first, _ in child.progress.spikes)
-            recorded = loss if math.isfinite(loss) else None
-            reporter.emit(ChildTrained(plan.spike, candidate, recorded, spikes, again=is_read))
-        best = best_child(losses)
+            outcome = ChildOutcome(
+                child_loss(plan, child.steps), spikes_again(plan, child.progress, child.steps)
+            )
+            outcomes[candidate] = outcome
+            reporter.emit(
+                ChildTrained(
+                    plan.spike,
+                    candidate,
+                    outcome.loss if math.isfinite(outcome.loss) else None,
+                    spikes=sum(first > plan.base for first, _ in child.progress.spikes),
+                    again=is_read,
+                    spikes_again=outcome.spikes_again,
+                )
+            )
+            if is_decided(prefer, outcome):
+                break
+        best = best_child(prefer, outcomes)
         if best is None:
             remedy = f"go back farther: phalanx train {self._training.inputs.directory.path} --from STEP --set optimizer.lr=..."
             raise LossSpikeError(
@@ -99,7 +120,15 @@ class Fork:
         assert child is not None, "it was saved before it was restored"
         progress = child.progress
         reporter.emit(
-            ChildTaken(plan.spike, best, plan.end, losses[best], progress.rate_scale, progress.clip_scale)
+            ChildTaken(
+                plan.spike,
+                best,
+                plan.end,
+                outcomes[best].loss,
+                progress.rate_scale,
+                progress.clip_scale,
+                progress.wide,
+            )
         )
         return child
 
@@ -133,6 +162,7 @@ class Fork:
         training, spec, plan, built = self._training, self._spec, self._plan, self._training.built
         extra = self._restore(DiskTier(training.inputs.directory.checkpoints), plan.base)
         child = begin_child(spec, TrainProgress.from_extra(extra), plan, candidate)
+        built.set_wide(wide=child.wide)
         supply = SampleSupply(training.data, spec, built.rounds, child)
         batches = (
             supply.samples(step, current.slot)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.run.directory.paths import step_of
-from phalanx.run.sections.spike import Candidate
+from phalanx.run.sections.spike import Candidate, Preference
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.progress import SPIKES_KEPT, TrainProgress
 from phalanx.train.step.step import StepReport
@@ -99,6 +99,8 @@ def begin_child(spec: RunSpec, base: TrainProgress, plan: ForkPlan, candidate: C
         child.rate_scale *= spec.spike.rate_factor
     if candidate == "clip":
         child.clip_scale *= spec.spike.clip_factor
+    if candidate == "wide":
+        child.wide = True
     return child
 
 
@@ -110,7 +112,34 @@ def child_loss(plan: ForkPlan, steps: Sequence[ChildStep]) -> float:
     return math.fsum(finite) / len(finite) if len(finite) == len(losses) else math.inf
 
 
-def best_child(losses: Mapping[Candidate, float]) -> Candidate | None:
-    """Return the candidate with the lowest loss, of equal ones the first; ``None`` if none is finite."""
-    best = min(losses, key=lambda candidate: losses[candidate])
-    return best if math.isfinite(losses[best]) else None
+def spikes_again(plan: ForkPlan, child: TrainProgress, steps: Sequence[ChildStep]) -> bool:
+    """Return True if a step of a child after that of the spike is a spike, or was not finite and therefore not applied."""
+    spikes = any(last > plan.spike for _, last in child.spikes)
+    return spikes or any(not step.is_applied for step in steps if step.step > plan.spike)
+
+
+@dataclass(frozen=True)
+class ChildOutcome:
+    """The figures by which a child is taken or not."""
+
+    loss: float
+    """As ``child_loss`` returns it."""
+    spikes_again: bool
+
+    @property
+    def is_cured(self) -> bool:
+        return math.isfinite(self.loss) and not self.spikes_again
+
+
+def is_decided(prefer: Preference, outcome: ChildOutcome) -> bool:
+    """Return True if no candidate after one with this outcome can be taken."""
+    return prefer == "first" and outcome.is_cured
+
+
+def best_child(prefer: Preference, outcomes: Mapping[Candidate, ChildOutcome]) -> Candidate | None:
+    """Return the candidate that ``spike.prefer`` prefers, of equal ones the first; ``None`` if no loss is finite."""
+    for candidate, outcome in outcomes.items():
+        if is_decided(prefer, outcome):
+            return candidate
+    best = min(outcomes, key=lambda candidate: outcomes[candidate].loss)
+    return best if math.isfinite(outcomes[best].loss) else None

@@ -69,6 +69,7 @@ class Trainer:
 
     _stepper: Stepper
     _step_log: StepLog
+    _recording: Recording
     _batches: ExitStack
     """Closes the reading of samples ahead."""
     _read_from: Callable[[SampleSupply], Prefetch[NDArray[np.int64]]]
@@ -161,6 +162,7 @@ class Trainer:
         def withholds(loss: float, grad_norm: float) -> bool:
             return progress.withholds(spec.train, loss, grad_norm)
 
+        training.built.set_wide(wide=progress.wide)
         self._stepper = Stepper(
             training.built,
             read_from(supply),
@@ -190,7 +192,7 @@ class Trainer:
             self._best = KeepBest(training, self._saving, progress, self._evaluation)
             if spec.evaluation.stop_after:
                 self._early = StopEarly(training, progress, self._evaluation, self._best)
-        recording = Recording(training, self._stepper, lambda: ranks.slowest, self._measured_step)
+        self._recording = Recording(training, self._stepper, lambda: ranks.slowest, self._measured_step)
         # The order of events at a step is the order here. A request to stop ends the evaluation, and the hook with it: only what depends on
         # its result comes after it.
         self._step_log = StepLog(training)
@@ -198,7 +200,7 @@ class Trainer:
             self._step_log,
             RankWindows(training, ranks),
             MachineLog(training),
-            opened.enter_context(recording),
+            opened.enter_context(self._recording),
             self._evaluation,
             *(observer for observer in (self._best, self._early) if observer is not None),
         )
@@ -285,6 +287,7 @@ class Trainer:
         """Go on as the best child of the state before the spike, saved. Return the report of its last step; ``None`` on a request to stop."""
         progress, stepper, training = self._progress, self._stepper, self._training
         spike = progress.step + 1
+        self._recording.at_end()
         self._saving.save(progress)
         self._saving.settle()
         fork = Fork(training, self._saving, progress)
@@ -296,6 +299,7 @@ class Trainer:
         vars(progress).update(vars(child.progress))
         stepper.updates = progress.updates
         stepper.rate_scale, stepper.clip_scale = progress.rate_scale, progress.clip_scale
+        training.built.set_wide(wide=progress.wide)
         self._batches.close()
         stepper.batches = self._read_from(
             SampleSupply(training.data, self._spec, training.built.rounds, progress)

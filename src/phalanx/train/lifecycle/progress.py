@@ -28,7 +28,7 @@ SPIKES_KEPT = 3
 """So many of the newest spikes keep the checkpoint before them: a run that spikes all day must not fill its disk."""
 _LEFT_OUT_KEPT = 256
 """So many of the newest stretches of samples that were left out are listed; the event stream has them all."""
-_SINCE_0_1 = {"recent", "spikes", "left_out", "rate_scale", "clip_scale", "forks"}
+_SINCE_0_1 = {"recent", "spikes", "left_out", "rate_scale", "clip_scale", "wide", "forks"}
 
 
 def is_due(step: int, every: int) -> bool:
@@ -60,6 +60,8 @@ class TrainProgress:
     """Factor of the learning rate, by the children that were taken at forks."""
     clip_scale: float = 1.0
     """Factor of ``optimizer.clip_norm``, by the children that were taken at forks."""
+    wide: bool = False
+    """True if products are computed in ``precision.compute``, by a child that was taken at a fork."""
     forks: list[list[int]] = field(default_factory=list)
     """Step of the spike, step of the state that was gone back to, and last step of the children, of each fork."""
 

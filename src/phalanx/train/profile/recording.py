@@ -126,7 +126,7 @@ class Recording(Observer):
             self._end()
 
     def at_end(self) -> None:
-        """Keep what was recorded of a profile until now."""
+        """Keep what was recorded of a profile until now: the start ends, or a fork follows, whose steps are none of the run's."""
         if self._left:
             self._left = 0
             if self._camera is not None:

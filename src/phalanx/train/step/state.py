@@ -40,6 +40,7 @@ from phalanx.parallel.reduction.data_parallel import DataParallel, local, named_
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import RunSpec
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart
+from phalanx.train.precision import apply_precision
 from phalanx.train.step.slot import SlotRunner
 
 
@@ -160,6 +161,11 @@ class Built:
     """Stopwatch per communication axis: exposed communication time of forward and backward, by ledger bucket."""
     flops_per_token: int
     """Training FLOP per token of the whole model."""
+
+    def set_wide(self, *, wide: bool) -> None:
+        """Compute the products of the next steps in ``precision.compute`` if ``wide``, else in ``precision.matmul``."""
+        for part in self.model.parts:
+            apply_precision(part, self.spec, wide=wide)
 
 
 _log = logging.getLogger(__name__)
