@@ -125,7 +125,7 @@ def test_another_order_of_summation_would_be_noticed(
 def machines_where_one_rank_sees_none(nowhere: Path) -> int:
     """The number of ranks on each machine, if rank 1 cannot read which machine it is on."""
     boot_id = nowhere if dist.get_rank() == 1 else mesh.BOOT_ID
-    return mesh.count_machine_ranks(torch.device("cpu"), boot_id)
+    return mesh.find_machines(torch.device("cpu"), boot_id).ranks_each
 
 
 def test_a_rank_that_cannot_tell_its_machine_keeps_nobody_waiting(ranks: Ranks, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def train_on_machines_of_two(spec: RunSpec, folder: Path) -> Any:
     if rank % 2 == 0:
         boot_id.write_text(str(rank // 2))
     dist.barrier()
-    ranks_of_machine = mesh.count_machine_ranks(torch.device("cpu"), boot_id)
+    ranks_of_machine = mesh.find_machines(torch.device("cpu"), boot_id).ranks_each
     return train_on_this_rank(spec, boot_id=boot_id), ranks_of_machine
 
 

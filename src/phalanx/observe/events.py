@@ -145,15 +145,32 @@ class MemoryMeasured:
 
 @dataclass(frozen=True)
 class MachineUsed:
-    """Use of the first rank's machine since the last such event, by all of its processes."""
+    """Use of the run's machines since the last such event, by all of their processes.
+
+    The machines' figures are summarized by median and extremes, so that the event of 12,500 machines is as large as that of nine. The machine
+    to look at is at an extreme, and is named. Machines other than the first rank's are measured at the end of each
+    window of ``observe.ranks_every_steps``.
+    """
 
     step: int
     """The step after which it was measured."""
     node: str
-    """Host name of the machine."""
+    """Host name of the first rank's machine."""
     figures: dict[str, float] = field(default_factory=dict)
-    """By name, as far as they are known: ``cpu`` and ``gpu`` (share in use, 0 to 1), ``memory_bytes``, ``received_bytes_per_s``,
-    ``sent_bytes_per_s`` and ``gpu_watts``."""
+    """By name, as far as they are known, the median over machines: ``cpu`` and ``gpu`` (share in use, 0 to 1), ``memory_bytes``,
+    ``received_bytes_per_s``, ``sent_bytes_per_s`` and ``gpu_watts``. The GPU is that of the machine's first rank."""
+    nodes: int = 1
+    """Number of measured machines. With one, all fields below are empty."""
+    least: dict[str, float] = field(default_factory=dict)
+    """By the same names, the least over machines."""
+    most: dict[str, float] = field(default_factory=dict)
+    """The greatest over machines."""
+    least_node: dict[str, str] = field(default_factory=dict)
+    """Host name of the machine with the least."""
+    most_node: dict[str, str] = field(default_factory=dict)
+    """Host name of the machine with the greatest."""
+    by_node: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Figures of each machine by host name, if there are at most eight."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
 from phalanx.observe.logs.recorder import Place
 from phalanx.observe.profile_request import ProfileDesk
-from phalanx.parallel.mesh.mesh import BOOT_ID, Mesh, build_mesh, count_machine_ranks
+from phalanx.parallel.mesh.mesh import BOOT_ID, Mesh, RankMachines, build_mesh, find_machines
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.lineage import Origin, lineage_table, read_lineage
@@ -109,6 +109,7 @@ class Training:
     inputs: EpochInputs
     reporter: Reporter
     mesh: Mesh
+    machines: RankMachines
     built: Built
     data: RunData
     shards: list[Shard]
@@ -150,7 +151,8 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     """Builds everything on this rank and restores the state that training begins with. A collective call."""
     spec, ledger = inputs.spec, inputs.ledger
     ledger.switch(Bucket.START_PLAN_COMPILE)
-    machine_ranks = count_machine_ranks(inputs.device, inputs.boot_id)
+    machines = find_machines(inputs.device, inputs.boot_id)
+    machine_ranks = machines.ranks_each
     # Only sums in tree order are made machine by machine.
     by_tree = spec.train.reduction == "reproducible"
     mesh = build_mesh(
@@ -180,7 +182,7 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
         authorize=inputs.guardian.authorize,
     )
     # The agents of a fleet copy by themselves: they outlive its epochs.
-    copies = _rank_copies(inputs, tier, store, mesh) if store and inputs.warm is None else None
+    copies = _rank_copies(inputs, tier, store, mesh, machine_ranks) if store and inputs.warm is None else None
     warm = inputs.warm
     if warm is None:
         saver.prepare(shards)
@@ -194,6 +196,7 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
         inputs=inputs,
         reporter=reporter,
         mesh=mesh,
+        machines=machines,
         built=built,
         data=warm.data,
         shards=shards,
@@ -210,10 +213,12 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     )
 
 
-def _rank_copies(inputs: EpochInputs, disk: DiskTier, store: ObjectTier, mesh: Mesh) -> RankCopies:
-    """Begin to copy this rank's share of the checkpoints. A collective call."""
+def _rank_copies(
+    inputs: EpochInputs, disk: DiskTier, store: ObjectTier, mesh: Mesh, machine_ranks: int
+) -> RankCopies:
+    """Begin to copy this rank's share of the checkpoints."""
     # Where machines have different numbers of ranks, the limit of one holds for all of them together.
-    sharing = count_machine_ranks(inputs.device, inputs.boot_id) or mesh.ranks
+    sharing = machine_ranks or mesh.ranks
     rules, share = CopyRules.of(inputs.spec, sharing), CopyShare((mesh.rank,), mesh.ranks)
     timeout_s = inputs.spec.checkpoint.timeout_s
     return RankCopies(disk, store.store, rules, str(inputs.attempt), share, timeout_s)

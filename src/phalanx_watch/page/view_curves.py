@@ -192,7 +192,7 @@ _ALL = "all"
 def curves_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[str, object]:
     """Return the requested curves (``all`` for every one), reduced to the requested number of points."""
     run = runs.series(place)
-    names = parameters.names("names") or [_USUAL]
+    names = parameters.names("names", most=128) or [_USUAL]
     if names == [_ALL]:
         names = run.curve_names()
     axis: Axis = parameters.choice("x", AXES)  # type: ignore[assignment]

@@ -20,7 +20,7 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.manifest import Index, decode_index
 from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.fleet.control.fleet_file import path_in
-from phalanx.observe.events import Event, RunStarted
+from phalanx.observe.events import Event, MachineUsed, RunStarted
 from phalanx.observe.logs.line import LEVELS, what_happened
 from phalanx.observe.logs.masking import run_file_mask
 from phalanx.observe.logs.read_lines import (
@@ -56,6 +56,7 @@ def summary(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[st
     with run.lock:
         starts = list(run.starts)[-_MOST_STARTS:]
         evaluations = _evaluations(run)
+        machines = run.machines
     result = directory.finished_result()
     return asdict(runs.row(place)) | {
         "started_events": [_start(event) for event in starts],
@@ -68,6 +69,7 @@ def summary(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[st
         "result": None if result is None else result.to_json(),
         "evaluations": evaluations,
         "curves": run.curve_names(),
+        "machines": None if machines is None else _extremes(machines),
         "has": has(place) | {"samples": bool(run.samples)},
         "serving": _serving(directory),
         "torn_lines": run.torn_lines,
@@ -128,6 +130,11 @@ def _evaluations(run: RunSeries) -> list[dict[str, object]]:
         for event, body in run.evaluations
     ]
     return evaluations[-_MOST_EVALUATIONS:]
+
+
+def _extremes(used: MachineUsed) -> dict[str, object]:
+    """Return the number of machines, and those with the least and the greatest of each figure, in the newest measurement."""
+    return {"nodes": used.nodes, "least": used.least_node, "most": used.most_node}
 
 
 def samples_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,7 +149,7 @@ MOST_SAMPLES = 2_000
 MOST_OTHERS = 200_000
 """Most lines other than steps whose offsets are kept."""
 MOST_MEMORY_KINDS = 16
-_MOST_SPARSE = {"memory": MOST_MEMORY_KINDS, "machine": 16, "task": 256}
+_MOST_SPARSE = {"memory": MOST_MEMORY_KINDS, "machine": 256, "task": 256}
 """Largest number of curves whose names begin so."""
 USUAL_BUDGET_S = 1.5
 _NEWEST = 256
@@ -194,6 +194,8 @@ class RunSeries:
         self.measured: dict[int, int] = {}
         """Offset of the line with the statistics of layers in each measured step; of a step that was repeated, the newest."""
         self.samples: deque[tuple[Event, Sampled]] = deque(maxlen=MOST_SAMPLES)
+        self.machines: MachineUsed | None = None
+        """Newest use of the machines."""
         self.torn_lines = 0
         self.parsed_bytes = 0
         """Bytes that were parsed as text."""
@@ -374,8 +376,9 @@ class RunSeries:
         elif isinstance(body, Sampled):
             self.samples.append((event, body))
         elif isinstance(body, MachineUsed):
-            for name, value in body.figures.items():
-                self._note(body.step, f"machine.{name}", value, before)
+            self.machines = body
+            for name, value in machine_curves(body):
+                self._note(body.step, name, value, before)
         elif isinstance(body, MemoryMeasured):
             for kind, size in list(body.most.items())[:MOST_MEMORY_KINDS]:
                 self._note(body.step, f"memory.{kind}", size, before)
@@ -408,6 +411,16 @@ class RunSeries:
         with self.lock:
             names = [name for name in NAMES if _has_value(self.table.column(name))]
             return [*names, *sorted(self.table.sparse)]
+
+
+def machine_curves(used: MachineUsed) -> Iterator[tuple[str, float]]:
+    """Yield the curves of the use of machines: ``machine.FIGURE``, its ``.least`` and ``.most``, and ``machine.FIGURE@NODE`` of few machines."""
+    for suffix, figures in (("", used.figures), (".least", used.least), (".most", used.most)):
+        for name, value in figures.items():
+            yield f"machine.{name}{suffix}", value
+    for node, figures in used.by_node.items():
+        for name, value in figures.items():
+            yield f"machine.{name}@{node}", value
 
 
 def _has_value(column: NDArray[np.generic]) -> bool:

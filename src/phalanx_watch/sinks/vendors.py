@@ -119,6 +119,8 @@ class TrackioSink:
             run = f"{run}-{hashlib.sha256(str(own).encode()).hexdigest()[:8]}"
         trackio: Any = importlib.import_module("trackio")
         self._directory, self._table, self._step = run_directory, trackio.Table, 0
+        self._waiting: list[tuple[dict[str, object], int]] | None = []
+        """Points of earlier starts with their steps, until the record of this start is in the config: Trackio keeps the config of the first point."""
         # What is written again has its place, so the points of the newest minutes are: a killed process may not have written them.
         events = run_directory / "events.jsonl"
         newest = newest_event(events, lambda _: True) if events.exists() else None
@@ -143,6 +145,7 @@ class TrackioSink:
         match event.body:
             case RunStarted() as body:
                 self._run.config.update(record(body, event.attempt))
+                self._log_waiting()
             case Finished(result=result):
                 values |= {
                     f"result/{name}": value
@@ -155,10 +158,20 @@ class TrackioSink:
                 self._run.alert(title=text[:60], text=text, level=self._levels["warning"])
         if rows := goodput_rows(event, self._directory):
             values["goodput"] = self._table(columns=list(GOODPUT_COLUMNS), data=[list(row) for row in rows])
-        if values:
+        if not values:
+            return
+        if self._waiting is None:
             self._run.log(values, step=self._step)
+        else:
+            self._waiting.append((values, self._step))
+
+    def _log_waiting(self) -> None:
+        for values, step in self._waiting or ():
+            self._run.log(values, step=step)
+        self._waiting = None
 
     def close(self) -> None:
+        self._log_waiting()
         self._run.finish()
 
 

@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from model.initialized import initialized
+from phalanx.model.layers.attention.attend import Score
+from phalanx.model.layers.attention.attention import Documents
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import LayerStatistics
+from phalanx.parallel.context.rank_tiles import by_tile
 from phalanx.run.sections.statistics import StatisticsSpec
 from phalanx.run.spec import OptimizerSpec, RunSpec
+from phalanx.train.statistics.forward import largest_logit
 from ranks import Ranks
 from run.specs import replace_at
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
@@ -27,6 +33,7 @@ LAYOUTS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "a pipeline": ("whole", "four layers", 2, {"pipeline": 2}),
     "lanes over tensor ranks": ("lanes", "shared key heads", 2, {"tensor": 2}),
     "tiles over context ranks": ("tiles", "dense", 2, {"context": 2}),
+    "latent attention in tiles": ("tiles", "absorbed", 2, {"context": 2}),
     "lanes and tiles on four ranks": ("lanes and tiles", "dense", 4, {"tensor": 2, "context": 2}),
     "experts on two ranks": ("whole", "mixture", 2, {"expert": 2, "sharding": "zero2"}),
     "experts in lanes": ("lanes", "mixture", 2, {"tensor": 2}),
@@ -45,6 +52,12 @@ def column(measured: MeasuredSteps, figure: str) -> dict[str, float | None]:
     return dict(zip(event.layers, event.figures[figure], strict=True))
 
 
+def logits_of(measured: MeasuredSteps) -> dict[str, float]:
+    """The largest attention logit of each layer that has one."""
+    logits = column(measured, "attention.largest_logit")
+    return {layer: value for layer, value in logits.items() if value is not None}
+
+
 def whole_norm(measured: MeasuredSteps, figure: str) -> float:
     """The norm of the whole model, from those of all layers and groups."""
     columns = [values for name, values in measured.events[-1].figures.items() if name.endswith(f".{figure}")]
@@ -59,9 +72,57 @@ def test_figures_have_the_same_bits_on_every_layout_and_every_rank(ranks: Ranks,
     (unmeasured,) = ranks.run(1, measure_on_this_rank, spec, 2, 0)
     assert alone.weights_sha256 == unmeasured.weights_sha256
     parallel = divided(spec.model, **degrees)
+    assert len(logits_of(alone)) == spec.model.layers
     for measured in ranks.run(count, measure_on_this_rank, dataclasses.replace(spec, parallel=parallel)):
         assert measured.events == alone.events
         assert measured.weights_sha256 == alone.weights_sha256
+
+
+@pytest.mark.parametrize("mode", ["ring", "allgather"])
+@pytest.mark.parametrize("window", [0, 5])
+def test_context_ranks_without_tiles_find_the_largest_logit_of_the_whole_sequence(
+    ranks: Ranks, mode: str, window: int
+) -> None:
+    # With tiles there is a document mask, and each sequence is long enough for two context ranks.
+    spec = run_in_pieces(model_in("tiles", "shared key heads"))
+    model = dataclasses.replace(
+        spec.model,
+        context_tiles=0,
+        attention_pattern=("window" if window else "full",),
+        window=window,
+        init_std=0.3,
+    )
+    spec = dataclasses.replace(spec, model=model)
+    (alone,) = ranks.run(1, measure_on_this_rank, spec, 1)
+    parallel = dataclasses.replace(divided(model, context=2), context_mode=mode)
+    for measured in ranks.run(2, measure_on_this_rank, dataclasses.replace(spec, parallel=parallel), 1):
+        assert logits_of(measured) == pytest.approx(logits_of(alone), rel=1e-5)
+
+
+@given(st.sampled_from([1, 2, 4]), st.integers(0, 7), st.integers(0, 9), st.booleans())
+def test_the_largest_logit_over_tiles_is_that_of_plain_torch(
+    tiles: int, window: int, seed: int, has_documents: bool
+) -> None:
+    batch, heads, keys, seq, width = 2, 4, 2, 16, 8
+    generator = torch.Generator().manual_seed(seed)
+    query, key = (torch.randn(batch, count, seq, width, generator=generator) for count in (heads, keys))
+    ids = torch.randint(0, 2, (batch, seq), generator=generator).cumsum(1)
+    documents = Documents.numbered(ids) if has_documents else None
+    positions = by_tile(torch.arange(seq), tiles, 0)
+    largest = max(
+        largest_logit(query[:, :, rows], key[:, :, positions], Score(), rows, positions, window, documents)
+        for rows in positions.chunk(tiles)
+    )
+    logits = (
+        query.double() @ key.double().repeat_interleave(heads // keys, 1).transpose(2, 3) / math.sqrt(width)
+    )
+    visible = torch.ones(seq, seq, dtype=torch.bool).tril()
+    if window:
+        visible &= torch.ones_like(visible).triu(1 - window)
+    if has_documents:
+        visible = (visible & (ids[:, :, None] == ids[:, None])).unsqueeze(1)
+    expected = logits.masked_fill(~visible, -math.inf).max().item()
+    assert largest == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize(("optimizer", "state"), [("adamw", "fp32"), ("adamw", "bf16"), ("muon", "fp32")])

@@ -6,6 +6,7 @@ Each tracker gets the same recorded run, with a crash in it, and what it then ho
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -13,15 +14,26 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from observe.recorded import crashed_run
-from phalanx.observe.events import Event, Finished, Message, RunStarted, Step, encode
+from phalanx.observe.events import (
+    Evaluated,
+    Event,
+    Finished,
+    LayerStatistics,
+    Message,
+    RunStarted,
+    Sampled,
+    Step,
+    encode,
+)
 from phalanx.observe.sink_registry import open_sinks
 from phalanx.observe.sinks import close_sinks
 
@@ -40,8 +52,11 @@ def needs(*modules: str) -> pytest.MarkDecorator:
 
 
 def recorded_run() -> list[Event]:
-    """The recorded run, each start of which says what it ran, and whose end says where the time went."""
-    events = []
+    """The recorded run, each start of which says what it ran, and whose end says where the time went.
+
+    At each evaluation two prompts are continued and the layers are measured.
+    """
+    events: list[Event] = []
     for event in crashed_run():
         body = event.body
         if isinstance(body, RunStarted):
@@ -49,7 +64,42 @@ def recorded_run() -> list[Event]:
         if isinstance(body, Finished):
             body = Finished(body.result, {"start.process": 4.0, "step.compute": 20.0, "ckpt.blocking": 1.0})
         events.append(Event(event.t, event.attempt, body))
+        if isinstance(body, Evaluated):
+            of_layers = LayerStatistics(
+                body.step, LAYERS, {name: values(body.step) for name, values in FIGURES.items()}
+            )
+            written = [
+                Sampled(body.step, name, prompt, f" {body.step}\n{END}") for name, prompt in PROMPTS.items()
+            ]
+            events += [Event(event.t, event.attempt, found) for found in (of_layers, *written)]
     return events
+
+
+PROMPTS = {"story": "Once upon a time", "code": "def add("}
+END = 'the "end" → 100 % ü'
+LAYERS = ["embedding", "0", "1"]
+FIGURES: dict[str, Callable[[int], list[float | None]]] = {
+    "residual.rms": lambda step: [0.5, 1.0 * step, math.inf if step == 30 else 2.0 * step],
+    "attention.gradient_norm": lambda step: [None, 0.25, 0.125 * step],
+}
+"""The value of each of ``LAYERS`` in a step; one is not finite."""
+MEASURED = (10, 20, 30, 40)
+
+
+def texts_of(sample: str) -> dict[int, str]:
+    """The prompt with its text in each step, as every tracker has it."""
+    return {step: f"{PROMPTS[sample]} {step}\n{END}" for step in MEASURED}
+
+
+def curves_of_layers() -> dict[str, dict[int, float]]:
+    """The value in each step, by the tag that every tracker has."""
+    tags: dict[str, dict[int, float]] = {}
+    for figure, values in FIGURES.items():
+        for step in MEASURED:
+            for layer, value in zip(LAYERS, values(step), strict=True):
+                if value is not None:
+                    tags.setdefault(f"layer/{layer}/{figure.replace('.', '/')}", {})[step] = value
+    return tags
 
 
 def send(name: str, directory: Path, events: list[Event]) -> None:
@@ -122,6 +172,22 @@ def test_tensorboard_has_the_run_file_as_hyperparameters(tmp_path: Path) -> None
     assert started.hparams["name"].string_value == "tiny"
 
 
+@needs("tensorboardX", "tensorboard")
+def test_tensorboard_reads_back_the_texts_of_samples_and_the_figures_of_layers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    send("tensorboard", run_directory(tmp_path), recorded_run())
+    read = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=False)
+    read.Reload()
+    for sample in PROMPTS:
+        found = read.Tensors(f"sample/{sample}/text_summary")
+        texts = {event.step: event.tensor_proto.string_val[0].decode() for event in found}
+        assert texts == {step: f"```\n{text}\n```" for step, text in texts_of(sample).items()}
+    tags = [tag for tag in read.Tags()["scalars"] if tag.startswith("layer/")]
+    curves = {tag: {scalar.step: scalar.value for scalar in read.Scalars(tag)} for tag in tags}
+    assert curves == curves_of_layers()
+
+
 # --- W&B ------------------------------------------------------------------------------------------
 
 
@@ -136,6 +202,43 @@ def test_wandb_offline_keeps_configuration_record_curves_and_goodput_on_disk(tmp
         assert text.encode() in content, text
     (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/goodput*.json")
     assert "ckpt.blocking" in [row[0] for row in json.loads(table.read_text())["data"]]
+    rows = wandb_history(file)
+    assert {row["step"]: row["train/loss"] for row in rows if "train/loss" in row} == dict(
+        losses(recorded_run())
+    )
+    for tag, values in curves_of_layers().items():
+        assert {row["step"]: float(row[tag]) for row in rows if tag in row} == values
+    for sample in PROMPTS:
+        assert {
+            row["step"]: row[f"sample/{sample}"] for row in rows if f"sample/{sample}" in row
+        } == texts_of(sample)
+
+
+def wandb_history(file: Path) -> list[dict[str, Any]]:
+    """The rows of an offline run. W&B 0.31 reads such a file in Go alone, so this reads it: a log of LevelDB with W&B's own messages.
+
+    After 7 bytes come blocks of 32 KiB. A message is one piece, or several: checksum (4 bytes), length (2), and 1 (whole), 2 (first), 3 or 4 (last).
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, message = file.read_bytes(), 7, b""
+    rows: list[dict[str, Any]] = []
+    while at + 7 <= len(content):
+        left = BLOCK_BYTES - at % BLOCK_BYTES
+        length, piece = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        if left < 7 or not piece:  # the rest of a block is filled up with zeros
+            at += left
+            continue
+        message += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if piece in (1, 4):
+            items = Record.FromString(message).history.item
+            rows += [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}]
+            message = b""
+    return [row for row in rows if "step" in row]
+
+
+BLOCK_BYTES = 1 << 15
 
 
 # --- MLflow ---------------------------------------------------------------------------------------
@@ -179,6 +282,10 @@ def require_whole(client: object) -> None:
     """Everything of the recorded run is in MLflow, once."""
     found = client.search_runs([client.get_experiment_by_name("phalanx").experiment_id])  # type: ignore[attr-defined]
     (run,) = found
+
+    def artifact(path: str) -> str:
+        return Path(client.download_artifacts(run.info.run_id, path)).read_text(encoding="utf-8")  # type: ignore[attr-defined]
+
     history = client.get_metric_history(run.info.run_id, "train/loss")  # type: ignore[attr-defined]
     assert sorted((one.step, one.value) for one in history) == sorted(losses(recorded_run()))
     assert run.data.tags["weights_sha256"] == "ab" * 32
@@ -186,8 +293,16 @@ def require_whole(client: object) -> None:
     assert run.data.metrics["goodput/ckpt.blocking_s"] > 0
     listed = client.list_artifacts(run.info.run_id, "record")  # type: ignore[attr-defined]
     assert [one.path for one in listed] == ["record/attempt-000.json", "record/attempt-001.json"]
-    table = json.loads(Path(client.download_artifacts(run.info.run_id, "goodput.json")).read_text())  # type: ignore[attr-defined]
-    assert "ckpt.blocking" in [row[0] for row in table["data"]]
+    assert "ckpt.blocking" in [row[0] for row in json.loads(artifact("goodput.json"))["data"]]
+    for sample in PROMPTS:
+        for step, text in texts_of(sample).items():
+            assert artifact(f"sample/{sample}/step-{step:09d}.txt") == text
+    for tag, values in curves_of_layers().items():
+        history = client.get_metric_history(run.info.run_id, tag)  # type: ignore[attr-defined]
+        # MLflow keeps what is infinite as the greatest number.
+        assert {one.step: one.value for one in history} == {
+            step: min(value, sys.float_info.max) for step, value in values.items()
+        }
 
 
 # --- Trackio --------------------------------------------------------------------------------------
@@ -216,18 +331,24 @@ def test_trackio_keeps_configuration_record_curves_and_goodput(tmp_path: Path) -
     assert config["environment"]["code"]["git_commit"] == COMMIT
     (table,) = [log["goodput"] for log in logs if "goodput" in log]
     assert "ckpt.blocking" in json.dumps(table)
+    for tag, values in curves_of_layers().items():
+        assert {log["step"]: float(log[tag]) for log in logs if tag in log} == values
+    for sample in PROMPTS:
+        assert {
+            log["step"]: log[f"sample/{sample}"] for log in logs if f"sample/{sample}" in log
+        } == texts_of(sample)
 
 
 # --- processes of their own -----------------------------------------------------------------------
 
 SEND = """
 import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1])
-from observe.sinks.test_vendors import recorded_run, send
+from watch.sinks.test_vendors import recorded_run, send
 send(sys.argv[2], Path(sys.argv[3]), recorded_run()[:int(sys.argv[4]) or None])
 """
 OFFER = """
 import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1])
-from observe.sinks.test_vendors import recorded_run
+from watch.sinks.test_vendors import recorded_run
 from phalanx.observe.sinks import close_sinks
 from phalanx.observe.sink_registry import open_sinks
 (sink,) = open_sinks([sys.argv[2]], Path(sys.argv[3]), "tiny")

@@ -16,9 +16,12 @@ The mesh is made once and passed on; it is not global.
 from __future__ import annotations
 
 import hashlib
+import platform
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -252,6 +255,8 @@ def build_mesh(spec: RunSpec, ranks: int, device: torch.device, *, machine_ranks
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _UNKNOWN = -1
 """Placeholder for a machine that could not be identified."""
+_NAME_BYTES = 64
+"""Length of a host name in Linux (``HOST_NAME_MAX``)."""
 
 
 @dataclass(frozen=True)
@@ -291,21 +296,55 @@ def ranks_in_a_machine(ranks: int, stride: int, machine_ranks: int) -> int:
     return width if width < ranks else 1
 
 
-def count_machine_ranks(device: torch.device, boot_id: Path = BOOT_ID) -> int:
-    """Return the number of ranks on each machine; 0 if it differs, or if ranks are not numbered machine by machine.
+@dataclass(frozen=True)
+class RankMachines:
+    """The machines of the ranks of the default process group."""
 
-    A collective of the default process group, of 8 bytes a rank. Machines are identified by the kernel's boot identifier, because
+    machines: tuple[int, ...]
+    """By rank, the index of its machine, in the order of their first ranks."""
+    names: tuple[str, ...]
+    """Host name of each machine; with the first rank behind it where several machines have one name."""
+    are_identified: bool = True
+    """False if a rank could not read which machine it is on. All such ranks count as one machine."""
+
+    @property
+    def ranks_each(self) -> int:
+        """Ranks on each machine; 0 if it differs or is unknown, or if ranks are not numbered machine by machine."""
+        return equal_runs(list(self.machines)) if self.are_identified else 0
+
+    def measured_by(self, rank: int) -> int | None:
+        """Return the index of the machine whose first rank ``rank`` is; ``None`` if an earlier rank is on its machine."""
+        machine = self.machines[rank]
+        return machine if self.machines.index(machine) == rank else None
+
+
+def find_machines(device: torch.device, boot_id: Path = BOOT_ID) -> RankMachines:
+    """Return the machines of all ranks.
+
+    A collective of the default process group, of 72 bytes a rank. Machines are identified by the kernel's boot identifier, because
     containers of one machine have different host names. ``boot_id`` is the file with the identifier.
     """
     try:
         digest = int.from_bytes(hashlib.sha256(boot_id.read_bytes()).digest()[:7], "big")
     except OSError:
         digest = _UNKNOWN  # not Linux, or a sandbox; take part in the collective anyway
-    own_digest = torch.tensor([digest], device=device)
-    digests = torch.empty(dist.get_world_size(), dtype=own_digest.dtype, device=device)
-    all_gather_single(digests, own_digest, None)
-    machines = digests.tolist()
-    return 0 if _UNKNOWN in machines else equal_runs(machines)
+    name = platform.node().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    own = torch.from_numpy(np.concatenate(([digest], np.frombuffer(name, np.int64)))).to(device)
+    gathered = torch.empty(dist.get_world_size() * len(own), dtype=own.dtype, device=device)
+    all_gather_single(gathered, own, None)
+    rows = gathered.cpu().numpy().reshape(-1, len(own))  # (ranks, 1 + words of the name)
+    _, firsts, inverse = np.unique(rows[:, 0], return_index=True, return_inverse=True)
+    order = np.argsort(firsts)  # machines by their first rank
+    names = [rows[first, 1:].tobytes().rstrip(b"\0").decode(errors="replace") for first in firsts[order]]
+    shared = {name for name, count in Counter(names).items() if count > 1}
+    return RankMachines(
+        tuple(np.argsort(order)[inverse.ravel()].tolist()),
+        tuple(
+            f"{name} (rank {first})" if name in shared else name
+            for name, first in zip(names, firsts[order], strict=True)
+        ),
+        are_identified=bool((rows[:, 0] != _UNKNOWN).all()),
+    )
 
 
 def equal_runs(machines: list[int]) -> int:

@@ -25,7 +25,7 @@ from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.reading.dataset import RunData
 from phalanx.observe.ledger import Ledger
-from phalanx.parallel.mesh.mesh import Mesh, build_mesh, count_machine_ranks
+from phalanx.parallel.mesh.mesh import Mesh, build_mesh, find_machines
 from phalanx.parallel.pipeline.schedules import stages_of_rank
 from phalanx.parallel.reduction.checksum import piece_checksum
 from phalanx.parallel.reduction.data_parallel import gradients, local
@@ -297,7 +297,7 @@ def replay(
         CheckpointError: The checkpoint cannot be read.
         LayoutError: The run cannot be laid out on the ranks of the process group.
     """
-    machine_ranks = count_machine_ranks(device) if spec.train.reduction == "reproducible" else 0
+    machine_ranks = find_machines(device).ranks_each if spec.train.reduction == "reproducible" else 0
     mesh = build_mesh(spec, dist.get_world_size(), device, machine_ranks=machine_ranks)
     built = build_model(spec, mesh)
     parts = built.model.parts

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from phalanx.data.errors import DataError
 from phalanx.data.reading.prefetch import Prefetch, WaitEndedError
-from phalanx.hardware.local.device import on_gpu
+from phalanx.hardware.local.device import gpu_use, on_gpu
+from phalanx.hardware.local.machine_use import MachineMeter
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EndedEarly, Finished, MemoryMeasured, Step, Stopped
 from phalanx.observe.ledger import Bucket
@@ -43,6 +44,7 @@ from phalanx.train.lifecycle.saving import Saving, save_due
 from phalanx.train.profile.nvtx import NvtxRanges, nvtx_ranges
 from phalanx.train.profile.recording import Recording
 from phalanx.train.statistics.collect import LayerMeter
+from phalanx.train.step.machines import MachineTable
 from phalanx.train.step.meters import MemoryMeter, RankTimes, extremes
 from phalanx.train.step.state import weights_sha256
 from phalanx.train.step.step import Audit, StepFlags, Stepper, StepReport
@@ -173,7 +175,11 @@ class Trainer:
             progress.clip_scale,
         )
         windows = spec.observe.ranks_every_steps, guardian.window_steps()
-        ranks = RankTimes(self._stepper, training.inputs.attempt, windows)
+        device, meter = training.mesh.device, MachineMeter()
+        machines = MachineTable(
+            training.machines, training.mesh.rank, lambda: {**meter.read(), **gpu_use(device)}
+        )
+        ranks = RankTimes(self._stepper, training.inputs.attempt, windows, machines)
         self._saving.keep_before_spikes(progress)
         self._audit = guardian.audit(self._stepper, supply.samples)
         self._layers = LayerMeter(self._stepper, supply.samples, self._reporter.emit)
@@ -199,7 +205,7 @@ class Trainer:
         self._observers = (
             self._step_log,
             RankWindows(training, ranks),
-            MachineLog(training),
+            MachineLog(training, machines),
             opened.enter_context(self._recording),
             self._evaluation,
             *(observer for observer in (self._best, self._early) if observer is not None),

@@ -1,4 +1,4 @@
-"""Observers of training, which report and change no bit of the weights: events of steps, numbers of all ranks, use of the machine.
+"""Observers of training, which report and change no bit of the weights: events of steps, numbers of all ranks, use of machines.
 
 The loop calls each hook of all its observers in the order of its tuple, on every rank alike, so that a hook may contain collectives.
 Others evaluate (``phalanx.train.lifecycle.evaluations``) and record profiles (``phalanx.train.profile.recording``).
@@ -6,20 +6,12 @@ Others evaluate (``phalanx.train.lifecycle.evaluations``) and record profiles (`
 
 from __future__ import annotations
 
-import platform
-import time
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from phalanx.hardware.local.device import gpu_use, most_memory_bytes
-from phalanx.hardware.local.machine_use import MachineMeter
+from phalanx.hardware.local.device import most_memory_bytes
 from phalanx.observe.event_log import newest_event
-from phalanx.observe.events import (
-    MachineUsed,
-    Restored,
-    RunStarted,
-    Step,
-)
+from phalanx.observe.events import Restored, RunStarted, Step
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
 from phalanx.train.assemble import Training
@@ -27,13 +19,10 @@ from phalanx.train.lifecycle.progress import is_due
 from phalanx.train.lifecycle.reporter import start_record, watch_machines
 from phalanx.train.measure.numerics import Numerics, differing
 from phalanx.train.start.checks import disk_notes, start_notes
+from phalanx.train.step.machines import MachineTable
 from phalanx.train.step.meters import RankTimes
 from phalanx.train.step.step import StepReport
 
-_MACHINE_S = 10.0
-"""Least time between two events on the use of the machine."""
-_MACHINE_EVENTS = 500
-"""The time between them is at least this part of the time of the start."""
 _MUCH_WAITING = 0.05
 """Part of the time of steps from which waiting for samples is reported."""
 
@@ -144,22 +133,22 @@ class StepLog(Observer):
 
 
 class MachineLog(Observer):
-    """The use of the first rank's machine: every ten seconds at first, ever less often in a long start, so that its events stay few."""
+    """The use of the run's machines, each time that the first rank has measured its own (``MachineTable``)."""
 
-    def __init__(self, training: Training) -> None:
-        self._training, self._meter = training, MachineMeter()
-        self._began_s = self._logged_s = time.monotonic()
+    def __init__(self, training: Training, machines: MachineTable) -> None:
+        self._reporter, self._machines = training.reporter, machines
+        self._logged = 0
+        """Readings of the first rank's machine that are logged."""
 
     def after_step(self, end: StepEnd) -> None:
-        now_s = time.monotonic()
-        pause_s = max(_MACHINE_S, (now_s - self._began_s) / _MACHINE_EVENTS)
-        if not self._training.reporter.speaks or now_s - self._logged_s < pause_s:
+        if not self._reporter.speaks:
             return
-        self._logged_s = now_s
-        use, gpu = self._meter.read(), gpu_use(self._training.mesh.device)
-        figures = {**use, **gpu}
-        if figures:
-            self._training.reporter.emit(MachineUsed(end.step, platform.node(), figures))
+        self._machines.refresh()
+        if self._machines.readings == self._logged:
+            return
+        self._logged = self._machines.readings
+        if (event := self._machines.event(end.step)) is not None:
+            self._reporter.emit(event)
 
 
 class RankWindows(Observer):

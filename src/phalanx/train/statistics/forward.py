@@ -4,8 +4,8 @@ The pass is an evaluation of the first micro-batch of a slot, with the weights b
 never recompiled, and keep their memory. Blocks run uncompiled here; every layout measures the same numbers.
 
 Sums over the ranks that share a sequence are exact (``phalanx.parallel.reduction.exact_sum``), and all else is a maximum, so the figures do not
-depend on the layout. With context tiles or context ranks the largest attention logit is not measured: a rank has the keys of its own
-tokens alone.
+depend on the layout. For the largest attention logit the ranks that share a sequence gather its keys once more. Each tile's queries
+are multiplied with them alone, so that these products have the same shapes on any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from phalanx.model.layers.attention.attend import Score
 from phalanx.model.layers.attention.attention import CausalCore, Documents
 from phalanx.model.layers.dense import FeedForward
 from phalanx.model.transformer import Block
+from phalanx.parallel.context.exchange import GatherMethod, RingMethod
+from phalanx.parallel.context.rank_tiles import by_tile
+from phalanx.parallel.context.tiles import DividedCore
+from phalanx.parallel.mesh.torch_compat import gather_along
 from phalanx.parallel.reduction.data_parallel import reshard
 from phalanx.parallel.reduction.exact_sum import norms
 from phalanx.train.statistics.groups import ACTIVATIONS, DEAD_UNITS, KURTOSIS, LARGEST_LOGIT, RMS
@@ -78,13 +82,17 @@ class _LayerProbe:
 
     def __init__(self, built: Built, layer: str, block: nn.Module, batch: MicroBatch) -> None:
         self._layer, self._block, self._mesh = layer, block, built.model.mesh
-        tiles = built.runner.losses.tiles
-        self._tiles = 1 if tiles is None else len(tiles.tile_numbers)
-        self._sees_keys = tiles is None and self._mesh.layout.context == 1
-        spec = built.spec
+        tiles, spec = built.runner.losses.tiles, built.spec
+        context, rank = self._mesh.layout.context, self._mesh.context_rank
+        self._tiles = range(rank, rank + 1) if tiles is None else tiles.tile_numbers
+        """This rank's tiles. Without context tiles, the tokens of a rank are one."""
+        count = context if tiles is None else tiles.count
+        positions = torch.arange(spec.train.seq_len, device=self._mesh.device)
+        self._positions = by_tile(positions, count, 0).chunk(count) if count > 1 else (positions,)
         self._elements = len(batch.tokens) * spec.train.seq_len * spec.model.dim
         self._documents: Documents | None = None
-        self._logits: list[float] = []
+        self._heads: list[tuple[Tensor, Tensor]] = []
+        """Queries and keys, for each lane and then tile."""
         self._units: list[Tensor] = []
         """The largest magnitude of each hidden unit, for each lane and then tile."""
         self._rows: list[tuple[str, str, float]] = []
@@ -102,8 +110,7 @@ class _LayerProbe:
             if isinstance(self._block, Block):
                 if isinstance(self._block.ffn, FeedForward):
                     attached.callback(self._block.ffn.down.register_forward_pre_hook(self._hidden).remove)
-                if self._sees_keys:
-                    attached.enter_context(_method(self._block.attention, "projected", self._projected))
+                attached.enter_context(_method(self._block.attention, "projected", self._projected))
             yield
 
     def _begins(self, _block: nn.Module, args: tuple[Any, ...]) -> None:
@@ -114,8 +121,8 @@ class _LayerProbe:
 
     def _ends(self, _block: nn.Module, _args: object, output: Tensor) -> None:
         self._measure_residual(self._layer, output)
-        if self._logits:
-            self._rows.append((self._layer, LARGEST_LOGIT, max(self._logits)))
+        if self._heads:
+            self._rows.append((self._layer, LARGEST_LOGIT, self._largest_logit()))
         if self._units:
             self._rows.append((self._layer, DEAD_UNITS, self._dead_share()))
 
@@ -136,10 +143,29 @@ class _LayerProbe:
 
     def _projected(self, projected: Callable[..., tuple[Tensor, Tensor, Tensor]], *args: Any) -> Any:
         query, key, value = projected(*args)
-        core = cast(CausalCore, cast(Block, self._block).attention.core)
-        largest = largest_logit(query, key, core.score, core.window, self._documents)
-        self._logits.append(math.inf if math.isnan(largest) else largest)
+        self._heads.append((query, key))
         return query, key, value
+
+    def _largest_logit(self) -> float:
+        """Return the largest logit of this rank's queries. A collective of the context ranks."""
+        core = cast(Block, self._block).attention.core
+        if isinstance(core, DividedCore):
+            causal: CausalCore | GatherMethod | RingMethod = cast(GatherMethod | RingMethod, core.method)
+        else:
+            causal = cast(CausalCore, core)
+        largest = []
+        for first in range(0, len(self._heads), len(self._tiles)):
+            queries, keys = zip(*self._heads[first : first + len(self._tiles)], strict=True)
+            key = torch.cat(keys, 2)  # (b, k, s of this rank, e)
+            if self._mesh.layout.context > 1:
+                key = gather_along(key, 2, self._mesh.context_group)  # (b, k, s, e), by tile
+            for tile, query in zip(self._tiles, queries, strict=True):
+                positions = self._positions[tile], torch.cat(self._positions)
+                largest.append(
+                    largest_logit(query, key, causal.score, *positions, causal.window, self._documents)
+                )
+        self._heads.clear()
+        return max(math.inf if math.isnan(value) else value for value in largest)
 
     def _hidden(self, _down: nn.Module, args: tuple[Tensor, ...]) -> None:
         units = args[0].abs().flatten(0, -2).amax(0).float()  # (units of this lane,)
@@ -148,8 +174,8 @@ class _LayerProbe:
     def _dead_share(self) -> float:
         """Return the share of the layer's hidden units that are dead. A collective of the ranks that share a sequence."""
         by_lane = [
-            torch.stack(self._units[first : first + self._tiles]).amax(0)
-            for first in range(0, len(self._units), self._tiles)
+            torch.stack(self._units[first : first + len(self._tiles)]).amax(0)
+            for first in range(0, len(self._units), len(self._tiles))
         ]
         own = torch.cat(by_lane)  # (units of this rank,)
         everywhere = own.new_zeros(self._mesh.layout.tensor, len(own))
@@ -170,31 +196,38 @@ def _method(module: nn.Module, name: str, replacement: Callable[..., Any]) -> It
 
 
 def largest_logit(
-    query: Tensor, key: Tensor, score: Score, window: int = 0, documents: Documents | None = None
+    query: Tensor,
+    key: Tensor,
+    score: Score,
+    rows: Tensor,
+    columns: Tensor,
+    window: int = 0,
+    documents: Documents | None = None,
 ) -> float:
     """Return the largest scaled product of a query and a key that it sees, before a soft cap. Computed in blocks of queries, in fp32.
 
     Args:
-        query: ``(b, h, s, e)``.
+        query: ``(b, h, q, e)``.
         key: ``(b, k, s, e)``; ``h / k`` query heads share a key head.
         score: The scale.
+        rows: Positions of the queries, ``(q,)``.
+        columns: Positions of the keys, ``(s,)``.
         window: Number of tokens that a token sees, including itself; 0 means all before it.
         documents: The documents of the sequences; tokens of different ones do not see each other.
     """
-    batch, heads, seq, _ = query.shape
-    grouped = query.float().reshape(batch, key.shape[1], -1, *query.shape[2:])  # (b, k, h / k, s, e)
+    batch, heads, _, _ = query.shape
+    grouped = query.float().reshape(batch, key.shape[1], -1, *query.shape[2:])  # (b, k, h / k, q, e)
     keys = key.float().unsqueeze(2).transpose(3, 4).contiguous()  # (b, k, 1, e, s)
-    at_once = max(1, min(seq, _LOGITS_AT_ONCE // (batch * heads * seq)))
-    positions = torch.arange(seq, device=query.device)
+    at_once = max(1, min(len(rows), _LOGITS_AT_ONCE // (batch * heads * len(columns))))
     largest = -math.inf
-    for first in range(0, seq, at_once):
-        rows = positions[first : first + at_once, None]  # (q, 1)
-        hidden = positions > rows  # (q, s)
+    for first in range(0, len(rows), at_once):
+        own = rows[first : first + at_once]  # (q,)
+        hidden = columns > own[:, None]  # (q, s)
         if window:
-            hidden = hidden | (positions <= rows - window)
+            hidden = hidden | (columns <= own[:, None] - window)
         if documents is not None:
             ids = documents.ids
-            hidden = hidden | (ids[:, first : first + at_once, None] != ids[:, None])  # (b, q, s)
+            hidden = hidden | (ids[:, own, None] != ids[:, None, columns])  # (b, q, s)
             hidden = hidden[:, None, None]
         logits = torch.matmul(
             grouped[:, :, :, first : first + at_once].contiguous(), keys

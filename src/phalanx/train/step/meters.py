@@ -34,6 +34,7 @@ from phalanx.model.autograd import DispatchMode
 from phalanx.observe.ledger import NS_PER_S, Bucket
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankFrame
 from phalanx.parallel.reduction.data_parallel import local
+from phalanx.train.step.machines import MachineTable
 from phalanx.train.step.step import Stepper
 
 if TYPE_CHECKING:
@@ -226,8 +227,8 @@ def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
 
 # The times of ranks: each measures its own part of a step, and all exchange their numbers once a window.
 #
-# Everything that compares ranks uses this one exchange: the stream ``ranks.bin`` and, in a fleet, the search for stragglers. It is an
-# all-reduce of a table in which each rank fills its own row. That is more bytes than gathering rows, but a tree passes it through 100,000
+# Everything that compares ranks uses this one exchange: the stream ``ranks.bin``, the use of machines and, in a fleet, the search for
+# stragglers. It is an all-reduce of a table in which each rank fills its own row. That is more bytes than gathering rows, but a tree passes it through 100,000
 # ranks in tens of hops where a ring needs 100,000. Nothing here reaches the weights.
 
 
@@ -242,11 +243,18 @@ class RankTimes:
         stepper: What runs the steps.
         attempt: Its number.
         windows: The numbers of steps after which somebody wants to see all ranks; those that are 0 never.
+        machines: Filled with the figures of all machines at the end of each window.
     """
 
-    def __init__(self, stepper: Stepper, attempt: int, windows: Collection[int]) -> None:
+    def __init__(
+        self,
+        stepper: Stepper,
+        attempt: int,
+        windows: Collection[int],
+        machines: MachineTable | None = None,
+    ) -> None:
         self._ledger, self._mesh = stepper.ledger, stepper.built.model.mesh
-        self._attempt = attempt
+        self._attempt, self._machines = attempt, machines
         self._windows = [steps for steps in windows if steps]
         self._slots = sum(current.counts for current in stepper.built.rounds)
         self._has_temperature = True
@@ -290,13 +298,24 @@ class RankTimes:
         ]
 
     def _exchange(self, mine: list[float]) -> NDArray[np.float32]:
-        """Return the rows of all ranks, ``(ranks, columns)``."""
+        """Return the rows of all ranks, ``(ranks, columns)``; the rows of machines are those of ``machines`` afterwards."""
+        shape, machines = (self._mesh.ranks, len(mine)), self._machines
+        ends = shape[0] * shape[1]
         with self._ledger.bucket(Bucket.COMM_EXPOSED_DP):
-            table = torch.zeros((self._mesh.ranks, len(mine)), device=self._mesh.device)
-            table[self._mesh.rank] = torch.tensor(mine)
-            dist.all_reduce(table)  # every element comes from one rank, so this sum rounds nothing
-            rows: NDArray[np.float32] = table.cpu().numpy()
-        return np.where(rows < 0, np.float32(np.nan), rows)
+            numbers = torch.zeros(
+                ends + (0 if machines is None else machines.rows.size), device=self._mesh.device
+            )
+            numbers[:ends].view(shape)[self._mesh.rank] = torch.tensor(mine)
+            if machines is not None and machines.place is not None:
+                machines.refresh()
+                own = np.nan_to_num(machines.rows[machines.place], nan=_UNKNOWN).astype(np.float32)
+                numbers[ends:].view(machines.rows.shape)[machines.place] = torch.from_numpy(own)
+            dist.all_reduce(numbers)  # every element comes from one rank, so this sum rounds nothing
+            table: NDArray[np.float32] = numbers.cpu().numpy()
+        table = np.where(table < 0, np.float32(np.nan), table)
+        if machines is not None:
+            machines.rows = table[ends:].reshape(machines.rows.shape).astype(np.float64)
+        return table[:ends].reshape(shape)
 
     def _totals_ns(self) -> tuple[int, int]:
         """Return this rank's total time so far of computing and of waiting for samples, in nanoseconds."""

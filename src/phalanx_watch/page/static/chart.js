@@ -8,8 +8,9 @@ import { color, el, put, say, style } from "./dom.js";
 import { age, duration, known, number, si, whole } from "./format.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
-/** @typedef {{name: string, label: string, color: string, format?: (value: number | null) => string, tick?: (value: number | null) => string, sparse?: boolean, exact?: boolean, dashed?: boolean}} Line
- * `color` names one of the style sheet; `tick` is the format beside the axis; a sparse line passes over gaps; an exact one is never smoothed */
+/** @typedef {{name: string, label: string, color: string, format?: (value: number | null) => string, tick?: (value: number | null) => string, sparse?: boolean, exact?: boolean, dashed?: boolean, between?: [string, string]}} Line
+ * `color` names one of the style sheet; `tick` is the format beside the axis; a sparse line passes over gaps; an exact one is never smoothed;
+ * `between` names the curves at the edges of its band, which is else that of what a pixel stands for */
 /** @typedef {{x: number, kind: string, text: string, step?: number, t?: number, line?: string}} Mark `line` names the only line that it is on */
 /** @typedef {{y: (number | null)[], lo?: (number | null)[], hi?: (number | null)[]}} Values */
 /** @typedef {{x: number[], series: Record<string, Values>, reduced?: boolean, total?: number, marks?: Mark[]}} Curves */
@@ -89,6 +90,7 @@ export class Chart {
     this.plot = null;
     this.legend = el("div", { class: "legend" });
     this.note = el("p", { class: "note", hidden: true });
+    this.foot = el("p", { class: "note", hidden: true });
     this.canvas = el("div", { class: "plot", role: "img" });
     this.tip = el("div", { class: "tip", hidden: true });
     const log = el("button", { type: "button", class: "quiet", text: "log", title: "Logarithmic axis", "aria-pressed": "false", on: { click: () => this.setLog(!this.log) } });
@@ -101,6 +103,7 @@ export class Chart {
       el("figcaption", { class: options.below || options.lines.length > 2 ? "many" : null }, el("span", { class: "title", text: options.title }), this.legend, el("span", { class: "space" }), el("span", { class: "tools" }, cut, log, copyMenu(options.title, () => this.columns(), options.say))),
       el("div", { class: "stage", style: { "min-height": `${options.height ?? 190}px` } }, this.canvas, this.tip),
       this.note,
+      this.foot,
     );
     this.resize = new ResizeObserver(() => this.fit());
     this.resize.observe(this.canvas);
@@ -160,6 +163,21 @@ export class Chart {
     this.plot = null;
   }
 
+  /** @param {string} text below the chart */
+  under(text) {
+    this.foot.hidden = !text;
+    say(this.foot, text);
+  }
+
+  /** @param {Line[]} lines to draw from now on */
+  setLines(lines) {
+    this.options.lines = lines;
+    this.plot?.destroy();
+    this.plot = null;
+    put(this.legend);
+    this.legend.parentElement?.classList.toggle("many", lines.length > 2);
+  }
+
   /** @param {Curves} curves */
   set(curves) {
     this.curves = curves;
@@ -176,13 +194,14 @@ export class Chart {
     const positive = (/** @type {(number | null)[]} */ values) => (this.log ? values.map((value) => (known(value) && value > 0 ? value : null)) : values);
     return [
       x,
-      ...this.options.lines.flatMap(({ name, exact }) => {
+      ...this.options.lines.flatMap(({ name, exact, between }) => {
         const line = series[name];
+        const [low, high] = (between ?? []).map((edge) => series[edge]);
         if (!line || this.hiddenLines.has(name)) return [none, none, none];
         // A smoothed line stands before what was measured.
         const weight = exact ? 0 : this.weight;
         const beside = weight ? line.y : none;
-        return [positive(smoothed(line.y, weight)), positive(line.lo ?? beside), positive(line.hi ?? beside)];
+        return [positive(smoothed(line.y, weight)), positive(low?.lo ?? low?.y ?? line.lo ?? beside), positive(high?.hi ?? high?.y ?? line.hi ?? beside)];
       }),
     ];
   }

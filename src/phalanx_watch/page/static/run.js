@@ -34,13 +34,15 @@ const CHARTS = [
   ["Waiting for data", [{ name: "data_wait_share", label: "of the step", color: "--c5", format: (value) => percent(value) }], { zero: true, optional: true }],
   ["Memory by kind", MEMORY_LINES, { zero: true, optional: true }],
   ["Peak memory", [{ name: "peak_memory_bytes", label: "peak", color: "--c4", exact: true, format: bytes }], { zero: true, optional: true }],
-  ["Machine use", [{ name: "machine.cpu", label: "CPU", color: "--c1", format: (value) => percent(value), sparse: true, exact: true }, { name: "machine.gpu", label: "GPU", color: "--c3", format: (value) => percent(value), sparse: true, exact: true }], { zero: true, optional: true }],
-  ["Memory of the machine", [{ name: "machine.memory_bytes", label: "in use", color: "--c4", format: bytes, sparse: true, exact: true }], { zero: true, optional: true }],
+  ["Use of machines", [{ name: "machine.cpu", label: "CPU", color: "--c1", format: (value) => percent(value), sparse: true, exact: true }, { name: "machine.gpu", label: "GPU", color: "--c3", format: (value) => percent(value), sparse: true, exact: true }], { zero: true, optional: true }],
+  ["Memory of machines", [{ name: "machine.memory_bytes", label: "in use", color: "--c4", format: bytes, sparse: true, exact: true }], { zero: true, optional: true }],
   ["Network", [{ name: "machine.received_bytes_per_s", label: "received/s", color: "--c2", format: bytes, sparse: true, exact: true }, { name: "machine.sent_bytes_per_s", label: "sent/s", color: "--c6", format: bytes, sparse: true, exact: true }], { zero: true, optional: true }],
-  ["GPU power", [{ name: "machine.gpu_watts", label: "first rank's", color: "--c5", format: (value) => `${number(value, 3)} W`, sparse: true, exact: true }], { zero: true, optional: true }],
+  ["GPU power", [{ name: "machine.gpu_watts", label: "of the machine's first rank", color: "--c5", format: (value) => `${number(value, 3)} W`, sparse: true, exact: true }], { zero: true, optional: true }],
   ["Expert balance", [{ name: "balance", label: "largest over mean", color: "--c8", format: (value) => fixed(value, 2) }], { zero: true, optional: true }],
 ];
-const NAMES = CHARTS.flatMap(([, lines]) => lines.map(({ name }) => name));
+const MACHINE = "machine.";
+/** Machines in one chart, up to which each has its line. */
+const FEW_LINES = 8;
 
 /** Charts of tasks, by the figure that they show: title, and how a value is written. @type {Record<string, [string, (value: number) => string]>} */
 const TASK_CHARTS = { accuracy: ["Accuracy of tasks", (value) => percent(value)], bits_per_byte: ["Bits per byte of tasks", (value) => fixed(value)] };
@@ -54,6 +56,27 @@ function taskCharts(names) {
     const parts = Array.from({ length: Math.ceil(lines.length / TASK_COLORS.length) }, (_, part) => lines.slice(part * TASK_COLORS.length, (part + 1) * TASK_COLORS.length));
     return parts.map((part) => /** @type {[string, Line[], {optional: boolean}]} */ ([title, part, { optional: true }]));
   });
+}
+
+/** The lines of a chart of machines: one for each of a few, else the median with the band over all. @param {Line[]} lines of the median @param {string[]} names of all curves of the run @param {number} nodes measured last @returns {Line[]} */
+function machineLines(lines, names, nodes) {
+  const own = lines.flatMap((line) => {
+    const prefix = `${line.name}@`;
+    const label = (/** @type {string} */ node) => (lines.length > 1 ? `${line.label} ${node}` : node);
+    return names.filter((name) => name.startsWith(prefix)).map((name) => ({ ...line, name, label: label(name.slice(prefix.length)) }));
+  });
+  if (nodes > 1 && own.length && own.length <= FEW_LINES) return own.map((line, index) => ({ ...line, color: TASK_COLORS[index] }));
+  return lines.map((line) => (names.includes(`${line.name}.most`) ? { ...line, between: /** @type {[string, string]} */ ([`${line.name}.least`, `${line.name}.most`]) } : line));
+}
+
+/** Names the machines at the edges of the bands. @param {Line[]} lines @param {any} machines the newest measurement */
+function extremes(lines, machines) {
+  const edges = lines.filter(({ name, between }) => between && machines.most[name.slice(MACHINE.length)]);
+  const texts = edges.map(({ name, label }) => {
+    const figure = name.slice(MACHINE.length);
+    return `${edges.length > 1 ? `${label} ` : ""}least on ${machines.least[figure]}, greatest on ${machines.most[figure]}`;
+  });
+  return edges.length ? `Median of ${whole(machines.nodes)} machines, and the band over all. Newest: ${texts.join("; ")}.` : "";
 }
 
 /** @type {import("./main.js").MakeView} */
@@ -164,9 +187,26 @@ export function runView(host, page) {
     return added.length > 0;
   }
 
+  /** Draws a few machines by lines and many by a band. @param {any} run @returns {boolean} true if there are other curves to draw */
+  function drawMachines(run) {
+    let others = false;
+    CHARTS.forEach(([title, lines, options], index) => {
+      if (!lines[0].name.startsWith(MACHINE) || !run.machines) return;
+      const now = machineLines(lines, run.curves ?? [], run.machines.nodes);
+      const curvesOf = (/** @type {Line[]} */ of) => of.flatMap(({ name, between }) => [name, ...(between ?? [])]).join();
+      if (curvesOf(now) !== curvesOf(shown[index][1])) {
+        shown[index] = [title, now, options];
+        charts[index].setLines(now);
+        others = true;
+      }
+      charts[index].under(extremes(now, run.machines));
+    });
+    return others;
+  }
+
   return {
     async update(signal) {
-      const names = [...NAMES, ...shown.slice(CHARTS.length).flatMap(([, lines]) => lines.map(({ name }) => name))];
+      const names = shown.flatMap(([, lines]) => lines.flatMap(({ name, between }) => [name, ...(between ?? [])]));
       const curvesOf = get(ofRun(page.id, "curves"), { names: names.join(","), x, ...range, points: POINTS }, signal);
       const [run, why, whole] = await Promise.all([get(ofRun(page.id), {}, signal), get(ofRun(page.id, "why"), {}, signal).catch(nothingWrong), curvesOf]);
       const curves = exported ? between(whole, range) : whole;
@@ -175,7 +215,8 @@ export function runView(host, page) {
       problemBox(problems, page.id, why.reasons ?? []);
       servedBox(served, run.serving ?? []);
       say(unread, curves.unread ? `The record is long: ${bytes(curves.unread.read_bytes)} of ${bytes(curves.unread.size_bytes)} are read.` : curves.problem || run.problem || "");
-      if (addTaskCharts(run.curves ?? []) && !exported) page.soon();
+      const added = addTaskCharts(run.curves ?? []);
+      if ((drawMachines(run) || added) && !exported) page.soon();
       if (curves.unread) page.soon();
       none.hidden = curves.x.length > 0 || range.first !== null;
       bar.hidden = grid.hidden = !none.hidden;
