@@ -119,6 +119,20 @@ def test_a_function_that_does_not_work_is_named(tmp_path: Path, code: str, said:
         prepared(recipe_file(tmp_path, '[[step]]\nuse = "filters.py:clean"'), tmp_path / "out")
 
 
+def test_an_error_of_any_length_reaches_the_user_from_a_worker_process(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    (tmp_path / "filters.py").write_text("def clean(document):\n  raise ValueError('x' * (4 << 20))")
+    executor = Processes(1)
+    try:
+        with pytest.raises(
+            PreparationError, match=r"step filters.py:clean on document (.|\n)*mend it"
+        ) as caught:
+            prepared(recipe_file(tmp_path, '[[step]]\nuse = "filters.py:clean"'), tmp_path / "out", executor)
+    finally:
+        executor.close()
+    assert len(str(caught.value)) < 1 << 20
+
+
 def test_documents_that_share_an_ngram_with_an_evaluation_are_dropped(tmp_path: Path) -> None:
     questions = texts(20, seed=5)
     long = [text for text in questions if len(text.split()) > 20]

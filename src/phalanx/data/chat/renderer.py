@@ -61,7 +61,7 @@ class Renderer:
 
     def _exchange(self, request: Mapping[str, object]) -> dict[str, object]:
         if self._process is None:
-            self._process = LineChild(_COMMAND, quiet=True)
+            self._process = LineChild(_COMMAND, quiet=True, most_reply_bytes=MEMORY_BYTES)
         reply = self._process.exchange(request)
         if reply is None:
             code = self._process.end()
