@@ -107,7 +107,12 @@ def test_a_filter_of_datatrove_without_datatrove_says_what_to_install(
     ("code", "said"),
     [
         ("def other(document):\n  pass", "there is no function clean"),
-        ("def clean(document):\n  return 1 / 0", "on document .*: ZeroDivisionError"),
+        (
+            "def clean(document):\n  return 1 / 0",
+            r"on document .*: ZeroDivisionError: .* \(filters\.py, line 2\)",
+        ),
+        ("def clean(document):\n  exit('no')", r"on document .*: SystemExit: no \(filters\.py, line 2\)"),
+        ("\nexit('no')", r"cannot be run: SystemExit: no \(filters\.py, line 2\)"),
         ("def clean(document):\n  return document.text", "gave str, not a Document or Dropped"),
         ("def clean(", "cannot be run: SyntaxError"),
     ],
