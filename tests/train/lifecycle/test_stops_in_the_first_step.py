@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,10 @@ def opened(spec: RunSpec) -> Iterator[OpenRun]:
         os.close(run.lock_fd)
 
 
-def stopped_at(spec: RunSpec, places: str, monkeypatch: pytest.MonkeyPatch) -> Ending:
+def stopped_at(spec: RunSpec, places: str, monkeypatch: pytest.MonkeyPatch, *packages: str) -> Ending:
     """How a start of two ranks ends that gets the request when each rank is at its place."""
     monkeypatch.setenv("STOPPED_AT", places)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *packages]))
 
     def stop_once_there(ended: Callable[[], bool]) -> None:
         while not all((run.directory.path / f"at-{rank}").exists() for rank in range(2)):
@@ -89,3 +90,48 @@ def test_ranks_that_are_asked_to_stop_in_their_first_step_save_the_same_step_or_
     assert stopped.step == saved_step
     assert len(list(directory.checkpoints.glob("step-*"))) == (saved_step > 0)
     assert finished(spec) == undisturbed
+
+
+TRACKER = """
+from pathlib import Path
+
+from phalanx.observe.sink_registry import Vendor
+
+
+class Notebook:
+    def __init__(self, folder, run):
+        self._file = folder / "notebook"
+        self._write("opened")
+
+    def holds(self, event):
+        return False
+
+    def write(self, event):
+        self._write(type(event.body).__name__)
+
+    def close(self):
+        self._write("closed")
+
+    def _write(self, line):
+        with self._file.open("a") as file:
+            file.write(line + chr(10))
+
+
+VENDOR = Vendor(__name__, Notebook)
+"""
+
+
+def test_a_tracker_is_closed_by_a_stop_in_the_first_step(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "packages" / "notebook-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: notebook\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[phalanx.sinks]\nnotebook = notebook_tracker:VENDOR\n")
+    (info.parent / "notebook_tracker.py").write_text(TRACKER)
+    spec = tiny_run(dataset, tmp_path / "run", steps=3)
+    spec = replace(spec, observe=replace(spec.observe, sinks=("notebook",)))
+    places = "before join_step,passing before join_step"
+    assert stopped_at(spec, places, monkeypatch, str(info.parent)).status == "stopped"
+    told = (tmp_path / "run" / "notebook").read_text().split()
+    assert (told[0], told[-2:]) == ("opened", ["Stopped", "closed"])
