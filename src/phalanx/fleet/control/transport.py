@@ -276,16 +276,18 @@ class FleetServer:
                 await asyncio.sleep(0)  # A flood of connections does not delay those that are served.
 
     async def _accept(self, connection: socket.socket, peer: str, tls: ssl.SSLContext | None) -> None:
-        frames = None
+        frames, close_s = None, _CLOSE_S
         try:
-            with suppress(WireError, OSError, asyncio.CancelledError):  # The last by ``stop``.
+            with suppress(WireError, OSError):
                 frames = await accepted(connection, tls)
                 await self._serve(frames, connection, peer)
+        except asyncio.CancelledError:  # By ``stop``, whose grace has passed.
+            close_s = 0.0
         finally:
             self._newcomers.pop(connection, None)
             if frames is not None:
                 with suppress(asyncio.CancelledError):
-                    await frames.closed(_CLOSE_S)
+                    await frames.closed(close_s)
             connection.close()
 
     async def _serve(self, frames: FrameStream, connection: socket.socket, peer: str) -> None:
