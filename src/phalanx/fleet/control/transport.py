@@ -18,6 +18,7 @@ connections.
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
 import socket
 import ssl
@@ -55,7 +56,7 @@ from phalanx.fleet.core.messages import (
     decode_report,
     encode,
 )
-from phalanx.hardware.local.network import family_of, join_address
+from phalanx.hardware.local.network import family_of, join_address, resolved
 from phalanx.process.open_files import RESERVE, raise_open_file_limit
 from phalanx.run.peers import own_clock_is_wrong
 from phalanx.wire.messages import (
@@ -182,7 +183,7 @@ class FleetServer:
         """Connections that have not proven themselves, the oldest first."""
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; return the port (a free one for 0). Raises ``TransportError`` if the port is taken."""
+        """Listen; return the port (a free one for 0). Raises ``TransportError`` if the port is taken, or the host is no address of this machine."""
         certificates = self.credentials.certificates
         tls = None if certificates is None else certificates.server_context()
         dual = host == "::" and socket.has_dualstack_ipv6()
@@ -191,9 +192,11 @@ class FleetServer:
                 (host, port), family=family_of(host), backlog=_BACKLOG, dualstack_ipv6=dual
             )
         except OSError as error:
-            raise TransportError(
-                f"cannot listen on {join_address(host, port)}; set fleet.port to a free one: {error}"
-            ) from error
+            is_elsewhere = error.errno == errno.EADDRNOTAVAIL or not resolved(host)
+            remedy = (
+                "give --host an address of this machine" if is_elsewhere else "set fleet.port to a free one"
+            )
+            raise TransportError(f"cannot listen on {join_address(host, port)}; {remedy}: {error}") from error
         listener.setblocking(False)
         self._listening = asyncio.create_task(self._listen(listener, tls, most_connections()))
         return int(listener.getsockname()[1])
