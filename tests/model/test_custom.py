@@ -102,11 +102,30 @@ class Unfinished(Mixer):
         raise TypeError(f"{spec.layers} layers")
 
 
+class Exits(Mixer):
+    """Ends the program when it is made."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        raise SystemExit(spec.layers)
+
+
+class HasNoKind(Mixer):
+    """Raises when its parameters are read."""
+
+    def parameter_kind(self, name: str) -> str:
+        return {"head.weight": "output"}[name]
+
+
 def use_no_norm(model: Mixer) -> None:
     model.blocks[1].norm.forward = lambda x: x
 
 
 REFUSED = {
+    "exits": (Exits, r"model\.factory: .* section: SystemExit\(3\) \(.*test_custom\.py, line \d+\); mend it"),
+    "has_no_kind": (
+        HasNoKind,
+        r"parameter_kind\('.*'\) fails: KeyError\('.*'\) \(.*test_custom\.py, line \d+\); mend it",
+    ),
     "unfinished": (
         Unfinished,
         r"cannot be made from the run's \[model\] section: TypeError\('3 layers'\) \(.*test_custom\.py, line \d+\)",

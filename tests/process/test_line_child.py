@@ -25,6 +25,7 @@ def test_each_request_has_its_reply() -> None:
         ("exit 3", 3),
         ("kill -SEGV $$", -signal.SIGSEGV),
         ("read line; echo no JSON; sleep 600", -signal.SIGKILL),
+        ("read line; tr '\\0' ' ' < /dev/zero", -signal.SIGKILL),
         ("exec 0<&- 1>&-; sleep 600", -signal.SIGKILL),
         ("read line; printf half", 0),
     ],

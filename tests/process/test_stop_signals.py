@@ -47,12 +47,28 @@ def test_a_rank_leaves_ignored_a_signal_that_it_was_started_to_ignore() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_a_signal_before_the_first_step_ends_the_rank_and_one_after_it_waits_for_the_step() -> None:
+def test_a_signal_before_a_rank_has_joined_the_first_step_ends_it_and_one_after_that_waits_for_the_step() -> (
+    None
+):
     stop, ended = StopRequest((signal.SIGTERM,)), []
     stop.listen(lambda: ended.append(1))
     os.kill(os.getpid(), signal.SIGTERM)
     assert ended == [1]
-    stop.step_ended()
+    stop.join_step()
     os.kill(os.getpid(), signal.SIGTERM)
     assert ended == [1]
     assert stop.made
+
+
+def test_a_first_step_that_fails_ends_the_rank_only_if_it_was_to_stop() -> None:
+    stop, ended = StopRequest((signal.SIGTERM,)), []
+    stop.listen(lambda: ended.append(1))
+    stop.join_step()
+    stop.step_failed()
+    assert ended == []
+    os.kill(os.getpid(), signal.SIGTERM)
+    stop.step_failed()
+    assert ended == [1]
+    stop.step_ended()
+    stop.step_failed()
+    assert ended == [1]

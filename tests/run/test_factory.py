@@ -45,6 +45,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "import os\nfrom .layers import WIDTH\ndef make(spec): return WIDTH\n"
     )
     (folder / "models" / "broken.py").write_text("raise AttributeError('unfinished')\n")
+    (folder / "models" / "script.py").write_text("import sys\n\nsys.exit(2)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     return folder
 
@@ -120,7 +121,9 @@ def test_a_factory_whose_source_has_changed_is_not_loaded(package: Path) -> None
         ("no_such_module_anywhere:make", "there is no module no_such_module_anywhere"),
         ("own_package.models.large:make", r"own_package\.models\.large cannot be imported"),
         ("own_package.models.broken:make", r"broken cannot be imported: AttributeError\('unfinished'\)"),
-        ("own_package.models.small:build", "has no build"),
+        ("own_package.models.broken:make", r"\(.*own_package/models/broken\.py, line \d+\); mend it"),
+        ("own_package.models.script:make", r"SystemExit\(2\) \(.*own_package/models/script\.py, line 3\)"),
+        ("own_package.models.small:build", "model.factory: .* has no build; correct"),
         ("own_package.models.small:WIDTH", "not callable"),
     ],
 )
@@ -128,6 +131,19 @@ def test_a_factory_whose_source_has_changed_is_not_loaded(package: Path) -> None
 def test_a_factory_that_is_not_there_is_explained(factory: str, why: str) -> None:
     with pytest.raises(FactoryError, match=why):
         load_factory(factory)
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [(b"def make(spec):\n  return (\n", r"no_python\.py, line 2: .* never closed"), (b"\0", "null bytes")],
+)
+def test_source_that_is_no_python_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: bytes, problem: str
+) -> None:
+    (tmp_path / "no_python.py").write_bytes(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(FactoryError, match=problem):
+        source_sha256("no_python:make")
 
 
 @pytest.mark.usefixtures("package")

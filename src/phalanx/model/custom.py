@@ -17,10 +17,8 @@ A model that cannot be trained correctly is refused when it is built, with the r
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, cast, get_args
 
 import torch
@@ -31,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from phalanx.model.autograd import DispatchMode
 from phalanx.model.layers.attention.attention import Documents
 from phalanx.model.transformer import Block, Readout, logits
-from phalanx.run.factory import load_factory
+from phalanx.run.factory import describe_error, load_factory
 from phalanx.run.kinds.operations import Parameter, ParameterKind
 from phalanx.run.spec import ModelSpec
 
@@ -181,20 +179,11 @@ def _build(factory: Callable[..., Any], spec: ModelSpec) -> Any:
     """Call the user's factory. Raises ``CustomModelError``."""
     try:
         return factory(spec)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CustomModelError(
-            f"{spec.factory}: it cannot be made from the run's [model] section: {_describe(error)}"
+            f"model.factory: {spec.factory} cannot be made from the run's [model] section: {describe_error(error, spec.factory)}; "
+            "mend it, or correct that section"
         ) from error
-
-
-def _describe(error: Exception) -> str:
-    """Describe an error of the user's code with its file and line. Ranks report an error's message without its traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(_TORCH)]
-    return f"{error!r} ({own[-1].filename}, line {own[-1].lineno})"
-
-
-_TORCH = Path(torch.__file__).parent
 
 
 def _require_parts(model: Any, spec: ModelSpec) -> CustomModel:
@@ -312,7 +301,12 @@ def _parameters(chain: Chain, model: nn.Module) -> Iterator[Parameter]:
     """
     stated = getattr(model, "parameter_kind", lambda _name: None)
     for name, parameter in chain.named_parameters():
-        kind = stated(name) or _kind_by_shape(name, parameter.ndim)
+        try:
+            kind = stated(name) or _kind_by_shape(name, parameter.ndim)
+        except Exception as error:
+            raise CustomModelError(
+                f"{chain.spec.factory}: parameter_kind({name!r}) fails: {describe_error(error, chain.spec.factory)}; mend it"
+            ) from error
         if kind not in get_args(ParameterKind) or kind in ("router", "gate", "balance"):
             raise CustomModelError(
                 f"{chain.spec.factory}: parameter_kind({name!r}) is {kind!r}; it must be one of matrix, output, filter, "
@@ -369,7 +363,7 @@ def _on_meta(spec: ModelSpec, name: str, module: nn.Module, x: Tensor) -> Any:
         return module(x)
     except Exception as error:
         raise CustomModelError(
-            f"{spec.factory}: {name} cannot be called with one tensor {tuple(x.shape)} on the meta device: {_describe(error)}; new "
+            f"{spec.factory}: {name} cannot be called with one tensor {tuple(x.shape)} on the meta device: {describe_error(error, spec.factory)}; new "
             "tensors must be made on the device of the input, and no value may decide what is computed"
         ) from error
 

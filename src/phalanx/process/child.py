@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 
 _POLL_S = 0.02
 _STDERR = 2
+_MOST_REPLY_BYTES = 1 << 20
 
 
 class CapturedOutput(Protocol):
@@ -204,9 +205,15 @@ class LineChild(Child):
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str] = os.environ, *, quiet: bool = False
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] = os.environ,
+        *,
+        quiet: bool = False,
+        most_reply_bytes: int = _MOST_REPLY_BYTES,
     ) -> None:
         """Start ``command``; if ``quiet``, its standard error is thrown away. Raises OSError."""
+        self._most_reply_bytes = most_reply_bytes
         super().__init__(
             subprocess.Popen(
                 list(command),
@@ -222,7 +229,7 @@ class LineChild(Child):
     def exchange(self, request: Mapping[str, object]) -> dict[str, Any] | None:
         """Send a request and return the reply, None from a child that has ended.
 
-        A child that replies otherwise is killed. Waits as long as the child takes.
+        A child that replies otherwise, or with more than ``most_reply_bytes``, is killed. Waits as long as the child takes.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
@@ -231,7 +238,7 @@ class LineChild(Child):
         try:
             stdin.write(message)
             stdin.flush()
-            line = stdout.readline()
+            line = stdout.readline(self._most_reply_bytes)
             if line.endswith(b"\n") and isinstance(reply := json.loads(line), dict):
                 return reply
         except (OSError, ValueError):

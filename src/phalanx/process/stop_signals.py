@@ -27,6 +27,9 @@ class StopRequest:
     """The signals that make the request; none for a worker whose agent makes it."""
     made: bool = False
     _end: Callable[[], None] | None = None
+    """Ends the process, while there is nothing to save."""
+    _is_joint: bool = False
+    """Other ranks may complete the first step, with this rank's part of it."""
 
     def end_at_once(self) -> None:
         """Leave the signals to the system, which ends the process even while it waits for others or reads a large model.
@@ -39,20 +42,29 @@ class StopRequest:
     def listen(self, end: Callable[[], None] | None = None) -> None:
         """Take the signals as a request to stop, from here on. A second SIGINT acts as usual, at once.
 
-        Until ``step_ended`` a signal calls ``end``, which ends the process: the first step compiles, for minutes, and there is nothing to save.
+        Until ``join_step`` a signal calls ``end``, which ends the process: the first step compiles, for minutes, and there is nothing to save.
         """
         self._end = end
         for number in heeded(self.signals):
             signal.signal(number, self._on_signal)
 
+    def join_step(self) -> None:
+        """Leave requests to the loop from here on: the other ranks can complete the step now, and count on this one in the next."""
+        self._is_joint = True
+
+    def step_failed(self) -> None:
+        """End the process if it was to stop in its first step: another rank has ended on the same request, before its ``join_step``."""
+        if self.made and self._end is not None:
+            self._end()
+
     def step_ended(self) -> None:
-        """Leave requests to the loop from here on: there is a step to save."""
+        """Take failures as they are from here on: there is a step to save."""
         self._end = None
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         """Record the request and call ``end``, if given; from then on Ctrl-C interrupts as usual."""
         self.made = True
-        if self._end is not None:
+        if self._end is not None and not self._is_joint:
             self._end()
         for number in heeded((signal.SIGINT,)):
             signal.signal(number, signal.default_int_handler)

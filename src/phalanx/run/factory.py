@@ -20,6 +20,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -102,14 +103,43 @@ def load_factory(factory: str, sha256: str = "") -> Callable[..., Any]:
     module, _, name = factory.partition(":")
     try:
         imported = importlib.import_module(module)
-    except Exception as error:  # the module's code may raise anything
-        raise FactoryError(f"module {module} cannot be imported: {error!r}") from error
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the module's code may raise anything; a script without a main guard exits
+        raise FactoryError(
+            f"model.factory: module {module} cannot be imported: {describe_error(error, factory)}; mend it, or install what it imports, "
+            "on every machine"
+        ) from error
     loaded: Callable[..., Any] | None = getattr(imported, name, None)
     if loaded is None:
-        raise FactoryError(f"module {module} has no {name}")
+        raise FactoryError(f"model.factory: module {module} has no {name}; correct one of them")
     if not callable(loaded):
-        raise FactoryError(f"{factory} is not callable: name a class, or a function that makes the model")
+        raise FactoryError(
+            f"model.factory: {factory} is not callable: name a class, or a function that makes the model"
+        )
     return loaded
+
+
+def describe_error(error: BaseException, factory: str) -> str:
+    """Describe an error that a factory's code raised, with the innermost line of its own files.
+
+    Ranks report an error's message without its traceback.
+    """
+    root, top = search_folder(factory), factory.partition(":")[0].partition(".")[0]
+
+    def is_own(file: Path) -> bool:
+        if not file.is_relative_to(root):
+            return False
+        return file.relative_to(root).parts[0].removesuffix(".py") == top or not (
+            _is_installed(root) or any(file.is_relative_to(path) for path in _installed_folders())
+        )
+
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame for frame in frames if os.path.isfile(frame.filename) and is_own(Path(frame.filename).resolve())
+    ]
+    return f"{error!r} ({own[-1].filename}, line {own[-1].lineno})" if own else repr(error)
 
 
 def require_trusted(factory: str, sha256: str, run_dir: Path) -> None:
@@ -200,9 +230,13 @@ def _imports(file: Path, root: Path) -> Iterator[str]:
     package = file.relative_to(root).parent.parts
     yield from (".".join(package[:depth]) for depth in range(1, len(package) + 1))
     try:
-        tree = ast.parse(file.read_bytes())
+        tree = ast.parse(file.read_bytes(), file)
     except SyntaxError as error:
+        raise FactoryError(f"{file}, line {error.lineno}: {error.msg}") from error
+    except ValueError as error:  # null bytes, before Python 3.12
         raise FactoryError(f"{file}: {error}") from error
+    except OSError as error:
+        raise FactoryError(f"{file} cannot be read: {error.strerror}") from error
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -216,4 +250,9 @@ def _imports(file: Path, root: Path) -> Iterator[str]:
 
 @functools.cache
 def _is_installed(root: Path) -> bool:
-    return root in {Path(path).resolve() for path in sysconfig.get_paths().values()}
+    return root in _installed_folders()
+
+
+@functools.cache
+def _installed_folders() -> frozenset[Path]:
+    return frozenset(Path(path).resolve() for path in sysconfig.get_paths().values())

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from phalanx.hardware.local.network import dial
 from phalanx.process.child import die_with_parent
 from phalanx.wire.messages import WireError
 from phalanx_serve.stages.messages import PROOF_S, StageLink
@@ -63,7 +64,7 @@ def _connected(host: str, port: int) -> socket.socket:
     end = time.monotonic() + _WAIT_S
     while True:
         try:
-            return socket.create_connection((host, port), PROOF_S)
+            return dial(host, port, PROOF_S)
         except ConnectionRefusedError:
             if time.monotonic() > end:
                 raise

@@ -8,7 +8,6 @@ fetched over the connection that offered them.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from phalanx.hardware.local.network import dial
 from phalanx.wire.connection import SealedConnection, sealed
 from phalanx.wire.messages import WireError
 from phalanx_serve.traffic.events import WorkerIdentity
@@ -86,7 +86,7 @@ def pull(
     pulled = Pulled()
     until_s = time.monotonic() + within_s
     try:
-        with socket.create_connection((host, port), within_s) as connection:
+        with dial(host, port, within_s) as connection:
             wire = sealed(connection, f"{host}:{port}", token, "client", PURPOSE, within_s)
             wire.raw.set_deadline(until_s - time.monotonic())
             _Pull(wire, pulled, until_s, only, nixl).run(OpenPages(identity, job, tuple(names)), page_bytes)

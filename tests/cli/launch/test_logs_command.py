@@ -13,6 +13,8 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forked_python import Popen
 from phalanx.cli.fleet import status_command
@@ -25,6 +27,7 @@ from phalanx.observe.logs.line import LogLine, encode
 from phalanx.observe.logs.read_lines import LogQuery, read_lines, told_failure
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_process import ENVIRONMENT, TIMEOUT_S, last_json, run
+from traced_memory import peak_and_found
 from watch.why.watched import fleet_file
 
 MODEL = """
@@ -181,3 +184,55 @@ def test_the_log_is_that_of_the_host_that_leads_now(
     assert CliRunner().invoke(logs_command.command, [str(tmp_path)]).output == f"{printed} says\n"
     told = CliRunner().invoke(status_command.command, [str(tmp_path)])
     assert f"its log is {folder / printed}.log" in told.output
+
+
+def submitted_log(folder: Path) -> Path:
+    """The log of a job that somebody has submitted for the run in ``folder``."""
+    (folder / "launch").mkdir(parents=True)
+    made = Submitted("ssh", "1 host", "tiny", 1, 0, 0.0, str(folder), leader="host-0")
+    (folder / "launch" / "submitted.json").write_text(json.dumps(asdict(made)))
+    return folder / "launch" / "host-0.log"
+
+
+@given(
+    lines=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), max_size=4), max_size=6),
+    last=st.integers(0, 7),
+    is_torn=st.booleans(),
+)
+def test_the_last_lines_of_a_job_are_those_of_its_log(
+    lines: list[str], last: int, is_torn: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run_dir = tmp_path_factory.mktemp("run") / "run"
+    log = submitted_log(run_dir)
+    ended = [f"{line}\n" for line in lines]
+    ended += ["torn"] if is_torn else []
+    log.write_text("".join(ended), newline="")
+    printed = CliRunner().invoke(
+        logs_command.command, [str(run_dir), "--job", "--last", str(last)], color=True
+    )
+    assert printed.output_bytes.decode() == "".join(ended[-last:])
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_a_log_of_a_job_without_newlines_is_printed_in_bounded_memory(last: int, tmp_path: Path) -> None:
+    with submitted_log(tmp_path / "run").open("wb") as log:
+        log.write(b"first\n")
+        for _ in range(64):
+            log.write(b"\0" * (1 << 20))
+        log.write(b"\nlast\n")
+    peak, printed = peak_and_found(
+        tmp_path,
+        f"""
+        import os, sys
+        from phalanx.cli.launch.logs_command import command
+        shown, sys.stdout = sys.stdout, open({str(tmp_path / "printed")!r}, "w")
+        """,
+        f"""
+        command([{str(tmp_path / "run")!r}, "--job", "--last", "{last}"], standalone_mode=False)
+        sys.stdout.close()
+        sys.stdout = shown
+        found = os.path.getsize({str(tmp_path / "printed")!r})
+        """,
+    )
+    assert printed >= 64 << 20
+    assert peak < 16 << 20

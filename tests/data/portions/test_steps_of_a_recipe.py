@@ -107,7 +107,12 @@ def test_a_filter_of_datatrove_without_datatrove_says_what_to_install(
     ("code", "said"),
     [
         ("def other(document):\n  pass", "there is no function clean"),
-        ("def clean(document):\n  return 1 / 0", "on document .*: ZeroDivisionError"),
+        (
+            "def clean(document):\n  return 1 / 0",
+            r"on document .*: ZeroDivisionError: .* \(filters\.py, line 2\)",
+        ),
+        ("def clean(document):\n  exit('no')", r"on document .*: SystemExit: no \(filters\.py, line 2\)"),
+        ("\nexit('no')", r"cannot be run: SystemExit: no \(filters\.py, line 2\)"),
         ("def clean(document):\n  return document.text", "gave str, not a Document or Dropped"),
         ("def clean(", "cannot be run: SyntaxError"),
     ],
@@ -117,6 +122,20 @@ def test_a_function_that_does_not_work_is_named(tmp_path: Path, code: str, said:
     (tmp_path / "filters.py").write_text(code)
     with pytest.raises(PreparationError, match=f"step filters.py:clean.* {said}"):
         prepared(recipe_file(tmp_path, '[[step]]\nuse = "filters.py:clean"'), tmp_path / "out")
+
+
+def test_an_error_of_any_length_reaches_the_user_from_a_worker_process(tmp_path: Path) -> None:
+    raw_folder(tmp_path)
+    (tmp_path / "filters.py").write_text("def clean(document):\n  raise ValueError('x' * (4 << 20))")
+    executor = Processes(1)
+    try:
+        with pytest.raises(
+            PreparationError, match=r"step filters.py:clean on document (.|\n)*mend it"
+        ) as caught:
+            prepared(recipe_file(tmp_path, '[[step]]\nuse = "filters.py:clean"'), tmp_path / "out", executor)
+    finally:
+        executor.close()
+    assert len(str(caught.value)) < 1 << 20
 
 
 def test_documents_that_share_an_ngram_with_an_evaluation_are_dropped(tmp_path: Path) -> None:

@@ -264,6 +264,32 @@ def test_with_certificates_only_those_whom_the_runs_authority_vouches_for_get_in
     asyncio.run(scene())
 
 
+def test_a_client_that_does_not_answer_the_end_of_its_tls_stream_does_not_hold_up_the_end_of_the_server(
+    tmp_path: Path,
+) -> None:
+    own = certificates(tmp_path / "a")
+
+    async def scene() -> None:
+        async with Wire(dataclasses.replace(CREDENTIALS, certificates=own)) as wire:
+            silent = await asyncio.to_thread(
+                lambda: own.client_context(names_host=True).wrap_socket(
+                    socket.create_connection(("127.0.0.1", wire.port)), server_hostname="127.0.0.1"
+                )
+            )
+            with silent:
+                loop = asyncio.get_running_loop()
+                stopping = asyncio.create_task(wire.server.stop(grace_s=0.0))
+                turns = 0
+                while not stopping.done():
+                    turns += 1
+                    later = loop.create_future()
+                    loop.call_soon(later.set_result, None)
+                    await later
+            assert turns < 100, "it has waited for nothing"
+
+    asyncio.run(scene())
+
+
 def test_strangers_who_begin_no_tls_handshake_make_room_as_others_do(tmp_path: Path) -> None:
     credentials = dataclasses.replace(CREDENTIALS, certificates=certificates(tmp_path / "a"))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -235,3 +235,9 @@ def test_a_taken_port_is_an_error_that_names_it() -> None:
                 await FleetServer(CREDENTIALS, Ear()).start("127.0.0.1", wire.port)
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_an_error_that_names_the_option(host: str) -> None:
+    with pytest.raises(TransportError, match=rf"{host}.*--host"):
+        asyncio.run(FleetServer(CREDENTIALS, Ear()).start(host, 0))

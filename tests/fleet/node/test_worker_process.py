@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from phalanx.checkpoint.snapshot.segments import Segment, segments_from
+from phalanx.fleet.node.worker_link import WorkerEnd
 from phalanx.fleet.node.worker_pool import WorkerProcess
 from phalanx.observe.logs.log_file import LogOrder, last_lines
 from phalanx.process.child import Child
@@ -68,3 +72,56 @@ def test_a_worker_never_gets_the_operators_token(tmp_path: Path, monkeypatch: py
 
     asyncio.run(run())
     assert [line.text for line in last_lines(log.path, 9)] == ["PHALANX_RUN_TOKEN"]
+
+
+def test_a_worker_for_which_no_descriptors_are_left_leaves_none_open(tmp_path: Path) -> None:
+    program = """
+import asyncio, os, resource, sys
+from pathlib import Path
+from phalanx.fleet.node.worker_pool import WorkerProcess
+from phalanx.observe.logs.log_file import LogOrder
+from phalanx.run.spec import RuntimeSpec
+
+def in_use():
+    return sorted(map(int, os.listdir("/proc/self/fd")))
+
+async def start():
+    ended = asyncio.Event()
+    nothing = lambda _message: None
+    await WorkerProcess.start(["false"], [], RuntimeSpec(), log, nothing, lambda *_exit: ended.set())
+    await ended.wait()
+
+async def main():
+    before, (soft, hard) = in_use(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    for limit in range(max(before), max(before) + 16):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            await start()
+        except OSError:
+            print("refused")
+        else:
+            return
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert in_use() == before, limit
+
+log = LogOrder(Path(sys.argv[1]) / "logs" / "attempt-000-node-0-0.jsonl", "node-0-0", 0)
+asyncio.run(main())
+"""
+    limited = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert 0 < limited.stdout.count("refused") < 16
+
+
+def test_a_program_that_a_worker_starts_has_neither_its_link_nor_its_snapshot_memory() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, closing(Segment.create("of-an-agent")) as segment:
+        link, memory = theirs.detach(), os.dup(segment.descriptor)
+        for descriptor in (link, memory):
+            os.set_inheritable(descriptor, True)  # as in a process that has inherited them
+        worker, segments = WorkerEnd(link), segments_from([memory])
+        assert not os.get_inheritable(link)
+        assert not os.get_inheritable(memory)
+        del worker
+        segments[0].close()

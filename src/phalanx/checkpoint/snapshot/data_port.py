@@ -6,7 +6,6 @@ modified traffic: use TLS on such a network.
 """
 
 import logging
-import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSu
 from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.format.manifest import checksum
 from phalanx.checkpoint.snapshot.segments import Snapshot, SnapshotKey, SnapshotMemory, decode_record
-from phalanx.hardware.local.network import split_address
+from phalanx.hardware.local.network import dial, split_address
 from phalanx.wire.connection import FramedConnection, SealedConnection, authenticate, secured_client
 from phalanx.wire.messages import EndedError, MessageDecoder, UnprovenError, WireError
 from phalanx.wire.port import HANDSHAKE_S, ProvenPort
@@ -417,7 +416,7 @@ def _connect(address: str, tls: ssl.SSLContext | None, timeout_s: float) -> Fram
     """Connect, with TLS if given; raises HolderLostError, or HolderEndedError if the other side closes during the handshake."""
     host, port = split_address(address)
     try:
-        connection = socket.create_connection((host, int(port)), timeout_s)
+        connection = dial(host, int(port), timeout_s)
     except (OSError, ValueError) as error:
         raise HolderLostError(f"{address}: cannot be reached ({error})") from error
     try:

@@ -203,7 +203,11 @@ class Segment:
     def create(cls, name: str) -> "Segment":
         """Make a new, empty segment; ``name`` appears in /proc/PID/maps. Its descriptor is inherited only if passed on."""
         descriptor = os.memfd_create(f"phalanx-{name}", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, PAGE_BYTES)
+        try:
+            os.ftruncate(descriptor, PAGE_BYTES)
+        except OSError:
+            os.close(descriptor)
+            raise
         return cls(descriptor)
 
     @property
@@ -474,5 +478,7 @@ def _step_in(segment: Segment) -> int:
 
 
 def segments_from(descriptors: Sequence[int]) -> tuple[Segment, ...]:
-    """Return the segments that a worker has inherited."""
+    """Return the segments that a worker has inherited; no program that it starts inherits them from it."""
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
     return tuple(map(Segment, descriptors))

@@ -18,7 +18,7 @@ import click
 from phalanx.cli.errors import HostAndPort, HostName, explained
 from phalanx.command import AsJson, ExistingFolder, Heading, Option, Overrides, command_options
 from phalanx.command_help import Command
-from phalanx.hardware.local.network import family_of, split_address
+from phalanx.hardware.local.network import dial, family_of, split_address
 
 if TYPE_CHECKING:
     from phalanx.run.spec import RunSpec
@@ -258,7 +258,7 @@ def _wait_for(coordinator: str, folder: Path, patience_s: float, is_succeeded: C
     looked_s = began_s
     while True:
         try:
-            socket.create_connection((host, int(port)), timeout=5.0).close()
+            dial(host, int(port), 5.0).close()
             if _has_begun(folder):
                 return
             raise ConnectionError(

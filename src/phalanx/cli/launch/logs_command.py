@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import os
 import re
 import sys
 import time
@@ -10,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal
 
 import click
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from phalanx.launch.engines.engine import SubmittedRun
 
 
+_Decoder = codecs.getincrementaldecoder("utf-8")
+_BLOCK_BYTES = 1 << 20
 _POLL_S = 0.5
 _ASK_S = 5.0
 _OF_LINES = ("ranks", "nodes", "level", "since", "until", "grep", "attempt", "grouped", "as_json")
@@ -307,25 +311,41 @@ def _print(path: Path, run: SubmittedRun, last: int, *, follow: bool) -> None:
     from phalanx.cli.launch.formed_fleet import leading_log
 
     place, asked_s, ended = 0, 0.0, not follow
-    first = True
+    first, decoder = True, _Decoder("replace")
     while True:
         if path.exists():
             with path.open("rb") as log:
-                log.seek(place)
-                text = log.read()
-            place += len(text)
-            lines = text.decode(errors="replace").splitlines(keepends=True)
-            click.echo("".join(lines[-last:] if first and last else lines), nl=False)
+                log.seek(_beginning_of_last(log, last) if first and last else place)
+                while block := log.read(_BLOCK_BYTES):
+                    click.echo(decoder.decode(block), nl=False)
+                place = log.tell()
             first = False
         if ended:
             return
         if (now := leading_log(run)) != path:
             click.echo(f"{now.stem} leads from now on: {now}", err=True)
-            path, place, first = now, 0, True
+            path, place, first, decoder = now, 0, True, _Decoder("replace")
         if time.monotonic() - asked_s > _ASK_S:
             asked_s, ended = time.monotonic(), run.standing() is None
         else:
             time.sleep(_POLL_S)
+
+
+def _beginning_of_last(log: BinaryIO, lines: int) -> int:
+    """Return the offset of the last ``lines`` lines of a file, which is read in blocks from its end."""
+    position = log.seek(0, os.SEEK_END)
+    searched_end = position - 1  # the newline at the end of the last line begins no other
+    while position:
+        position = max(0, position - _BLOCK_BYTES)
+        log.seek(position)
+        block = log.read(searched_end - position)
+        newline = len(block)
+        while (newline := block.rfind(b"\n", 0, newline)) >= 0:
+            lines -= 1
+            if not lines:
+                return position + newline + 1
+        searched_end = position
+    return 0
 
 
 # Lines of the processes, on a terminal or as JSON.

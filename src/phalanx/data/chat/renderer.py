@@ -68,7 +68,7 @@ class Renderer:
         it dies.
         """
         if self._process is None:
-            self._process = LineChild(_COMMAND, quiet=True)
+            self._process = LineChild(_COMMAND, quiet=True, most_reply_bytes=MEMORY_BYTES)
         reply = self._process.exchange(request)
         if reply is None:
             code = self._process.end()

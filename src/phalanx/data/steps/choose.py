@@ -8,6 +8,7 @@ import importlib.metadata
 import inspect
 import json
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -180,15 +181,23 @@ class UserFunction:
         """Return the function's result. Raises ``PreparationError`` if it raises or returns another type."""
         try:
             result = self._function(document, **self.parameters)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PreparationError(
-                f"step {self.use} on document {document.name}: {type(error).__name__}: {error}; mend it and plan again"
+                f"step {self.use} on document {document.name}: {self._described(error)}; mend it and plan again"
             ) from error
         if not isinstance(result, Document | Dropped):
             raise PreparationError(
                 f"step {self.use} on document {document.name} gave {type(result).__name__}, not a Document or Dropped; mend it and plan again"
             )
         return result
+
+    def _described(self, error: BaseException) -> str:
+        """Describe an error that the file's code raised, with the innermost line of it."""
+        file = self.use.rpartition(":")[0]
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
+        ]
+        return f"{type(error).__name__}: {error}" + (f" ({file}, line {lines[-1]})" if lines else "")
 
     @cached_property
     def _function(self) -> Callable[..., object]:
@@ -226,9 +235,9 @@ def with_code(step: UserFunction, folder: Path) -> UserFunction:
         raise PreparationError(
             f"step {step.use}: cannot read {file}: {error.strerror}; correct step.use"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PreparationError(
-            f"step {step.use}: {file} cannot be run: {type(error).__name__}: {error}; mend it"
+            f"step {step.use}: {file} cannot be run: {step._described(error)}; mend it"
         ) from error
     return complete
 

@@ -31,7 +31,7 @@ from phalanx.fleet.control.security import (
     require_two_tokens,
 )
 from phalanx.fleet.core.messages import PROTOCOL_VERSION
-from phalanx.hardware.local.network import split_address
+from phalanx.hardware.local.network import NEXT_ADDRESS_S, split_address
 from phalanx.run.identity import FencingToken, fencing_token, identity
 from phalanx.run.spec import RunSpec
 from phalanx.version import __version__
@@ -125,7 +125,9 @@ async def connect(address: str, certificates: Certificates | None) -> FrameStrea
     tls = None if certificates is None else certificates.client_context(names_host=True)
     try:
         async with asyncio.timeout(_CONNECT_S):
-            reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
+            reader, writer = await asyncio.open_connection(
+                host, int(port), ssl=tls, happy_eyeballs_delay=NEXT_ADDRESS_S
+            )
     except TimeoutError:
         raise EndedError(f"unavailable: no connection within {_CONNECT_S:g} s") from None
     except (OSError, ValueError) as error:

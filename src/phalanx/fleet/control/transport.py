@@ -18,6 +18,7 @@ connections.
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
 import socket
 import ssl
@@ -55,7 +56,7 @@ from phalanx.fleet.core.messages import (
     decode_report,
     encode,
 )
-from phalanx.hardware.local.network import family_of, join_address
+from phalanx.hardware.local.network import family_of, join_address, resolved
 from phalanx.process.open_files import RESERVE, raise_open_file_limit
 from phalanx.run.peers import own_clock_is_wrong
 from phalanx.wire.messages import (
@@ -184,7 +185,8 @@ class FleetServer:
     async def start(self, host: str, port: int) -> int:
         """Listen; return the port (a free one for 0).
 
-        Raises ``TransportError`` if the port is taken. Connections are accepted in a task until ``stop``.
+        Connections are accepted in a task until ``stop``. Raises ``TransportError`` if the port is taken, or the host is no address of
+        this machine.
         """
         certificates = self.credentials.certificates
         tls = None if certificates is None else certificates.server_context()
@@ -194,9 +196,11 @@ class FleetServer:
                 (host, port), family=family_of(host), backlog=_BACKLOG, dualstack_ipv6=dual
             )
         except OSError as error:
-            raise TransportError(
-                f"cannot listen on {join_address(host, port)}; set fleet.port to a free one: {error}"
-            ) from error
+            is_elsewhere = error.errno == errno.EADDRNOTAVAIL or not resolved(host)
+            remedy = (
+                "give --host an address of this machine" if is_elsewhere else "set fleet.port to a free one"
+            )
+            raise TransportError(f"cannot listen on {join_address(host, port)}; {remedy}: {error}") from error
         listener.setblocking(False)
         self._listening = asyncio.create_task(self._listen(listener, tls, most_connections()))
         return int(listener.getsockname()[1])
@@ -286,16 +290,18 @@ class FleetServer:
 
     async def _accept(self, connection: socket.socket, peer: str, tls: ssl.SSLContext | None) -> None:
         """Serve one accepted connection, TLS handshake included, and close it. Errors of the connection end it quietly."""
-        frames = None
+        frames, close_s = None, _CLOSE_S
         try:
-            with suppress(WireError, OSError, asyncio.CancelledError):  # The last by ``stop``.
+            with suppress(WireError, OSError):
                 frames = await accepted(connection, tls)
                 await self._serve(frames, connection, peer)
+        except asyncio.CancelledError:  # By ``stop``, whose grace has passed.
+            close_s = 0.0
         finally:
             self._newcomers.pop(connection, None)
             if frames is not None:
                 with suppress(asyncio.CancelledError):
-                    await frames.closed(_CLOSE_S)
+                    await frames.closed(close_s)
             connection.close()
 
     async def _serve(self, frames: FrameStream, connection: socket.socket, peer: str) -> None:

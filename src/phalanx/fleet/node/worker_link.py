@@ -12,6 +12,7 @@ a second thread.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -263,6 +264,8 @@ class WorkerEnd:
     """The worker's end of the link. Methods raise ``WireError`` if the agent has ended."""
 
     def __init__(self, descriptor: int) -> None:
+        """``descriptor``: inherited from the agent; a program that this worker starts would keep the link open."""
+        os.set_inheritable(descriptor, False)
         self._connection = FramedConnection(socket.socket(fileno=descriptor), "the agent of this worker")
 
     def send(self, message: ToAgent) -> None:

@@ -67,7 +67,6 @@ class WorkerProcess:
         Raises:
             OSError: It cannot be started.
         """
-        output = ChildOutput(log, os.environ, lambda words: print(f"warning: {words}", flush=True))
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
@@ -80,6 +79,7 @@ class WorkerProcess:
         environment.pop(TOKEN_VARIABLES["operate"], None)
         try:
             with theirs:
+                output = ChildOutput(log, os.environ, lambda words: print(f"warning: {words}", flush=True))
                 child = Child.start(
                     [*command, "--link", str(theirs.fileno())],
                     environment,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
+import select
 import socket
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from typing import NamedTuple
 
 from phalanx.run.peers import is_loopback
@@ -91,6 +95,81 @@ def interface_for(addresses: Iterable[str], interfaces: Sequence[Interface], *, 
             if interface.address == address:
                 return interface.name
     return ""
+
+
+NEXT_ADDRESS_S = 0.25
+"""Wait for one address of a host before the next is tried as well (RFC 8305, section 8)."""
+
+
+def dial(host: str, port: int, within_s: float) -> socket.socket:
+    """Connect to the first of a host's addresses that accepts (Happy Eyeballs, RFC 8305).
+
+    A name may resolve to an IPv6 address that leads nowhere and an IPv4 address that works. The next address is tried as soon as one fails, or
+    has not accepted for ``NEXT_ADDRESS_S``. The socket has the timeout ``within_s``. Raises OSError.
+    """
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    remaining = _families_in_turn([(info[0], info[4]) for info in infos])
+    attempts: list[socket.socket] = []
+    deadline_s, next_s, failure = time.monotonic() + within_s, 0.0, OSError(f"{host} has no address")
+    try:
+        while remaining or attempts:
+            now_s = time.monotonic()
+            if now_s >= deadline_s:
+                raise TimeoutError("timed out")
+            if remaining and (now_s >= next_s or not attempts):
+                family, address = remaining.pop(0)
+                next_s = now_s + NEXT_ADDRESS_S
+                try:
+                    attempts.append(_attempt(family, address))
+                except OSError as error:
+                    failure = error
+            for attempt in _decided(attempts, (min(next_s, deadline_s) if remaining else deadline_s) - now_s):
+                attempts.remove(attempt)
+                code = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if not code:
+                    attempt.settimeout(within_s)
+                    return attempt
+                attempt.close()
+                failure = OSError(code, os.strerror(code))
+        raise failure
+    finally:
+        for attempt in attempts:
+            attempt.close()
+
+
+_Address = tuple[object, ...]
+"""An address as getaddrinfo(3) returns it."""
+
+
+def _families_in_turn(
+    addresses: Sequence[tuple[socket.AddressFamily, _Address]],
+) -> list[tuple[socket.AddressFamily, _Address]]:
+    """The addresses, those of the first one's family and the others in turn."""
+    first = [address for address in addresses if address[0] == addresses[0][0]]
+    others = [address for address in addresses if address[0] != addresses[0][0]]
+    return [address for pair in zip_longest(first, others) for address in pair if address is not None]
+
+
+def _attempt(family: socket.AddressFamily, address: _Address) -> socket.socket:
+    """A socket that begins to connect. Raises OSError."""
+    attempt = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        attempt.setblocking(False)
+        with suppress(BlockingIOError):
+            attempt.connect(address)
+    except OSError:
+        attempt.close()
+        raise
+    return attempt
+
+
+def _decided(attempts: Sequence[socket.socket], within_s: float) -> list[socket.socket]:
+    """The first attempts of which it is known within that time whether they have succeeded."""
+    poll = select.poll()
+    for attempt in attempts:
+        poll.register(attempt, select.POLLOUT)
+    ready = {number for number, _ in poll.poll(max(0.0, within_s) * 1000)} if attempts else set()
+    return [attempt for attempt in attempts if attempt.fileno() in ready]
 
 
 class ListenError(RuntimeError):

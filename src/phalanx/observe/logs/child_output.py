@@ -15,7 +15,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from phalanx.observe.logs.assemble import Assembler, Record
 from phalanx.observe.logs.line import Level, ended_text
@@ -54,13 +54,11 @@ class ChildOutput:
         """
         with suppress(FileExistsError):
             order.path.parent.mkdir()  # somebody may have removed it
-        self._reading, self.descriptor = os.pipe()
-        try:
+        with ExitStack() as opened:
+            self._reading, self.descriptor = _pipe(opened)
+            self._wake_reading, self._wake = _pipe(opened)
             self.place, self._place_descriptor = Place.shared()
-        except OSError:
-            os.close(self._reading)
-            os.close(self.descriptor)
-            raise
+            opened.pop_all()  # nothing below fails
         with suppress(OSError, AttributeError):  # the user has too many large pipes, or no Linux
             fcntl.fcntl(self._reading, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self._reading, False)
@@ -71,7 +69,6 @@ class ChildOutput:
         self._assembler = Assembler()
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         self._lock, self._drained, self._over = threading.Lock(), threading.Event(), False
-        self._wake_reading, self._wake = os.pipe()
         self._thrown, self._thrown_ended = b"", False
         self._place_users = 2
         """This object's user, until ``ended``, and the reading thread: the last of them closes the place."""
@@ -190,3 +187,11 @@ class ChildOutput:
     def _write(self, records: Iterable[Record]) -> None:
         for record in records:
             self._recorder.write(record)
+
+
+def _pipe(opened: ExitStack) -> tuple[int, int]:
+    """A pipe that ``opened`` closes."""
+    ends = os.pipe()
+    for descriptor in ends:
+        opened.callback(os.close, descriptor)
+    return ends

@@ -185,8 +185,12 @@ class Place:
         else:
             with tempfile.TemporaryFile() as file:
                 descriptor = os.dup(file.fileno())
-        os.ftruncate(descriptor, _BYTES)
-        place = cls(descriptor)
+        try:
+            os.ftruncate(descriptor, _BYTES)
+            place = cls(descriptor)  # the mapping has a descriptor of its own, and there may be none left
+        except BaseException:
+            os.close(descriptor)
+            raise
         place.rank = place.epoch = place.step = None
         return place, descriptor
 

@@ -128,6 +128,9 @@ class Trainer:
                         self._saving.save(progress)
                         self._saving.settle()
                     raise
+                except Exception:
+                    training.inputs.stop.step_failed()
+                    raise
                 training.inputs.stop.step_ended()
                 self._guardian.computed()
                 self._step_s.append(time.perf_counter() - begin_s)
@@ -236,6 +239,7 @@ class Trainer:
             return self._stepper.run(
                 number,
                 self._flags(),
+                before_sums=self._training.inputs.stop.join_step,
                 before_update=self._saving.fence,
                 audit=self._audit,
                 statistics=self._layers,
@@ -256,6 +260,7 @@ class Trainer:
             report = self._stepper.run(
                 number,
                 self._flags(),
+                before_sums=self._training.inputs.stop.join_step,
                 before_update=before_update,
                 audit=self._audit,
                 statistics=self._layers,

@@ -86,9 +86,6 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
     reporter = Reporter(EventLog(directory.events, inputs.attempt) if first else None)
     if first and inputs.spec.observe.ranks_every_steps:
         reporter.ranks = RankRecorder(directory.ranks)
-    if first:
-        with inputs.guardian.outside():
-            reporter.sinks = open_sinks(inputs.spec.observe.sinks, directory.path, directory.path.name)
     training, ended = None, False
     # A fleet's worker looks for all its epochs.
     alone = inputs.warm is None and first_of_node()
@@ -101,6 +98,9 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
             freeze_gc()
         inputs.guardian.assembled(training.built, training.saver)
         inputs.stop.listen(partial(_end_before_a_step, training))
+        if first:  # not before a signal can close them: a tracker would show the run as running
+            with inputs.guardian.outside():
+                reporter.sinks = open_sinks(inputs.spec.observe.sinks, directory.path, directory.path.name)
         result = train(training)
         ended = True
         if first:
@@ -118,18 +118,27 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
 
 
 def _end_before_a_step(training: Training) -> None:
-    """End this rank after a request to stop that came before its first step ended: there is nothing to save."""
+    """End this rank after a request to stop in its first step: there is nothing to save. The sinks are closed."""
     from phalanx.observe.events import Stopped
+    from phalanx.observe.sinks import END_TIMEOUT_S
     from phalanx.train.lifecycle.loop import what_is_kept
 
     step = training.restored.step if training.restored is not None else 0
     stopped = Stopped(
         step, f"asked to stop; {what_is_kept(step, step, saved=False)}", training.inputs.ledger.seconds()
     )
+    is_reported = threading.Event()
+
+    def report() -> None:
+        training.reporter.emit(stopped)
+        is_reported.set()
+        training.reporter.close(ended=True)
+
     # On a thread, since the signal may have interrupted the writing of an event.
-    writer = threading.Thread(target=training.reporter.emit, args=(stopped,), daemon=True)
-    writer.start()
-    writer.join(_LAST_EVENT_S)
+    reporting = threading.Thread(target=report, daemon=True)
+    reporting.start()
+    if is_reported.wait(_LAST_EVENT_S):
+        reporting.join(END_TIMEOUT_S + _LAST_EVENT_S)
     os._exit(EXIT_STOPPED)
 
 

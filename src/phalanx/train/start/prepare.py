@@ -149,7 +149,7 @@ def _pinned_source(model: ModelSpec, path: Path) -> ModelSpec:
     try:
         digest = source_sha256(model.factory)
     except FactoryError as error:
-        remedy = 'write "package.module:name"'
+        remedy = 'mend the module, or write the "package.module:name" of another'
         raise RunFileError(path, [Problem("model.factory", str(error), remedy)]) from error
     if model.factory_sha256 not in ("", digest):
         problem = Problem(

@@ -169,6 +169,7 @@ class Stepper:
         number: int,
         flags: StepFlags = StepFlags(),
         *,
+        before_sums: Callable[[], None] = lambda: None,
         before_update: Callable[[], None] = lambda: None,
         audit: Audit | None = None,
         statistics: StepStatistics | None = None,
@@ -178,6 +179,7 @@ class Stepper:
         Args:
             number: The step, which sets the learning rate.
             flags: This rank's own requests.
+            before_sums: Called before this rank adds its losses to the sums without which no rank can complete the step.
             before_update: Called before the weights change; a checkpoint may still be copying them.
             audit: Checks the step's slots for silent data corruption.
             statistics: Measures the step's gradients, weights and update.
@@ -196,6 +198,7 @@ class Stepper:
             with self._auditing():
                 audit.ended(number)
         # 2. What all ranks must know before the update: mean loss, token count, flags, gradient norm.
+        before_sums()
         with self.ledger.bucket(Bucket.COMM_EXPOSED_DP):
             loss, count, raised, slot_losses = self._reduce_losses(losses, tokens, flags)
             norm = self._gradient_norm(self._slot_tokens / count)

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from phalanx.data.errors import PreparationError
 from phalanx.data.portions.executors.executor import TaskOutcome, one_thread_each, task_at
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import Workplace
+from phalanx.observe.event_log import lines_from_the_end
 from phalanx.process.child import LineChild, describe_exit, end_all
 
 _COMMAND = (sys.executable, "-P", "-m", "phalanx.data.portions.executors.worker")
@@ -311,8 +313,10 @@ _POLL_S = 5.0
 _RESPONSE_S = 60.0
 _TRIES = 4
 """Attempts of squeue before the preparation fails: 15 seconds, or four minutes without a response."""
-_FAILED = "Error: "
+_FAILED = b"Error: "
 """Prefix of the line with the command's error message."""
+_BLOCK_BYTES, _TAIL_BYTES = 1 << 16, 1 << 20
+"""How much of a job's log is read at once, and how much of its end in all: a user's filter may print without end."""
 
 
 class SlurmArray:
@@ -372,11 +376,10 @@ class SlurmArray:
             log = Path(f"{self._name}-{self._array[job]}_{job}.log") if job in self._array else None
             if log is None:
                 continue
-            lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-            messages = [line.removeprefix(_FAILED) for line in lines if line.startswith(_FAILED)]
-            for task in own_tasks or sorted(missing)[:1] if messages else own_tasks:
-                if messages:
-                    yield TaskOutcome(task, failed=f"{messages[-1]} (job {self._array[job]}_{job})")
+            message = failure_message(log)
+            for task in own_tasks or sorted(missing)[:1] if message else own_tasks:
+                if message:
+                    yield TaskOutcome(task, failed=f"{message} (job {self._array[job]}_{job})")
                 else:
                     yield TaskOutcome(
                         task, lost=f"job {self._array[job]}_{job} ended early; its log is {log}"
@@ -409,6 +412,15 @@ class SlurmArray:
             f"--wrap={variables} exec {work}",
         )
         self._array.update(dict.fromkeys(jobs, output.strip().split(";")[0]))
+
+
+def failure_message(log: Path) -> str:
+    """Return the error message at the end of a job's log; empty if there is none."""
+    with suppress(FileNotFoundError), log.open("rb") as file:
+        for line in lines_from_the_end(file, _BLOCK_BYTES, _TAIL_BYTES):
+            if line.startswith(_FAILED):
+                return line.removeprefix(_FAILED).decode(errors="replace")
+    return ""
 
 
 def _slurm(*command: str, may_fail: bool = False, tries: int = 1) -> str:

@@ -9,6 +9,7 @@ import traceback
 
 from phalanx.data.portions.executors.executor import outcome_of
 from phalanx.data.portions.tasks import Workplace
+from phalanx.observe.logs.assemble import shortened
 from phalanx.process.child import watch_parent
 
 
@@ -32,7 +33,7 @@ def main() -> None:
         except Exception as error:
             traceback.print_exc()
             failed = f"task {request['task']} of stage {request['stage']}: {type(error).__name__}: {error}"
-        replies.write(json.dumps({"failed": failed}) + "\n")
+        replies.write(json.dumps({"failed": shortened(failed)}) + "\n")
         replies.flush()
 
 
