@@ -260,6 +260,10 @@ def describe_figures(figures: Mapping[str, float]) -> str:
         parts.append(f"{figures['accuracy_per_character']:.3f} per character")
     if "bits_per_byte" in figures:
         parts.append(f"{figures['bits_per_byte']:.3f} bits/byte")
+    if "exact_match" in figures:
+        parts.append(
+            f"exact match {figures['exact_match']:.3f} ± {figures.get('exact_match_error', 0.0):.3f}"
+        )
     return " · ".join(parts)
 
 

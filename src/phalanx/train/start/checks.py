@@ -46,7 +46,8 @@ from phalanx.run.resolve import ONLY, field_of, variable_problems
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.store.open_store import check_url, is_url
 from phalanx.store.store import StoreError
-from phalanx.train.evaluation.tasks import TaskError, read_task, sequences_of, task_file
+from phalanx.train.evaluation.generation import encode_task
+from phalanx.train.evaluation.tasks import TaskError, read_task, task_file
 
 _MANY_EPOCHS = 4
 """Up to so many, repeated text is nearly as good as new text (Muennighoff et al., arXiv 2305.16264, figure 5)."""
@@ -103,7 +104,7 @@ def _task_problems(spec: RunSpec, places: Mapping[str, DatasetPlace]) -> Iterato
     directory = RunDirectory(Path(spec.run_dir)) if spec.run_dir else None
     for number, task in enumerate(spec.evaluation.tasks):
         try:
-            sequences_of(
+            encode_task(
                 read_task(task_file(task, directory), task.name, task.kind, task.items),
                 tokenizer,
                 spec.train.seq_len,

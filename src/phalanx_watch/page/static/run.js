@@ -43,7 +43,7 @@ const CHARTS = [
 const NAMES = CHARTS.flatMap(([, lines]) => lines.map(({ name }) => name));
 
 /** Charts of tasks, by the figure that they show: title, and how a value is written. @type {Record<string, [string, (value: number) => string]>} */
-const TASK_CHARTS = { accuracy: ["Accuracy of tasks", (value) => percent(value)], bits_per_byte: ["Bits per byte of tasks", (value) => fixed(value)] };
+const TASK_CHARTS = { accuracy: ["Accuracy of tasks", (value) => percent(value)], exact_match: ["Exact match of tasks", (value) => percent(value)], bits_per_byte: ["Bits per byte of tasks", (value) => fixed(value)] };
 const TASK_COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
 /** The charts of the tasks that a run has scored, eight to a chart. @param {string[]} names of all its curves @returns {[string, Line[], {optional: boolean}][]} */
