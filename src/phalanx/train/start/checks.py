@@ -42,7 +42,7 @@ from phalanx.run.directory.paths import (
 from phalanx.run.factory import FactoryError
 from phalanx.run.fields import Problem
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.resolve import ONLY, field_of, variable_problems
+from phalanx.run.resolve import ONLY, field_of, plugin_problems, variable_problems
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.store.open_store import check_url, is_url
 from phalanx.store.store import StoreError
@@ -82,6 +82,8 @@ def start_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], *, begins:
         require_sinks(spec.observe.sinks)
     except SinkError as error:
         yield Problem("observe.sinks", str(error), "or leave it out")
+    # Only names: a rank that trains is the first to run the code of an observer.
+    yield from plugin_problems("observe.observers", spec.observe.observers, "phalanx.observers")
     yield from _task_problems(spec, places)
     if spec.checkpoint.store:
         try:
