@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.plugins import load_plugin, plugin_names
-from phalanx_process import RUN_FILE
+from phalanx_process import RUN_FILE, last_json
 from tiny_runs import make_dataset
 
 ALONE = """
@@ -108,6 +108,78 @@ def test_another_project_adds_a_tracker_that_a_run_file_names(tmp_path: Path) ->
     )
     assert trained.returncode == 0, trained.stderr
     assert (run / "lines.txt").read_text()
+
+
+OBSERVER = """
+from phalanx.train.lifecycle.observers import Observer
+
+with open({imports!r}, "a") as file:
+    file.write("imported\\n")
+
+class Own(Observer):
+    def __init__(self, training):
+        pass
+    def after_step(self, end):
+        {body}
+"""
+
+
+def test_an_observer_is_imported_by_training_and_by_no_command_that_reads(tmp_path: Path) -> None:
+    imports, run = tmp_path / "imports.txt", tmp_path / "run"
+    code = OBSERVER.format(imports=str(imports), body="pass")
+    environment = other_project(tmp_path, "[phalanx.observers]\nown = other_project:Own\n", code)
+    run_file = tmp_path / "run.toml"
+    observed = '\n[observe]\nobservers = ["own"]\n\n[runtime]\n'
+    text = RUN_FILE.format(data=make_dataset(tmp_path / "data")).replace("\n[runtime]\n", observed)
+    run_file.write_text(text)
+    trained = run_with(
+        *(environment, "train", run_file, "--set", f"run_dir={run}", "--set", "train.steps=2", "--ranks", "2")
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert imports.read_text().splitlines() == ["imported"] * 2  # once on each rank
+    for words in (
+        ["status"],
+        ["why"],
+        ["show"],
+        ["spec"],
+        ["goodput"],
+        ["ranks"],
+        ["hash"],
+        ["plan", "--cluster", "h100:8"],
+    ):
+        reading = run_with(environment, words[0], run, *words[1:])
+        assert "Traceback" not in reading.stderr, words
+    assert len(imports.read_text().splitlines()) == 2
+
+
+def test_an_observer_that_fails_ends_the_run_which_resumes_without_it(tmp_path: Path) -> None:
+    code = OBSERVER.format(imports=str(tmp_path / "imports.txt"), body="assert end.step < 5, 'too much'")
+    environment = other_project(tmp_path, "[phalanx.observers]\nown = other_project:Own\n", code)
+    run_file, run = tmp_path / "run.toml", tmp_path / "run"
+    run_file.write_text(RUN_FILE.format(data=make_dataset(tmp_path / "data")))
+    words = ["train", run_file, "--set", f"run_dir={run}", "--set", "train.steps=6"]
+    failed = run_with(environment, *words, "--set", 'observe.observers=["own"]')
+    assert failed.returncode == 1
+    assert "the observer 'own' failed in after_step of step 5: AssertionError: too much (" in failed.stderr
+    assert f"{tmp_path / 'other_project.py'}, line 11); mend it, or leave it out" in failed.stderr
+    resumed = run_with(environment, *words, "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    alone = run_with(environment, *words, "--set", f"run_dir={tmp_path / 'alone'}", "--json")
+    assert last_json(resumed)["weights_sha256"] == last_json(alone)["weights_sha256"]
+
+
+def test_an_observer_that_no_package_offers_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
+    environment = other_project(tmp_path, "[phalanx.observers]\nmargin = other_project:Own\n", "")
+    run_file, run = tmp_path / "run.toml", tmp_path / "run"
+    run_file.write_text(RUN_FILE.format(data=make_dataset(tmp_path / "data")))
+    words = [run_file, "--set", 'observe.observers=["margn"]', "--set", f"run_dir={run}"]
+    refused = run_with(environment, "train", *words)
+    assert refused.returncode != 0
+    assert "observe.observers: 'margn' is not known" in refused.stderr
+    assert "did you mean 'margin'" in refused.stderr
+    assert not run.exists()
+    refused = run_with(environment, "submit", *words, "--on", "local")
+    assert "observe.observers: 'margn' is not known" in refused.stderr
 
 
 def test_another_project_adds_an_engine_whose_runs_the_commands_follow(tmp_path: Path) -> None:

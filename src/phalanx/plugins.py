@@ -1,8 +1,8 @@
-"""Plug-ins: commands, engines, sinks, a planner and samples of text.
+"""Plug-ins: commands, engines, sinks, observers of training, a planner and samples of text.
 
 The core imports none of the packages beside it. ``load_plugin`` returns the object of a name in a group, or ``None``. The three packages of this
 project stand in a table, so that a command starts without reading the metadata of everything that is installed, and a checkout
-works that was never installed. Other projects declare commands, engines and sinks as entry points in their ``pyproject.toml``::
+works that was never installed. Other projects declare commands, engines, sinks and observers as entry points in their ``pyproject.toml``::
 
     [project.entry-points."phalanx.sinks"]
     notebook = "my_package.sink:VENDOR"

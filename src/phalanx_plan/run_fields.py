@@ -425,7 +425,7 @@ _WHOLE_RUN = {
     **_in(
         "observe",
         _all(
-            "log_every_steps memory_at_step ranks_every_steps sinks log_mib log_files accelerator_hour_price nvtx metrics_port metrics_host",
+            "log_every_steps memory_at_step ranks_every_steps sinks observers log_mib log_files accelerator_hour_price nvtx metrics_port metrics_host",
             _WATCHING,
         ),
     ),

@@ -198,11 +198,12 @@ class TaskEvaluated:
     task: str
     """Name of the task in ``evaluation.tasks``."""
     scored_as: str
-    """The kind of task: "choice", "completion" or "text"."""
+    """The kind of task: "choice", "completion", "text" or "generation"; another word, such as "observer", for figures of a user's observer."""
     items: int
     """Number of scored items."""
     figures: dict[str, float] = field(default_factory=dict)
-    """By name: ``accuracy`` and ``accuracy_error`` (0 to 1), ``accuracy_per_character``, ``bits_per_byte``, as far as the kind has them."""
+    """By name: ``accuracy`` and ``accuracy_error`` (0 to 1), ``accuracy_per_character``, ``bits_per_byte``, ``exact_match`` and ``exact_match_error``,
+    as far as the kind has them; or names of a user's own."""
     cut: int = 0
     """Sequences whose context was too long for the model and lost its beginning."""
     sha256: str = ""

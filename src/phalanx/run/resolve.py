@@ -7,12 +7,13 @@ its cluster, and ``show`` assumes one. ``phalanx.run.kinds.whole_model.resolve``
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from phalanx.run.fields import JsonObject, Problem
+from phalanx.plugins import plugin_names
+from phalanx.run.fields import JsonObject, Problem, unknown_value
 from phalanx.run.spec import DataSpec, LaunchSpec, PrecisionSpec, RuntimeSpec
 
 Device = Literal["cpu", "cuda"]
@@ -113,3 +114,9 @@ def variable_problems(launch: LaunchSpec) -> Iterator[Problem]:
                 f'write "{name}" alone and set the variable where phalanx is called, or name a file in launch.secrets',
                 ("launch.secrets",),
             )
+
+
+def plugin_problems(path: str, names: Sequence[str], group: str) -> list[Problem]:
+    """Return a mistake for each of the ``names`` in the field ``path`` that a group does not have. No plug-in is imported."""
+    offered = plugin_names(group) if names else []
+    return [unknown_value(path, name, offered) for name in names if name not in offered]

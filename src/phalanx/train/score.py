@@ -162,10 +162,13 @@ class Scorer:
         return [torch.tensor(score.log_probabilities, dtype=torch.float32) for score in scores]
 
     def score_sequences(
-        self, sequences: Sequence[ScoredSequence], progress: Callable[[int], None] | None = None
+        self,
+        sequences: Sequence[ScoredSequence],
+        progress: Callable[[int], None] | None = None,
+        noise: Tensor | None = None,
     ) -> list[SequenceScore]:
         """The scores of sequences of at most ``length + 1`` tokens, as an evaluation of the run computes them. ``progress`` is as
-        for ``score``. Raises ScoreError for logits that are not finite."""
+        for ``score``, and ``noise`` ``(sequences, vocab)`` as for ``token_scores``. Raises ScoreError for logits that are not finite."""
         rows = micro_batch_rows(self.spec)
         together = rows if self.is_exact else 1
         results: list[SequenceScore] = []
@@ -173,7 +176,11 @@ class Scorer:
             for first in range(0, len(sequences), together):
                 own = sequences[first : first + together]
                 samples, targets = micro_batch(own, rows, self.length)
-                scores = self._token_scores(samples[:, :-1], targets)  # (2, rows, seq)
+                added = None
+                if noise is not None:
+                    added = torch.zeros(rows, noise.shape[1])  # a batch of few sequences is padded
+                    added[: len(own)] = noise[first : first + len(own)]
+                scores = self._token_scores(samples[:, :-1], targets, added)  # (2, rows, seq)
                 results += scores_of_sequences(own, scores[:, targets != IGNORE])
                 if progress is not None:
                     progress(len(results))
@@ -185,14 +192,15 @@ class Scorer:
                 )
         return results
 
-    def _token_scores(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The scores ``(2, rows, seq)``, on the host, of ``tokens`` and ``targets`` ``(rows, seq)``."""
+    def _token_scores(self, tokens: Tensor, targets: Tensor, noise: Tensor | None) -> Tensor:
+        """The scores ``(2, rows, seq)``, on the host, of ``tokens`` and ``targets`` ``(rows, seq)`` with ``noise`` ``(rows, vocab)``."""
         tokens, targets = brought(tokens, self.device), brought(targets, self.device)
+        noise = None if noise is None else brought(noise, self.device)
         positions = torch.arange(self.length, device=self.device)
         cap, chunk = self.spec.model.logit_cap, self.spec.train.loss_chunk
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
-            return token_scores(hidden, weight, targets, chunk, cap=cap)
+            return token_scores(hidden, weight, targets, chunk, cap=cap, noise=noise)
 
         return torch.from_numpy(fetched(self._model(tokens, readout, positions=positions)))
 

@@ -16,7 +16,12 @@ from phalanx.command_help import Command
 from phalanx_serve.cli.score_command import opened_weights, scorer_for, shown_progress
 
 if TYPE_CHECKING:
-    from phalanx.train.evaluation.tasks import ContinuationScore, Task
+    from torch import Tensor
+
+    from phalanx.data.tokenizers.tokenizer import Tokenizer
+    from phalanx.train.evaluation.generation import EncodedTask
+    from phalanx.train.evaluation.tasks import ScoredSequence, SequenceScore, Task
+    from phalanx.train.score import Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +31,16 @@ class EvalOptions:
     """A task of the run, by its name in evaluation.tasks; may be repeated. By default all of them."""
     file: Annotated[Path | None, Option(metavar="FILE")] = None
     """A task file beside those of the run: one JSON object a line, in the form of --kind."""
-    kind: Literal["choice", "completion", "text"] = "choice"
-    """Form of the lines of --file: {"context", "choices", "answer"}, {"context", "completion"}, or {"text"}."""
+    kind: Literal["choice", "completion", "text", "generation"] = "choice"
+    """Form of the lines of --file: {"context", "choices", "answer"}, {"context", "completion"}, {"text"}, or {"context", "answers", "until",
+    "max_tokens"}."""
     items: Annotated[int, click.IntRange(min=0)] = 0
     """With --file: number of its first items that are scored; 0 means all."""
     step: int | None = None
     """A step other than the newest."""
     scores: Annotated[TextIO | None, click.File("w"), Option(metavar="FILE")] = None
-    """Write a JSON object for each item: the log-probability of each continuation, and whether greedy decoding writes it."""
+    """Write a JSON object for each item: the log-probability of each continuation, and whether greedy decoding writes it; of kind generation the
+    text, and whether it is an answer."""
     dtype: Annotated[str | None, DtypeName()] = None
     """Format to compute in; by default the run's own."""
     device: Annotated[str, DeviceName()] = "cpu"
@@ -62,7 +69,7 @@ def command(options: EvalOptions) -> None:
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
     from phalanx.run.directory.paths import RunDirectoryError
-    from phalanx.train.evaluation.tasks import figures, scores_by_item, sequences_of
+    from phalanx.train.evaluation.generation import encode_task
     from phalanx_serve.numerics import computing_on
     from phalanx_serve.prompt import load_run_tokenizer
 
@@ -83,19 +90,20 @@ def command(options: EvalOptions) -> None:
             pack or run_dir, step, options.dtype, options.device, stream=options.stream, memory=options.memory
         )
         for task in tasks:
-            sequences = sequences_of(task, tokenizer, scorer.length)
+            encoded = encode_task(task, tokenizer, scorer.length)
             with computing_on(scorer.device, "the scores of a task"):
-                scores = scorer.score_sequences(sequences, shown_progress(len(sequences), "sequences"))
-            by_item = scores_by_item(task, sequences, scores)
+                figures, rows = _evaluate(encoded, scorer, tokenizer)
             results[task.name] = {
                 "kind": task.kind,
                 "items": len(task.items),
-                "cut": sum(sequence.cut for sequence in sequences),
+                "cut": sum(sequence.cut for sequence in encoded.sequences),
                 "sha256": task.sha256,
-                "figures": figures(task, by_item),
+                "figures": figures,
             }
             if options.scores is not None:
-                _write_scores(options.scores, task, by_item)
+                for number, row in enumerate(rows):
+                    place = {"task": task.name, "item": number}
+                    options.scores.write(f"{json.dumps(place | row)}\n")
     if options.as_json:
         click.echo(json.dumps({"step": scorer.step, "tasks": results, "note": scorer.note}))
         return
@@ -133,17 +141,43 @@ def _tasks(run_dir: Path, options: EvalOptions) -> Iterator[Task]:
         yield read_task(copy if copy.exists() else task_file(task, None), name, task.kind, task.items)
 
 
-def _write_scores(file: TextIO, task: Task, by_item: Sequence[Sequence[ContinuationScore]]) -> None:
-    """Write a JSON line for each item, with the log-probabilities of its answers."""
-    for number, (item, scores) in enumerate(zip(task.items, by_item, strict=True)):
-        row = {
-            "task": task.name,
-            "item": number,
+def _evaluate(
+    encoded: EncodedTask, scorer: Scorer, tokenizer: Tokenizer
+) -> tuple[dict[str, float], list[dict[str, object]]]:
+    """Return the figures of a task, and for each item what ``--scores`` writes."""
+    from phalanx.train.evaluation.generation import generated_answers, generation_figures
+    from phalanx.train.evaluation.samples import continue_prompts
+    from phalanx.train.evaluation.tasks import figures, scores_by_item
+
+    task, sequences = encoded.task, encoded.sequences
+    if task.kind == "generation":
+
+        def score(following: Sequence[ScoredSequence], noise: Tensor | None) -> list[SequenceScore]:
+            return scorer.score_sequences(following, noise=noise)
+
+        most = sum(prompt.most for prompt in encoded.prompts)
+        shown = shown_progress(most, "tokens")
+        texts = continue_prompts(
+            *(encoded.prompts, score, tokenizer, scorer.length, scorer.spec.model.vocab_size),
+            lambda written, _: None if shown is None else shown(written),
+        )
+        if shown is not None:
+            shown(most)  # texts may have ended before
+        answers = generated_answers(task, texts, tokenizer)
+        return generation_figures(answers), [
+            {"text": answer.text, "exact_match": answer.is_right} for answer in answers
+        ]
+    scores = scorer.score_sequences(sequences, shown_progress(len(sequences), "sequences"))
+    by_item = scores_by_item(task, sequences, scores)
+    rows = [
+        {
             "answer": item.answer,
-            "log_probabilities": [score.log_probability for score in scores],
-            "greedy": [score.is_greedy for score in scores],
+            "log_probabilities": [score.log_probability for score in scores_of_item],
+            "greedy": [score.is_greedy for score in scores_of_item],
         }
-        file.write(f"{json.dumps(row)}\n")
+        for item, scores_of_item in zip(task.items, by_item, strict=True)
+    ]
+    return figures(task, by_item), rows
 
 
 def _print(results: dict[str, dict[str, object]], note: str) -> None:

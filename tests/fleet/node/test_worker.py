@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from driven_workers import PATIENCE_S, PROGRAM, Driver, Node
 from fleet.small_fleets import settings
 from phalanx.fleet.control.fleet_file import ClaimRegister
 from phalanx.fleet.core.succession import Claim
+from phalanx.fleet.node.rank.worker import outcome_of
 from phalanx.fleet.node.worker_link import (
     CheckpointCommitted,
     Doubted,
@@ -33,6 +35,7 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Finished
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import FleetSpec, ParallelSpec, RunSpec
+from phalanx.train.lifecycle.own_observers import ObserverError
 from run.specs import replace_at
 from tiny_runs import make_dataset, tiny_run, train_on_this_rank
 
@@ -89,6 +92,13 @@ def make_driver(dataset: Path, tmp_path: Path) -> Iterator[Any]:
     yield make
     for driver in made:
         driver.close()
+
+
+def test_an_observer_that_fails_ends_the_epoch_and_not_the_run_since_a_peer_may_be_lost_in_its_collective() -> (
+    None
+):
+    message = outcome_of(ObserverError("own failed", "mend it"), 3, over=False, device=torch.device("cpu"))
+    assert message == EpochBroken(3, "ObserverError: own failed")
 
 
 def test_a_spare_steps_into_the_place_of_a_lost_node(make_driver: Any, undisturbed: str) -> None:

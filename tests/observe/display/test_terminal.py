@@ -31,6 +31,7 @@ from phalanx.observe.events import (
     RanksChanged,
     RunStarted,
     Stopped,
+    TaskEvaluated,
     Torn,
     Unknown,
     encode,
@@ -183,6 +184,14 @@ def test_between_other_events_a_step_is_shown_every_so_many_seconds(every_s: int
             "error: checkpoint of step 3 failed (ckpt/3): disk full",
         ),
         (NonFinite(3, "loss", skipped=False), "warning: step 3 is not finite, the run ends before it: loss"),
+        (
+            TaskEvaluated(4, "sums", "generation", 2, {"exact_match": 0.5, "exact_match_error": 0.25}),
+            "task sums at step 4: exact match 0.500 ± 0.250",
+        ),
+        (
+            TaskEvaluated(4, "margin", "observer", 2, {"margin": 1.25}),
+            "task margin at step 4: margin 1.25",
+        ),
         (RanksChanged(3, 5, "node07 came back"), "5 ranks from step 4 on: node07 came back"),
         (Stopped(3, "SIGTERM"), "warning: stopped after step 3: SIGTERM"),
         (

@@ -26,23 +26,38 @@ path = "questions.jsonl"
 name = "texts"
 path = "texts.jsonl"
 kind = "text"
+
+[[evaluation.tasks]]
+name = "answers"
+path = "answers.jsonl"
+kind = "generation"
 """
 
 
 @pytest.fixture(scope="module")
 def run_dir(folder: Path) -> Path:
-    """A finished run with two tasks, trained on two ranks."""
+    """A finished run with three tasks, trained on two ranks."""
     (folder / "questions.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in QUESTIONS))
     (folder / "texts.jsonl").write_text(json.dumps({"text": "words of a text " * 5}))
+    (folder / "answers.jsonl").write_text(
+        json.dumps({"context": "a word", "answers": ["b"], "max_tokens": 4})
+    )
     (folder / "tasks.toml").write_text((folder / "tiny.toml").read_text() + TASKS)
-    changes = ["train.steps=6", "evaluation.every_steps=2", "checkpoint.every_steps=2", "name=tasks"]
+    changes = [
+        "train.steps=6",
+        "evaluation.every_steps=2",
+        "checkpoint.every_steps=2",
+        "name=tasks",
+        "model.init_std=0.3",  # so that texts are not all white space
+        "model.vocab_size=264",  # tokens that only the model has
+    ]
     result = last_json(
         run(
             ["train", "tasks.toml", "--ranks", "2", "--json", *(f"--set={change}" for change in changes)],
             folder,
         )
     )
-    for name in ("questions", "texts"):
+    for name in ("questions", "texts", "answers"):
         (folder / f"{name}.jsonl").unlink()  # the run directory has copies
     return folder / str(result["run_dir"])
 
@@ -87,6 +102,28 @@ def test_a_file_is_scored_beside_the_tasks_of_the_run(run_dir: Path, tmp_path: P
     right = [row["answer"] == max(range(3), key=row["log_probabilities"].__getitem__) for row in rows]
     assert (result["items"], len(rows)) == (4, 4)
     assert result["figures"]["accuracy"] == sum(right) / 4
+
+
+def test_the_generated_texts_are_written_and_are_right_as_answers(run_dir: Path, tmp_path: Path) -> None:
+    file, scores = tmp_path / "more.jsonl", tmp_path / "scores.jsonl"
+    items = [
+        {"context": f"{n} words of", "answers": ["-"], "until": [], "max_tokens": 2 + n} for n in range(4)
+    ]
+    file.write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    options = ["--file", file, "--kind", "generation", "--scores", scores, "--json"]
+    assert json.loads(evaluated(run_dir, *options).stdout)["tasks"]["more"]["figures"]["exact_match"] == 0
+    texts = [json.loads(line)["text"] for line in scores.read_text().splitlines()]
+    answered = [
+        item | {"answers": ["-", text]} if text and number % 2 else item
+        for number, (item, text) in enumerate(zip(items, texts, strict=True))
+    ]
+    file.write_text("".join(f"{json.dumps(item)}\n" for item in answered))
+    results = json.loads(evaluated(run_dir, *options).stdout)["tasks"]["more"]["figures"]
+    rows = [json.loads(line) for line in scores.read_text().splitlines()]
+    assert [row["exact_match"] for row in rows] == [
+        item != plain for item, plain in zip(answered, items, strict=True)
+    ]
+    assert results["exact_match"] == sum(row["exact_match"] for row in rows) / 4 > 0
 
 
 def test_a_file_with_a_mistake_is_refused_with_its_line(run_dir: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ def with_tasks(spec: RunSpec, folder: Path) -> RunSpec:
         "choice": [{"context": f"{n} ", "choices": ["ab", "cde", "f"], "answer": n % 3} for n in range(7)],
         "completion": [{"context": "a b", "completion": "c"}, {"context": "", "completion": "d e"}],
         "text": [{"text": "some words " * 9}],
+        "generation": [{"context": f"a word {n}", "answers": ["b"], "max_tokens": 3} for n in range(3)],
     }
     for kind, items in rows.items():
         (folder / f"{kind}.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))

@@ -31,6 +31,7 @@ def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher() -
     assert best_of("loss", 3.0, 2.0, 2.5) == BestStep(2, 2.0)
     assert best_of("arc.bits_per_byte", 3.0, 2.0, 2.5) == BestStep(2, 2.0)
     assert best_of("arc.accuracy", 0.3, 0.5, 0.4) == BestStep(2, 0.5)
+    assert best_of("sums.exact_match", 0.3, 0.5, 0.4) == BestStep(2, 0.5)
 
 
 def test_of_equal_values_the_earlier_step_stays_and_nan_is_never_best() -> None:
@@ -120,4 +121,6 @@ def test_a_figure_that_no_evaluation_has_is_refused_with_the_nearest(run: RunSpe
     (problem,) = evaluation_problems(wrong, 16)
     assert problem.path == "evaluation.keep_best"
     assert "'of-choice.accuracy'" in str(problem)
+    exact = dataclasses.replace(run.evaluation, keep_best="of-generation.exact_match")
+    assert list(evaluation_problems(exact, 16)) == []
     assert list(evaluation_problems(EvalSpec(keep_best="loss"), 16)) == []

@@ -16,7 +16,8 @@ from phalanx.observe.events import Sampled
 from phalanx.run.directory.paths import RunDirectory, step_folder
 from phalanx.run.sections.evaluation import EvalSpec, PromptSpec, evaluation_problems
 from phalanx.run.spec import RunSpec
-from phalanx.train.evaluation.samples import Prompt, continue_prompts
+from phalanx.train.evaluation.prompts import Prompt
+from phalanx.train.evaluation.samples import Score, continue_prompts
 from phalanx.train.evaluation.tasks import SequenceScore
 from ranks import Ranks
 from run.specs import replace_at
@@ -42,8 +43,8 @@ def sampled(run_dir: str | Path) -> list[Sampled]:
     return [body for body in bodies if isinstance(body, Sampled)]
 
 
-def texts_on_this_rank(spec: RunSpec) -> list[list[int]]:
-    """Tokens after some prompts by the run's initial weights, on this rank of the process group."""
+def score_by_initial_weights(spec: RunSpec) -> Score:
+    """Scores by the run's initial weights, on this rank of the process group."""
     import torch.distributed as dist
 
     from phalanx.parallel.mesh.mesh import build_mesh
@@ -57,16 +58,19 @@ def texts_on_this_rank(spec: RunSpec) -> list[list[int]]:
     mesh = build_mesh(spec, dist.get_world_size(), device)
     built = build_model(spec, mesh)
     fill_initial(built.model.parts, built.placement, spec)
+    return lambda sequences, noise: score_sequences(built.model, built.runner, spec, sequences, noise=noise)
+
+
+def texts_on_this_rank(spec: RunSpec) -> list[list[int]]:
+    """Tokens after some prompts by the run's initial weights, on this rank of the process group."""
     vocabulary = spec.model.vocab_size
     prompts = [
         Prompt(tuple((7 * n + m) % vocabulary for m in range(1 + 2 * n)), 6, 0.7 * (n % 2), (n,))
         for n in range(7)
     ]
-
-    def score(sequences: object, noise: torch.Tensor | None) -> list[SequenceScore]:
-        return score_sequences(built.model, built.runner, spec, sequences, noise=noise)  # type: ignore[arg-type]
-
-    return continue_prompts(prompts, score, BytesTokenizer(), spec.train.seq_len, vocabulary)
+    score = score_by_initial_weights(spec)
+    texts = continue_prompts(prompts, score, BytesTokenizer(), spec.train.seq_len, vocabulary)
+    return [text.tokens for text in texts]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -99,7 +103,8 @@ def test_a_text_ends_at_the_end_of_the_document_and_has_only_tokens_of_the_token
         return [SequenceScore((0.0,), (int((logits + row).argmax()),), is_greedy=False) for row in noise]
 
     prompts = [Prompt((1,), 4), Prompt((2,), 3)]
-    assert continue_prompts(prompts, score, BytesTokenizer(), 16, 300) == [[256], [256]]
+    texts = continue_prompts(prompts, score, BytesTokenizer(), 16, 300)
+    assert [text.tokens for text in texts] == [[256], [256]]
 
 
 def test_a_sample_has_the_probabilities_of_its_temperature() -> None:
@@ -111,7 +116,7 @@ def test_a_sample_has_the_probabilities_of_its_temperature() -> None:
 
     count = 4000
     (text,) = continue_prompts([Prompt((1,), count, 2.0, (3,))], score, BytesTokenizer(), 16, 257)
-    shares = torch.bincount(torch.tensor(text), minlength=4) / count
+    shares = torch.bincount(torch.tensor(text.tokens), minlength=4) / count
     assert torch.allclose(shares, (logits / 2).softmax(0), atol=0.03)
 
 

@@ -119,10 +119,10 @@ def test_a_run_scores_its_tasks_at_each_evaluation_with_one_result_on_any_layout
     results = ranks.run(4, train_on_this_rank, other)
     events = task_events(tmp_path / "alone")
     assert [event[:2] for event in events] == [
-        (step, f"of-{kind}") for step in (2, 4, 6) for kind in ("choice", "completion", "text")
+        (step, f"of-{kind}") for step in (2, 4, 6) for kind in ("choice", "completion", "text", "generation")
     ]
     assert task_events(tmp_path / "four") == events
-    assert result["tasks"] == {event[1]: event[3] for event in events[-3:]} == results[0]["tasks"]
+    assert result["tasks"] == {event[1]: event[3] for event in events[-4:]} == results[0]["tasks"]
 
 
 def test_a_run_continues_with_the_copies_of_its_tasks(ranks: Ranks, dataset: Path, tmp_path: Path) -> None:

@@ -68,6 +68,12 @@ def test_items_are_read_in_order_and_only_as_many_as_asked_for(tmp_path: Path) -
         ("completion", {"context": "a"}, "completion"),
         ("text", {"text": ""}, "empty"),
         ("text", {"text": 3}, "str"),
+        ("generation", {"context": "a", "answers": []}, "at least one answer"),
+        ("generation", {"context": "a", "answers": ["b", " "]}, "none of them empty"),
+        ("generation", {"context": "a", "answers": ["b"], "until": [""]}, "until is empty"),
+        ("generation", {"context": "a", "answers": ["b"], "max_tokens": 0}, "max_tokens is 0"),
+        ("generation", {"context": "a", "answers": ["b\nc"]}, "texts end before"),
+        ("generation", {"context": "a", "answers": ["b"], "max_token": 9}, "max_token"),
     ],
 )
 def test_a_line_that_is_no_item_is_named_with_the_form_of_its_kind(
@@ -77,6 +83,7 @@ def test_a_line_that_is_no_item_is_named_with_the_form_of_its_kind(
         "choice": {"context": "a", "choices": ["b", "c"], "answer": 0},
         "completion": {"context": "a", "completion": "b"},
         "text": {"text": "a"},
+        "generation": {"context": "a", "answers": ["b"]},
     }[kind]
     with pytest.raises(TaskError) as error:
         read_task(written(tmp_path, good, line), "task", kind)
@@ -208,7 +215,7 @@ def test_figures_of_scores_that_are_not_finite_are_not_numbers() -> None:
     assert all(math.isnan(value) for value in results.values())
 
 
-@pytest.mark.parametrize("kind", TASK_FIGURES)
+@pytest.mark.parametrize("kind", [kind for kind in TASK_FIGURES if kind != "generation"])
 def test_the_figures_by_which_evaluations_are_compared_are_those_of_each_kind(kind: Kind) -> None:
     task = task_of(kind, Item("a", ("b", "c")))
     results = figures(task, [[ContinuationScore(-1.0, False), ContinuationScore(-2.0, False)]])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from observe.served_runs import SERVED
+from phalanx.observe.events import TaskEvaluated
 from phalanx_watch.page.export import export_run
 from phalanx_watch.runs.row import run_id
 from recorded_runs import RecordedRun
@@ -245,6 +246,28 @@ def test_a_curve_of_many_steps_says_that_it_is_reduced_and_keeps_its_peak(open_p
         id_of(page, "long"),
     )
     assert max(copied) == 99
+
+
+def test_figures_of_tasks_and_of_observers_of_a_users_own_have_charts(
+    tmp_path: Path, browser: Browser
+) -> None:
+    run = RecordedRun(tmp_path / "run", "run", 20)
+    run.train(5)
+    scored = {"sums": {"exact_match": 0.5, "exact_match_error": 0.1}, "margin": {"margin": 0.25}}
+    for step in (2, 4):
+        for task, figures in scored.items():
+            run.log.append(TaskEvaluated(step, task, "observer", items=2, figures=figures))
+    with serving(tmp_path) as port:
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{port}/#/run/{run_id(tmp_path / 'run')}")
+        expect(page.get_by_role("img", name="Exact match of tasks")).to_have_accessible_name(
+            re.compile("sums: last 50.0 %")
+        )
+        expect(page.get_by_role("img", name="margin of tasks")).to_have_accessible_name(
+            re.compile("margin: last 0.25")
+        )
+        expect(page.locator("figcaption", has_text="error")).to_have_count(0)
+        page.close()
 
 
 def test_a_drag_over_a_curve_shows_these_steps_and_a_key_shows_all_again(open_page: Open) -> None:

@@ -17,7 +17,7 @@ from phalanx.launch.engines.order import FOLDER, EngineError
 from phalanx.launch.engines.submission import OF_PODS, RECORD, Submitted, mark_stopped, read_record
 from phalanx.plugins import PluginError, load_plugin, plugin_names
 from phalanx.run.fields import Problem, unknown_value
-from phalanx.run.resolve import variable_problems
+from phalanx.run.resolve import plugin_problems, variable_problems
 from phalanx.run.smaller_degrees import problems_on
 from phalanx.run.spec import LaunchSpec, RunSpec
 
@@ -369,10 +369,8 @@ def problems_of(spec: RunSpec, engine: LaunchEngine) -> list[Problem]:
         for field in sorted(fields - engine.options)
         if getattr(spec.launch, field) != getattr(LaunchSpec(), field)
     ]
-    sinks = plugin_names("phalanx.sinks") if spec.observe.sinks else []
-    problems += [
-        unknown_value("observe.sinks", name, sinks) for name in spec.observe.sinks if name not in sinks
-    ]
+    problems += plugin_problems("observe.sinks", spec.observe.sinks, "phalanx.sinks")
+    problems += plugin_problems("observe.observers", spec.observe.observers, "phalanx.observers")
     problems += variable_problems(spec.launch)
     if fleet.nodes and fleet.min_nodes > fleet.nodes + fleet.spares:
         problems.append(

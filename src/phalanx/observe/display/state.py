@@ -251,8 +251,20 @@ def describe_evaluation(body: Evaluated, xz_bits_per_byte: float | None) -> str:
     return text
 
 
+_TASK_FIGURES = frozenset(
+    [
+        "accuracy",
+        "accuracy_error",
+        "accuracy_per_character",
+        "bits_per_byte",
+        "exact_match",
+        "exact_match_error",
+    ]
+)
+
+
 def describe_figures(figures: Mapping[str, float]) -> str:
-    """``accuracy 0.412 ± 0.016 · 1.204 bits/byte``."""
+    """``accuracy 0.412 ± 0.016 · 1.204 bits/byte``; figures of a user's observer by their names."""
     parts = []
     if "accuracy" in figures:
         parts.append(f"accuracy {figures['accuracy']:.3f} ± {figures.get('accuracy_error', 0.0):.3f}")
@@ -260,6 +272,11 @@ def describe_figures(figures: Mapping[str, float]) -> str:
         parts.append(f"{figures['accuracy_per_character']:.3f} per character")
     if "bits_per_byte" in figures:
         parts.append(f"{figures['bits_per_byte']:.3f} bits/byte")
+    if "exact_match" in figures:
+        parts.append(
+            f"exact match {figures['exact_match']:.3f} ± {figures.get('exact_match_error', 0.0):.3f}"
+        )
+    parts += [f"{name} {value:.4g}" for name, value in figures.items() if name not in _TASK_FIGURES]
     return " · ".join(parts)
 
 

@@ -337,9 +337,7 @@ def _milestone(state: State, event: Event) -> str | None:
             baseline = state.started.xz_bits_per_byte if state.started else None
             return f"{at}  held out at step {body.step:,}: {describe_evaluation(body, baseline)}"
         case TaskEvaluated() as body:
-            return (
-                f"{at}  task {printable(body.task)} at step {body.step:,}: {describe_figures(body.figures)}"
-            )
+            return f"{at}  task {printable(body.task)} at step {body.step:,}: {printable(describe_figures(body.figures))}"
         case LayerStatistics() as body:
             return f"{at}  layers at step {body.step:,}: {printable(describe_statistics(body))}"
         case Sampled() as body:

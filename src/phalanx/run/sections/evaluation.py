@@ -21,9 +21,10 @@ class TaskSpec:
     """Name of the task in events, curves and trackers: letters, digits, "-" and "_"."""
     path: Annotated[str, FLEET] = ""
     """File of the items, one JSON object a line. The run directory keeps a copy of it, from which the ranks read."""
-    kind: Annotated[Literal["choice", "completion", "text"], FLEET] = "choice"
+    kind: Annotated[Literal["choice", "completion", "text", "generation"], FLEET] = "choice"
     """The lines' form. "choice": {"context", "choices", "answer"}, the most probable choice is the model's; "completion": {"context", "completion"}, right
-    if greedy decoding writes it; "text": {"text"}, scored in bits per byte."""
+    if greedy decoding writes it; "text": {"text"}, scored in bits per byte; "generation": {"context", "answers", "until", "max_tokens"}, right if the text
+    that greedy decoding writes is one of the answers."""
     items: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Number of the file's first items that are scored; 0 means all."""
 
@@ -59,7 +60,7 @@ class EvalSpec:
     """Prompts that each evaluation continues, with the same text on any layout of one promise; each is a table [[evaluation.samples]]."""
     keep_best: Annotated[str, FLEET] = ""
     """Figure by which the checkpoint of the best evaluated step is kept: "loss" (of held-out text), or TASK.FIGURE, such as "arc-easy.accuracy"; empty
-    means none. Accuracies are better when they are higher, all else when it is lower."""
+    means none. Accuracies and exact matches are better when they are higher, all else when it is lower."""
     stop_after: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Evaluations in a row without a better figure of keep_best after which the run ends, saved and with a result; 0 means never. The learning rate is
     planned for train.steps all the same."""
@@ -76,6 +77,7 @@ TASK_FIGURES = {
     "choice": ("accuracy", "accuracy_per_character", "bits_per_byte"),
     "completion": ("accuracy", "bits_per_byte"),
     "text": ("bits_per_byte",),
+    "generation": ("exact_match",),
 }
 """The figures of each kind of task by which evaluations can be compared."""
 

@@ -328,6 +328,9 @@ class ObserveSpec:
     sinks: Annotated[tuple[str, ...], FLEET] = ()
     """Experiment trackers that get a copy of every metric: "tensorboard", "wandb", "mlflow", "trackio", "otel", or one that another installed
     package offers; each needs its optional extra to be installed."""
+    observers: Annotated[tuple[str, ...], FLEET] = ()
+    """Observers of training that other installed packages offer (entry points of the group phalanx.observers): scores, statistics and alerts of
+    a user's own. Every rank calls them, in this order."""
     log_mib: Annotated[int, FLEET, POSITIVE] = 16
     """Largest size of a log file of a process, in MiB; then it is set aside and another one begun."""
     log_files: Annotated[int, FLEET, ValueRange(at_least=2)] = 4

@@ -19,6 +19,9 @@ from phalanx.observe.events import Evaluated, TaskEvaluated
 HELD_OUT_LOSS = "loss"
 """The figure of held-out text, as ``evaluation.keep_best`` names it; those of tasks are ``TASK.FIGURE``."""
 
+HIGHER_IS_BETTER = ("accuracy", "exact_match")
+"""Beginnings of the names of figures that are better when they are higher; all others are better when they are lower."""
+
 
 class BestStep(msgspec.Struct, frozen=True):
     """The step with the best value so far."""
@@ -45,7 +48,7 @@ class BestRule:
         """Return the best step, now that ``step`` has ``value``. Of equal values, and of those that are not finite, the earlier step stays."""
         if value is None or not math.isfinite(value):
             return best
-        rises = self.figure.rpartition(".")[2].startswith("accuracy")
+        rises = self.figure.rpartition(".")[2].startswith(HIGHER_IS_BETTER)
         if best is None or (value > best.value if rises else value < best.value):
             return BestStep(step, value)
         return best

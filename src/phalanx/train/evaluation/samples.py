@@ -10,6 +10,7 @@ noise comes of the prompt's seed, so that a text differs from that of another st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx.run.sections.evaluation import PromptSpec
+from phalanx.train.evaluation.prompts import Prompt
 from phalanx.train.evaluation.tasks import ScoredSequence, SequenceScore
 
 Score = Callable[[Sequence[ScoredSequence], Tensor | None], Sequence[SequenceScore]]
@@ -26,24 +27,12 @@ Score = Callable[[Sequence[ScoredSequence], Tensor | None], Sequence[SequenceSco
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Tokens that are continued."""
+class Continuation:
+    """The text that a model writes after a prompt."""
 
-    tokens: tuple[int, ...]
-    """At least one."""
-    most: int
-    """Number of tokens to generate, unless the text ends before."""
-    temperature: float = 0.0
-    """0 for the most probable tokens."""
-    seed: tuple[int, ...] = ()
-    """Seed of the noise."""
-
-
-def prompt_of(spec: PromptSpec, tokenizer: Tokenizer, seed: int) -> Prompt:
-    """Return the prompt of a run's sample; ``seed`` is the run's."""
-    start = tokenizer.document_start or (() if spec.prompt else (tokenizer.end_of_document,))
-    tokens = (*start, *tokenizer.encode(spec.prompt))
-    return Prompt(tokens, spec.tokens, spec.temperature, (seed, *spec.name.encode()))
+    tokens: list[int]
+    is_finite: bool
+    """False if a token was chosen where a log-probability is not finite."""
 
 
 def continue_prompts(
@@ -53,13 +42,14 @@ def continue_prompts(
     seq_len: int,
     vocabulary: int,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> list[list[int]]:
-    """Return the tokens after each prompt, up to the end of the document. The model reads the last ``seq_len`` tokens.
+) -> list[Continuation]:
+    """Return the text after each prompt, up to the end of the document or a string of ``until``. The model reads the last ``seq_len`` tokens.
 
     ``vocabulary`` is the model's. Tokens that only the model has are never chosen. ``on_progress`` is called after each forward pass with the
     number of tokens that are written, and the most that there can be.
     """
     texts: list[list[int]] = [[] for _ in prompts]
+    broken: set[int] = set()
     generators = [np.random.default_rng(prompt.seed) for prompt in prompts]
     running, most = list(range(len(prompts))), sum(prompt.most for prompt in prompts)
     while running:
@@ -67,19 +57,36 @@ def continue_prompts(
             ScoredSequence((*prompts[n].tokens, *texts[n], 0)[-seq_len - 1 :], 1, n, 0) for n in running
         ]
         noise = None
-        if vocabulary > tokenizer.vocab_size or any(prompts[n].temperature for n in running):
+        if any(prompts[n].temperature for n in running):
             rows = [_noise(generators[n], prompts[n].temperature, vocabulary) for n in running]
             noise = torch.stack(rows)  # (running texts, vocab)
             noise[:, tokenizer.vocab_size :] = -torch.inf
+        elif vocabulary > tokenizer.vocab_size:
+            row = torch.zeros(vocabulary)
+            row[tokenizer.vocab_size :] = -torch.inf
+            noise = row.expand(len(running), -1)  # one row in memory, however many texts there are
         for n, scores in zip(running, score(sequences, noise), strict=True):
             texts[n].append(scores.greedy_tokens[-1])
+            if not math.isfinite(scores.log_probabilities[-1]):
+                broken.add(n)
         running = [
             n
             for n in running
-            if len(texts[n]) < prompts[n].most and texts[n][-1] != tokenizer.end_of_document
+            if len(texts[n]) < prompts[n].most
+            and texts[n][-1] != tokenizer.end_of_document
+            and not _has_stop(prompts[n], texts[n], tokenizer)
         ]
         on_progress(sum(map(len, texts)), most)
-    return texts
+    return [Continuation(tokens, n not in broken) for n, tokens in enumerate(texts)]
+
+
+def _has_stop(prompt: Prompt, tokens: Sequence[int], tokenizer: Tokenizer) -> bool:
+    if not prompt.until:
+        return False
+    text = tokenizer.decode(
+        tokens, at_start=False
+    )  # as a whole: a string may begin in one token and end in another
+    return any(stop in text for stop in prompt.until)
 
 
 def _noise(generator: np.random.Generator, temperature: float, vocabulary: int) -> Tensor:

@@ -6,6 +6,8 @@ A task file has one JSON object on each line. Its form is that of the task's kin
   the model's.
 - ``completion``: ``{"context": ..., "completion": ...}``. The model is right if greedy decoding would write exactly the completion's tokens.
 - ``text``: ``{"text": ...}``. The whole text is scored.
+- ``generation``: ``{"context": ..., "answers": [...], "until": [...], "max_tokens": ...}``. The model is right if the text that it writes is one of
+  the answers (``phalanx.train.evaluation.generation``). ``until`` and ``max_tokens`` may be left out.
 
 An item may have an ``"id"``. Context and continuation are encoded together, as lm-evaluation-harness does (arXiv 2405.14782): spaces at the
 end of the context belong to the continuation, whose tokens are those after as many as the context alone has. Without a context, the
@@ -30,9 +32,11 @@ from phalanx.run.directory.files import open_regular
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import TaskSpec
 
-Kind = Literal["choice", "completion", "text"]
+Kind = Literal["choice", "completion", "text", "generation"]
 _MOST_BYTES = 256 << 20
 """Size of a task file that each rank reads and encodes."""
+_MOST_TOKENS = 4096
+"""Tokens of a generated text, as those of a sample: each is a forward pass."""
 
 
 class TaskError(ValueError):
@@ -41,12 +45,17 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class Item:
-    """A context, and the continuations that are scored after it."""
+    """A context, and the continuations that are scored after it, or with which a generated text is compared."""
 
     context: str
     continuations: tuple[str, ...]
+    """The accepted answers, stripped, if the kind is ``generation``."""
     answer: int = 0
-    """Index of the right continuation."""
+    """Index of the right continuation; 0 for kind ``generation``."""
+    until: tuple[str, ...] = ()
+    """Strings before which a generated text ends."""
+    max_tokens: int = 0
+    """Number of tokens to generate; 0 for the kinds that generate nothing."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,14 @@ class _Text(msgspec.Struct, forbid_unknown_fields=True):
     id: str | int = ""
 
 
+class _Generation(msgspec.Struct, forbid_unknown_fields=True):
+    context: str
+    answers: list[str]
+    until: list[str] = msgspec.field(default_factory=lambda: ["\n"])
+    max_tokens: int = 32
+    id: str | int = ""
+
+
 def _choice_item(line: bytes) -> Item:
     parsed = msgspec.json.decode(line, type=_Choice)
     if len(parsed.choices) < 2 or not all(parsed.choices):
@@ -101,15 +118,34 @@ def _text_item(line: bytes) -> Item:
     return Item("", (parsed.text,))
 
 
+def _generation_item(line: bytes) -> Item:
+    parsed = msgspec.json.decode(line, type=_Generation)
+    answers = tuple(answer.strip() for answer in parsed.answers)
+    if not answers or not all(answers):
+        raise ValueError("needs at least one answer, none of them empty")
+    if not all(parsed.until):
+        raise ValueError("a string of until is empty, and every text would end before it")
+    if not 1 <= parsed.max_tokens <= _MOST_TOKENS:
+        raise ValueError(f"max_tokens is {parsed.max_tokens}, and must be 1 to {_MOST_TOKENS:,}")
+    for answer in answers:
+        if stop := next((stop for stop in parsed.until if stop in answer), None):
+            raise ValueError(
+                f"no text is the answer {answer!r}: texts end before {stop!r}, a string of until"
+            )
+    return Item(parsed.context, answers, until=tuple(parsed.until), max_tokens=parsed.max_tokens)
+
+
 _ITEM_OF: Mapping[Kind, Callable[[bytes], Item]] = {
     "choice": _choice_item,
     "completion": _completion_item,
     "text": _text_item,
+    "generation": _generation_item,
 }
 _FORM: Mapping[Kind, str] = {
     "choice": '{"context": "...", "choices": ["...", "..."], "answer": 0}',
     "completion": '{"context": "...", "completion": "..."}',
     "text": '{"text": "..."}',
+    "generation": '{"context": "...", "answers": ["..."], "until": ["\\n"], "max_tokens": 32}',
 }
 
 
@@ -248,7 +284,7 @@ def scores_by_item(
 
 
 def figures(task: Task, scores: Sequence[Sequence[ContinuationScore]]) -> dict[str, float]:
-    """Return the figures of a task.
+    """Return the figures of a task whose continuations are scored.
 
     ``choice``: ``accuracy``; ``accuracy_per_character``, which divides each log-probability by the characters of its choice; and
     ``bits_per_byte`` of the right choices. ``completion``: ``accuracy`` and ``bits_per_byte``. ``text``: ``bits_per_byte``. Each
@@ -268,19 +304,23 @@ def _figures(task: Task, scores: Sequence[Sequence[ContinuationScore]]) -> dict[
     if task.kind == "text":
         return results
     if task.kind == "completion":
-        return _accuracy(score.is_greedy for _, score in right) | results
-    per_character = _accuracy(
-        item.answer
-        == _best(
-            [
-                score.log_probability / len(text)
-                for text, score in zip(item.continuations, of_item, strict=True)
-            ]
-        )
-        for item, of_item in pairs
+        return share_of_right("accuracy", (score.is_greedy for _, score in right)) | results
+    per_character = share_of_right(
+        "accuracy",
+        (
+            item.answer
+            == _best(
+                [
+                    score.log_probability / len(text)
+                    for text, score in zip(item.continuations, of_item, strict=True)
+                ]
+            )
+            for item, of_item in pairs
+        ),
     )["accuracy"]
-    plain = _accuracy(
-        item.answer == _best([score.log_probability for score in of_item]) for item, of_item in pairs
+    plain = share_of_right(
+        "accuracy",
+        (item.answer == _best([score.log_probability for score in of_item]) for item, of_item in pairs),
     )
     return plain | {"accuracy_per_character": per_character} | results
 
@@ -289,10 +329,8 @@ def _best(values: Sequence[float]) -> int:
     return max(range(len(values)), key=values.__getitem__)  # the first of equal ones
 
 
-def _accuracy(correct: Iterable[bool]) -> dict[str, float]:
-    flags = list(correct)
+def share_of_right(figure: str, right: Iterable[bool]) -> dict[str, float]:
+    """Return the share of items that are right as ``figure``, with its standard error, ``FIGURE_error``."""
+    flags = list(right)
     share = sum(flags) / len(flags)
-    return {
-        "accuracy": share,
-        "accuracy_error": math.sqrt(share * (1 - share) / max(1, len(flags) - 1)),
-    }
+    return {figure: share, f"{figure}_error": math.sqrt(share * (1 - share) / max(1, len(flags) - 1))}

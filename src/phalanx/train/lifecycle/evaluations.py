@@ -20,8 +20,15 @@ from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.directory.paths import EarlyStop, RunDirectory
 from phalanx.train.assemble import Training
 from phalanx.train.evaluation.best import BestRule, without_better
+from phalanx.train.evaluation.generation import (
+    EncodedTask,
+    encode_task,
+    generated_answers,
+    generation_figures,
+)
 from phalanx.train.evaluation.held_out import HeldOutLoss, evaluate
-from phalanx.train.evaluation.samples import continue_prompts, prompt_of
+from phalanx.train.evaluation.prompts import Prompt, prompt_of
+from phalanx.train.evaluation.samples import Continuation, continue_prompts
 from phalanx.train.evaluation.scoring import score_sequences
 from phalanx.train.evaluation.tasks import (
     ScoredSequence,
@@ -30,7 +37,6 @@ from phalanx.train.evaluation.tasks import (
     figures,
     read_task,
     scores_by_item,
-    sequences_of,
 )
 from phalanx.train.lifecycle.fork_plan import is_left
 from phalanx.train.lifecycle.observers import Observer, StepEnd
@@ -58,8 +64,8 @@ class Evaluator(Observer):
         self._training = training
         self.newest: tuple[int, Scores] | None = None
         """The step of the newest evaluation of this start, and its results."""
-        self._tasks: list[tuple[Task, list[ScoredSequence]]] | None = None
-        """The run's tasks with their sequences, from the first evaluation on."""
+        self._tasks: list[EncodedTask] | None = None
+        """The run's tasks, from the first evaluation on."""
 
     def after_save(self, end: StepEnd) -> None:
         spec = self._training.inputs.spec.evaluation
@@ -77,7 +83,9 @@ class Evaluator(Observer):
         """Score held-out text and tasks, write the samples, and report all. Raises ``EvaluationStoppedError`` on a request to stop."""
         with self._training.inputs.ledger.bucket(Bucket.EVAL):
             held_out = self._held_out(step, sequences)
-            scores = Scores(held_out, {task.name: self._task(step, task, own) for task, own in self._read()})
+            scores = Scores(
+                held_out, {encoded.task.name: self._task(step, encoded) for encoded in self._read()}
+            )
             self._write_samples(step)
             self.newest = step, scores
             return scores
@@ -97,17 +105,17 @@ class Evaluator(Observer):
             )
         return evaluation
 
-    def _read(self) -> list[tuple[Task, list[ScoredSequence]]]:
+    def _read(self) -> list[EncodedTask]:
         """The tasks, from their copies in the run directory."""
         if self._tasks is None:
             inputs, tokenizer = self._training.inputs, self._training.data.tokenizer
             self._tasks = [
-                (task, sequences_of(task, tokenizer, inputs.spec.train.seq_len))
+                encode_task(task, tokenizer, inputs.spec.train.seq_len)
                 for spec in inputs.spec.evaluation.tasks
                 for task in [read_task(inputs.directory.task(spec.name), spec.name, spec.kind, spec.items)]
             ]
-            for task, _ in self._tasks:
-                self._compare_file(task)
+            for encoded in self._tasks:
+                self._compare_file(encoded.task)
         return self._tasks
 
     def _compare_file(self, task: Task) -> None:
@@ -126,13 +134,18 @@ class Evaluator(Observer):
                 "compared with those before"
             )
 
-    def _task(self, step: int, task: Task, sequences: list[ScoredSequence]) -> dict[str, float]:
+    def _task(self, step: int, encoded: EncodedTask) -> dict[str, float]:
         training, inputs, built = self._training, self._training.inputs, self._training.built
         begin_s, report = time.perf_counter(), self._progress(step)
-        scores = score_sequences(
-            *(built.model, built.runner, inputs.spec, sequences, report), lambda: inputs.stop.made
-        )
-        results = figures(task, scores_by_item(task, sequences, scores))
+        task, sequences = encoded.task, encoded.sequences
+        if task.kind == "generation":
+            texts = self._continue(encoded.prompts, report)
+            results = generation_figures(generated_answers(task, texts, training.data.tokenizer))
+        else:
+            scores = score_sequences(
+                *(built.model, built.runner, inputs.spec, sequences, report), lambda: inputs.stop.made
+            )
+            results = figures(task, scores_by_item(task, sequences, scores))
         training.reporter.emit(
             TaskEvaluated(
                 step=step,
@@ -147,21 +160,28 @@ class Evaluator(Observer):
         )
         return results
 
-    def _write_samples(self, step: int) -> None:
-        training, inputs, built = self._training, self._training.inputs, self._training.built
-        spec, tokenizer = inputs.spec, training.data.tokenizer
-        samples, begin_s = spec.evaluation.samples, time.perf_counter()
+    def _continue(
+        self, prompts: Sequence[Prompt], on_progress: Callable[[int, int], None]
+    ) -> list[Continuation]:
+        inputs, built, tokenizer = self._training.inputs, self._training.built, self._training.data.tokenizer
+        spec = inputs.spec
 
         def score(sequences: Sequence[ScoredSequence], noise: Tensor | None) -> list[SequenceScore]:
             return score_sequences(
                 *(built.model, built.runner, spec, sequences), stops=lambda: inputs.stop.made, noise=noise
             )
 
-        prompts = [prompt_of(sample, tokenizer, spec.runtime.seed) for sample in samples]
-        texts = continue_prompts(
-            *(prompts, score, tokenizer, spec.train.seq_len, spec.model.vocab_size), self._progress(step)
+        return continue_prompts(
+            *(prompts, score, tokenizer, spec.train.seq_len, spec.model.vocab_size), on_progress
         )
-        for sample, tokens in zip(samples, texts, strict=True):
+
+    def _write_samples(self, step: int) -> None:
+        training, spec = self._training, self._training.inputs.spec
+        samples, tokenizer, begin_s = spec.evaluation.samples, training.data.tokenizer, time.perf_counter()
+        prompts = [prompt_of(sample, tokenizer, spec.runtime.seed) for sample in samples]
+        texts = self._continue(prompts, self._progress(step))
+        for sample, continuation in zip(samples, texts, strict=True):
+            tokens = continuation.tokens
             text = tokenizer.decode(tokens, at_start=not sample.prompt)
             training.reporter.emit(
                 Sampled(step, sample.name, sample.prompt, text, tokens, sample.temperature)

@@ -39,6 +39,7 @@ from phalanx.train.lifecycle.observers import (
     StepLog,
     report_start,
 )
+from phalanx.train.lifecycle.own_observers import open_observers
 from phalanx.train.lifecycle.progress import SampleSupply, TrainProgress, judge_nonfinite, judge_spike
 from phalanx.train.lifecycle.saving import Saving, save_due
 from phalanx.train.profile.nvtx import NvtxRanges, nvtx_ranges
@@ -210,6 +211,7 @@ class Trainer:
             RankWindows(training, ranks),
             MachineLog(training, machines),
             opened.enter_context(self._recording),
+            *open_observers(spec.observe.observers, training),
             self._evaluation,
             *(observer for observer in (self._best, self._early) if observer is not None),
         )

@@ -187,6 +187,7 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.run.rules import NotPortableError
     from phalanx.train.lifecycle.fork import ForkFailedError
     from phalanx.train.lifecycle.loop import UnsavedError
+    from phalanx.train.lifecycle.own_observers import ObserverError
     from phalanx.train.lifecycle.progress import LossSpikeError, NonFiniteError
     from phalanx.train.measure.numerics import MixedMachinesError
     from phalanx.train.step.state import NoGoodCheckpointError
@@ -204,6 +205,7 @@ def known_errors() -> tuple[type[Exception], ...]:
         NoGoodCheckpointError,
         NonFiniteError,
         NotPortableError,
+        ObserverError,
         RendezvousError,
         RunDirectoryError,
         SinkError,

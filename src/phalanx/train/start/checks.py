@@ -42,11 +42,12 @@ from phalanx.run.directory.paths import (
 from phalanx.run.factory import FactoryError
 from phalanx.run.fields import Problem
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.resolve import ONLY, field_of, variable_problems
+from phalanx.run.resolve import ONLY, field_of, plugin_problems, variable_problems
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.store.open_store import check_url, is_url
 from phalanx.store.store import StoreError
-from phalanx.train.evaluation.tasks import TaskError, read_task, sequences_of, task_file
+from phalanx.train.evaluation.generation import encode_task
+from phalanx.train.evaluation.tasks import TaskError, read_task, task_file
 
 _MANY_EPOCHS = 4
 """Up to so many, repeated text is nearly as good as new text (Muennighoff et al., arXiv 2305.16264, figure 5)."""
@@ -81,6 +82,8 @@ def start_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], *, begins:
         require_sinks(spec.observe.sinks)
     except SinkError as error:
         yield Problem("observe.sinks", str(error), "or leave it out")
+    # Only names: a rank that trains is the first to run the code of an observer.
+    yield from plugin_problems("observe.observers", spec.observe.observers, "phalanx.observers")
     yield from _task_problems(spec, places)
     if spec.checkpoint.store:
         try:
@@ -103,7 +106,7 @@ def _task_problems(spec: RunSpec, places: Mapping[str, DatasetPlace]) -> Iterato
     directory = RunDirectory(Path(spec.run_dir)) if spec.run_dir else None
     for number, task in enumerate(spec.evaluation.tasks):
         try:
-            sequences_of(
+            encode_task(
                 read_task(task_file(task, directory), task.name, task.kind, task.items),
                 tokenizer,
                 spec.train.seq_len,

@@ -45,12 +45,19 @@ const MACHINE = "machine.";
 const FEW_LINES = 8;
 
 /** Charts of tasks, by the figure that they show: title, and how a value is written. @type {Record<string, [string, (value: number) => string]>} */
-const TASK_CHARTS = { accuracy: ["Accuracy of tasks", (value) => percent(value)], bits_per_byte: ["Bits per byte of tasks", (value) => fixed(value)] };
+const TASK_CHARTS = { accuracy: ["Accuracy of tasks", (value) => percent(value)], exact_match: ["Exact match of tasks", (value) => percent(value)], bits_per_byte: ["Bits per byte of tasks", (value) => fixed(value)] };
+/** Figures of tasks without a chart: they belong to one that has. */
+const WITHOUT_CHART = new Set(["accuracy_error", "accuracy_per_character", "exact_match_error"]);
 const TASK_COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
 /** The charts of the tasks that a run has scored, eight to a chart. @param {string[]} names of all its curves @returns {[string, Line[], {optional: boolean}][]} */
 function taskCharts(names) {
-  return Object.entries(TASK_CHARTS).flatMap(([figure, [title, format]]) => {
+  // Figures of users' own observers have charts under their names.
+  const figures = new Set(names.filter((name) => name.startsWith("task.")).map((name) => name.slice(name.lastIndexOf(".") + 1)));
+  const others = [...figures].filter((figure) => !Object.hasOwn(TASK_CHARTS, figure) && !WITHOUT_CHART.has(figure)).sort();
+  /** @type {[string, [string, (value: number) => string]][]} */
+  const kinds = [...Object.entries(TASK_CHARTS), ...others.map((figure) => /** @type {[string, [string, (value: number) => string]]} */ ([figure, [`${figure} of tasks`, (value) => number(value, 4)]]))];
+  return kinds.flatMap(([figure, [title, format]]) => {
     const own = names.filter((name) => name.startsWith("task.") && name.endsWith(`.${figure}`));
     const lines = own.map((name, index) => ({ name, label: name.slice("task.".length, -figure.length - 1), color: TASK_COLORS[index % TASK_COLORS.length], format, sparse: true, exact: true }));
     const parts = Array.from({ length: Math.ceil(lines.length / TASK_COLORS.length) }, (_, part) => lines.slice(part * TASK_COLORS.length, (part + 1) * TASK_COLORS.length));

@@ -85,6 +85,7 @@ from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote
 from phalanx.train.assemble import EpochInputs, WarmState, make_deterministic, warm_up
 from phalanx.train.lifecycle.ending import RunFailedError
+from phalanx.train.lifecycle.own_observers import ObserverError
 from phalanx.train.lifecycle.reporter import leave_own_machine
 from phalanx.train.lifecycle.worker import EXIT_FAILED, freeze_gc, known_errors, run_epoch
 from phalanx.train.measure.numerics import require_first
@@ -100,9 +101,9 @@ lost peer.
 """
 _PULSES_IN_A_LEASE = 5
 _RECORD_MENDED_S = 30.0
-_RECOVERABLE = (RendezvousError, CheckpointError)
-"""Known errors that end the epoch but not the run: a peer was lost during rendezvous, or while its snapshot
-was read.
+_RECOVERABLE = (RendezvousError, CheckpointError, ObserverError)
+"""Known errors that end the epoch but not the run: a peer was lost during rendezvous, while its snapshot was read, or in a
+collective of a user's observer.
 """
 
 
