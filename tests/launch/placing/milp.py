@@ -35,7 +35,7 @@ class Program:
     def variable(self, upper: float = np.inf, *, whole: bool = False, cost: float = 0.0) -> int:
         """A variable between 0 and ``upper``; its number."""
         self.upper.append(upper)
-        self.unsharded.append(whole)
+        self.whole.append(whole)
         self.objective.append(cost)
         return len(self.upper) - 1
 
@@ -52,7 +52,7 @@ class Program:
         matrix = csr_array((values, (rows, columns)), shape=(len(self.rows), len(self.upper)))
         found = milp(
             self.objective,
-            integrality=self.unsharded,
+            integrality=self.whole,
             bounds=Bounds(0, self.upper),
             constraints=LinearConstraint(matrix, self.low, self.high),
             options={"mip_rel_gap": 0.0},
