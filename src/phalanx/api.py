@@ -164,6 +164,9 @@ def train_run(
 
 
 def _launch(run: OpenRun, path: Path, on_event: Callable[[Event], None] | None) -> Ending:
+    """Train a prepared run on this machine, as a fleet if it has nodes, and return how it ended. Events of this attempt go to
+    ``on_event``."""
+
     def while_running(ended: Callable[[], bool]) -> None:
         if on_event is None:
             return
@@ -185,6 +188,8 @@ def _launch(run: OpenRun, path: Path, on_event: Callable[[Event], None] | None) 
 
 
 def _result(run: OpenRun, ending: Ending) -> RunResult:
+    """Return the result of a finished run. Raises RunStoppedError, FactoryError, CustomModelError, or RunFailedError with the
+    command that resumes."""
     if ending.status == "stopped":
         raise RunStoppedError(f"stopped; to go on: {_resuming(run)}")
     result = run.directory.finished_result()
@@ -255,6 +260,8 @@ def weights_sha256(place: Path | str, step: int | None = None) -> str:
 
 
 def _checkpoint(place: Path | str, step: int | None) -> tuple[ReadableTier, int]:
+    """Return the tier and step of a checkpoint: ``step``, or the newest. A published model has step 0. Raises RunDirectoryError if
+    it is not there."""
     if is_published(Path(place)):
         from phalanx.checkpoint.interop.huggingface.stored_folder import FolderTier
 

@@ -79,6 +79,8 @@ class RunServers:
         return [*samples, Sample(REFUSED, labels, self._sums["refused"])]
 
     def _count(self, notes: Sequence[Serving], now: float) -> None:
+        """Add what each server's counters have grown by since the last call. A server that is silent when first seen counts from
+        its present numbers."""
         for note in notes:
             server = note.node, note.url, note.since_s
             counts = Counter({name: int(getattr(note, name)) for name in _COUNTS})
@@ -115,7 +117,7 @@ _WEIGHT = {"info": 1, "warning": 2, "critical": 3}
 
 
 def reason_samples(reasons: Iterable[Reason], labels: Labels, looked_s: float) -> list[Sample]:
-    """Return the samples of one run; the worst of several reasons of a kind counts."""
+    """Return a sample for each kind of reason (0: none), by the worst of its severities, and the time of the look."""
     worst: dict[str, int] = dict.fromkeys(CODES, 0)
     for reason in reasons:
         worst[reason.code] = max(worst[reason.code], _WEIGHT[reason.severity])
@@ -164,9 +166,7 @@ class Lookout:
         self._first = threading.Event()
 
     def samples(self) -> list[Sample]:
-        """Return the samples of the last round; empty if the first round is not done within a moment. Raises the
-        round's error.
-        """
+        """Return the samples of the last round; empty if the first round is not done within a moment. Raises the round's error."""
         with self._lock:
             self._asked_s = time.monotonic()
             if self._thread is None:
@@ -179,6 +179,7 @@ class Lookout:
         return self._seen
 
     def _watch(self) -> None:
+        """Run rounds, with rests between them, until no samples were requested for a while; then drop all state."""
         while True:
             began_s = time.thread_time()
             try:
@@ -194,7 +195,7 @@ class Lookout:
                     return
 
     def look(self) -> list[Sample]:
-        """Run one round over all watched runs."""
+        """Run one round over all watched runs and return their samples. A run that fails is logged, and keeps its last samples."""
         now = self._clock()
         samples: list[Sample] = []
         samplers: dict[tuple[str, str], RunSampler] = {}
@@ -235,9 +236,7 @@ def rest_s(took_s: float) -> float:
 
 
 def is_acknowledged(row: RunRow) -> bool:
-    """Return True if the run got the tag ``ACKNOWLEDGED`` after its newest event. A run that continues is watched
-    again.
-    """
+    """Return True if the run got the tag ``ACKNOWLEDGED`` after its newest event. A run that continues is watched again."""
     if ACKNOWLEDGED not in row.tags:
         return False
     try:
@@ -247,7 +246,7 @@ def is_acknowledged(row: RunRow) -> bool:
 
 
 def watched(rows: Iterable[RunRow], now: float) -> list[RunRow]:
-    """Return the runs that an alert may concern, the newest first."""
+    """Return the runs that an alert may concern, the newest first: not acknowledged, and with a recent event. At most ``MOST_RUNS``."""
     ages = [(row, now - row.updated) for row in rows if row.updated is not None and not is_acknowledged(row)]
     over = ("finished", "stopped")
     kept = [row for row, age_s in ages if age_s < (OVER_S if row.state in over else OLD_S)]

@@ -50,9 +50,7 @@ def layout_of_attempt(directory: RunDirectory, attempt: int, ranks: int) -> Layo
 
 
 def nodes_of_ranks(directory: RunDirectory, ranks: int) -> dict[int, str]:
-    """Return the node of each rank of a fleet that has ``ranks`` ranks now; empty without a fleet or for another
-    number.
-    """
+    """Return the node of each rank of a fleet that has ``ranks`` ranks now; empty without a fleet or for another number."""
     with suppress(FleetFileError):
         fleet = read_fleet_file(directory.path)
         if fleet.ranks == ranks:
@@ -74,9 +72,7 @@ def orders(layout: Layout | None, nodes: Mapping[int, str]) -> list[str]:
 
 
 def in_order(name: str, ranks: int, layout: Layout | None, nodes: Mapping[int, str]) -> NDArray[np.int64]:
-    """Return all ranks in the order ``name``, ``(ranks,)``; those without a node come last. Unknown orders sort by
-    number.
-    """
+    """Return all ranks in the order ``name``, ``(ranks,)``; those without a node come last. Unknown orders sort by number."""
     numbers = np.arange(ranks, dtype=np.int64)
     if name == BY_NODE and nodes:
         places = {node: place for place, node in enumerate(sorted(set(nodes.values()), key=_natural))}
@@ -134,9 +130,7 @@ class RankLateness:
 
 
 def newest_windows(stream: RankStream, last: int, attempt: int | None = None) -> range:
-    """Return the indexes of the newest ``last`` frames of an attempt, by default the newest one; all have the same
-    ranks.
-    """
+    """Return the indexes of the newest ``last`` frames of an attempt, by default the newest one; all have the same ranks."""
     end = len(stream)
     while attempt is not None and end and stream.head(end - 1).attempt != attempt:
         end -= 1
@@ -175,6 +169,7 @@ def _peers(values: NDArray[np.float32], layout: Layout) -> list[NDArray[np.int64
 def _latest(
     values: NDArray[np.float32], peers: NDArray[np.int64], most: int, rule: StragglerRule
 ) -> list[RankLateness]:
+    """Return the ``most`` ranks of a group of peers that exceed the others most, slow ones first, by the medians over windows."""
     mine = values[:, peers].astype(np.float64)  # (windows, peers)
     if not mine.size:
         return []

@@ -26,9 +26,7 @@ from phalanx.run.rules import NotPortableError
 
 @contextmanager
 def explained(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds, and mistakes in run files and their models, into a message with exit code
-    1.
-    """
+    """Turn errors of these kinds, and mistakes in run files and their models, into a message with exit code 1."""
     try:
         yield
     except Exception as error:
@@ -51,9 +49,7 @@ class TroubleError(click.ClickException):
 
 @contextmanager
 def trouble(*kinds: type[Exception]) -> Iterator[None]:
-    """Handle errors as ``explained``, with exit code 2, for commands whose exit code 1 means that a
-    comparison found a difference.
-    """
+    """Handle errors as ``explained``, with exit code 2, for commands whose exit code 1 means that a comparison found a difference."""
     try:
         with explained(*kinds):
             yield
@@ -103,9 +99,7 @@ def full_disk(run_dir: Path) -> str:
 
 
 def newest_runs(folder: Path) -> list[Path]:
-    """Return the run directories in ``folder`` that were created or changed last, the newest first; empty if
-    it cannot be read.
-    """
+    """Return the run directories in ``folder`` that were created or changed last, the newest first; empty if it cannot be read."""
     candidates: list[tuple[float, Path]] = []
     try:
         with os.scandir(folder) as entries:
@@ -132,7 +126,7 @@ TrustCode = Annotated[
 
 def require_trusted_code(run_dir: Path, *, trust_code: bool, place: Path | None = None) -> None:
     """Raise FactoryError if computing with the run in ``run_dir`` runs code that the user has not explicitly
-    chosen.
+    chosen. Without a run file, or with ``trust_code``, do nothing.
 
     ``place`` is the pack that the run directory was taken from.
     """

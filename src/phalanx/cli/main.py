@@ -120,6 +120,7 @@ class _Lazy(CommandGroup):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command; unknown names are looked up among installed packages, ``None`` if none has it."""
         if cmd_name not in _COMMANDS:
             other: click.Command | None = load_plugin("phalanx.commands", cmd_name)
             return other
@@ -136,6 +137,7 @@ class _Lazy(CommandGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Resolve a command. Raises ``click.UsageError`` for an unknown name, with the nearest one."""
         if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             import difflib  # Its import takes longer than that of any module here.
 
@@ -201,6 +203,7 @@ def exit_code(words: Sequence[str]) -> int:
 
 
 def _exit_code(words: Sequence[str]) -> int:
+    """Run the command of ``words`` and return its exit code. Known errors, missing packages and failed output become messages."""
     try:
         phalanx_command(list(words), standalone_mode=False)
         return 0
@@ -246,7 +249,7 @@ def _remedy(words: Sequence[str], missing: str) -> str:
 
 
 def _output_fails() -> bool:
-    """Return True if standard output accepts no more data, as on a full disk."""
+    """Return True if standard output accepts no more data, as on a full disk; it is then redirected to /dev/null."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -45,7 +45,7 @@ class SafeStream:
         return getattr(self.raw, name)
 
     def write(self, text: str) -> int:
-        """Write ``text``; return its length."""
+        """Write ``text``, with control characters but styles as escapes; return its length."""
         start, body = ("\r", text[1:]) if text.startswith("\r") else ("", text)
         # Every second part is a style.
         parts = _STYLE.split(body)
@@ -56,7 +56,7 @@ class SafeStream:
 
 @contextmanager
 def safe_output() -> Iterator[None]:
-    """Within, standard output and standard error are safe streams."""
+    """Context in which standard output and standard error are safe streams."""
     before = sys.stdout, sys.stderr
     if isinstance(sys.stdout, SafeStream):
         yield
@@ -92,7 +92,7 @@ def text_console(
     from rich.segment import Segment
 
     class SafeConsole(Console):
-        """Writes control characters in texts as escapes; the console's own control codes pass."""
+        """Console that writes control characters in texts as escapes; the console's own control codes pass."""
 
         def render(
             self, renderable: RenderableType, options: ConsoleOptions | None = None

@@ -112,6 +112,7 @@ def is_store(place: str) -> bool:
 
 
 def _chosen(steps: list[int], step: int | None, place: str) -> int:
+    """Return ``step``, or the newest of ``steps``. Raises ``ClickException`` if there are none, or not this one."""
     if not steps:
         raise click.ClickException(f"there is no committed checkpoint in {place}")
     if step is not None and step not in steps:

@@ -102,6 +102,7 @@ def _fresh_meeting_point(run: OpenRun) -> Path:
 def _start(
     run: OpenRun, rank: int, ranks: int, meeting_point: str, program: str, complain: Callable[[str], None]
 ) -> Child:
+    """Start the process of a rank, with its log captured and the run's lock kept open. The record of an earlier failure is deleted."""
     environment = {
         **os.environ,
         "PHALANX_RANK": str(rank),
@@ -154,7 +155,10 @@ class _Ranks:
         return [child.exit_code() for child in self.children]
 
     def ended(self) -> bool:
-        """True once all ranks have exited; ends the others when one has failed."""
+        """Return True once all ranks have exited. If one has failed, end the others after a grace; call it repeatedly.
+
+        After a request to stop, ranks that have not saved in time are ended too.
+        """
         self.orders.tell_new()
         codes = self.codes()
         if self.first_failure is None:
@@ -190,7 +194,7 @@ def _culprit(failed: list[int], codes: list[int | None]) -> int:
 
 
 def _first_to_fail(run: OpenRun, processes: _Ranks) -> int | None:
-    """The rank that failed first, by the times in their logs; without those by when they ended."""
+    """Return the rank that failed first, by the times in their logs, else by when they ended; ``None`` if none failed."""
     if processes.first_failure is None:
         return None
     lines = (
@@ -204,6 +208,7 @@ def _first_to_fail(run: OpenRun, processes: _Ranks) -> int | None:
 
 
 def _ending(run: OpenRun, processes: _Ranks) -> Ending:
+    """Return how the run ended. A failure has the rank's own error, or its last output."""
     codes, culprit = processes.codes(), _first_to_fail(run, processes)
     if (codes and all(code == 0 for code in codes)) or (
         culprit is None and run.directory.finished_result() is not None
@@ -224,9 +229,10 @@ def _ending(run: OpenRun, processes: _Ranks) -> Ending:
 
 
 def ranks_on_this_machine(spec: RunSpec, run_file: Path) -> int:
-    """Returns the run's own number of ranks, or else as many as the machine has room for: one for each GPU, or by cores.
+    """Return the run's own number of ranks, or else as many as the machine has room for: one for each GPU, or by cores.
 
-    Raises ``RunFileError``, which names ``run_file``, if the run can be laid out on none of these numbers.
+    Fewer are returned if the run cannot be laid out on that number. Raises ``RunFileError``, which names ``run_file``, if it can on
+    none.
     """
     if spec.parallel.ranks:
         return spec.parallel.ranks
@@ -264,10 +270,11 @@ def replay_run(
     in_fp32: bool = False,
     on_wait: Callable[[], None] = lambda: None,
 ) -> Replay:
-    """Replays the run in ``path`` from the state of the first of ``steps`` to the second, in the new directory ``folder``.
+    """Replay the run in ``path`` from the state of the first of ``steps`` to the second, in the new directory ``folder``.
 
-    ``ranks`` 0 means as many as the run had at the last of these steps. ``is_measured`` is as in ``ReplayOrder``. With ``in_fp32`` the steps are
-    computed in fp32, whatever the run's own format is. ``on_wait`` is called now and then. Raises ``ReplayError``.
+    ``ranks`` 0 means as many as the run had at the last of these steps. ``is_measured`` is as in ``ReplayOrder``. With ``in_fp32``
+    the steps are
+    computed in fp32, whatever the run's own format is. ``on_wait`` is called at intervals. Raises ``ReplayError``.
     """
     directory = RunDirectory(path)
     spec, record = read_resolved(directory), directory.read_record()
@@ -293,7 +300,7 @@ def replay_locally(
     fingerprint: str = "",
     on_wait: Callable[[], None] = lambda: None,
 ) -> Replay:
-    """Replays a resolved run on ``ranks`` processes of this machine, in the new directory ``folder``.
+    """Replay a resolved run on ``ranks`` processes of this machine, in the new directory ``folder``, and wait for them.
 
     Args:
         spec: The run.
@@ -301,10 +308,10 @@ def replay_locally(
         ranks: How many to start.
         folder: For what the ranks write.
         fingerprint: Of the data that the run was trained on; empty if any will do.
-        on_wait: Called now and then while the ranks compute.
+        on_wait: Called at intervals while the ranks compute.
 
     Raises:
-        ReplayError: The run cannot be laid out on these ranks, or one of them failed.
+        ReplayError: The run cannot be laid out on these ranks, there are too few GPUs, or a rank failed.
     """
     problems = layout_problems(spec, ranks)
     if problems:

@@ -81,7 +81,8 @@ class Topology:
 
     @cached_property
     def free_in_domains(self) -> Mapping[Domains, Sequence[str]]:
-        """The nodes that can be used by narrowest domain, both in the order of their names: a shorter one first, so that n9 comes before n10."""
+        """The nodes that can be used by narrowest domain, both in the order of their names: a shorter one first, so that n9 comes
+        before n10."""
         names_by_domain: dict[Domains, list[str]] = {}
         # Neighbors are mostly listed together: one look-up for each run of them.
         for path, run in groupby(self.nodes.items(), key=itemgetter(1)):
@@ -109,7 +110,8 @@ class Topology:
         return replace(self, taken=frozenset(self.nodes.keys() - chosen))
 
     def with_rates(self, node_bytes_per_s: float, shares: Mapping[str, float]) -> Topology:
-        """Return the same network with another rate of its nodes, and other shares of levels by name."""
+        """Return the same network with another rate of its nodes (bytes/s), and other shares of levels by name. Raises
+        ``TopologyError`` for an unknown level."""
         unknown = sorted(shares.keys() - {level.name for level in self.levels})
         if unknown:
             names = ", ".join(level.name for level in self.levels) or "none"
@@ -141,7 +143,7 @@ Order = Literal["data", "pipeline"]
 
 
 def block_seats(inner_ranks: int, stage_ranks: int, ranks_per_node: int) -> int:
-    """Seats of ``inner_ranks`` consecutive ranks; 1 where they fill no whole nodes, or do not divide a stage."""
+    """Return the seats of ``inner_ranks`` consecutive ranks; 1 where they fill no whole nodes, or do not divide a stage."""
     if inner_ranks <= ranks_per_node:
         return 1
     is_whole = inner_ranks % ranks_per_node == 0 and stage_ranks % inner_ranks == 0
@@ -149,7 +151,10 @@ def block_seats(inner_ranks: int, stage_ranks: int, ranks_per_node: int) -> int:
 
 
 def sequence(seats: int, stages: int, block: int, order: Order) -> list[int]:
-    """The seats of a pipeline of ``stages`` in the order in which they are laid along the tree, a block together."""
+    """Return the seats of a pipeline of ``stages`` in the order in which they are laid along the tree, a block together.
+
+    They stay in their own order for "data", or if blocks do not divide them.
+    """
     if order == "data" or seats % (stages * block):
         return list(range(seats))
     blocks = seats // stages // block
@@ -184,7 +189,7 @@ class Shape:
         return sequence(self.seats, self.layout.pipeline, self.block, order)
 
     def units(self, order: Order) -> Iterator[int]:
-        """Numbers of seats that make sense as a unit, ascending: they divide the seats, and are whole blocks."""
+        """Yield the numbers of seats that make sense as a unit, ascending: they divide the seats, and consist of blocks."""
         layout, per_node = self.layout, self.ranks_per_node
         stage = max(1, layout.ranks // layout.pipeline // per_node)
         spans = {self.block, stage, self.block * layout.pipeline if order == "pipeline" else self.block}
@@ -275,7 +280,7 @@ def place_units(
 
 
 def _cut(free: Mapping[Domains, Sequence[str]], unit: int, depth: int) -> list[Unit]:
-    """All units that the free nodes of the narrowest domains give, cut bottom up."""
+    """Return all units that the free nodes of the narrowest domains give; what is left over is cut at the next wider level."""
     units: list[Unit] = []
     # Fragments of the domains of one level: domain -> its nodes that are in no unit yet.
     fragments = free
@@ -295,7 +300,7 @@ def _cut(free: Mapping[Domains, Sequence[str]], unit: int, depth: int) -> list[U
 
 
 def _keep(candidates: Sequence[Unit], nodes: Mapping[str, Domains], units: int) -> list[Unit]:
-    """The ``units`` best of the candidates, which come whole lowest first; in the order of the tree."""
+    """Return the ``units`` best of the candidates, which come in order of depth, deepest first; in the order of the tree."""
     chosen: list[Unit] = []
     for _, group in groupby(candidates, key=lambda unit: unit.depth):
         alike = list(group)
@@ -306,7 +311,7 @@ def _keep(candidates: Sequence[Unit], nodes: Mapping[str, Domains], units: int) 
 
 
 def _fullest(alike: Sequence[Unit], candidates: Sequence[Unit]) -> list[Unit]:
-    """Units that are whole at the same level, those in the domains with most of all candidates first, widest level first."""
+    """Return units of the same depth, those in the domains with most of all candidates first, widest level first."""
     counts = Counter(unit.domain for unit in candidates)
     for domain, count in list(counts.items()):
         for level in range(1, len(domain)):
@@ -319,7 +324,7 @@ def _fullest(alike: Sequence[Unit], candidates: Sequence[Unit]) -> list[Unit]:
 
 
 def _spread(free: Mapping[Domains, Sequence[str]], chosen: Sequence[Unit], spares: int) -> tuple[str, ...]:
-    """``spares`` of the free nodes that are in no unit: one of each domain in turn, those with most nodes in units first."""
+    """Return ``spares`` of the free nodes that are in no unit: one of each domain in turn, those with most nodes in units first."""
     if not spares:
         return ()
     used = set(chain.from_iterable(placed.nodes for placed in chosen))
@@ -342,7 +347,7 @@ MOST_HOSTS = 1_000_000
 
 
 def expanded(text: str) -> list[str]:
-    """The hosts of a list, in its order. Raises ``ValueError`` if it is none, or names more than a million."""
+    """Return the hosts of a list like n[1-4,7], in its order. Raises ``ValueError`` if it is none, or names more than a million."""
     hosts: list[str] = []
     place = 0
     while place < len(text):
@@ -357,6 +362,7 @@ def expanded(text: str) -> list[str]:
 
 
 def _hosts(part: str, text: str) -> Iterator[str]:
+    """Yield the hosts of one part of a list. Raises ``ValueError`` if there are too many."""
     pieces = re.split(r"\[([^\]]*)\]", part)
     # Odd pieces were in brackets.
     choices = [list(_numbers(piece, text)) if k % 2 else [piece] for k, piece in enumerate(pieces)]
@@ -369,6 +375,7 @@ def _hosts(part: str, text: str) -> Iterator[str]:
 
 
 def _numbers(ranges: str, text: str) -> Iterator[str]:
+    """Yield the numbers of ranges like 1-4,7, padded with zeros as the first is. Raises ``ValueError``."""
     for part in ranges.split(","):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
@@ -380,7 +387,7 @@ def _numbers(ranges: str, text: str) -> Iterator[str]:
 
 
 def folded(hosts: Iterable[str]) -> str:
-    """A host list of ``hosts``, in their order: neighbors whose last numbers follow each other become a range."""
+    """Return a host list of ``hosts``, in their order: neighbors whose last numbers follow each other become a range."""
     parts: list[str] = []
     for (head, tail, width), run in groupby(
         map(_split_number, hosts), key=lambda split: (split[0], split[2], split[3])

@@ -53,26 +53,26 @@ class Planner(Protocol):
     """A planner. All methods raise ``PlannerError`` where a run has no price, and ``HardwareError`` for an unknown cluster."""
 
     def price_of(self, spec: RunSpec, topology: Topology, nodes: Sequence[str]) -> PricedNodes:
-        """Prices a run of ``fleet.nodes`` nodes on ``nodes``; those beyond are spares.
+        """Return the price of a run of ``fleet.nodes`` nodes on ``nodes``; those beyond are spares.
 
         Raises ``TopologyError`` where they are too few, or one is not in the network.
         """
 
     def best_placement(self, spec: RunSpec, read_topology: Callable[[], Topology]) -> PricedNodes:
-        """Returns the best placement on the free nodes of a network, which is read only for a run that has a price.
+        """Return the best placement on the free nodes of a network, which is read only for a run that has a price.
 
         Raises ``TopologyError`` where there is none.
         """
 
     def first_halved(self, spec: RunSpec, cluster: Cluster) -> FirstHalved | None:
-        """Returns the degree to halve first, for a resolved model; ``None`` where at most one degree may fall."""
+        """Return the degree to halve first, for a resolved model; ``None`` where at most one degree may fall."""
 
     def step_terms(self, spec: RunSpec, ranks: int, cluster: str) -> tuple[float, Mapping[str, float]]:
-        """Returns the seconds of a step of the run's own layout, and of each of its terms."""
+        """Return the seconds of a step of the run's own layout, and of each of its terms."""
 
 
 def installed_planner() -> Planner:
-    """Returns the planner that is installed. Raises ``PlannerError`` with what to install."""
+    """Return the planner that is installed. Raises ``PlannerError`` with the command that installs one."""
     planner: Planner | None = load_plugin("phalanx.planners", "phalanx")
     if planner is None:
         raise PlannerError("no planner is installed: pip install --force-reinstall --no-deps phalanx-train")
@@ -80,7 +80,7 @@ def installed_planner() -> Planner:
 
 
 def too_slow(spec: RunSpec, nodes: PricedNodes) -> str:
-    """Returns why nodes of this price are not to be used: they lose more than ``launch.most_lost_ms``; empty if they may be used."""
+    """Return why nodes of this price are not to be used: they lose more than ``launch.most_lost_ms``; empty if they may be used."""
     limit_ms = spec.launch.most_lost_ms
     if not limit_ms or 1e3 * nodes.lost_s <= limit_ms:
         return ""

@@ -41,7 +41,7 @@ _USABLE = ("idle", "mixed", "allocated", "completing")
 
 
 def load_topology(place: str, partition: str = "", *, free_only: bool = False) -> Topology:
-    """The topology that ``place`` names: ``slurm`` or ``kubernetes`` for the cluster that this machine uses, or a file.
+    """Return the topology that ``place`` names: ``slurm`` or ``kubernetes`` for the cluster that this machine uses, or a file.
 
     Args:
         place: As above.
@@ -60,6 +60,8 @@ def load_topology(place: str, partition: str = "", *, free_only: bool = False) -
 
 
 def _of_slurm(partition: str, *, free_only: bool) -> Topology:
+    """Return the topology of Slurm's nodes; without switches, one of no levels. Nodes outside the partition are taken. Raises
+    ``EngineError``."""
     usable = ("idle",) if free_only else _USABLE
     words = ["sinfo", "-h", "-N", "-o", "%N %T", *(["-p", partition] if partition else [])]
     states: dict[str, str] = {}
@@ -99,7 +101,7 @@ _FIELD = re.compile(r"(\w+)=(\S*)")
 
 
 def read_topology(path: Path) -> Topology:
-    """The topology in a file. Raises ``TopologyError`` with what is wrong in it."""
+    """Return the topology in a file. Raises ``TopologyError`` with what is wrong in it."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -108,7 +110,8 @@ def read_topology(path: Path) -> Topology:
 
 
 def parse_topology(text: str, source: str) -> Topology:
-    """The topology that ``text`` describes, whatever its format. Raises ``TopologyError``."""
+    """Return the topology in ``text``: TOML, Slurm's file, or JSON of Topograph or kubectl, distinguished by content. Raises
+    ``TopologyError``."""
     try:
         if text.lstrip().startswith("{"):
             return _from_json(json.loads(text), source)
@@ -128,7 +131,7 @@ def parse_topology(text: str, source: str) -> Topology:
 
 
 def from_slurm(text: str, source: str) -> Topology:
-    """The tree of Slurm's switches, or its blocks. Nodes that no switch names lie in domains of their own."""
+    """Return the tree of Slurm's switches, or its blocks, as scale-up domains. Nodes that no switch names are left out."""
     switches: dict[str, Json] = {}
     blocks: dict[str, list[str]] = {}
     for line in text.splitlines():
@@ -152,6 +155,7 @@ def from_slurm(text: str, source: str) -> Topology:
 
 
 def _path_to(switch: str, above: Mapping[str, str], source: str) -> Domains:
+    """Return the switches from the root down to ``switch``. Raises ``TopologyError`` for a cycle."""
     path = [switch]
     while path[-1] in above:
         path.append(above[path[-1]])
@@ -161,7 +165,7 @@ def _path_to(switch: str, above: Mapping[str, str], source: str) -> Domains:
 
 
 def _of_equal_depth(nodes: Mapping[str, Domains], source: str) -> Topology:
-    """A tree without the root that all share, and with leaves at one depth: a short path's last domain stands for the missing ones."""
+    """Return a tree without the root that all share, and with leaves at one depth: a short path repeats its last domain."""
     while (
         nodes and all(len(path) > 1 for path in nodes.values()) and len({p[0] for p in nodes.values()}) == 1
     ):
@@ -177,6 +181,7 @@ def _of_equal_depth(nodes: Mapping[str, Domains], source: str) -> Topology:
 
 
 def _from_json(table: Json, source: str) -> Topology:
+    """Return the topology in a table of Topograph or kubectl. Raises ``TopologyError`` for any other."""
     if "instances" in table:
         return _from_topograph(table, source)
     if "items" in table:
@@ -187,6 +192,7 @@ def _from_json(table: Json, source: str) -> Topology:
 
 
 def _from_topograph(table: Json, source: str) -> Topology:
+    """Return the topology of Topograph's instances, with their NVLink domains if they name any."""
     paths: dict[str, Domains] = {}
     racks: dict[str, str] = {}
     for instance in _tables(table["instances"]):
@@ -202,7 +208,7 @@ def _from_topograph(table: Json, source: str) -> Topology:
 
 
 def _with_racks(topology: Topology, racks: Mapping[str, str]) -> Topology:
-    """The topology with NVLink domains as its narrowest level, if there are any."""
+    """Return the topology with NVLink domains as its narrowest level, if there are any."""
     if not racks:
         return topology
     levels = (*topology.levels, Level("rack", scale_up=True))
@@ -211,6 +217,7 @@ def _with_racks(topology: Topology, racks: Mapping[str, str]) -> Topology:
 
 
 def _from_kubernetes(table: Json, source: str) -> Topology:
+    """Return the topology of nodes by their labels. Nodes that are not ready or not schedulable are taken."""
     labels: dict[str, Json] = {}
     taken: set[str] = set()
     for item in _tables(table["items"]):
@@ -233,7 +240,8 @@ def _from_kubernetes(table: Json, source: str) -> Topology:
 
 
 def _label_levels(present: set[str]) -> dict[str, str]:
-    """The levels of a network and their labels, widest first, given the labels that there are; the newer names if there are both."""
+    """Return the levels of a network and their labels, widest first, given the labels that there are; the newer names if there are
+    both."""
     tiers = sorted((int(match[1]) for key in present if (match := _TIER.fullmatch(key))), reverse=True)
     if not tiers and _DOMAIN not in present:
         return {level: _LABEL + level for level in _LABELED if _LABEL + level in present}
@@ -245,6 +253,7 @@ def _label_levels(present: set[str]) -> dict[str, str]:
 
 
 def _from_toml(table: Json, source: str) -> Topology:
+    """Return the topology of a TOML table; rates are in GB/s there. Raises ``TopologyError`` for unknown fields, nodes or values."""
     unknown = sorted(table.keys() - {"node_gb_per_s", "taken", "levels", "nodes"})
     if unknown or "nodes" not in table:
         wrong = f"there is no field {unknown[0]!r}" if unknown else "there is no [nodes]"
@@ -264,6 +273,7 @@ def _from_toml(table: Json, source: str) -> Topology:
 
 
 def _level(table: Json, source: str) -> Level:
+    """Return a level of a TOML table. Raises ``TopologyError`` for unknown fields or values."""
     unknown = sorted(table.keys() - {"name", "share", "scale_up"})
     if unknown or "name" not in table:
         wrong = f"there is no field {unknown[0]!r}" if unknown else "one has no name"

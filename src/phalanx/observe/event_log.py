@@ -38,7 +38,7 @@ class EventLogError(Exception):
 
 
 class EventLog:
-    """Appends the events of one attempt. One process of a run holds one; threads may share it.
+    """Writer of the events of one attempt. One process of a run holds one; threads may share it.
 
     Nothing is buffered: what ``append`` returned from survives a kill of the process. It is not
     synced to the disk, so a power cut may cost the last seconds of events (never of weights).
@@ -46,6 +46,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path, attempt: int, clock: Callable[[], float] = time.time) -> None:
+        """Open the file at ``path`` for appending, with its index of steps beside it. Raises EventLogError."""
         self.path, self.attempt, self._clock = path, attempt, clock
         try:
             self._file = AppendedFile(path)
@@ -102,10 +103,10 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def newest_event(path: Path, counts: Callable[[Event], bool], block_bytes: int = 1 << 16) -> Event | None:
-    """The last event for which ``counts`` is true, or ``None``; torn lines are passed over.
+    """Return the last event for which ``counts`` is true, or ``None``; torn lines are skipped.
 
     Reads from the end, so that it costs the same in a run's first hour and in its third month.
-    Raises EventLogError if there is no such file.
+    Raises EventLogError if the file cannot be read.
     """
     try:
         with open_regular(path) as file:
@@ -121,13 +122,13 @@ def newest_event(path: Path, counts: Callable[[Event], bool], block_bytes: int =
 def lines_from_the_end(
     file: BinaryIO, block_bytes: int, most_bytes: int | None = None, most_line_bytes: int = MOST_LINE_BYTES
 ) -> Iterator[bytes]:
-    """The lines of a file that are not empty, the last one first, read in blocks: of a long file only as much as is used.
+    """Yield the lines of a file that are not empty, the last one first, read in blocks: of a long file only as much as is used.
 
     Args:
         file: The file.
         block_bytes: Of a block.
-        most_bytes: Nothing that lies farther from the end is read; ``None`` sets no limit.
-        most_line_bytes: A longer line is no event, and is left out: whatever the file holds, not more than that of it is kept.
+        most_bytes: Nothing farther from the end is read; ``None`` sets no limit.
+        most_line_bytes: A longer line is no event and is left out. At most that much of it is in memory.
     """
     position = file.seek(0, os.SEEK_END)
     lowest = 0 if most_bytes is None else max(0, position - most_bytes)
@@ -156,7 +157,7 @@ def _line_of(pieces: Sequence[bytes], nbytes: int, most_line_bytes: int) -> Iter
 
 
 def follow(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterator[Event]:
-    """The events in the file, then those appended to it, until ``stop()`` and nothing new is there.
+    """Yield the events in the file, then those appended to it, until ``stop()`` and nothing new is there.
 
     The file may not exist yet: it is waited for. ``stop`` is called before each look at the file, at most
     every ``poll_s`` seconds once all is read. Raises EventLogError if the file is missing at the end, or shrinks.
@@ -181,7 +182,7 @@ def follow(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterato
 
 
 def _next_lines(tail: FileTail, *, missing_is_error: bool) -> list[bytes]:
-    """The lines that were appended since the last call."""
+    """Return the lines that were appended since the last call. Raises EventLogError if the file is unreadable, shrank, or was removed."""
     block = tail.read_bytes
     try:
         batch = tail.next_batch()
@@ -200,7 +201,7 @@ def _next_lines(tail: FileTail, *, missing_is_error: bool) -> list[bytes]:
 
 
 def _complete(rest: bytes) -> list[bytes]:
-    """A last line without its newline counts if it is whole; a prefix of an object never parses."""
+    """Return a last line without its newline if it is an event, else nothing; a prefix of an object never parses."""
     try:
         decode(rest)
     except ValueError:
@@ -305,7 +306,7 @@ class LoggedStep(Protocol):
 
 
 def row_of(step: LoggedStep, t: float, attempt: int, offset: int, has_ledger: bool) -> Row | None:
-    """The row of a logged step; ``None`` if its numbers cannot be those of a run."""
+    """Return the row of a logged step; ``None`` if its numbers cannot be those of a run."""
     if not (0 <= step.step <= MOST_STEP and abs(attempt) <= MOST_STEP and 0 <= step.tokens <= MOST_WHOLE):
         return None
     memory = step.peak_memory_bytes
@@ -334,6 +335,7 @@ def encode_record(row: Row, length: int) -> bytes:
 
 
 def _single(value: Number) -> float:
+    """Return a number as single precision can store it: NaN for ``None``, infinite if it is too large."""
     if value is None:
         return math.nan
     value = _number(value)
@@ -352,7 +354,7 @@ def checksum(fields: bytes) -> int:
 
 
 class StepIndexWriter:
-    """Appends records to an index; it is opened at the first group. Nothing raises: after a failure the index is left as it is."""
+    """Writer of records to an index; it is opened at the first group. Nothing raises: after a failure the index is left as it is."""
 
     def __init__(self, path: Path, *, is_empty: bool = False) -> None:
         """``is_empty``: the stream is empty, so that an existing index belongs to another one."""
@@ -363,7 +365,8 @@ class StepIndexWriter:
         self._given_up = False
 
     def add(self, body: Step, t: float, attempt: int, offset: int, length: int) -> None:
-        """Notes a line about a step, of ``length`` bytes at ``offset``."""
+        """Queue the row of a step's line, of ``length`` bytes at ``offset``, and write a full group. Steps with impossible numbers
+        are left out."""
         if self._given_up:
             return
         with suppress(TypeError, ValueError, OverflowError, struct.error):
@@ -373,7 +376,7 @@ class StepIndexWriter:
             self._write()
 
     def close(self) -> None:
-        """Writes what is waiting, and closes the file."""
+        """Write what is waiting, and close the file."""
         if self._waiting and not self._given_up:
             self._write()
         if self._descriptor >= 0:
@@ -381,6 +384,8 @@ class StepIndexWriter:
             self._descriptor = -1
 
     def _write(self) -> None:
+        """Append what is waiting, aligned to records. After a failure or a short write the index is given up, silently: it can be
+        made again."""
         try:
             if self._descriptor < 0:
                 flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK

@@ -599,7 +599,7 @@ class _Envelope:
 
 
 def decode(line: bytes) -> Event:
-    """The event that ``line`` holds. Raises ValueError if it is no event: torn, not ours, or of no time that a clock shows.
+    """Return the event in ``line``. Raises ValueError if it is no event: torn, not ours, or of an impossible time.
 
     A kind that is not in ``KINDS``, or whose fields do not have the types of its class, becomes ``Unknown``.
     """
@@ -625,7 +625,7 @@ def _known(kind: str, content: Mapping[str, object]) -> Known:
 
 
 def _spelled(value: object) -> object:
-    """``value`` with non-finite floats as words, at any depth."""
+    """Return ``value`` with non-finite floats as words, at any depth; tuples become lists, keys strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):

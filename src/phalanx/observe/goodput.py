@@ -76,7 +76,7 @@ class Goodput:
 
 
 def goodput(events: Iterable[Event]) -> Goodput:
-    """The goodput of a run from its events, in any order of attempts but each attempt in its own.
+    """Return the goodput of a run from its events, in any order of attempts but each attempt in its own.
 
     Steps without a ledger count with their ``step_s``, times the steps since the last event; the rest
     of such an attempt is unattributed.
@@ -121,7 +121,8 @@ class AttemptAccount:
 
 
 def attempt_accounts(events: Iterable[Event]) -> list[AttemptAccount]:
-    """The account of each attempt that held its machines, in order; together they are the whole of ``goodput(events)``."""
+    """Return the account of each attempt that held its machines, in order, with the reason of its end; together they are all of
+    ``goodput(events)``."""
     attempts: dict[int, list[Event]] = {}
     reasons: dict[int, str] = {}
     lived = 0
@@ -178,7 +179,11 @@ class _Account:
 
 
 def _disjoint(accounts: list[_Account]) -> list[_Account]:
-    """A fleet's epoch takes the time since the last ledger of the one before into its own account: it is counted there."""
+    """Return the accounts without overlap: time after the next one's start is taken off ``UNATTRIBUTED``, and an account with
+    nothing left is dropped.
+
+    A fleet's epoch counts the time since the last ledger of the one before.
+    """
     latest_first: list[_Account] = []
     for account in reversed(accounts):
         later_ns = latest_first[-1].start_ns if latest_first else account.end_ns
@@ -199,7 +204,7 @@ def _lived(events: list[Event]) -> list[Event]:
 
 
 def _account(events: list[Event]) -> _Account:
-    """The attempt's last ledger is its account; what came after that is unattributed."""
+    """Return an attempt's account by its last ledger; the time after that is unattributed. Without a ledger, by its step times."""
     end_ns = max(_ns(event.t) for event in _lived(events))
     entries = [(_ns(event.t), ledger) for event in events if (ledger := ledger_of(event))]
     if not entries:
@@ -216,6 +221,7 @@ def _account(events: list[Event]) -> _Account:
 
 
 def _account_from_step_times(events: list[Event], end_ns: int) -> _Account:
+    """Return the account of an attempt without a ledger: each logged step's seconds count for all steps since the one before."""
     in_steps: list[_InSteps | None] = []
     done_ns, cursor = 0, 0
     for event in events:
@@ -238,6 +244,7 @@ def ledger_of(event: Event) -> Mapping[str, float]:
 
 
 def _in_steps(ledger: Mapping[str, float]) -> _InSteps | None:
+    """Return the nanoseconds in steps by a ledger, with the wait for data apart; ``None`` for an empty one."""
     if not ledger:
         return None
     waiting_ns = _ns(ledger.get(Bucket.STEP_DATA_WAIT, 0.0))
@@ -280,7 +287,7 @@ class _Line:
     nonfinite_ns: int = 0
 
     def live_through(self, account: _Account) -> None:
-        """An attempt goes on from the step it restored, or from 0 if it restored none."""
+        """Take over an attempt: it continues from the step that it restored, or from 0. Steps that it does again count as lost before."""
         cursor, seen, skipped = 0, _InSteps(0, 0), 0
         for event, in_steps in zip(account.events, account.in_steps, strict=True):
             match event.body:
@@ -301,12 +308,14 @@ class _Line:
                     cursor, seen, skipped = step, in_steps, 0
 
     def _do(self, first: int, last: int, done: _InSteps, skipped: int) -> None:
+        """Add the steps ``first`` to ``last``; the share of ``skipped`` ones counts as not finite."""
         steps = last - first + 1
         nonfinite_ns = done.rest_ns * min(skipped, steps) // steps
         self.nonfinite_ns += nonfinite_ns
         self.pieces.append(_Piece(first, last, done.rest_ns - nonfinite_ns, done.waiting_ns))
 
     def _go_back_to(self, step: int) -> None:
+        """Take off the steps after ``step``, whose time counts as rolled back."""
         if not self.pieces or self.pieces[-1].last <= step:
             return
         self.pieces, lost = _cut(self.pieces, step)
@@ -315,7 +324,7 @@ class _Line:
 
 
 def _cut(pieces: Sequence[_Piece], step: int) -> tuple[list[_Piece], list[_Piece]]:
-    """The pieces up to ``step`` and those after it; one that spans it is divided by its steps."""
+    """Return the pieces up to ``step`` and those after it; one that spans it is divided by its steps."""
     before = [piece for piece in pieces if piece.last <= step]
     after = [piece for piece in pieces if piece.first > step]
     for piece in pieces:
@@ -332,7 +341,7 @@ def _cut(pieces: Sequence[_Piece], step: int) -> tuple[list[_Piece], list[_Piece
 
 
 def format_goodput(result: Goodput) -> str:
-    """The report as plain text: the headline, the ledger, what became of the steps."""
+    """Format the report as plain text: the headline, the ledger, and the outcomes of the steps."""
     seconds = {name: value / NS_PER_S for name, value in result.buckets_ns.items()}
     outcomes = {
         "committed": result.committed_ns,
@@ -430,7 +439,8 @@ class MetaEttr:
 
 
 def google_goodput(ours: Goodput) -> GoogleGoodput:
-    """Our account in Google's terms. Lost steps are waste with all that was in them, so a part of the waiting for data is there."""
+    """Return our account in Google's terms. Lost steps are waste with all that was in them, so a part of the waiting for data is
+    there."""
     badput: dict[str, int] = {}
     for name, value in ours.buckets_ns.items():
         kind = BADPUT_OF_BUCKET.get(name, "" if name.startswith(STEP) else "OTHER")

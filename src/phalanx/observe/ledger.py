@@ -94,6 +94,7 @@ class Ledger:
         first_bucket: Bucket = Bucket.START_PROCESS,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """Open ``first_bucket`` at ``start_ns`` of the clock, or now. Raises LedgerError if that is in the future."""
         now_ns = clock()
         if start_ns is not None and start_ns > now_ns:
             raise LedgerError(f"a ledger cannot start in the future: {start_ns=} is after {now_ns=}")
@@ -104,7 +105,7 @@ class Ledger:
         self._closed: dict[str, int] = dict.fromkeys((bucket.value for bucket in Bucket), 0)
 
     def switch(self, bucket: Bucket) -> None:
-        """Closes the open bucket and opens ``bucket``."""
+        """Close the open bucket and open ``bucket``. A clock that goes back counts as standing."""
         # A clock that steps back would break the sum: time then stands still until it catches up.
         now_ns = max(self._clock(), self._since_ns)
         self._closed[self._open] += now_ns - self._since_ns
@@ -112,7 +113,7 @@ class Ledger:
 
     @contextmanager
     def bucket(self, bucket: Bucket) -> Iterator[None]:
-        """Inside the ``with``, time goes to ``bucket``; after it, to whatever was open before.
+        """Context whose time goes to ``bucket``; after it, to the one that was open before.
 
         Nests: an inner ``with`` takes its time from the outer one, so nothing is counted twice.
         """
@@ -151,7 +152,7 @@ class Ledger:
 
 
 def add(totals: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The sum of accounts, bucket by bucket, in the order of ``Bucket``."""
+    """Return the sum of accounts (ns), bucket by bucket, in the order of ``Bucket``."""
     result: dict[str, int] = {}
     for account in totals:
         for name, value in account.items():
@@ -168,7 +169,8 @@ def _position(name: str) -> int:
 
 
 def format_ledger(seconds: Mapping[str, float], bar_width: int = 24) -> str:
-    """A table of plain text: bucket, seconds, share, bar. Groups in the order of a run's life."""
+    """Format a ledger as a table of plain text: bucket, seconds, share, bar. Empty buckets are left out; groups are in the order of
+    a run's life."""
     total = sum(seconds.values())
     names = sorted((name for name in seconds if seconds[name]), key=_position)
     width = max(map(len, [*names, "total"]), default=0)
@@ -218,7 +220,7 @@ class Recovery:
 
 
 def recoveries(events: Iterable[Event], first_attempt: int) -> list[Recovery]:
-    """All recoveries after ``first_attempt``, in order; of epochs that ended before their first step, none."""
+    """Return all recoveries after ``first_attempt``, in order; epochs that ended before their first logged step are left out."""
     listed: list[Recovery] = []
     restored: dict[int, Restored] = {}
     done, seen = 0, {first_attempt}

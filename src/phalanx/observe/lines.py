@@ -69,6 +69,7 @@ class FileTail:
         """Size of the file when it was last looked at."""
 
     def _forget(self) -> None:
+        """Reset the position, counts and remembered file, so that reading begins again."""
         self.read_bytes = 0
         """Offset of the first byte that was not looked at yet."""
         self.dropped_lines = 0
@@ -94,7 +95,7 @@ class FileTail:
         return Position(device, inode, self._head, self.read_bytes - len(self._rest), self.dropped_lines)
 
     def resume(self, position: Position) -> bool:
-        """Goes on from a place; False, and from the beginning, if the file that lies there now is another one. Raises ``OSError``."""
+        """Continue from ``position``. Return False, and start from the beginning, if the file is another one now. Raises ``OSError``."""
         self._forget()
         with open_regular(self.path) as file:
             self._file, self._head = (position.device, position.inode), position.head
@@ -105,7 +106,7 @@ class FileTail:
         return False
 
     def skip_to(self, offset: int) -> None:
-        """Goes on from the line that begins at ``offset``, which somebody else has read up to, in the file that lies there now.
+        """Continue from the line that begins at ``offset``, up to which another reader has read the present file.
 
         Raises ``OSError``.
         """
@@ -117,9 +118,10 @@ class FileTail:
             self.read_bytes, self.size_bytes, self._rest = offset, stat.st_size, b""
 
     def next_batch(self) -> LineBatch:
-        """Reads the next block of the file; of a file that is not there, nothing.
+        """Read the next block of the file and return its complete lines; of a missing file, nothing. Another file of that name is
+        read from its start.
 
-        Raises ``OSError`` if it is there and cannot be read, or is no file.
+        Raises ``OSError`` if it exists and cannot be read, or is no file.
         """
         try:
             file = open_regular(self.path)
@@ -141,12 +143,14 @@ class FileTail:
         )
 
     def _gone(self) -> LineBatch:
+        """Reset, and return an empty batch, marked as restarted if a file was open before."""
         was_open = self._file is not None
         self._forget()
         self.size_bytes = 0
         return LineBatch((), was_open, False)
 
     def _is_another(self, descriptor: int, stat: os.stat_result) -> bool:
+        """Return True if the file is not the one read before: another inode, shorter, or with another beginning."""
         if self._file is None:
             return False
         if self._file != (stat.st_dev, stat.st_ino) or stat.st_size < self.read_bytes:
@@ -154,6 +158,7 @@ class FileTail:
         return os.pread(descriptor, len(self._head), 0) != self._head  # cut, and written again
 
     def _lines(self, block: bytes) -> list[tuple[int, bytes]]:
+        """Return the lines that ``block`` completes, each with its offset; blank ones are left out, long ones counted and replaced."""
         at = self.read_bytes - len(self._rest)
         self.read_bytes += len(block)
         *complete, rest = (self._rest + block).split(b"\n")
@@ -174,7 +179,7 @@ class FileTail:
 
 
 def read_lines_at(path: Path, offsets: list[int], most_line_bytes: int = MOST_LINE_BYTES) -> list[bytes]:
-    """The lines that begin at ``offsets``, ascending, of a file of lines. Raises ``OSError``."""
+    """Return the lines that begin at ``offsets``, without newlines, cut at ``most_line_bytes``. Raises ``OSError``."""
     lines = []
     with open_regular(path) as file:
         for offset in offsets:
@@ -196,6 +201,7 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path) -> None:
+        """Open the file for appending, making it if it is missing. Raises ``OSError``."""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             self.size_bytes = os.fstat(self._descriptor).st_size
@@ -206,9 +212,12 @@ class AppendedFile:
             raise
 
     def append(self, line: bytes) -> int:
-        """Writes a line, which ends in a newline, whole or with an error; returns the offset at which it begins.
+        """Write a line, which ends in a newline, and return the offset at which it begins. After a torn line, a newline is written
+        first.
 
-        The offset is right while all who write to the file append, on a file system that appends in one move; over NFS it may not be.
+        Raises ``OSError`` if not all of it could be written. The offset is right while all writers of the file append, on a file
+        system that
+        appends in one move; over NFS it may not be.
         """
         block = b"\n" + line if self._torn and self._ends_torn() else line
         self._torn = True  # unless all of it is written; of what was before an error, the file tells
@@ -226,7 +235,7 @@ class AppendedFile:
         return size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
 
     def close(self) -> None:
-        """Closes the file; a second time does nothing."""
+        """Close the file; a second time does nothing."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -72,7 +72,7 @@ def write_request(directory: RunDirectory, request: ProfileRequest) -> None:
 
 
 def read_request(directory: RunDirectory, now_s: float) -> ProfileRequest:
-    """The request that is there.
+    """Return the request in the run directory. The file stays.
 
     Raises:
         ProfileRequestError: It is stale at ``now_s``, or no request at all.
@@ -89,6 +89,7 @@ def read_request(directory: RunDirectory, now_s: float) -> ProfileRequest:
 
 
 def _checked(content: bytes, now_s: float) -> ProfileRequest:
+    """Return the request in ``content``. Raises ``ProfileRequestError`` if it is malformed, out of bounds, or stale."""
     if len(content) > _MOST_BYTES:
         raise ProfileRequestError(f"it is longer than {_MOST_BYTES:,} bytes")
     try:
@@ -110,6 +111,7 @@ def _checked(content: bytes, now_s: float) -> ProfileRequest:
 
 
 def _ranks(value: object) -> tuple[int, ...] | str:
+    """Return the field ``ranks``: "auto", "all", or ascending ranks. Raises ``ProfileRequestError``."""
     if value in ("auto", "all"):
         return str(value)
     if not isinstance(value, list) or not 0 < len(value) <= MOST_RANKS:
@@ -126,7 +128,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class ProfileDesk:
-    """Takes requests on rank 0.
+    """Desk that takes requests on rank 0.
 
     Args:
         directory: Of the run.
@@ -167,6 +169,7 @@ class ProfileDesk:
         return taken
 
     def _read(self, seen: tuple[int, int]) -> ProfileRequest | None:
+        """Return the request and delete its file. One that cannot be read is reported, and not looked at again."""
         try:
             request = read_request(self._directory, time.time())
         except (ProfileRequestError, OSError) as error:

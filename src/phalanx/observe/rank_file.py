@@ -107,7 +107,7 @@ def column_bytes(ranks: int) -> int:
 
 
 def encode_frame(frame: RankFrame) -> bytes:
-    """The bytes of a frame. Raises ``ValueError`` for one that no reader would take."""
+    """Return the bytes of a frame. Raises ``ValueError`` for too many ranks, or columns of another length."""
     if not 1 <= frame.ranks <= MOST_RANKS:
         raise ValueError(f"a frame of {frame.ranks} ranks: 1 to {MOST_RANKS} can be kept")
     columns = [encode_column(name, frame.columns[name], frame.ranks) for name in RANK_COLUMNS]
@@ -115,7 +115,7 @@ def encode_frame(frame: RankFrame) -> bytes:
 
 
 def join_frame(ranks: int, attempt: int, steps: int, step: int, t: float, columns: list[Codes]) -> bytes:
-    """The bytes of a frame of columns that are encoded."""
+    """Return the bytes of a frame of columns that are encoded, with their checksums."""
     padding = b"\0" * (column_bytes(ranks) - 2 * ranks)
     parts = [column.astype("<i2", copy=False).tobytes() + padding for column in columns]
     fixed = _FIXED.pack(MAGIC, ranks, attempt, steps, 0, step, t)
@@ -124,7 +124,7 @@ def join_frame(ranks: int, attempt: int, steps: int, step: int, t: float, column
 
 
 def decode_head(head: bytes) -> FrameHead | None:
-    """Reads the head of a frame; ``None`` if these ``HEAD_BYTES`` bytes are none, or damaged."""
+    """Return the head of a frame; ``None`` if these ``HEAD_BYTES`` bytes are none, or damaged."""
     if len(head) != HEAD_BYTES or not head.startswith(MAGIC):
         return None
     (own,) = _OWN_SUM.unpack_from(head, HEAD_BYTES - _OWN_SUM.size)
@@ -137,7 +137,8 @@ def decode_head(head: bytes) -> FrameHead | None:
 
 
 def encode_column(name: str, values: NDArray[np.float32], ranks: int) -> Codes:
-    """The numbers of one column as they are written; raises ``ValueError`` if they are not ``(ranks,)``."""
+    """Return the numbers of one column as half-precision codes in its unit; NaN is unknown. Raises ``ValueError`` if they are not
+    ``(ranks,)``."""
     if values.shape != (ranks,):
         raise ValueError(f"column {name} of a frame of {ranks} ranks has the shape {values.shape}")
     scaled = np.clip(values / np.float32(UNITS[name]), 0.0, _MOST) + np.float32(0.0)  # no minus zero
@@ -173,7 +174,8 @@ class RankStreamError(Exception):
 
 
 def open_for_reading(path: Path) -> int | None:
-    """Opens the file and returns its descriptor; ``None`` if there is none. Raises ``RankStreamError``."""
+    """Open the file and return its descriptor; ``None`` if there is none. Raises ``RankStreamError`` if it is unreadable, too
+    large, or no file."""
     try:
         descriptor = os.open(
             path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -208,7 +210,7 @@ class FrameIndex:
         """Where the next frame is to begin: all before it is indexed."""
 
     def extend(self) -> None:
-        """Looks for frames that have come since the last call. Raises ``RankStreamError`` if this is no file of ranks' numbers."""
+        """Index the frames that have come since the last call. Raises ``RankStreamError`` if this is no file of ranks' numbers."""
         size = os.fstat(self._descriptor).st_size
         if self.position == 0:
             self._read_title(size)
@@ -220,9 +222,9 @@ class FrameIndex:
             self.position = offset + head.nbytes
 
     def codes(self, number: int, place: int, *, verified: bool = False) -> Codes | None:
-        """Column ``place`` of the frame at index ``number`` as it is in the file; ``None`` if it is damaged.
+        """Return column ``place`` of the frame at index ``number`` as it is in the file; ``None`` if it is damaged.
 
-        ``verified``: its checksum was found right before. Raises ``OSError``.
+        ``verified``: its checksum was verified right before. Raises ``OSError``.
         """
         head = self.heads[number]
         length, offset = column_bytes(head.ranks), self.offsets[number] + head.column_at(place)
@@ -232,6 +234,8 @@ class FrameIndex:
         return np.frombuffer(block, "<i2", head.ranks)
 
     def _read_title(self, size: int) -> None:
+        """Move to the first frame: behind the title, or to the first head of a damaged file. Raises ``RankStreamError`` if there is
+        neither."""
         title = os.pread(self._descriptor, len(TITLE), 0)
         if TITLE.startswith(title):
             self.position = len(TITLE) if title == TITLE else 0
@@ -252,7 +256,10 @@ def unfinished(descriptor: int, position: int) -> int:
 
 
 def _frames(path: Path, descriptor: int, position: int, size: int) -> Iterator[tuple[int, FrameHead]]:
-    """The frames that lie whole between ``position`` and ``size``, each with its offset."""
+    """Yield the complete frames between ``position`` and ``size``, each with its offset; damaged places are skipped.
+
+    Raises ``RankStreamError`` if there are too many of those.
+    """
     block, block_at, damaged = b"", 0, 0
     while position + HEAD_BYTES <= size:
         if not block_at <= position <= block_at + len(block) - HEAD_BYTES:
@@ -272,7 +279,7 @@ def _frames(path: Path, descriptor: int, position: int, size: int) -> Iterator[t
 
 
 def _next_magic(descriptor: int, position: int, size: int) -> int:
-    """The next place from ``position`` at which a head may begin; ``size`` if there is none."""
+    """Return the next offset from ``position`` at which a head may begin; ``size`` if there is none."""
     magic, length = np.frombuffer(MAGIC, np.uint64), 1 << 12
     while position < size:
         block = os.pread(descriptor, length, position)

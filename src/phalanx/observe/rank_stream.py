@@ -89,9 +89,9 @@ class RankStream:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Picks up what was written since the last call, also in a new file of that name; returns True if there is anything new.
+        """Index what was written since the last call, also in a new file of that name. Return True if there is anything new.
 
-        A file that was coarsened since is indexed anew: the numbers of its frames are others then.
+        A file that was coarsened since is indexed again: its frames have other numbers then. Raises ``RankStreamError``.
         """
         before, descriptor = len(self), open_for_reading(self.path)
         if descriptor is None or not self._same_file(descriptor):
@@ -163,10 +163,11 @@ class RankStream:
         order: NDArray[np.int64] | None = None,
         part: slice = slice(None),
     ) -> HeatMap:
-        """Draws the frames of the steps ``first`` to ``last`` (of all without them), in at most so many columns and rows.
+        """Return the heat map of the frames of steps ``first`` to ``last`` (all without them), in at most so many columns and rows.
 
-        Reads each frame once, and holds one at a time. ``order`` has all ranks in the order in which they are drawn, and ``part`` selects the places of
-        it are; by their numbers and all, without them.
+        A cell has the largest value of its ranks and frames; damaged frames are left out. Each frame is read once, one at a time.
+        ``order`` has
+        all ranks in the order in which they are drawn, by default by number, and ``part`` selects places of it.
         """
         chosen, place = self._between(first, last), RANK_COLUMNS.index(column)
         ranks = max((self._opened().heads[number].ranks for number in chosen), default=0)
@@ -197,7 +198,7 @@ class RankStream:
     def rank(
         self, column: str, rank: int, first: int | None = None, last: int | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The history of one rank: steps and values ``(frames,)``, of the frames in which there was such a rank."""
+        """Return the history of one rank: steps and values ``(frames,)``, of the frames that have the rank."""
         place = RANK_COLUMNS.index(column)
         chosen = [
             number for number in self._between(first, last) if 0 <= rank < self._opened().heads[number].ranks
@@ -207,7 +208,7 @@ class RankStream:
         return self._steps[chosen], decode_column(column, codes)
 
     def close(self) -> None:
-        """Closes the file, and forgets what was in it."""
+        """Close the file, and drop its index."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._index = -1, None
@@ -238,14 +239,14 @@ class RankStream:
         return numbers
 
     def _each(self, numbers: list[int], place: int) -> Iterator[Codes]:
-        """One column of each of these frames that is whole."""
+        """Yield one column of each of these frames that is not damaged."""
         for number in numbers:
             codes = self._codes(number, place)
             if codes is not None:
                 yield codes
 
     def _codes(self, number: int, place: int) -> Codes | None:
-        """One column of a frame as it is in the file; ``None`` if it is damaged."""
+        """Return one column of a frame as it is in the file; ``None`` if it is damaged. Raises ``RankStreamError``."""
         key = number, place
         try:
             codes = self._opened().codes(number, place, verified=key in self._verified)
@@ -256,7 +257,7 @@ class RankStream:
         return codes
 
     def _one(self, number: int, place: int, rank: int) -> int:
-        """One number as it is in the file. The column around it is read only the first time, to be verified."""
+        """Return one number as it is in the file. The column around it is read only the first time, to be verified."""
         if (number, place) not in self._verified:
             codes = self._codes(number, place)
             return UNKNOWN if codes is None else int(codes[rank])

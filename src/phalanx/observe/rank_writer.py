@@ -1,4 +1,4 @@
-"""Appends frames to a file of ranks' numbers, and keeps the file from growing without end.
+"""Append frames to a file of ranks' numbers, and keep the file from growing without end.
 
 A frame is one write to a file opened for appending, so that what was written survives a kill of the process. What a kill or a full disk left
 unfinished is filled up with zeros before the next frame: readers see a frame whose checksums are wrong there, and go on.
@@ -78,9 +78,10 @@ class RankStreamWriter:
         self._open()
 
     def append(self, frame: RankFrame) -> None:
-        """Writes one frame.
+        """Write one frame, and coarsen the file if it is too long. A file that was replaced is opened again.
 
-        Raises ``ValueError`` for one that is not to be written, and ``RankStreamError`` if it cannot be: what was written before is intact.
+        Raises ``ValueError`` for a frame that cannot be encoded, and ``RankStreamError`` if it cannot be written: earlier frames
+        are intact.
         """
         data = encode_frame(frame)
         if self._replaced():
@@ -92,7 +93,7 @@ class RankStreamWriter:
             self._coarsen()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -106,6 +107,8 @@ class RankStreamWriter:
         self.close()
 
     def _open(self) -> None:
+        """Open the file for appending, making it if need be. One that is damaged is renamed to ``.damaged`` first. Raises
+        ``RankStreamError``."""
         try:
             self._open_as_it_is()
         except RankStreamError:
@@ -116,6 +119,7 @@ class RankStreamWriter:
             self._open_as_it_is()
 
     def _open_as_it_is(self) -> None:
+        """Open the file, complete its title, and move to the end of its last whole frame. Raises ``RankStreamError``."""
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             self._descriptor = os.open(self.path, flags, 0o644)
@@ -137,6 +141,8 @@ class RankStreamWriter:
             return True
 
     def _write(self, data: bytes) -> None:
+        """Write a frame at an aligned offset, after zeros in place of a torn one. Raises ``RankStreamError`` if not all of it could
+        be written."""
         try:
             size = os.fstat(self._descriptor).st_size
             begin = max(self._next, _whole(size))  # another process may have written here before it was ended
@@ -157,7 +163,7 @@ class RankStreamWriter:
     # --- bounds ---
 
     def _coarsen(self) -> None:
-        """Makes the file smaller; if that fails, it is tried again when the file has grown by an eighth of its bounds."""
+        """Replace the file by a smaller one; if that fails, try again when the file has grown by an eighth of its bounds."""
         beside = self.path.with_name(f"{self.path.name}.new")
         try:
             with _indexed(self.path) as index, beside.open("wb") as file:
@@ -175,7 +181,7 @@ class RankStreamWriter:
         self._frames_at = self._most_frames if is_complete else self._frames + self._most_frames // 8
 
     def _write_coarsened(self, index: FrameIndex, file: BinaryIO) -> bool:
-        """Writes what is to be kept of the frames in ``index``; returns False if there was no time for it."""
+        """Write the frames of ``index``, coarsened. Return False if there was no time for it."""
         file.write(TITLE)
         for group in coarser(index.heads, _WORTH_IT * self._most_bytes, _WORTH_IT * self._most_frames):
             if self._hurry():
@@ -188,7 +194,7 @@ class RankStreamWriter:
 
 
 def coarser(heads: Sequence[FrameHead], most_bytes: float, most_frames: float) -> list[range]:
-    """Which frames become one: neighbors of the older half by two, each of the newer half alone.
+    """Return the frames that become one: neighbors of the older half by two, each of the newer half alone.
 
     The oldest are left out if there would still be more than ``most_bytes`` or ``most_frames``; the newest never.
     """
@@ -207,7 +213,7 @@ def _alike(head: FrameHead, other: FrameHead) -> bool:
 
 
 def _largest(index: FrameIndex, group: range, place: int) -> Codes:
-    """The larger number of each rank in the frames of ``group``; what is damaged is not known."""
+    """Return the larger number of each rank in the frames of ``group``; damaged columns are ignored."""
     most = np.full(index.heads[group[-1]].ranks, UNKNOWN, np.int16)
     for number in group:
         codes = index.codes(number, place)
@@ -223,7 +229,7 @@ def _whole(position: int) -> int:
 
 @contextmanager
 def _indexed(path: Path) -> Iterator[FrameIndex]:
-    """The index of the file as it is now. Raises ``RankStreamError``."""
+    """Context with the index of the file as it is now. Raises ``RankStreamError``."""
     descriptor = open_for_reading(path)
     if descriptor is None:
         raise RankStreamError(f"{path} was removed while it was written")
@@ -247,7 +253,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class RankRecorder:
-    """Appends frames to the file ``path`` in the order of ``record``; never raises, never waits for a disk."""
+    """Recorder of frames in the file ``path`` in the order of ``record``; it never raises or waits for a disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -258,7 +264,11 @@ class RankRecorder:
         self._thread: threading.Thread | None = None
 
     def record(self, frame: RankFrame) -> str:
-        """Hands a frame over; returns a warning for people, the first time that there is one, else nothing."""
+        """Queue a frame for the writing thread, which the first one starts. Return a warning the first time that there is one, else
+        "".
+
+        A full queue drops the frame.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="ranks.bin", daemon=True)
             self._thread.start()
@@ -269,7 +279,7 @@ class RankRecorder:
         return self._warning()
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> str:
-        """Writes what waits, within a bounded time; returns a warning as ``record`` does."""
+        """Write what waits, within a bounded time; return a warning as ``record`` does."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._ending.set()
@@ -281,12 +291,14 @@ class RankRecorder:
         return self._warning()
 
     def _warning(self) -> str:
+        """Return the trouble as a warning, once; else ""."""
         if not self._trouble or self._is_reported:
             return ""
         self._is_reported = True
         return f"{self._trouble}; training goes on, and some of the ranks' numbers will be missing"
 
     def _work(self) -> None:
+        """Write the queued frames until the end is queued. An error becomes the trouble, and later frames are tried."""
         writer: RankStreamWriter | None = None
         while (frame := self._queue.get()) is not None:
             try:

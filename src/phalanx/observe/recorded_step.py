@@ -77,7 +77,7 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 def write_rank_trace(path: Path, trace: RankTrace) -> int:
-    """Writes the file whole or not at all; returns its size in bytes. Raises ``OSError``."""
+    """Write the file atomically, and return its size in bytes. Raises ``OSError``."""
     head = {
         "rank": trace.rank,
         "meta": dict(trace.meta),
@@ -93,7 +93,7 @@ def write_rank_trace(path: Path, trace: RankTrace) -> int:
 
 
 def read_rank_trace(path: Path) -> RankTrace:
-    """The recording in ``path``. Raises ``ProfileFileError``, ``OSError``."""
+    """Return the recording in ``path``. Raises ``ProfileFileError`` if it is damaged or too large, ``OSError`` if it cannot be read."""
     content = read_small(path, _MOST_FILE_BYTES)
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as packed:
@@ -126,7 +126,8 @@ def read_rank_trace(path: Path) -> RankTrace:
 
 
 def _check(trace: RankTrace) -> None:
-    """Raises ``ValueError`` unless numbers of names and marks are those of the lists, and times are in order of size."""
+    """Raise ``ValueError`` unless tables have their columns, numbers of names and marks are those of the lists, and times are
+    plausible."""
     events, allocations = trace.events, trace.allocations
     if events.dtype != EVENT or allocations.dtype != ALLOCATION or events.ndim != 1 or allocations.ndim != 1:
         raise ValueError("its tables have other columns")

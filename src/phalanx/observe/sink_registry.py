@@ -1,4 +1,4 @@
-"""Opens the trackers that a run file names.
+"""Open the trackers that a run file names.
 
 A missing package or an unknown name is reported before training starts; everything else about a tracker happens on
 its own thread (``background``).
@@ -67,6 +67,7 @@ def missing_points(
 
 
 def _points(lines: Iterable[bytes]) -> Iterator[Event]:
+    """Yield the events in ``lines`` that a tracker draws: steps, evaluations, statistics and samples. Other lines are skipped."""
     for line in lines:
         if any(kind in line[:_SEARCHED] for kind in _KINDS):
             with suppress(ValueError, RecursionError):
@@ -121,9 +122,10 @@ def fill_sink(
     events: Iterable[Event],
     vendors: Mapping[str, Vendor] | None = None,
 ) -> int:
-    """Sends to the sink ``name`` what it lacks of a run's ``events``, and returns the number of events sent.
+    """Send to the sink ``name`` what it lacks of a run's ``events``, and return the number of events sent.
 
-    A tracker that is a folder of the run is made anew. The others get the points that they do not hold, each once. Blocks until the tracker
+    A tracker that is a folder of the run is made again. The others get the points that they do not have, each once. Blocks until
+    the tracker
     has taken everything. Raises SinkError as ``open_sinks`` does, and if the tracker fails; nothing is lost then.
     """
     vendor = require_sinks([name], vendors)[name]
@@ -150,7 +152,7 @@ def fill_sink(
 
 @contextmanager
 def _remade(folder: Path) -> Iterator[None]:
-    """Has ``folder`` made anew inside; what it held is there again if that fails."""
+    """Context in which ``folder`` is moved aside, to be made again; its old content is put back if that fails, else deleted."""
     before = folder.with_name(f".{folder.name}.before")
     if folder.exists():
         shutil.rmtree(before, ignore_errors=True)
@@ -166,7 +168,7 @@ def _remade(folder: Path) -> Iterator[None]:
 
 
 def require_sinks(names: Sequence[str], vendors: Mapping[str, Vendor] | None = None) -> Mapping[str, Vendor]:
-    """Returns the vendors of these names, by default those that installed packages offer (group ``phalanx.sinks``).
+    """Return the vendors of these names, by default those that installed packages offer (group ``phalanx.sinks``).
 
     Raises SinkError if a name is unknown or its tracker is not installed; no tracker is imported.
     """

@@ -52,7 +52,7 @@ class Sink(Protocol):
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers in an event under the tags that every sink uses; empty for events without any."""
+    """Return the numbers in an event under the tags that every sink uses; empty for events without any."""
     match event.body:
         case Step() as body:
             named = {
@@ -90,7 +90,8 @@ def texts(event: Event) -> dict[str, str]:
 
 
 def hyperparameters(run_directory: Path) -> dict[str, Setting]:
-    """The fields of the resolved run file by dotted path, as trackers take them, without secrets; empty where there is none yet.
+    """Return the fields of the resolved run file by dotted path, as trackers take them, without secrets; empty where there is none
+    yet.
 
     Lists are written as text: no tracker can plot against one.
     """
@@ -120,9 +121,10 @@ GOODPUT_COLUMNS = ("part", "seconds", "share")
 
 
 def goodput_rows(event: Event, run_directory: Path) -> list[tuple[str, float, float]]:
-    """Where the run's time went over all of its attempts, when ``event`` ends one: part, seconds, share of the time it held machines.
+    """Return the run's time over all of its attempts, when ``event`` ends one: part, seconds, share of the time it held machines.
 
-    First the buckets, whose shares sum to 1; then what became of the steps. Read from the run's own events, since a tracker may have been
+    First the buckets, whose shares sum to 1; then the outcomes of the steps. Read from the run's own events, since a tracker may
+    have been
     opened in a later attempt. Empty for other events, and where there are none to read.
     """
     if not isinstance(event.body, Finished | Stopped):
@@ -146,7 +148,7 @@ def goodput_rows(event: Event, run_directory: Path) -> list[tuple[str, float, fl
 
 
 def point_of(event: Event) -> tuple[str, int] | None:
-    """The kind and the step of an event with numbers or text, which a tracker draws once; ``None`` for other events."""
+    """Return the kind and the step of an event with numbers or text, which a tracker draws once; ``None`` for other events."""
     step = step_of(event)
     if step is None:
         return None
@@ -167,7 +169,7 @@ _NAMED_TAG = re.compile(r"(task|sample)/([^/]+)/(bits_per_byte|text_summary)")
 
 
 def kind_of_tag(tag: str) -> str | None:
-    """The kind of point, as ``point_of`` has it, of which each has this tag; ``None`` for other tags."""
+    """Return the kind of point, as ``point_of`` has it, whose points all have this tag; ``None`` for other tags."""
     named = _NAMED_TAG.fullmatch(tag)
     if named is None:
         return _POINT_OF_TAG.get(tag)
@@ -281,6 +283,7 @@ class Background:
         return self.health()
 
     def _run(self) -> None:
+        """Open the sink and write to it until closed. Give up if it cannot be opened or fails many times in a row."""
         try:
             sink = self._open_sink()
         except Exception as error:
@@ -309,6 +312,7 @@ class Background:
             yield event
 
     def _next(self) -> Event | None:
+        """Wait for the next event and return it; ``None`` once closed and empty, or given up."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing or self._given_up)
             if self._given_up or not self._queue:
@@ -317,6 +321,7 @@ class Background:
             return self._queue.popleft()
 
     def _written_to(self, sink: Sink, event: Event) -> bool:
+        """Write an event unless the sink has it, and count the outcome of offered ones. Return False if it failed."""
         problem, is_offered = "", self._busy == 1
         # A step that is computed again has the numbers that the tracker holds.
         is_held = is_offered and (point_of(event) in self._resent or sink.holds(event))
@@ -333,6 +338,7 @@ class Background:
         return not problem
 
     def _give_up(self, reason: str) -> None:
+        """Drop the queue, counted, and refuse later events."""
         with self._changed:
             self._given_up = True
             self._last_error = reason

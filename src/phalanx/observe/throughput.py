@@ -21,9 +21,10 @@ def typical(values: Sequence[float], recent: int = RECENT_STEPS) -> float | None
 
 
 def time_left_s(steps_left: int, step_s: Sequence[float], step_share: float = 1.0) -> float | None:
-    """Seconds until the last step, from the recent step times; None before the first.
+    """Return the seconds until the last step, from the recent step times; None before the first.
 
-    ``step_share`` (0 to 1] is the part of wall time spent in steps: 0.5 doubles the estimate.
+    ``step_share`` (0 to 1] is the part of wall time spent in steps: 0.5 doubles the estimate. Raises ``ValueError`` for another
+    one.
     """
     if not 0 < step_share <= 1:
         raise ValueError(f"{step_share=} is no share of wall time: it must be above 0 and at most 1")
@@ -32,9 +33,9 @@ def time_left_s(steps_left: int, step_s: Sequence[float], step_share: float = 1.
 
 
 def smooth(values: Sequence[float], half_span: int) -> list[float]:
-    """The mean of each value and up to ``half_span`` neighbors on either side, all finite.
+    """Return the mean of each value and up to ``half_span`` neighbors on either side, all finite.
 
-    Centerd, so that it does not lag behind a falling loss as an exponential average does. Near the
+    Centered, so that it does not lag behind a falling loss as an exponential average does. Near the
     start, where the loss is steep, both sides shrink alike; near the end only the later side does.
     """
     sums = [0.0, *accumulate(values)]
@@ -47,7 +48,7 @@ def smooth(values: Sequence[float], half_span: int) -> list[float]:
 
 
 def format_duration(seconds: float | None) -> str:
-    """``4.2 s``, ``3:07``, ``2:03:09``, ``5 d 02 h``; a dash for the unknown."""
+    """Format seconds as ``4.2 s``, ``3:07``, ``2:03:09`` or ``5 d 02 h``; a dash for the unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     if seconds < 59.95:
@@ -61,7 +62,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_count(number: float) -> str:
-    """Three digits and a letter: 999, 12.3 k, 4.56 M, 7.89 G, 1.2 T."""
+    """Format a number with three digits and a letter: 999, 12.3 k, 4.56 M, 7.89 G, 1.2 T."""
     if not math.isfinite(number):
         return str(number)
     for power, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
@@ -72,7 +73,7 @@ def format_count(number: float) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """In powers of 1024: 512 B, 1.50 KiB, 12.1 GiB."""
+    """Format a size in powers of 1024: 512 B, 1.50 KiB, 12.1 GiB."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1000:

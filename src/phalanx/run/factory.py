@@ -66,7 +66,7 @@ def factory_name(factory: object) -> str:
 
 
 def _refuse_main(module: str, name: str) -> None:
-    """Raises ``FactoryError`` for a name in the running script: ``__main__`` is another module in a rank."""
+    """Raise ``FactoryError`` for a name in the running script: ``__main__`` is another module in a rank."""
     if module.partition(".")[0] == "__main__":
         raise FactoryError(
             f"the ranks cannot import {name} from the script or notebook that runs now: {_REMEDY}"
@@ -74,7 +74,8 @@ def _refuse_main(module: str, name: str) -> None:
 
 
 def source_sha256(factory: str) -> str:
-    """Return the SHA-256 (hex) of a factory's source. Raises ``FactoryError`` if there is none."""
+    """Return the SHA-256 (hex) of a factory's module and all modules that it imports from the same folder. Raises ``FactoryError``
+    without source."""
     root = search_folder(factory)
     digest = hashlib.sha256()
     for path in sorted(_closure(_module_file(factory), root)):
@@ -84,13 +85,13 @@ def source_sha256(factory: str) -> str:
 
 
 def load_factory(factory: str, sha256: str = "") -> Callable[..., Any]:
-    """Import a factory.
+    """Import a factory, and append the folder of its module to ``sys.path``.
 
     Args:
         factory: Its name.
         sha256: Required digest of its source; empty for any.
 
-    Raises ``FactoryError`` if it cannot be imported or has another source.
+    Raises ``FactoryError`` if it cannot be imported, is not callable, or has another source.
     """
     if sha256 and (source := source_sha256(factory)) != sha256:
         raise FactoryError(
@@ -143,7 +144,7 @@ def describe_error(error: BaseException, factory: str) -> str:
 
 
 def require_trusted(factory: str, sha256: str, run_dir: Path) -> None:
-    """Raises ``FactoryError`` if the run in ``run_dir`` names code that the user has not chosen to run.
+    """Raise ``FactoryError`` if the run in ``run_dir`` names code that the user has not chosen to run.
 
     This is code without a digest in the run file, code in the run directory, or code of another user's run directory.
     """
@@ -162,7 +163,8 @@ def require_trusted(factory: str, sha256: str, run_dir: Path) -> None:
 
 
 def rank_environment(factory: str) -> dict[str, str]:
-    """Return environment variables with which child processes import the factory from the same place as this process."""
+    """Return the ``PYTHONPATH`` with which child processes import the factory from the same folder as this process; empty without a
+    factory."""
     if not factory:
         return {}
     before = os.environ.get("PYTHONPATH")
@@ -193,6 +195,7 @@ def search_folder(factory: str) -> Path:
 
 
 def _module_file(factory: str) -> Path:
+    """Return the source file of a factory's module. Raises ``FactoryError`` if there is none."""
     module = factory.partition(":")[0]
     file = _file_of(search_folder(factory), module)
     if file is None:
@@ -226,7 +229,8 @@ def _closure(start: Path, root: Path) -> set[Path]:
 
 
 def _imports(file: Path, root: Path) -> Iterator[str]:
-    """Yield the absolute names of all modules that a file may import, including its parent packages."""
+    """Yield the absolute names of all modules that a file may import, including its parent packages. Raises ``FactoryError`` if it
+    cannot be parsed."""
     package = file.relative_to(root).parent.parts
     yield from (".".join(package[:depth]) for depth in range(1, len(package) + 1))
     try:

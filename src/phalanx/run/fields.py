@@ -57,12 +57,12 @@ class ValueRange:
 
 @dataclass(frozen=True)
 class FleetOwned:
-    """Marks a field that may change between two starts of a run without changing its bits."""
+    """Mark of a field that may change between two starts of a run without changing its bits."""
 
 
 @dataclass(frozen=True)
 class LayoutOwned:
-    """Marks a field that affects the bits, but may change when a run is continued on request.
+    """Mark of a field that affects the bits, but may change when a run is continued on request.
 
     Checkpoints load on any layout, so nothing is lost. The weights then depend on this history of layouts.
     """
@@ -70,7 +70,7 @@ class LayoutOwned:
 
 @dataclass(frozen=True)
 class AddedLater:
-    """Marks a field added after 0.1.0. At its default it is not part of a run's identity, which therefore does not change."""
+    """Mark of a field added after 0.1.0. At its default it is not part of a run's identity, which therefore does not change."""
 
 
 FLEET = FleetOwned()
@@ -209,6 +209,7 @@ def is_tables(declared: FieldType) -> bool:
 
 
 def _take_apart(hint: Any) -> FieldType:
+    """Return a field's plain type, its range, and its owner, from the notes of ``Annotated``."""
     if get_origin(hint) is not Annotated:
         return FieldType(hint, None, fleet_owned=False, layout_owned=False)
     plain, *notes = get_args(hint)
@@ -283,7 +284,8 @@ def _is_utf8(text: str) -> bool:
 
 
 def _value(kind: Any, raw: object, path: str, problems: list[Problem]) -> object:
-    """Return ``raw`` as a value of the type ``kind``, or ``_INVALID``."""
+    """Return ``raw`` as a value of the type ``kind``; or ``_INVALID``, with what is wrong added to ``problems``. A single string
+    counts as a list."""
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         kinds = [option for option in get_args(kind) if option is not type(None)]
@@ -313,6 +315,8 @@ def _value(kind: Any, raw: object, path: str, problems: list[Problem]) -> object
 
 
 def _nested(kind: type, raw: object, path: str, problems: list[Problem]) -> object:
+    """Return ``raw`` as a section; a table is read as one. Return ``_INVALID`` if that fails, with what is wrong added to
+    ``problems``."""
     if isinstance(raw, kind):
         return raw
     if not isinstance(raw, Mapping):
@@ -322,6 +326,8 @@ def _nested(kind: type, raw: object, path: str, problems: list[Problem]) -> obje
 
 
 def _scalar(kind: Any, raw: object, path: str, problems: list[Problem]) -> object:
+    """Return ``raw`` as a ``kind``: integral floats as integers, integers as floats. Return ``_INVALID``, with a problem added, for
+    any other type."""
     if kind is bool and isinstance(raw, bool):
         return raw
     if kind is int and isinstance(raw, int) and not isinstance(raw, bool):

@@ -30,7 +30,11 @@ _FLEET_IN_TILES = ("parallel.context", "parallel.context_mode", "parallel.expert
 
 
 def run_owned(spec: RunSpec) -> dict[str, object]:
-    """Return all fields that belong to the run, by dotted path."""
+    """Return all fields that belong to the run, by dotted path. Fields added later are left out at their default, so that
+    identities stay.
+
+    Degrees of axes whose bits are fixed by lanes or context tiles belong to the fleet.
+    """
     # The preset's name is redundant to the resolved fields, and the factory's fields are unused without a factory.
     silent = (
         {"model.preset"} if spec.model.factory else {"model.preset", "model.factory", "model.factory_sha256"}
@@ -48,6 +52,8 @@ def run_owned(spec: RunSpec) -> dict[str, object]:
 
 
 def _walk(section: Any, prefix: str) -> Iterator[tuple[str, object]]:
+    """Yield the path and value of each field of the run below ``section``; those of the fleet, and later ones at their default, are
+    left out."""
     owners = field_types(type(section))
     for item in fields(section):
         value = getattr(section, item.name)

@@ -141,6 +141,7 @@ def layout_problems(spec: RunSpec, ranks: int) -> list[Problem]:
 
 
 def _tensor(spec: RunSpec) -> Iterator[Problem]:
+    """Yield the problems of tensor parallelism: dimensions and key heads that do not divide, overlap without a compiled GPU run."""
     degree = spec.parallel.tensor
     if degree == 1:
         return
@@ -171,6 +172,7 @@ def _tensor(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _context(spec: RunSpec) -> Iterator[Problem]:
+    """Yield the problems of a sequence that context and tensor ranks cannot divide."""
     parallel, seq_len = spec.parallel, spec.train.seq_len
     if parallel.context == parallel.tensor == 1:
         return
@@ -187,6 +189,7 @@ def _context(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _pipeline(spec: RunSpec) -> Iterator[Problem]:
+    """Yield the problems of pipeline stages: empty ones, a split or schedule that does not fit, compilation."""
     parallel, model = spec.parallel, spec.model
     if parallel.pipeline == 1:
         if parallel.pipeline_split or parallel.pipeline_stages > 1:
@@ -226,6 +229,7 @@ def _split_problems(parallel: ParallelSpec, layers: int, stages: int) -> Iterato
 
 
 def _schedule_problems(spec: RunSpec) -> Iterator[Problem]:
+    """Yield a problem if the schedule does not allow that number of stages on a rank."""
     parallel = spec.parallel
     name, per_rank = parallel.pipeline_schedule, stages_per_rank(parallel)
     least, most = STAGES_PER_RANK[name]
@@ -245,6 +249,7 @@ def micro_batches_per_slot(spec: RunSpec) -> int:
 
 
 def _experts(spec: RunSpec) -> Iterator[Problem]:
+    """Yield the problems of dividing experts over ranks; the first of counts and degrees only."""
     parallel, moe = spec.parallel, spec.model.moe
     if moe is None:
         if parallel.expert > 1 or parallel.expert_tensor > 1:
@@ -288,6 +293,7 @@ def _experts(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _folding(parallel: ParallelSpec, slots: int) -> Iterator[Problem]:
+    """Yield a problem if the ranks of experts cannot be folded over those that share a slot, or slots not dealt to them."""
     model_ranks = parallel.context * parallel.tensor
     group = parallel.expert * parallel.expert_tensor
     team = team_size(group, model_ranks)
@@ -308,6 +314,7 @@ def _folding(parallel: ParallelSpec, slots: int) -> Iterator[Problem]:
 
 
 def _formats(spec: RunSpec) -> Iterator[Problem]:
+    """Yield the problems of recomputation, optimizer state and offload that do not go together."""
     if spec.memory.recompute == "budget" and not spec.runtime.compile:
         yield Problem(
             "memory.recompute",
@@ -343,6 +350,7 @@ def _formats(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _state_blocks(spec: RunSpec) -> Iterator[Problem]:
+    """Yield a problem for each axis that would cut a block of int8 optimizer state."""
     parallel, optimizer = spec.parallel, spec.optimizer
     if parallel.tensor == 1 or spec.model.factory:
         return
@@ -368,6 +376,7 @@ def _state_blocks(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _sharding(spec: RunSpec) -> Iterator[Problem]:
+    """Yield the problems of the sharding mode."""
     parallel = spec.parallel
     if parallel.sharding == "none" and parallel.shard_ranks > 1:
         yield Problem(
@@ -401,6 +410,7 @@ def _sharding(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _ranks(spec: RunSpec, ranks: int) -> Iterator[Problem]:
+    """Yield the first problems of the number of ranks: what it does not divide into, or more data-parallel ranks than slots."""
     parallel, train = spec.parallel, spec.train
     model_ranks = parallel.pipeline * parallel.context * parallel.tensor
     if ranks % model_ranks:
@@ -445,7 +455,7 @@ def _ranks(spec: RunSpec, ranks: int) -> Iterator[Problem]:
 
 
 def rank_place(layout: Layout, rank: int) -> dict[str, int]:
-    """The index of ``rank`` on each axis of the mesh, slowest first; along "expert" only if experts are divided.
+    """Return the index of ``rank`` on each axis of the mesh, slowest first; along "expert" only if experts are divided.
 
     Raises ``ValueError`` for a rank that the layout does not have.
     """
@@ -461,9 +471,9 @@ def rank_place(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def rank_groups(layout: Layout, rank: int) -> dict[str, list[int]]:
-    """The ranks that differ from ``rank`` along one axis only, itself among them, for each axis of more than one rank.
+    """Return the ranks that differ from ``rank`` along one axis only, with itself, for each axis of more than one rank.
 
-    Those of "expert" are the ones that share a layer's experts. Raises ``ValueError`` for a rank that the layout does not have.
+    Those of "expert" share a layer's experts. Raises ``ValueError`` for a rank that the layout does not have.
     """
     place, groups, stride = rank_place(layout, rank), {}, 1
     for axis, degree in reversed(layout.degrees.items()):

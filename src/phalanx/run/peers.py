@@ -88,10 +88,13 @@ _NAMED = 3
 
 
 def own_clock_is_wrong(ahead_s: Mapping[str, float], agreeing: int, own: str) -> str:
-    """Why the clock of ``own`` is the wrong one; empty if it may be right.
+    """Return a sentence on why the clock of ``own`` is the wrong one; empty if it may be right.
+
+    That is so if the hosts that differ from it are more than those that agree, and agree with each other.
 
     Args:
-        ahead_s: Host -> seconds by which its clock is ahead of that of ``own`` (negative: behind), for the hosts that are too far apart.
+        ahead_s: Host -> seconds by which its clock is ahead of that of ``own`` (negative: behind), for the hosts that are too far
+            apart.
         agreeing: The number of other hosts whose clocks agree with it.
         own: The machine that has compared the clocks, as a user calls it.
     """

@@ -121,6 +121,7 @@ def lane_problems(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _widths(spec: RunSpec) -> Iterator[Problem]:
+    """Yield the problems of dimensions, key heads and sequences that do not divide into lanes and context tiles."""
     model, lanes = spec.model, spec.model.lanes
     for axis, problem in undivided(model):
         if axis == "tensor":
@@ -158,6 +159,7 @@ def _widths(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _lane_axes(spec: RunSpec) -> Iterator[Problem]:
+    """Yield the problems of degrees and compilation with lanes."""
     parallel, lanes = spec.parallel, spec.model.lanes
     if lanes % parallel.tensor:
         yield Problem(
@@ -207,6 +209,7 @@ def context_tile_problems(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _sequence(spec: RunSpec) -> Iterator[Problem]:
+    """Yield the problems of a model or sequence length that cannot be cut into context tiles."""
     tiles, pieces = spec.model.context_tiles, fixed_pieces(0, spec.model.context_tiles)
     for axis, problem in undivided(spec.model):
         if axis == "context":
@@ -221,6 +224,7 @@ def _sequence(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _tile_axes(spec: RunSpec) -> Iterator[Problem]:
+    """Yield the problems of degrees, context mode and compilation with context tiles."""
     if not spec.model.lanes:  # the rules of lanes include this check
         yield from expert_problems(spec, "context_tiles")
     parallel, tiles = spec.parallel, spec.model.context_tiles

@@ -37,9 +37,9 @@ RUN_FILE = "run.toml"
 
 
 def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[str] = ()) -> RunSpec:
-    """The run that a TOML file and ``section.field=value`` overrides describe.
+    """Return the run that a TOML file and ``section.field=value`` overrides describe.
 
-    ``configs/NAME.toml`` is one that comes with Phalanx where there is no such file. Raises ``RunFileError`` with every problem found.
+    If there is no such file, ``configs/NAME.toml`` is one that comes with Phalanx. Raises ``RunFileError`` with every problem.
     """
     path = shipped_or_given(path)
     try:
@@ -76,9 +76,9 @@ def _near(path: Path) -> str:
 
 
 def override(spec: RunSpec, overrides: Sequence[str], path: Path) -> RunSpec:
-    """A run with other values of the fields in ``overrides``, which name no preset; ``path`` is its file, for messages.
+    """Return a run with other values of the fields in ``overrides``, which name no preset; ``path`` is its file, for messages.
 
-    Raises ``RunFileError`` with every problem found.
+    Raises ``RunFileError`` with every problem.
     """
     # The preset's values are in the other fields since the run was read; only its name is kept.
     table, preset = to_table(spec), spec.model.preset
@@ -90,9 +90,10 @@ def override(spec: RunSpec, overrides: Sequence[str], path: Path) -> RunSpec:
 def read_table(
     table: TomlTable, presets: Mapping[str, ModelSpec], overrides: Sequence[str], path: Path
 ) -> RunSpec:
-    """The run that a parsed table and overrides describe; ``path`` is for messages.
+    """Return the run that a parsed table and overrides describe; ``path`` is for messages. The table's nested tables are changed in
+    place.
 
-    Raises ``RunFileError`` with every problem found.
+    If ``data.path`` alone is overridden, ``data.corpus`` is dropped. Raises ``RunFileError`` with every problem.
     """
     table = dict(table)
     problems = [problem for override in overrides for problem in _apply_override(table, override)]
@@ -107,7 +108,7 @@ def read_table(
 def spec_from_table(
     table: TomlTable, presets: Mapping[str, ModelSpec]
 ) -> tuple[RunSpec | None, list[Problem]]:
-    """The run that a parsed table describes, and all that is wrong with it."""
+    """Return the run that a parsed table describes, or ``None``, and all its problems."""
     problems: list[Problem] = []
     table = {**table, "model": _expand_preset(table.get("model", {}), presets, problems)}
     spec = read_section(RunSpec, table, problems) or RunSpec()
@@ -119,6 +120,8 @@ def spec_from_table(
 
 
 def _expand_preset(model: object, presets: Mapping[str, ModelSpec], problems: list[Problem]) -> object:
+    """Return the table ``model`` on top of its preset: a named one, or that of a run directory. Add a problem if there is none, and
+    drop the name."""
     if not isinstance(model, Mapping) or not model.get("preset"):
         return model
     name = model["preset"]
@@ -152,6 +155,8 @@ def _merge(base: TomlTable, over: TomlTable) -> dict[str, object]:
 
 
 def _apply_override(table: JsonObject, override: str) -> list[Problem]:
+    """Set the field of ``section.field=value`` in ``table``, making missing tables; entries of a list go by name. Return what is
+    wrong, if anything."""
     path, equals, text = override.partition("=")
     if not equals or not path.strip():
         return [Problem(override, "not of the form section.field=value", "for example optimizer.lr=3e-4")]
@@ -203,7 +208,7 @@ def _parse_value(text: str) -> object:
 
 
 def to_table(section: Any) -> JsonObject:
-    """A section as a plain table, ready for TOML: nothing that is ``None``, tuples as lists."""
+    """Return a section as a plain table, ready for TOML: ``None`` left out, tuples as lists."""
     table: JsonObject = {}
     for item in fields(section):
         value = getattr(section, item.name)
@@ -243,6 +248,7 @@ def first_run_file(source: str, name: str) -> str:
 
 
 def _explained(text: str, name: str) -> Iterator[str]:
+    """Yield the lines of a run file with each field's documentation as a comment before it, and its name replaced by ``name``."""
     docs = _docs_of_sections()
     section = ""
     for line in text.splitlines():

@@ -61,7 +61,8 @@ def record_of(data: DataSpec) -> dict[str, object]:
 
 
 def found_again(data: DataSpec, record: JsonObject, *, same_end: bool = True) -> DataSpec:
-    """The data with each folder that is not there where an earlier start, of that ``record.json``, had it.
+    """Return the data with each folder that is missing replaced by the path that ``record.json`` of an earlier start has. Addresses
+    in stores stay.
 
     ``same_end``: Only if that path ends as the one in the run file does, so that another folder is not taken for it.
     """
@@ -103,7 +104,7 @@ def launch_variables(launch: LaunchSpec) -> list[LaunchVariable]:
 
 
 def variable_problems(launch: LaunchSpec) -> Iterator[Problem]:
-    """Name the variables that are badly written, and the secrets whose values would be in every copy of the run file."""
+    """Yield the variables that are malformed, and the secrets whose values would be in every copy of the run file."""
     for name, value in launch_variables(launch):
         if not name.isidentifier():
             yield Problem("launch.environment", f"{name!r} is no name of a variable", "NAME=VALUE, or NAME")

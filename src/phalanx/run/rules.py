@@ -108,6 +108,7 @@ def _origin(checkpoint: CheckpointSpec) -> Iterator[Problem]:
 
 
 def _interval(checkpoint: CheckpointSpec, fleet: FleetSpec) -> Iterator[Problem]:
+    """Yield the problems of an interval of saves that the run file leaves open, or fixes beside an expected failure rate."""
     if fleet.audit_every_steps and not checkpoint.every_steps:
         yield Problem(
             "checkpoint.every_steps",
@@ -125,6 +126,7 @@ def _interval(checkpoint: CheckpointSpec, fleet: FleetSpec) -> Iterator[Problem]
 
 
 def _store(checkpoint: CheckpointSpec) -> Iterator[Problem]:
+    """Yield the settings of copies that differ from their default although there is no store."""
     default = CheckpointSpec()
     for name in ("store_every_steps", "store_keep_last", "store_keep_every", "store_mib_s"):
         if not checkpoint.store and getattr(checkpoint, name) != getattr(default, name):
@@ -182,6 +184,7 @@ def _model(model: ModelSpec) -> Iterator[Problem]:
 
 
 def _rope_scaling(scaling: RopeScalingSpec) -> Iterator[Problem]:
+    """Yield the problems of frequency bands in the wrong order, and of a missing temperature."""
     if scaling.kind == "llama3" and scaling.high_freq_factor < scaling.low_freq_factor:
         yield Problem(
             "model.rope_scaling.high_freq_factor",
@@ -206,6 +209,7 @@ def _rope_scaling(scaling: RopeScalingSpec) -> Iterator[Problem]:
 
 
 def _train(train: TrainSpec) -> Iterator[Problem]:
+    """Yield the problems of a batch that does not divide into slots, or a slot into micro-batches."""
     if train.batch_size % train.slots:
         yield Problem(
             "train.slots",
@@ -321,6 +325,7 @@ def _divided(degree: int) -> str:
 
 
 def _widths(spec: RunSpec) -> Iterator[Problem]:
+    """Yield the dimensions that are no multiple of what independent rows need."""
     model, moe = spec.model, spec.model.moe
     widths = [
         ("model.dim", model.dim, _WIDTH),
@@ -356,7 +361,7 @@ def stages_of(data: DataSpec) -> tuple[int, ...]:
 
 
 def mixture_problems(data: DataSpec) -> Iterator[Problem]:
-    """All that is impossible in a run's sources and stages."""
+    """Yield all that is impossible in a run's sources and stages, and cache settings without a store. Nothing on disk is looked at."""
     yield from _cache_problems(data)
     if not data.sources:
         if data.stages:
@@ -397,6 +402,7 @@ def mixture_problems(data: DataSpec) -> Iterator[Problem]:
 
 
 def _cache_problems(data: DataSpec) -> Iterator[Problem]:
+    """Yield the cache settings that differ from their default although all data are in folders."""
     places = [source.path for source in data.sources] or [data.path]
     if any("://" in place for place in places):
         return
@@ -407,6 +413,7 @@ def _cache_problems(data: DataSpec) -> Iterator[Problem]:
 
 
 def _source(source: SourceSpec, path: str, stages: int) -> Iterator[Problem]:
+    """Yield the problems of a source's name, path, weights (one for each stage) and used part."""
     if not NAME.fullmatch(source.name):
         problem = f"{source.name[:100]!r} is no name of a source"
         yield Problem(f"{path}.name", problem, 'letters, digits, "-" and "_", such as "web"')
@@ -446,7 +453,8 @@ def expected_weights_problems(spec: RunSpec) -> Iterator[Problem]:
 
 
 def compared(spec: RunSpec, key: str, weights_sha256: str) -> Comparison | None:
-    """Return whether the run with ``key`` has the weights that ``spec`` expects; None if it expects nothing of any run."""
+    """Return whether the run with ``key`` has the weights that ``spec`` expects; "not expected" if it names none for it, None if it
+    has no list."""
     if not spec.expect.weights:
         return None
     expected = (entry.split() for entry in spec.expect.weights)

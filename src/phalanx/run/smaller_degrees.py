@@ -120,6 +120,7 @@ def _never_reached(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _problems(axis: str, least: int, degree: int, pieces: str, count: int) -> Iterator[Problem]:
+    """Yield the problem of a least degree that the bits depend on, or that halving never reaches; none if it is 0."""
     field = f"fleet.least_{axis}"
     if not least:
         return

@@ -72,6 +72,7 @@ class LocalFolder:
             os.rename(temporary, path)
 
     def create(self, key: str, data: bytes) -> None:
+        """As ``Store.create``. Also raises UnconditionalStoreError if the file system has no links."""
         if len(data) > MOST_CREATED_BYTES:
             raise ValueError(f"{self._where(key)}: {len(data):,} bytes are too many to create at once")
         with self._written(key, [data], "create") as (temporary, path):
@@ -96,6 +97,7 @@ class LocalFolder:
             os.unlink(temporary)
 
     def list(self, prefix: str = "") -> Iterator[Info]:
+        """As ``Store.list``; temporary files, and files deleted meanwhile, are left out."""
         require_prefix(prefix, self._url)
         top = self._root / prefix
         with self._errors(prefix, "list"):
@@ -127,6 +129,7 @@ class LocalFolder:
         )
 
     def delete(self, keys: Iterable[str]) -> None:
+        """As ``Store.delete``; folders that become empty are removed too."""
         parents: set[Path] = set()
         for key in keys:
             path = self._path(key)
@@ -144,6 +147,7 @@ class LocalFolder:
                     path.unlink(missing_ok=True)
 
     def _prune(self, folder: Path) -> None:
+        """Remove ``folder`` and its parents up to the root while they are empty, and make the removal durable."""
         while folder != self._root:
             try:
                 folder.rmdir()
@@ -174,6 +178,8 @@ class LocalFolder:
                 temporary.unlink(missing_ok=True)
 
     def _new_file(self, path: Path) -> tuple[int, Path]:
+        """Create a temporary file beside ``path``, with its parents, and return descriptor and path. Tries again if a parent was
+        pruned meanwhile."""
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.writing")
         races = 0
         while True:
@@ -190,6 +196,7 @@ class LocalFolder:
                     raise
 
     def _path(self, key: str) -> Path:
+        """Return the file of a key. Raises BadUrlError for a bad key, or a name of temporary files."""
         require_key(key, self._url)
         if _TEMPORARY.fullmatch(key.rpartition("/")[2]):
             raise BadUrlError(
@@ -208,6 +215,8 @@ class LocalFolder:
 
     @contextmanager
     def _errors(self, key: str, operation: str) -> Iterator[None]:
+        """Context that turns ``OSError`` into StoreError with the operation and key; into MissingObjectError for reads of a missing
+        object."""
         try:
             yield
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -222,6 +231,7 @@ class LocalFolder:
 
 
 def _explained(error: OSError, where: str, operation: str) -> StoreError:
+    """Return the StoreError for an ``OSError``: FullError, DeniedError, or a plain one with the errno's name."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return FullError(
             f"{operation} of {where}: no room ({error.strerror}); free space or raise the quota",
@@ -241,6 +251,7 @@ def _explained(error: OSError, where: str, operation: str) -> StoreError:
 
 
 def _read(descriptor: int, start: int, stop: int) -> bytearray:
+    """Return the bytes from ``start`` to ``stop``; fewer if the file ends before."""
     data = bytearray(stop - start)
     view, done = memoryview(data), 0
     while done < len(data):
@@ -252,7 +263,7 @@ def _read(descriptor: int, start: int, stop: int) -> bytearray:
 
 
 def _make_durable(folder: Path) -> None:
-    """Makes a folder with its parents; the names of new ones are on the disk when this returns."""
+    """Make a folder with its parents; the names of new ones are on the disk when this returns."""
     if folder.is_dir():
         return
     _make_durable(folder.parent)

@@ -136,6 +136,7 @@ class RemoteStore:
         return self._repeated(lambda: bytes(obstore.get(self._reads, key).bytes()), key, "get")
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """As ``Store.ranges``; near spans are fetched by one request."""
         require_key(key, self._url)
         # Joined here: the library panics where it has joined spans of which one lies behind the object's end.
         starts, stops = joined_spans(spans)
@@ -217,6 +218,7 @@ class RemoteStore:
         return _info(self._repeated(lambda: obstore.head(self._reads, key), key, "info"))
 
     def delete(self, keys: Iterable[str]) -> None:
+        """As ``Store.delete``, in batches; one by one if the store reports a missing key."""
         todo = iter(keys)
         while batch := list(islice(todo, _DELETED_AT_ONCE)):
             for key in batch:
@@ -241,7 +243,11 @@ class RemoteStore:
             return
 
     def _repeated(self, call: Callable[[], _T], key: str, operation: str) -> _T:
-        """Calls until it succeeds, fails for good, or the policy's time is over."""
+        """Call until it succeeds, fails for good, or the policy's time is over; pauses between calls are random and grow.
+
+        Expired credentials are looked up again. Raises StoreError as ``_explained`` returns it, and BadUrlError for a key that is
+        refused.
+        """
         began_s, patience_s = time.monotonic(), self._retry.timeout_s
         pause_s = self._retry.first_pause_s
         while True:
@@ -274,6 +280,8 @@ class RemoteStore:
         self.__dict__.pop("_writes", None)
 
     def _explained(self, error: Exception, key: str, operation: str) -> StoreError:
+        """Return the StoreError for a client's error, by its status and code. Only UnavailableError and ExpiredError are worth
+        another try."""
         text = str(error)
         where = self._where(key)
         match = _STATUS.search(text)
@@ -317,6 +325,8 @@ class RemoteStore:
     def _passing(
         self, text: str, status: int, code: str, request_text: str, where: str, operation: str
     ) -> StoreError:
+        """Return UnavailableError for an error that may pass; StoreError for a wrong region, DeniedError if no credentials could be
+        fetched."""
         if "redirect" in text.lower():
             return StoreError(
                 f"{request_text}: the bucket lies in another region; set AWS_REGION to it", where, operation
@@ -381,6 +391,7 @@ def _retry_config(retry: RetryPolicy) -> "RetryConfig":
 def _client(
     url: str, credentials: str, client: "ClientConfig", retry: "RetryConfig"
 ) -> S3Store | GCSStore | AzureStore:
+    """Return the client of a bucket by the URL's scheme; no request is sent. Raises BadUrlError if settings are missing or wrong."""
     parts = urlsplit(url)
     prefix = parts.path.strip("/") or None
     try:
@@ -407,7 +418,7 @@ def _client(
 
 
 def _profile() -> Any:
-    """Credentials of the AWS profile that AWS_PROFILE or the shared files name."""
+    """Return the credentials of the AWS profile that AWS_PROFILE or the shared files name. Raises MissingSupportError without boto3."""
     try:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
@@ -437,6 +448,7 @@ def source_of(scheme: str, environment: Mapping[str, str], home: Path) -> str:
 
 
 def _aws(environment: Mapping[str, str], home: Path) -> str:
+    """Return the source of credentials that the S3 client uses, in words, by its order of precedence. Values are not read."""
     if environment.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):
         return "none, by AWS_SKIP_SIGNATURE"
     if environment.get("AWS_ACCESS_KEY_ID"):
@@ -454,6 +466,7 @@ def _aws(environment: Mapping[str, str], home: Path) -> str:
 
 
 def _google(environment: Mapping[str, str], home: Path) -> str:
+    """Return the source of credentials that the GCS client uses, in words, by its order of precedence. Values are not read."""
     for name in (
         "GOOGLE_SERVICE_ACCOUNT",
         "GOOGLE_SERVICE_ACCOUNT_PATH",
@@ -468,6 +481,7 @@ def _google(environment: Mapping[str, str], home: Path) -> str:
 
 
 def _azure(environment: Mapping[str, str]) -> str:
+    """Return the source of credentials that the Azure client uses, in words, by its order of precedence. Values are not read."""
     for name, source in (
         ("AZURE_STORAGE_TOKEN", "environment, AZURE_STORAGE_TOKEN"),
         ("AZURE_STORAGE_ACCOUNT_KEY", "environment, AZURE_STORAGE_ACCOUNT_KEY"),

@@ -1,4 +1,4 @@
-"""Opens a store by its URL: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///folder`` or a path.
+"""Open a store by its URL: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///folder`` or a path.
 
 Credentials and endpoints come from where each vendor's own tools find them (``obstore_adapter.py``), never from the URL, which stands in
 run files, logs and messages. The client library is loaded here, by the first remote URL, so that no other command pays for it.
@@ -24,7 +24,7 @@ def is_remote(place: str) -> bool:
 
 
 def check_url(url: str) -> str:
-    """The URL or path without slashes at its end. Raises BadUrlError where it names no store; touches neither disk nor network."""
+    """Return the URL or path without slashes at its end. Raises BadUrlError if it names no store; touches neither disk nor network."""
     if not is_url(url):
         if not url:
             raise BadUrlError("an empty path names no store; give a folder or a URL", url, "open")

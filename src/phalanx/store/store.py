@@ -59,7 +59,7 @@ class Store(Protocol):
         ...
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        """Writes the object, durable when this returns, in place of one that is there; nobody ever sees a part of it."""
+        """Write the object, durable when this returns, in place of one that is there; no reader ever sees a part of it."""
         ...
 
     def put_blocks(self, key: str, blocks: Iterable[bytes | memoryview], nbytes: int) -> None:
@@ -70,9 +70,9 @@ class Store(Protocol):
         ...
 
     def create(self, key: str, data: bytes) -> None:
-        """Makes the object if there is none, atomic and durable; of several creators one succeeds. At most 4 MiB.
+        """Create the object if there is none, atomic and durable; of several creators one succeeds. At most 4 MiB.
 
-        Raises ExistsError where the key is taken by other bytes. Equal bytes count as one's own, whose answer was lost: give ``data``
+        Raises ExistsError if the key is taken by other bytes. Equal bytes count as one's own, whose answer was lost: give ``data``
         something that no other creator writes. Raises ValueError for a larger object.
         """
         ...
@@ -86,18 +86,18 @@ class Store(Protocol):
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Removes objects; a key that is not there is no error."""
+        """Delete objects; a key that is missing is no error."""
         ...
 
     def remove_unfinished(self) -> None:
-        """Removes what killed writers left behind that is no object, as far as the store does not do so itself; nobody may be writing."""
+        """Remove leftovers of killed writers that are no objects, as far as the store does not do so itself. No writer may be active."""
         ...
 
 
 def require_create(store: Store, probe_key: str) -> None:
-    """The probe: makes sure that ``create`` is refused for a key that is taken, by trying it; some stores ignore the condition.
+    """Check, by trying it, that ``create`` is refused for a key that is taken; some stores ignore the condition.
 
-    ``probe_key`` must be new; it is removed again, where that is allowed. Raises UnconditionalStoreError.
+    ``probe_key`` must be new; it is deleted again, if that is allowed. Raises UnconditionalStoreError.
     """
     store.create(probe_key, b"first")
     try:
@@ -177,7 +177,8 @@ class MissingSupportError(StoreError):
 
 
 def require_key(key: str, url: str) -> None:
-    """Raises BadUrlError unless ``key`` is a relative path of plain segments: not empty, no ``.`` or ``..``, no ``//``, no control characters."""
+    """Raise BadUrlError unless ``key`` is a relative path of plain segments: not empty, no ``.`` or ``..``, no ``//``, no control
+    characters."""
     segments = key.split("/")
     if any(segment in ("", ".", "..") for segment in segments) or any(ord(c) < 32 or c == "\\" for c in key):
         raise BadUrlError(
@@ -263,7 +264,8 @@ class HedgedReads:
         return answer.value()
 
     def patience_s(self) -> float:
-        """Return the seconds after which a read is called a second time."""
+        """Return the seconds after which a read is called a second time: a multiple of the latest reads' 99th percentile, bounded
+        below."""
         with self._lock:
             latest = sorted(self._latest)
         if len(latest) < _FEW:
@@ -271,6 +273,7 @@ class HedgedReads:
         return max(self._min_s, _FACTOR * latest[math.ceil(0.99 * len(latest)) - 1])
 
     def _may_hedge(self) -> bool:
+        """Count a second call and return True, unless second calls would exceed their share of all reads."""
         with self._lock:
             allowed = self.hedged < max(1.0, _MOST_SHARE * self.reads)
             self.hedged += allowed
@@ -281,6 +284,7 @@ class _Answer(Generic[T]):
     """The value of a call, or its error."""
 
     def __init__(self, call: Callable[[], T]) -> None:
+        """Call ``call`` and keep its value, or its error."""
         self.error: BaseException | None = None
         try:
             self._value = call()

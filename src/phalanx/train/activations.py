@@ -68,6 +68,7 @@ class Regions:
     """An allocator of regions in a nameless file in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
+        """Open an unnamed temporary file in ``folder``, which is made if it is missing."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  lives as long as this object
@@ -77,14 +78,15 @@ class Regions:
         self._free: dict[int, list[int]] = {}
 
     def take(self, length: int) -> int:
-        """Allocates a region for ``length`` bytes and returns its offset. Raises ``OffloadError`` if the disk is full."""
+        """Return the offset of a region for ``length`` bytes: one that was given back, else new room at the file's end. Raises
+        ``OffloadError`` if the disk is full."""
         size = _rounded(length)
         if self._free.get(size):
             return self._free[size].pop()
         return self._extend(size)
 
     def give_back(self, offset: int, length: int) -> None:
-        """Frees the region that ``take(length)`` gave."""
+        """Free the region that ``take(length)`` gave, for later use. The file does not shrink."""
         self._free.setdefault(_rounded(length), []).append(offset)
 
     def mapped(self, length: int) -> NDArray[np.uint8]:
@@ -93,6 +95,7 @@ class Regions:
         return np.memmap(self._file, dtype=np.uint8, mode="r+", offset=offset, shape=(length,))
 
     def _extend(self, size: int) -> int:
+        """Reserve ``size`` bytes at the file's end and return their offset. Raises ``OffloadError`` if the disk is full."""
         offset = self.size
         try:
             os.posix_fallocate(self.fd, offset, size)
@@ -108,7 +111,7 @@ class Regions:
 
 
 def _rounded(length: int) -> int:
-    """Rounds up to eighths of powers of two, so that tensors of nearly the same size can reuse one region."""
+    """Return ``length`` rounded up to eighths of powers of two, a page at least: tensors of nearly the same size can reuse one region."""
     unit = max(_PAGE, 1 << max(0, length.bit_length() - 4))
     return -(-length // unit) * unit
 
@@ -118,7 +121,7 @@ class Waiting(Protocol):
 
     @abstractmethod
     def fetch(self) -> None:
-        """Starts to bring them back (prefetch), unless that has been started."""
+        """Start to bring the bytes back (prefetch), unless that has been started."""
 
     @abstractmethod
     def get(self) -> Tensor:
@@ -141,6 +144,7 @@ class HostStore:
 
 class _OnHost(Waiting):
     def __init__(self, store: HostStore, source: Tensor) -> None:
+        """Start the copy of ``source`` into pinned host memory, on the store's stream."""
         self._store, self._device = store, source.device
         self._host = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
         self._back: Tensor | None = None
@@ -157,6 +161,7 @@ class _OnHost(Waiting):
         return self._host
 
     def fetch(self) -> None:
+        """Start the copy back to the device, on the store's stream, once."""
         if self._back is not None:
             return
         self._back = torch.empty(len(self._host), dtype=torch.uint8, device=self._device)
@@ -183,6 +188,7 @@ class FileStore:
         self._writes: deque[Future[None]] = deque()
 
     def __call__(self, source: Tensor) -> Waiting:
+        """Start the write of ``source``, after waiting while too many are pending. The region is freed once the result is unreachable."""
         self.flush(_WRITES_AT_ONCE - 1)
         offset = self.regions.take(len(source))
         on_host = self._host(source) if self._host else None
@@ -195,18 +201,20 @@ class FileStore:
         return waiting
 
     def flush(self, left: int = 0) -> None:
-        """Waits until at most ``left`` writes are pending."""
+        """Wait until at most ``left`` writes are pending. Raise the error of a write that failed."""
         while len(self._writes) > left:
             self._writes.popleft().result()
 
     def _write(self, source: Tensor | _OnHost, offset: int) -> None:
+        """Write all bytes of ``source`` at ``offset`` of the file; for a copy on its way from a GPU, wait for it first."""
         data = _bytes(source if isinstance(source, Tensor) else source.host())
         done = 0
         while done < len(data):
             done += os.pwrite(self.regions.fd, data[done:], offset + done)
 
     def read(self, write: Future[None], offset: int, length: int, *, pinned: bool) -> Tensor:
-        """Reads the ``length`` bytes at ``offset``, after ``write`` is done."""
+        """Return the ``length`` bytes at ``offset``, on the host, after ``write`` is done. Raises ``OSError`` if the file has
+        become shorter."""
         write.result()
         host = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
         data, done = _bytes(host), 0
@@ -245,6 +253,7 @@ class _InFile(Waiting):
             )
 
     def get(self) -> Tensor:
+        """Return the bytes on the device; waits for the read, which is started if need be, and keeps the result."""
         self.fetch()
         if self._back is None:
             self._back = cast(Future[Tensor], self._read).result().to(self._device, non_blocking=True)
@@ -284,12 +293,14 @@ class _Pass:
         self._back = False
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
+        """Offload ``tensor``'s storage and return a view of it; return small tensors, and those in ``staying``, themselves."""
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._smallest or _address(tensor) in self._staying:
             return tensor
         return _View(self._item(tensor, storage), tensor)
 
     def _item(self, tensor: Tensor, storage: torch.UntypedStorage) -> _Item:
+        """Return the offloaded item of ``storage``; offload it, unless the same version of it was in this pass."""
         key = (_address(tensor), tensor._version)
         # The address alone may be that of a freed storage whose memory was reused: the storage must be the same object.
         original, item = (ref() for ref in self._away.get(key, (lambda: None, lambda: None)))
@@ -301,7 +312,7 @@ class _Pass:
         return cast(_Item, item)
 
     def coming_back(self) -> None:
-        """Prefetches this pass, and the one that backward will reach next; called when backward reaches this one."""
+        """Prefetch this pass, and the one that backward will reach next, once; called when backward reaches this one."""
         if not self._back:
             self._back = True
             self.fetch()
@@ -309,6 +320,7 @@ class _Pass:
                 self._previous.fetch()
 
     def fetch(self) -> None:
+        """Prefetch what was offloaded in this pass and is still needed, the last first."""
         for reference in reversed(self._items):
             item = reference()
             if item is not None:
@@ -331,6 +343,7 @@ class _Offloading:
         self._last: _Pass | None = None
 
     def wrap(self, block: nn.Module, *, first: bool) -> Callable[..., Tensor]:
+        """Return a forward function of ``block`` that offloads what backward needs. Without gradients it only calls the block's own."""
         inner = block.forward
 
         def forward(x: Tensor, *tables: Tensor | None) -> Tensor:
@@ -360,7 +373,8 @@ def apply_activation_offload(
 
 
 def offload_activations(module: nn.Module, store: Store, smallest: int = SMALLEST_BYTES) -> None:
-    """Offloads the activations of each block of ``module`` that have at least ``smallest`` bytes to ``store``."""
+    """Replace the forward function of each block of ``module``, to offload its activations of at least ``smallest`` bytes to
+    ``store``."""
     offloading = _Offloading(store, smallest)
     for number, block in enumerate(blocks_of(module)):
         block.forward = offloading.wrap(block, first=number == 0)
@@ -396,7 +410,11 @@ FUNCTIONAL_COLLECTIVES = "_c10d_functional"
 
 
 def apply_recompute(module: nn.Module, spec: RunSpec) -> None:
-    """Applies ``spec.memory.recompute`` to the blocks of ``module``: compiled ones if they are to be, not sharded yet."""
+    """Apply ``spec.memory.recompute`` to the blocks of ``module``: compiled ones if they are to be, not sharded yet.
+
+    "none" changes nothing; "budget" sets the process's limit for compiled blocks; "selective" and "full" replace the blocks'
+    forward functions.
+    """
     how = spec.memory.recompute
     if how == "none":
         return

@@ -130,7 +130,8 @@ class Training:
 
 
 def make_deterministic(spec: RunSpec, device: torch.device) -> None:
-    """Fixes those of PyTorch's settings that would change the bits: threads, seed, deterministic or portable kernels.
+    """Set those of PyTorch's settings that would change the bits: threads, seed, deterministic or portable kernels. They apply to
+    the whole process.
 
     Raises ``NotPortableError`` if the run needs portable numerics and this process cannot have it.
     """
@@ -148,7 +149,12 @@ def make_deterministic(spec: RunSpec, device: torch.device) -> None:
 
 
 def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
-    """Builds everything on this rank and restores the state that training begins with. A collective call."""
+    """Build everything on this rank and restore the state that training begins with. A collective call.
+
+    Without a checkpoint of the run, the weights are initialized, or taken over from ``checkpoint.init_from``. A first start also
+    measures this
+    machine's peak rate, compares arithmetic and data between ranks, and writes the machine into the run directory.
+    """
     spec, ledger = inputs.spec, inputs.ledger
     ledger.switch(Bucket.START_PLAN_COMPILE)
     machines = find_machines(inputs.device, inputs.boot_id)
@@ -216,7 +222,7 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
 def _rank_copies(
     inputs: EpochInputs, disk: DiskTier, store: ObjectTier, mesh: Mesh, machine_ranks: int
 ) -> RankCopies:
-    """Begin to copy this rank's share of the checkpoints."""
+    """Return the copier of this rank's share of the checkpoints to the store."""
     # Where machines have different numbers of ranks, the limit of one holds for all of them together.
     sharing = machine_ranks or mesh.ranks
     rules, share = CopyRules.of(inputs.spec, sharing), CopyShare((mesh.rank,), mesh.ranks)
@@ -225,12 +231,15 @@ def _rank_copies(
 
 
 def warm_up(spec: RunSpec, device: torch.device, data: RunData) -> WarmState:
-    """Measures this machine's peak rate and probes its arithmetic, without any other rank."""
+    """Measure this machine's peak rate and probe its arithmetic, without any other rank."""
     return WarmState(data, _peak(spec, device), probe(spec, device))
 
 
 def _warm_up_together(spec: RunSpec, mesh: Mesh, ledger: Ledger) -> WarmState:
-    """Warms up on all ranks at once, since they will compute at once; the peak is the mean of all."""
+    """Warm up on all ranks at once, since they will compute at once. The peak, FLOP/s, is the mean of all. A collective call.
+
+    Raises ``MixedMachinesError`` if arithmetic differs between ranks, unless ``runtime.mixed_machines`` allows it.
+    """
     ledger.switch(Bucket.START_DATA_SEEK)
     dist.barrier()
     ledger.switch(Bucket.START_WARMUP)
@@ -243,7 +252,7 @@ def _warm_up_together(spec: RunSpec, mesh: Mesh, ledger: Ledger) -> WarmState:
 
 
 def _peak(spec: RunSpec, device: torch.device) -> Peak:
-    """Returns the peak of one rank: by data sheet where the accelerator is known, else measured now."""
+    """Return the peak of one rank in FLOP/s: by data sheet for bf16 on a known accelerator, else measured now."""
     dtype = torch.bfloat16 if spec.precision.compute == "bf16" else torch.float32
     name = device_name(device)
     if name is not None and dtype == torch.bfloat16:
@@ -278,11 +287,14 @@ def take_over(
     *,
     alone: bool = False,
 ) -> RestoredState | None:
-    """Fills this rank's shards from ``checkpoint.init_from``; ``None`` if the training itself begins anew. A collective call.
+    """Fill this rank's shards from ``checkpoint.init_from``, and record the origin. A collective call.
+
+    Return ``None`` with ``init_with = "weights"``: training begins at step 0. "optimizer" returns progress with the count of
+    updates only.
 
     Args:
         checkpoint: The origin, and the parts that are taken over.
-        directory: The run's own, in whose record the origin is noted.
+        directory: The run's own; rank 0 writes the origin into its record.
         built: The model, and how it is divided.
         shards: This rank's shards of weights and optimizer state.
         alone: Each rank has a machine of its own, so that what is fetched is not shared.

@@ -1,4 +1,4 @@
-"""Builds this rank's model and its optimizer: the one place where axes, formats and memory are put together.
+"""Build this rank's model and its optimizer: the one place where axes, formats and memory are put together.
 
 The order matters. First the axes that make modules smaller (pipeline, tensor, experts) or let them see more than they hold
 (context); then what changes how they compute (formats, compilation, recomputation); FSDP last, which divides whatever
@@ -95,7 +95,8 @@ _AXES = (Bucket.COMM_EXPOSED_DP, Bucket.COMM_EXPOSED_TP, Bucket.COMM_EXPOSED_CP,
 
 
 def build_model(spec: RunSpec, mesh: Mesh, *, smallest_offload_bytes: int = SMALLEST_BYTES) -> Built:
-    """Builds this rank's parts of the model of a resolved ``spec``, their optimizer, and the runner of their slots.
+    """Build this rank's parts of the model of a resolved ``spec``, their optimizer, and the runner of their slots. Weights are not
+    initialized.
 
     ``smallest_offload_bytes``: smaller activations are not offloaded.
     """
@@ -130,10 +131,11 @@ def divided_parts(
     stages: Sequence[range],
     smallest_offload_bytes: int = SMALLEST_BYTES,
 ) -> tuple[list[Transformer | Chain], dict[str, Partition]]:
-    """Builds this rank's stages of the model on the meta device, divided by all axes but FSDP's.
+    """Build this rank's stages of the model on the meta device, divided by all axes but FSDP's.
 
-    ``stages`` are the layers of each stage of the whole pipeline. Returns this rank's stages, and for the parameters that the
-    axes divide, where this rank's parts lie.
+    ``stages`` are the layers of each stage of the whole pipeline. Returns this rank's stages, and the partition of each parameter
+    that the
+    axes divide.
     """
     parts: list[Transformer | Chain] = []
     partitions: dict[str, Partition] = {}
@@ -157,7 +159,7 @@ def _stages(spec: RunSpec, mesh: Mesh) -> tuple[int, ...]:
 def _part(
     spec: RunSpec, mesh: Mesh, stage: int, waits: Mapping[Bucket, CommClock], stages: Sequence[range]
 ) -> tuple[Transformer | Chain, dict[str, Partition]]:
-    """One stage of the model, divided over the inner axes, on the meta device."""
+    """Build one stage of the model on the meta device, divided over the inner axes; with its precision, compilation and recomputation."""
     with torch.device("meta"):
         part = whole_model(spec.model, spec.train.seq_len)
     if len(stages) > 1:
@@ -178,6 +180,7 @@ def _part(
 
 
 def _runner(spec: RunSpec, mesh: Mesh, model: DataParallel, waits: dict[Bucket, CommClock]) -> SlotRunner:
+    """Return the runner of slots: a loop, or with pipeline stages their schedule, whose bubble is added to ``waits``."""
     rows = vocabulary_piece(mesh, spec, waits[Bucket.COMM_EXPOSED_TP])
     losses = Losses(spec, mesh, rows, rank_tiles(spec, mesh, waits[Bucket.COMM_EXPOSED_CP]))
     parallel = spec.parallel
@@ -198,7 +201,7 @@ def _runner(spec: RunSpec, mesh: Mesh, model: DataParallel, waits: dict[Bucket, 
 
 
 def compile_blocks(module: nn.Module) -> None:
-    """Compiles the forward and backward pass of the blocks of ``module``, which are not recomputed, offloaded or sharded yet."""
+    """Compile the forward and backward pass of the blocks of ``module``, in place. They are not recomputed, offloaded or sharded yet."""
     for block in blocks_of(module):
         block.forward = torch.compile(block.forward, dynamic=False)  # shapes are the run's, never the fleet's
 

@@ -62,9 +62,12 @@ FORMATS = {
 
 
 def apply_precision(module: nn.Module, spec: RunSpec, *, wide: bool = False) -> None:
-    """Makes the blocks' linear layers and experts multiply in the format ``spec.precision.matmul``, or with ``wide`` in that of the weights.
+    """Make the blocks' linear layers and experts multiply in the format ``spec.precision.matmul``, or with ``wide`` in that of the
+    weights.
 
-    Router, embedding, output projection and norms stay as they are. May be called again between two steps, unless blocks are compiled.
+    With ``matmul = "compute"``, change nothing. Router, embedding, output projection and norms stay as they are. May be called
+    again between
+    two steps, unless blocks are compiled.
     """
     if spec.precision.matmul == "compute":
         return
@@ -114,6 +117,7 @@ class _ProductContext(FunctionContext, Protocol):
 class _NarrowProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _ProductContext, x: Tensor, weight: Tensor, name: str) -> Tensor:
+        """Return ``x`` times the transpose of ``weight``, quantized to the format ``name``; saves both, unquantized, for backward."""
         ctx.save_for_backward(x, weight)
         ctx.name = name
         narrow = FORMATS[name].forward
@@ -121,6 +125,7 @@ class _NarrowProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _ProductContext, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Return both gradients by quantized products; None for one that is not needed."""
         x, weight = ctx.saved_tensors
         form, gradient = FORMATS[ctx.name], upstream[0]
         dtypes = (form.gradient, form.forward)
@@ -205,6 +210,7 @@ class _NarrowGroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _GroupedContext, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """Return the rows' gradient by quantized products, and the matrices' in the wide format; None for one that is not needed."""
         rows, matrices = ctx.saved_tensors
         form, gradient = FORMATS[ctx.name], upstream[0].contiguous()
         grad_rows = grad_matrices = None

@@ -104,7 +104,11 @@ class Scorer:
     """A run's model, ready to score texts."""
 
     def __init__(self, spec: RunSpec, model: Transformer | Chain, step: int = 0) -> None:
-        """Takes a whole ``model`` of a resolved ``spec``, in the format to compute in. Raises NotPortableError."""
+        """Take a full ``model`` of a resolved ``spec``, in the format to compute in. Its gradients are switched off.
+
+        A ``Transformer`` on a CPU switches the process to exact scoring; any other model's rows are made independent. Raises
+        NotPortableError.
+        """
         self.spec, self.step = spec, step
         self._model = model.requires_grad_(False).eval()
         self._compute: Compute = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else "fp32"
@@ -127,9 +131,10 @@ class Scorer:
         dtype: Compute | None = None,
         device: torch.device | str = "cpu",
     ) -> Scorer:
-        """The model of a run with the weights of ``step``, else of the newest step that can be read, on ``device``.
+        """Return a scorer with the model of a run and the weights of ``step``, else of the newest step that can be read, on
+        ``device``.
 
-        Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
+        Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, NotPortableError, and the errors of ``restore``.
         """
         spec = read_resolved(RunDirectory(run_dir))
         computed = DTYPES[dtype] if dtype else compute_dtype(spec)
@@ -205,6 +210,8 @@ class Scorer:
         return torch.from_numpy(fetched(self._model(tokens, readout, positions=positions)))
 
     def _require(self, text: Sequence[int], number: int) -> None:
+        """Raise ScoreError if a text has fewer than two tokens, more than ``length``, or one outside the vocabulary. ``number``
+        names it."""
         vocab = self.spec.model.vocab_size
         if len(text) < 2:
             finding = "is empty" if not text else "is one token, and nothing stands before it"
@@ -233,7 +240,7 @@ def begin_scoring() -> None:
 
 @contextmanager
 def _as_trained(spec: RunSpec) -> Iterator[None]:
-    """The run's number of threads and deterministic kernels; afterwards those of before."""
+    """Context with the run's number of threads and deterministic kernels, and the settings of before afterwards."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(spec.runtime.threads)
     torch.use_deterministic_algorithms(True)
@@ -268,6 +275,8 @@ def _joined(words: list[str]) -> str:
 
 
 def _reasons(spec: RunSpec, compute: str, *, on_gpu: bool) -> Iterator[str]:
+    """Yield clauses on how the run's own steps computed otherwise: device, kernels, formats, experts' rows, compilation, sums over
+    ranks."""
     model, parallel = spec.model, spec.parallel
     if spec.runtime.device == "cuda" and not on_gpu:
         yield "on GPUs (runtime.device)"

@@ -85,6 +85,7 @@ def command(
 
 
 def _ranks(text: str) -> tuple[int, ...] | str:
+    """Return "auto", "all", or the ascending ranks in ``text``. Raises ``click.BadParameter``."""
     if text in ("auto", "all"):
         return text
     parts = [part.strip() for part in text.split(",")]

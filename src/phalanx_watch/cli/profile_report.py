@@ -22,7 +22,7 @@ _LEAST_SHARE = 0.001
 
 
 def print_list(console: Console, run_dir: Path, summaries: Sequence[ProfileSummary]) -> None:
-    """Print the profiles of a run."""
+    """Print a table of the profiles of a run, or how to record one if there is none."""
     from rich.table import Table
 
     if not summaries:
@@ -52,6 +52,7 @@ def print_report(console: Console, directory: RunDirectory, summary: Mapping[str
 
 
 def _report(console: Console, directory: RunDirectory, summary: Mapping[str, Any]) -> None:
+    """Print findings, notes and tables of a summary, and the path of its trace."""
     from rich.text import Text
 
     step_s = float(summary["step_s"])
@@ -83,7 +84,7 @@ def _report(console: Console, directory: RunDirectory, summary: Mapping[str, Any
 
 
 def _where(console: Console, table: Mapping[str, Any], step_s: float) -> None:
-    """Print a column for each rank, those with the shortest waits first if there are too many."""
+    """Print a column for each rank, those with the shortest waits first if there are too many. Small rows are added up."""
     from rich.table import Table
 
     words, rows = table["columns"], table["rows"]
@@ -115,6 +116,7 @@ def _cell(seconds: float) -> str:
 
 
 def _who(console: Console, summary: Mapping[str, Any], step_s: float) -> None:
+    """Print who waits for whom, and the shares of the critical path."""
     pairs = [pair for pair in summary["waits"] if pair["seconds"] > 0.005 * step_s][:6]
     if pairs:
         console.print("who waits for whom, a step:")
@@ -140,6 +142,7 @@ def _who(console: Console, summary: Mapping[str, Any], step_s: float) -> None:
 
 
 def _operations(console: Console, summary: Mapping[str, Any]) -> None:
+    """Print the table of operations by kind, and the longest layers."""
     from rich.table import Table
 
     ranks = max(len(summary["ranks"]), 1)
@@ -161,6 +164,7 @@ def _operations(console: Console, summary: Mapping[str, Any]) -> None:
 
 
 def _plan(console: Console, plan: Mapping[str, Any]) -> None:
+    """Print planned and measured seconds by term, and what would pay most; nothing without a plan."""
     from rich.table import Table
 
     if plan["step_s"] is None:
@@ -188,6 +192,7 @@ def _plan(console: Console, plan: Mapping[str, Any]) -> None:
 
 
 def _memory(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Print the memory at the peak of the rank with most; nothing without measurements."""
     if not lines:
         return
     line = max(lines, key=lambda entry: int(entry["peak_bytes"]))

@@ -114,6 +114,7 @@ def _headline(stream: RankStream, column: str, windows: range) -> str:
 def _print_table(
     column: str, layout: Layout, latenesses: Sequence[RankLateness], nodes: dict[int, str]
 ) -> None:
+    """Print the ranks that are slower than their peers with their places in the mesh, or that none is."""
     from rich.table import Table
     from rich.text import Text
 
@@ -147,6 +148,7 @@ def _print_table(
 
 
 def _print_map(stream: RankStream, column: str, windows: range) -> None:
+    """Print a heat map of the windows, as wide as the terminal."""
     width = max(20, shutil.get_terminal_size().columns - 16)
     steps = stream.steps[windows.start : windows.stop]
     picture = stream.heat_map(column, int(steps.min()), int(steps.max()), width, _MAP_ROWS)
@@ -194,9 +196,7 @@ _LEAST_RANGE = 0.1
 
 
 def text_map(picture: HeatMap, unit: float, width: int) -> Iterator[str]:
-    """Yield the lines of ``picture``: the legend, then its rows, at most ``width`` wide if possible. Numbers are
-    in ``unit``.
-    """
+    """Yield the lines of ``picture``: the legend, then its rows, at most ``width`` wide if possible. Numbers are in ``unit``."""
     values_seen = picture.values[~np.isnan(picture.values)]
     if not values_seen.size:
         yield "nothing is known"

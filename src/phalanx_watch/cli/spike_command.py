@@ -101,6 +101,7 @@ def spike_lines(report: SpikeReport) -> Iterator[str]:
 
 
 def _exactness(report: SpikeReport) -> str:
+    """Return a line on the replayed steps, and whether their numbers have the recorded bits."""
     steps = (
         f"steps {report.from_step + 1:,} to {report.step:,}, on {report.ranks} rank{'s' * (report.ranks > 1)}"
     )
@@ -116,6 +117,7 @@ def _exactness(report: SpikeReport) -> str:
 
 
 def _figures(findings: SpikeFindings) -> Iterator[str]:
+    """Yield lines on the step's loss and norm beside the usual ones, the batch before, and the step in fp32."""
     usual = "" if findings.usual_loss is None else f" (usual {findings.usual_loss:.4g})"
     spike = findings.spike
     of_norm = "" if spike is None else f" (usual {spike.typical_grad_norm:.4g})"
@@ -132,6 +134,7 @@ def _figures(findings: SpikeFindings) -> Iterator[str]:
 
 
 def _slots(findings: SpikeFindings) -> Iterator[str]:
+    """Yield the slots with the largest losses, and their deviations from the usual one."""
     if findings.usual_slot is not None:
         usual, deviation = findings.usual_slot
         count = findings.slot_steps
@@ -145,6 +148,7 @@ def _slots(findings: SpikeFindings) -> Iterator[str]:
 
 
 def _document(document: SpikeDocument) -> Iterator[str]:
+    """Yield the lines of a document: place, loss, source and first words."""
     number = "" if document.document is None else f", document {document.document:,}"
     source = f"{document.source} " if document.source else ""
     yield (
@@ -157,6 +161,7 @@ def _document(document: SpikeDocument) -> Iterator[str]:
 
 
 def _layers(findings: SpikeFindings) -> Iterator[str]:
+    """Yield the gradient norms of the first few layers, and how much they rose."""
     layers = findings.layers[:_LAYERS]
     if layers and layers[0].rise is None:
         yield "gradient norm by layer (the step before was not replayed: no checkpoint is far enough back):"

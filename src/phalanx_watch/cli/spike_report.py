@@ -286,7 +286,10 @@ def _documents_of_sequence(
     ids: NDArray[np.int64],
     losses: NDArray[np.float64],
 ) -> Iterator[SpikeDocument]:
-    """Yield the documents of a sequence. ``ids`` ``(seq_len,)`` are its tokens, ``losses`` ``(seq_len,)`` those of the tokens behind the first."""
+    """Yield the documents of a sequence with their mean losses; very short ones are left out.
+
+    ``ids`` ``(seq_len,)`` are its tokens, ``losses`` ``(seq_len,)`` those of the tokens behind the first.
+    """
     tokenizer, end = tokenizer_of(place), place.index.document_end
     end = tokenizer.end_of_document if end is None else end
     numbers = (
@@ -340,7 +343,7 @@ def _first_words(tokenizer: Tokenizer, ids: NDArray[np.int64]) -> str:
 def _remedy(
     directory: RunDirectory, step: int, start: int, spec: RunSpec, origin: DataOrigin, findings: SpikeFindings
 ) -> str:
-    """Return what to do about the cause, with the command."""
+    """Return the remedy for the cause, with the command."""
     run, newest = directory.path, max((n for n in directory.committed_steps() if n < step), default=start)
     if findings.cause == "bad batch":
         return (

@@ -92,6 +92,7 @@ def _exit_code(reasons: list[Reason]) -> int:
 
 
 def _print(reasons: list[Reason], directory: RunDirectory, as_json: bool) -> None:
+    """Print the reasons, or that nothing is wrong; as one JSON object if ``as_json``."""
     now = time.time()
     if as_json:
         click.echo(
@@ -109,6 +110,7 @@ def _print(reasons: list[Reason], directory: RunDirectory, as_json: bool) -> Non
 
 
 def _print_reason(reason: Reason, now: float) -> None:
+    """Print a reason's severity, title and code, and a row for each of its facts that is known."""
     head = click.style(reason.severity, fg=_COLORS[reason.severity], bold=True)
     click.echo(f"{head}  {click.style(' '.join(reason.title.split()), bold=True)}  [{reason.code}]")
     since = ""

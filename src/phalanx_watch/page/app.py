@@ -79,8 +79,10 @@ class KeptAnswers:
         self._changes[run] += 1
 
     async def get(self, run: str, question: str, make: Callable[[], Response]) -> Response:
-        """Return the response to a request about a run; ``make`` computes it, in a thread. Raises the errors of
-        ``make``.
+        """Return the response to a request about a run, cached until the run changes or the entry is old; ``make`` computes it, in
+        a thread.
+
+        Concurrent requests share one computation. Raises the errors of ``make``.
         """
         key = f"{self._changes[run]} {question}"
         kept = self._made.get(key)
@@ -92,6 +94,7 @@ class KeptAnswers:
         return await asyncio.shield(making)  # a canceled request must not cancel the others
 
     async def _make(self, key: str, make: Callable[[], Response]) -> Response:
+        """Compute a response in a thread and cache it; drop old entries, and the oldest if the cache is too large."""
         try:
             answer = await to_thread.run_sync(make)
         finally:
@@ -145,6 +148,7 @@ class MetricsOfRuns:
                 self._exporter.close()
 
     def _made(self) -> Exporter:
+        """Return the exporter of all runs, which the first call starts."""
         with self._lock:
             if self._exporter is None:
                 lookout = Lookout(RunIndex(self._folders).rows)
@@ -160,9 +164,7 @@ ListView = Callable[[PageRuns, Parameters], object]
 
 
 def application(runs: PageRuns, access: Access, kept_s: float = KEPT_S) -> ASGIApp:
-    """Return the application over ``runs`` for clients that ``access`` admits; responses are cached for ``kept_s``
-    seconds.
-    """
+    """Return the application over ``runs`` for clients that ``access`` admits; responses are cached for ``kept_s`` seconds."""
     kept = KeptAnswers(kept_s)
     live = LiveUpdates(runs.news, lambda place: kept.changed(place.id))
     metrics = MetricsOfRuns(runs.folders)
@@ -234,6 +236,7 @@ async def _list(runs: PageRuns, kept: KeptAnswers, view: ListView, request: Requ
 
 
 async def _view(runs: PageRuns, kept: KeptAnswers, view: View, request: Request) -> Response:
+    """Return the response of a view of a run, from the cache if possible."""
     run = str(request.path_params["id"])
 
     def make() -> Response:
@@ -256,8 +259,7 @@ async def _trace(runs: PageRuns, request: Request) -> Response:
 
 async def _export(runs: PageRuns, request: Request) -> Response:
     """Return the page of one run as a file to download. Its own content policy, stricter than the page's, applies
-    in it.
-    """
+    in it. Raises ``PageRequestError``."""
     place = await to_thread.run_sync(runs.place, request.path_params["id"])
     try:
         content = await to_thread.run_sync(exported, runs, place)
@@ -271,6 +273,9 @@ async def _export(runs: PageRuns, request: Request) -> Response:
 
 
 def _events(runs: PageRuns, live: LiveUpdates) -> Callable[[Request], object]:
+    """Return the endpoint that streams notifications of the runs in ``ids``. It raises ``PageRequestError`` if there are too many
+    viewers."""
+
     async def endpoint(request: Request) -> Response:
         if live.full:
             raise PageRequestError("there are as many viewers as one server has: close a page, or wait", 503)
@@ -293,6 +298,7 @@ class _Stream(Response):
 
 
 async def _explain(_request: Request, error: Exception) -> Response:
+    """Return an error as JSON with its status."""
     if isinstance(error, PageRequestError):
         return json_answer({"error": str(error)}, error.status)
     assert isinstance(error, HTTPException)
@@ -324,7 +330,10 @@ def serve(
     open_page: bool | None,
     tell: Callable[[str], None],
 ) -> None:
-    """Serve the page until Ctrl-C; ``tell`` receives its address. Raises ``ListenError``."""
+    """Serve the page until Ctrl-C; ``tell`` receives its address. Lowers this process's priority and reads runs ahead on a thread.
+
+    A browser is opened if ``open_page``, or by None if there is one. Raises ``ListenError``.
+    """
     token = new_token() if demand_token or not is_private(host) else ""
     sock = listen(host, port)
     url = address(host, sock.getsockname()[1], token)
@@ -363,9 +372,7 @@ def uvicorn_of(runs: PageRuns, host: str, token: str) -> uvicorn.Server:
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Return a socket that listens at ``port``; if None, at the default port or the next free one. Raises
-    ``ListenError``.
-    """
+    """Return a socket that listens at ``port``; if None, at the default port or the next free one. Raises ``ListenError``."""
     first, last = (USUAL_PORT, USUAL_PORT + _TRIES - 1) if port is None else (port, port)
     for candidate in range(first, last):
         try:

@@ -59,7 +59,8 @@ class ExportError(RuntimeError):
 
 
 def export_run(run_dir: Path, file: Path, static: Path = STATIC) -> int:
-    """Write the page of the run in ``run_dir`` into ``file`` and return its size in bytes. Raises ``ExportError``."""
+    """Write the page of the run in ``run_dir`` into ``file`` and return its size in bytes. Raises ``ExportError``, also if the
+    folder has several runs."""
     runs = PageRuns([run_dir])
     places = runs.places()
     if len(places) != 1:
@@ -73,7 +74,10 @@ def export_run(run_dir: Path, file: Path, static: Path = STATIC) -> int:
 
 
 def exported(runs: PageRuns, place: RunPlace, static: Path = STATIC) -> bytes:
-    """Return the page of a run as one HTML file. Raises ``ExportError`` if the page's own files are missing."""
+    """Return the page of a run as one HTML file. Responses that do not fit are left out, and listed in it.
+
+    Raises ``ExportError`` if the page's own files are missing.
+    """
     series = runs.series(place)
     until_s = time.monotonic() + _READING_S
     while series.unread is not None and time.monotonic() < until_s:
@@ -137,9 +141,7 @@ def _answer(key: str, make: Callable[[], object]) -> Iterator[tuple[str, object]
 
 
 def page_in_one_file(data: str, static: Path = STATIC) -> str:
-    """Return the page with its styles, scripts and ``data`` (JSON) in one text. Raises ``OSError`` if a file of
-    the page is missing.
-    """
+    """Return the page with its styles, scripts and ``data`` (JSON) in one text. Raises ``OSError`` if a file of the page is missing."""
     page = (static / "index.html").read_text()
     hashes: dict[str, list[str]] = {"script": [], "style": []}
 

@@ -69,8 +69,7 @@ class Access:
 
 def access_for(host: str, token: str) -> Access:
     """Return the requirements for a server at ``host``: only loopback names on a loopback address, and a token
-    elsewhere.
-    """
+    elsewhere. Raises ``ValueError`` if that is missing."""
     if is_private(host):
         return Access(token, loopback_names(host))
     if not token:
@@ -88,6 +87,8 @@ class Guard:
         self._cookie, self._pass = f"phalanx-{digest[:8]}", digest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on if it is admitted, else answer with a refusal; both get the security headers. Other than HTTP, only
+        lifespan passes."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._inner(scope, receive, send)
@@ -105,6 +106,7 @@ class Guard:
         await (refusal or self._inner)(scope, receive, guarded)
 
     def _refusal(self, scope: Scope) -> Response | None:
+        """Return the refusal of a request with a foreign host name, another method than GET or HEAD, or no token; else None."""
         headers = Headers(scope=scope)
         if self._access.hosts and host_name(headers.get("host", "")) not in self._access.hosts:
             return PlainTextResponse("this host name is not the page's: open it as it was printed\n", 421)
@@ -144,6 +146,7 @@ def _equal(candidate: str, token: str) -> bool:
 
 
 def _cookie(header: str, name: str) -> str:
+    """Return the value of a cookie; empty if it is missing or the header malformed."""
     try:
         morsel = SimpleCookie(header).get(name)
     except CookieError:
@@ -184,7 +187,7 @@ def json_bytes(content: object) -> bytes:
 
 
 def _writable(value: object) -> object:
-    """Return the value with invalid text escaped."""
+    """Return the value with invalid text escaped, at any depth; integers beyond 64 bits become None."""
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, int) and abs(value) >= 1 << 63:
@@ -219,21 +222,21 @@ class Parameters:
         return value
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
-        """Return one of ``choices``, by default the first."""
+        """Return one of ``choices``, by default the first. Raises ``PageRequestError`` for any other."""
         value = self.text(name) or choices[0]
         if value not in choices:
             raise PageRequestError(f"{name}={value[:100]!r}: there are {', '.join(choices)}")
         return value
 
     def names(self, name: str, most: int = 64) -> list[str]:
-        """Return a list of names that are separated by commas."""
+        """Return a list of names that are separated by commas. Raises ``PageRequestError`` for more than ``most``."""
         names = [entry for entry in self.text(name, most=8000).split(",") if entry]
         if len(names) > most:
             raise PageRequestError(f"{name} names {len(names)}; it may name {most}")
         return names
 
     def number(self, name: str) -> float | None:
-        """Return a finite number; None if the parameter is missing."""
+        """Return a finite number; None if the parameter is missing. Raises ``PageRequestError`` for anything else."""
         text = self.text(name, most=100)
         if not text:
             return None
@@ -246,7 +249,7 @@ class Parameters:
         return number
 
     def integer(self, name: str, default: int, least: int, most: int) -> int:
-        """Return an integer within bounds."""
+        """Return an integer within bounds, or ``default`` if the parameter is missing. Raises ``PageRequestError``."""
         text = self.text(name, most=100)
         if not text:
             return default

@@ -59,9 +59,7 @@ class Viewer:
         self._woken.set()
 
     async def next_lines(self, patience_s: float) -> bytes:
-        """Return the pending notifications as lines of the protocol; after ``patience_s`` without one, a
-        heartbeat.
-        """
+        """Return the pending notifications as lines of the protocol; after ``patience_s`` without one, a heartbeat."""
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._woken.wait()
@@ -122,7 +120,7 @@ class LiveUpdates:
         return len(self._viewers) >= MOST_VIEWERS
 
     async def watch(self) -> None:
-        """Poll until canceled."""
+        """Poll the viewers' runs until canceled; notify the viewers of each run that has changed."""
         pace = Pace(self._look_s)
         while True:
             await asyncio.sleep(pace.pause_s(time.thread_time()))
@@ -151,7 +149,7 @@ class LiveUpdates:
         return changed
 
     async def serve(self, places: Sequence[RunPlace], receive: Receive, send: Send) -> None:
-        """Serve events to a viewer until it leaves or stalls."""
+        """Serve events to a viewer until it leaves, or does not read for ``stalled_s``. Its runs are polled meanwhile."""
         viewer = Viewer(places)
         for place_id, sign in (await to_thread.run_sync(_signs_of, places, self._clock())).items():
             self._signs.setdefault(place_id, sign)  # the next poll detects changes since then
@@ -191,6 +189,7 @@ def _signs_of(places: Sequence[RunPlace], now: float) -> dict[str, object]:
 
 
 def _sign(place: RunPlace, now: float) -> object:
+    """Return a value that changes with the run's files, and with the number of its servers that are silent."""
     stamps: list[tuple[int, int, int] | None] = []
     directory = RunDirectory(place.path)
     for name in _FILES:

@@ -62,7 +62,7 @@ class RunPlaces:
         self._looked_s = float("-inf")
 
     def all(self) -> list[RunPlace]:
-        """Return all runs, sorted by name within each folder."""
+        """Return all runs, sorted by name within each folder, at most ``MOST_RUNS``. Cached for a moment."""
         with self._lock:
             if time.monotonic() - self._looked_s > _STALE_S:
                 places = [RunPlace(run_id(path), path) for path in islice(found_in(self.folders), MOST_RUNS)]
@@ -90,7 +90,7 @@ class RankStreams:
         self._streams: OrderedDict[Path, tuple[RankStream, threading.Lock]] = OrderedDict()
 
     def of(self, path: Path) -> tuple[RankStream, threading.Lock]:
-        """Return the stream of a file, and its lock. Raises ``RankStreamError``."""
+        """Return the stream of a file, and its lock, from a cache of the last used ones. Raises ``RankStreamError``."""
         with self._lock:
             entry = self._streams.get(path)
             if entry is None:
@@ -158,7 +158,7 @@ class PageRuns:
         return rows[0]
 
     def news(self, place: RunPlace) -> dict[str, object]:
-        """Return the notification of a changed run."""
+        """Return the notification of a changed run; with state "gone" if its directory is."""
         try:
             row = self.row(place)
         except PageRequestError:
@@ -194,9 +194,7 @@ class PageRuns:
                     break
 
     def thinned(self, place: RunPlace) -> list[Event]:
-        """Return the events that the run's accounts depend on. Raises ``PageRequestError`` if its file cannot be
-        read.
-        """
+        """Return the events that the run's accounts depend on. Raises ``PageRequestError`` if its file cannot be read."""
         run = self.series(place)
         try:
             return self._thinned.of(place.id, run)
@@ -224,7 +222,7 @@ class KeptStories:
         self._kept: OrderedDict[str, tuple[tuple[int, int], list[Event]]] = OrderedDict()
 
     def of(self, identifier: str, run: RunSeries) -> list[Event]:
-        """Return the thinned events of a run. Raises ``OSError``."""
+        """Return the thinned events of a run, cached until the run changes. Raises ``OSError``."""
         version = run.version
         with self._lock:
             kept = self._kept.get(identifier)
@@ -265,7 +263,10 @@ class SeriesCache:
         self._saved_bytes: dict[Path, int] = {}
 
     def get(self, path: Path, budget_s: float = USUAL_BUDGET_S) -> RunSeries:
-        """Return the series of the run in ``path``, refreshed for about ``budget_s`` seconds."""
+        """Return the series of the run in ``path``, refreshed for about ``budget_s`` seconds.
+
+        A new one begins from its stored content. The least recently used are dropped if all are too large.
+        """
         with self._lock:
             series = self._by_path.get(path)
             if series is None:
@@ -301,6 +302,7 @@ class SeriesCache:
             return sum(series.nbytes for series in self._by_path.values())
 
     def _drop_old(self) -> None:
+        """Drop the least recently used series until the others fit; the last one stays."""
         with self._lock:
             sizes = [series.nbytes for series in self._by_path.values()]
             total = sum(sizes)
@@ -332,7 +334,7 @@ class StoredSeries:
         self._folder, self._worth_bytes = folder, worth_bytes
 
     def load(self, run: RunSeries) -> None:
-        """Load the cached content of the run, if it is of the current file."""
+        """Load the stored content of the run, if it is intact and of the current file; else do nothing."""
         try:
             content = self._path(run).read_bytes()
         except OSError:
@@ -345,7 +347,7 @@ class StoredSeries:
             run.resume(msgspec.msgpack.decode(body, type=SeriesState))
 
     def save(self, run: RunSeries) -> None:
-        """Store the content of the run, and delete the oldest entries above the size limit."""
+        """Store the content of the run, if its file is long, and delete the oldest entries above the size limit. Errors are ignored."""
         state = run.state()
         if state.position.read_bytes < self._worth_bytes:
             return
@@ -361,6 +363,7 @@ class StoredSeries:
         return self._folder / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.columns"
 
     def _make_room(self) -> None:
+        """Delete the oldest entries until the others fit."""
         entries = sorted(
             (entry.stat().st_mtime, entry.stat().st_size, entry) for entry in self._folder.glob("*.columns")
         )

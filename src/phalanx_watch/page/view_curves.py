@@ -114,7 +114,10 @@ def curves(
 
 
 def _axis(run: RunSeries, rows: Integers, x: Axis, flops_per_token: float | None) -> Floats:
-    """Return the axis position of each row. It never decreases, even after a clock was set back or a damaged line."""
+    """Return the axis position of each row. It never decreases, even after a clock was set back or a damaged line.
+
+    Raises ``NoSuchCurveError`` for an unknown axis, or FLOP that are not known.
+    """
     match x:
         case "step":
             return run.table.column("step")[rows].astype(np.float64)
@@ -142,15 +145,14 @@ def began(run: RunSeries) -> float:
 
 
 def _inside(along: Floats, first: float | None, last: float | None) -> slice:
-    """Return the rows in the range and one more on either side, so that the line crosses the border of the
-    picture.
-    """
+    """Return the rows in the range and one more on either side, so that the line crosses the border of the picture."""
     start = 0 if first is None else int(np.searchsorted(along, first, "left"))
     end = len(along) if last is None else int(np.searchsorted(along, last, "right"))
     return slice(max(0, start - (first is not None)), max(start, end + (last is not None)))
 
 
 def _values(run: RunSeries, name: str, rows: Integers) -> Floats:
+    """Return a curve's value in each row, NaN where it has none. Raises ``NoSuchCurveError`` for an unknown curve."""
     if name in NAMES:
         return run.table.column(name)[rows].astype(np.float64)
     sparse = run.table.sparse.get(name)
@@ -167,7 +169,8 @@ def _values(run: RunSeries, name: str, rows: Integers) -> Floats:
 def _marks(
     run: RunSeries, along: Floats, first: float | None, last: float | None
 ) -> tuple[list[PlacedMark], int]:
-    """Return the marks in the range, by x. Of too many, the most important are kept, and the newest among equals."""
+    """Return the marks in the range, in the order of the run, and the number left out. Of too many, the most important and newest
+    are kept."""
     steps = run.table.column("step")[run.table.alive()]
     marks = list(run.marks)
     at = np.searchsorted(steps, [mark.step for mark in marks], "left")
@@ -190,7 +193,7 @@ _ALL = "all"
 
 
 def curves_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[str, object]:
-    """Return the requested curves (``all`` for every one), reduced to the requested number of points."""
+    """Return the requested curves (``all`` for every one), reduced to the requested number of points. Raises ``PageRequestError``."""
     run = runs.series(place)
     names = parameters.names("names", most=128) or [_USUAL]
     if names == [_ALL]:
@@ -250,7 +253,7 @@ def _unread(progress: tuple[int, int] | None) -> dict[str, int] | None:
 
 
 def compare_view(runs: PageRuns, parameters: Parameters) -> dict[str, object]:
-    """Return the comparison of the runs with the given identifiers, in that order."""
+    """Return the comparison of the runs with the given identifiers, in that order. Raises ``PageRequestError``."""
     places = [runs.place(identifier) for identifier in dict.fromkeys(parameters.names("ids", most=MOST_RUNS))]
     if len(places) < 2:
         raise PageRequestError(

@@ -173,7 +173,8 @@ _START = ("start.", "fault.", "reconfigure")
 
 
 def goodput_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[str, object]:
-    """Return the run's time account; ``price_per_accelerator_hour``, or the run file's price, adds its cost."""
+    """Return the run's time account; ``price_per_accelerator_hour``, or the run file's price, adds its cost. Raises
+    ``PageRequestError``."""
     price = parameters.number("price_per_accelerator_hour")
     if price is None and (spec := runs.spec(place)) is not None:
         price = spec.observe.accelerator_hour_price or None
@@ -232,9 +233,7 @@ def _attempt(attempt: AttemptAccount) -> dict[str, object]:
 def _causes(
     attempts: Sequence[AttemptAccount], recoveries_by_attempt: Mapping[int, Recovery]
 ) -> list[dict[str, object]]:
-    """Return the cost of each end of an attempt until the next one trained: the gap, the new start, and steps
-    computed again.
-    """
+    """Return the cost of each end of an attempt until the next one trained: the gap, the new start, and steps computed again."""
     causes: list[dict[str, object]] = []
     for before, after in pairwise(attempts):
         recovery = recoveries_by_attempt.get(after.attempt)
@@ -261,9 +260,7 @@ def _causes(
 
 
 def _cost(total: Goodput, attempts: Sequence[AttemptAccount], price: float) -> dict[str, object]:
-    """Return dollars by bucket and outcome. The first rank's time is used for all ranks; nodes without a rank are
-    not counted.
-    """
+    """Return dollars by bucket and outcome. The first rank's time is used for all ranks; nodes without a rank are not counted."""
     buckets: dict[str, float] = {}
     rank_s = 0.0
     for attempt in attempts:

@@ -57,6 +57,7 @@ def settings_view(runs: PageRuns, parameters: Parameters) -> dict[str, object]:
 
 
 def _rows(runs: PageRuns, parameters: Parameters) -> tuple[list[RunRow], int]:
+    """Return the runs that pass the filter ``where``, at most ``MOST_RUNS``, and the number of all. Raises ``PageRequestError``."""
     rows = runs.rows()
     try:
         return selected(rows, read_conditions(parameters.text("where")), ())[:MOST_RUNS], len(rows)
@@ -65,7 +66,8 @@ def _rows(runs: PageRuns, parameters: Parameters) -> tuple[list[RunRow], int]:
 
 
 def _settings(run_dir: Path) -> Mapping[str, Setting]:
-    """Return the settings of a run's resolved run file by path, without secrets; empty if it cannot be read."""
+    """Return the settings of a run's resolved run file by path, without secrets; empty if it cannot be read. Cached until the file
+    changes."""
     try:
         status = RunDirectory(run_dir).run_file.stat()
     except OSError:

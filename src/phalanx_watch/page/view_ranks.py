@@ -32,8 +32,7 @@ _MOST_GROUP = 4096
 
 def ranks_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> Response | dict[str, object]:
     """Return a heat map as bytes: the length of a header in four bytes, the JSON header, and the fp32 values row
-    by row.
-    """
+    by row; ``{"missing": true}`` if the run has no rank numbers."""
     heat = heat_map(
         runs,
         place,
@@ -87,9 +86,7 @@ class Heat:
 
 
 def heat_map(runs: PageRuns, place: RunPlace, column: str, part: Part) -> Heat | None:
-    """Return the heat map of one column; None if the run has no rank numbers. Raises ``PageRequestError`` if they
-    cannot be read.
-    """
+    """Return the heat map of one column; None if the run has no rank numbers. Raises ``PageRequestError`` if they cannot be read."""
     directory = RunDirectory(place.path)
     try:
         stream, lock = runs.rank_streams.of(directory.ranks)
@@ -187,7 +184,7 @@ def heat_table(runs: PageRuns, place: RunPlace, column: str) -> dict[str, object
 
 
 def rank_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[str, object]:
-    """Return the history of one rank, its node, its place in the mesh and its neighbors in each group."""
+    """Return the history of one rank, its node, its place in the mesh and its neighbors in each group. Raises ``PageRequestError``."""
     rank = int(parameters.path["rank"])
     column = parameters.choice("column", HEAT_COLUMNS)
     try:
@@ -273,9 +270,7 @@ def profile_summary(place: RunPlace, name: str) -> Mapping[str, object]:
 
 
 def trace_file(place: RunPlace, name: str) -> Path:
-    """Return the path of the merged trace. Raises ``PageRequestError`` for a name or link that leads out of the
-    run directory.
-    """
+    """Return the path of the merged trace. Raises ``PageRequestError`` for a name or link that leads out of the run directory."""
     try:
         path = trace_path(RunDirectory(place.path), name).resolve()
     except (ProfileError, OSError) as error:

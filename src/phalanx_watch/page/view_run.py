@@ -51,7 +51,7 @@ _MOST_TEXTS = 50
 
 
 def summary(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:
-    """Return the summary of the run."""
+    """Return the run's row with its starts, environment, masked run file, lineage, result, evaluations, and what else there is of it."""
     directory, run = RunDirectory(place.path), runs.series(place)
     with run.lock:
         starts = list(run.starts)[-_MOST_STARTS:]
@@ -97,6 +97,7 @@ def has(place: RunPlace) -> dict[str, bool]:
 
 
 def _filled(folder: Path) -> bool:
+    """Return True if a folder has an entry."""
     try:
         with os.scandir(folder) as entries:
             return next(entries, None) is not None
@@ -229,6 +230,7 @@ def checkpoints_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -
 
 
 def _described(root: Path, step: int, copied: int | None, url: str) -> dict[str, object]:
+    """Return the row of a checkpoint: size, time, ranks, hash, where it is, and its visible damage."""
     folder = step_folder(root, step)
     row: dict[str, object] = {
         "step": step,
@@ -260,6 +262,7 @@ def _described(root: Path, step: int, copied: int | None, url: str) -> dict[str,
 
 
 def _index(folder: Path) -> tuple[Index, float]:
+    """Return the index of a checkpoint and the time at which it was written. Raises ``CheckpointError``, ``OSError``."""
     path = folder / CHECKPOINT_INDEX
     with open_regular(path) as file:
         saved = os.fstat(file.fileno()).st_mtime
@@ -267,9 +270,7 @@ def _index(folder: Path) -> tuple[Index, float]:
 
 
 def _shortfall(folder: Path, index: Index) -> str:
-    """Return what is missing of a checkpoint, by file names and sizes; empty if nothing is, or if there are too
-    many files.
-    """
+    """Return what is missing of a checkpoint, by file names and sizes; empty if nothing is, or if there are too many files."""
     for ref in index.catalogs:
         if not (folder / ref.file).is_file():
             return f"{folder / ref.file} is missing"
@@ -318,9 +319,7 @@ def logs_view(_runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[
 
 
 def query_of(parameters: Parameters) -> LogQuery:
-    """Return the log query of a request. Text is matched literally, because a regular expression could take
-    forever.
-    """
+    """Return the log query of a request. Text is matched literally, because a regular expression could take forever."""
     ranks = [_rank(word) for word in parameters.names("rank", most=1000)]
     level = parameters.choice("level", LEVELS)
     return LogQuery(
@@ -354,6 +353,7 @@ def _group(group: LogGroup) -> dict[str, object]:
 
 
 def _said(line: LogLine) -> dict[str, object]:
+    """Return a log line as plain values, with a long text cut."""
     text = line.text if len(line.text) <= _LONGEST_TEXT else f"{line.text[:_LONGEST_TEXT]} ..."
     shortened = structs.replace(line, text=text, goes_on=UNSET)
     facts: dict[str, object] = to_builtins(shortened)

@@ -69,7 +69,8 @@ class MemoryLine:
 
 
 def memory_line(trace: RankTrace, cut: StepPieces) -> MemoryLine | None:
-    """Return the memory of a rank; None without a step or an allocation."""
+    """Return the memory of a rank in its recorded steps: curves by kind, peak, and what was live then. None without a step or an
+    allocation."""
     rows = trace.allocations
     if trace.meta.get("device") == "cuda":
         rows = rows[rows["device"] > 0]
@@ -108,7 +109,8 @@ def memory_line(trace: RankTrace, cut: StepPieces) -> MemoryLine | None:
 
 
 def _lifetimes(rows: NDArray[np.void], end_ns: int) -> NDArray[np.void]:
-    """Return the lifetime of each recorded allocation."""
+    """Return begin, end and bytes of each recorded allocation; one that is not freed lives to ``end_ns``. Frees of earlier ones are
+    ignored."""
     open_at: dict[int, tuple[int, int]] = {}
     lifetimes = []
     for t_ns, address, size, _ in rows.tolist():
@@ -122,7 +124,7 @@ def _lifetimes(rows: NDArray[np.void], end_ns: int) -> NDArray[np.void]:
 
 
 def _kinds(cut: StepPieces, allocated: NDArray[np.intp], freed: NDArray[np.intp]) -> NDArray[np.int_]:
-    """Return the kind of each allocation, an index of ``KINDS``."""
+    """Return the kind of each allocation, an index of ``KINDS``, by where it was made and whether it outlived the phase."""
     phase, category = cut.pieces["phase"], cut.pieces["category"]
 
     def is_one(word: str) -> NDArray[np.bool_]:
@@ -149,6 +151,7 @@ def _live(
     allocated: NDArray[np.intp],
     kinds: NDArray[np.int_],
 ) -> list[LiveAllocations]:
+    """Return the largest live allocations, added up by kind, layer and the operation that made them."""
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for size, piece, kind in zip(spans["bytes"].tolist(), allocated.tolist(), kinds.tolist(), strict=True):
         event = int(cut.pieces["event"][piece])
@@ -177,7 +180,8 @@ def merged(
     *,
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the merged trace as one JSON object; times are microseconds since the earliest event."""
+    """Return the merged trace as one JSON object; times are microseconds since the earliest event. Of too many events the longest
+    are kept."""
     starts = {
         trace.rank: clocks[trace.rank].to_common(
             trace.events["begin_ns"] + int(trace.meta.get("base_unix_ns", 0))
@@ -213,6 +217,7 @@ def packed(trace: Mapping[str, Any]) -> bytes:
 
 
 def _first_step(trace: RankTrace, starts: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
+    """Return the begin of the first step, in nanoseconds; of the first event if there is none."""
     for place in np.flatnonzero(trace.events["mark"] >= 0).tolist():
         mark = trace.mark(place)
         if mark is not None and mark["kind"] == "step":
@@ -245,6 +250,7 @@ def _lengths(
 
 
 def _kept(trace: RankTrace, share: int) -> list[int]:
+    """Return the indexes of at most ``share`` events: marks first, then the longest."""
     events = trace.events
     if len(events) <= share:
         return list(range(len(events)))
@@ -254,6 +260,7 @@ def _kept(trace: RankTrace, share: int) -> list[int]:
 
 
 def _tracks(trace: RankTrace) -> Iterator[dict[str, Any]]:
+    """Yield the metadata of a rank's process, threads and streams."""
     yield {
         "ph": "M",
         "name": "process_name",
@@ -283,6 +290,7 @@ def _track(event: np.void) -> tuple[int, bool]:
 
 
 def _range(trace: RankTrace, place: int, start_ns: int, length_ns: int) -> dict[str, Any]:
+    """Return a trace event of an event of the recording, with the arguments of its mark, or its FLOP and bytes."""
     event, mark = trace.events[place], trace.mark(place)
     name, category, arguments = trace.names[int(event["name"])], "operation", {}
     if mark is not None:
@@ -306,9 +314,7 @@ def _range(trace: RankTrace, place: int, start_ns: int, length_ns: int) -> dict[
 
 
 def _arrows(traces: Sequence[RankTrace], waits: Waits, origin: int) -> Iterator[dict[str, Any]]:
-    """Yield arrows from the last rank of a collective to the ranks that waited, the longest waits first if there
-    are too many.
-    """
+    """Yield arrows from the last rank of a collective to the ranks that waited, the longest waits first if there are too many."""
     thread = {
         (trace.rank, place): _track(trace.events[place])[0]
         for trace in traces

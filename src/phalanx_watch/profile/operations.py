@@ -69,7 +69,8 @@ class KindRow:
 def kinds(
     traces: Sequence[RankTrace], cuts: Sequence[StepPieces], peak_flops: float, copy_bytes_per_s: float
 ) -> list[KindRow]:
-    """Return the table of kinds, the longest first."""
+    """Return the table of kinds in a step, added up over ranks, the longest first. The roofline is the share of the least possible
+    time."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
     for trace, cut in zip(traces, cuts, strict=True):
         steps = max(len(cut.steps), 1)
@@ -109,7 +110,7 @@ class LayerRow:
 
 
 def by_layer(cuts: Sequence[StepPieces]) -> list[LayerRow]:
-    """Return the layers in order of first use, each with its slowest rank."""
+    """Return the layers in order of first use, each of the rank on which it takes longest; at most ``_MOST_LAYERS``."""
     rows: dict[str, LayerRow] = {}
     for cut in cuts:
         pieces, steps = cut.pieces, max(len(cut.steps), 1)

@@ -171,7 +171,8 @@ class _Frame:
 
 
 def partition(trace: RankTrace) -> StepPieces:
-    """Partition a rank's recording."""
+    """Partition a rank's recorded steps into pieces of one category, layer and phase each; a device's time if it has kernels, else
+    the host's."""
     cut = _Cut(trace)
     host = list(cut.host_pieces())
     pieces = np.array(host, dtype=PIECE) if host else np.zeros(0, PIECE)
@@ -214,6 +215,7 @@ class _Cut:
             yield from self._step(number, begin, end, inside)
 
     def _step(self, number: int, begin: int, end: int, inside: NDArray[np.intp]) -> Iterator[tuple[int, ...]]:
+        """Yield the pieces of a step without gaps or overlaps; each belongs to the innermost event."""
         bottom = _Frame(end, -1, self.categories.number(BETWEEN), 0, OUTSIDE, settled=False)
         stack, now = [bottom], begin
         starts, lengths = self.events["begin_ns"].tolist(), self.events["ns"].tolist()
@@ -245,6 +247,7 @@ class _Cut:
         return frame
 
     def _of_mark(self, around: _Frame, mark: Mapping[str, object], place: int, end: int) -> _Frame:
+        """Return the frame of a mark: it sets layer, phase or category, unless the category is settled by the frame around it."""
         kind, name = str(mark["kind"]), str(mark.get("name", ""))
         axis = str(mark.get("axis", name if kind == "wait" else ""))
         if kind == "wait":
@@ -273,6 +276,7 @@ class _Cut:
         return None
 
     def _of_operation(self, around: _Frame, place: int, end: int) -> _Frame:
+        """Return the frame of an operation. A backward one has the layer of its forward operation, by sequence number."""
         name = self.trace.names[int(self.events["name"][place])]
         seq, layer = int(self.events["seq"][place]), around.layer
         if name.startswith("autograd::engine::evaluate_function"):
@@ -330,6 +334,7 @@ class _Cut:
         return enclosing
 
     def _inherit(self, place: int, around: int) -> None:
+        """Give a backward event on another thread the category and layer of the event around it."""
         end = int(self.events["begin_ns"][place] + self.events["ns"][place])
         category = int(self.category_at[around])
         word = self.categories.words[category] if category >= 0 else INSIDE
@@ -344,6 +349,7 @@ class _Cut:
         self._inside(frame, place, end)
 
     def _settle_kernel(self, place: int, parent: int) -> None:
+        """Set the category of a kernel or device copy by its name and the host event that launched it; layer and phase by that event."""
         name = self.trace.names[int(self.events["name"][place])]
         around = self.categories.words[int(self.category_at[parent])] if parent >= 0 else ""
         if is_collective_kernel(name):

@@ -121,6 +121,7 @@ def read_order(directory: RunDirectory, name: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path, most_bytes: int) -> dict[str, Any]:
+    """Return the JSON object in a profile's file. Raises ``ProfileError``."""
     try:
         content = plain_json(read_small(path, most_bytes))
     except FileNotFoundError as error:
@@ -218,7 +219,7 @@ def _traces(
 def _prediction(
     directory: RunDirectory, order: Mapping[str, Any], cluster: str | None
 ) -> tuple[Prediction | None, str]:
-    """Return the planner's step, or the reason why there is none."""
+    """Return the planner's step on ``cluster``, by default the calibrated one or a CPU; else None and the reason."""
     from phalanx.hardware.catalog import this_machine
 
     name = cluster or ("this" if this_machine().is_file() else "cpu" if order.get("device") == "cpu" else "")
@@ -303,6 +304,7 @@ def _inode(path: Path) -> int | None:
 def _await_order(
     directory: RunDirectory, name: str, since_s: float, wait_s: float, inode: int | None
 ) -> None:
+    """Wait until rank 0 has taken the request. Raises ``ProfileError`` if it is refused, replaced, or not taken within ``wait_s``."""
     path = folder_of(directory, name) / ORDER_FILE
     while not path.exists():
         now_s = time.time()
@@ -350,7 +352,7 @@ def _silence(directory: RunDirectory, wait_s: float) -> str:
 
 
 def _await_files(directory: RunDirectory, name: str, steps: int, wait_s: float) -> None:
-    """Wait for the files of all ranks, with a timeout."""
+    """Wait for the files of all ranks; return without them after a timeout, or once the attempt has ended."""
     began_s, ended_s = time.time(), None
     patience_s = max(wait_s, _LEAST_FOR_FILES_S) + 3 * steps * _step_s(directory)
     order = read_order(directory, name)
@@ -370,6 +372,7 @@ def _attempt(directory: RunDirectory) -> int | None:
 
 
 def _step_s(directory: RunDirectory) -> float:
+    """Return the seconds of the newest logged step; 0 if there is none."""
     if not directory.events.exists():
         return 0.0
     newest = newest_event(directory.events, lambda event: isinstance(event.body, Step))

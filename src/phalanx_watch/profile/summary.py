@@ -85,7 +85,7 @@ class Finding:
 
 
 def findings(cuts: Sequence[StepPieces], waits: Waits) -> list[Finding]:
-    """Return the findings, the most costly first; at least one."""
+    """Return the findings that cost a noticeable share of the step, the most costly first; a healthy one if none costs much."""
     if not cuts:
         return []
     step_s = sum(cut.step_s for cut in cuts) / len(cuts)
@@ -106,6 +106,7 @@ def findings(cuts: Sequence[StepPieces], waits: Waits) -> list[Finding]:
 def _late(
     seconds: Mapping[int, Mapping[str, float]], waits: Waits, steps: int, step_s: float
 ) -> list[Finding]:
+    """Return a finding for each rank that others wait for, net of its own waits; none if moving bytes is the cause."""
     late_ranks = []
     for late, waiting in waits.charged.items():
         # Ranks of other groups waited less or not at all; the cost is the wait of the most delayed ones.
@@ -171,7 +172,8 @@ def _why(
 
 
 def _links(waits: Waits, steps: int, step_s: float) -> list[Finding]:
-    """Return the collectives that are slow although all ranks are present."""
+    """Return the collectives of each axis by their time with all ranks present, the slowest group of each, and how it compares with
+    the others."""
     by_axis: dict[str, dict[str, Transfer]] = {}
     for (axis, group), transfer in waits.moved.items():
         by_axis.setdefault(axis, {})[group] = transfer
@@ -206,9 +208,7 @@ def _links(waits: Waits, steps: int, step_s: float) -> list[Finding]:
 
 
 def _common(seconds: Mapping[int, Mapping[str, float]], step_s: float) -> list[Finding]:
-    """Return the non-compute time that all ranks have: the minimum over ranks, since the excess is one rank's
-    lateness.
-    """
+    """Return the non-compute time that all ranks have: the minimum over ranks, since the excess is one rank's lateness."""
     texts = {
         BETWEEN: ("host gap", "between steps no rank computes"),
         INSIDE: ("host gap", "between operations no rank computes, the host is behind"),
@@ -231,6 +231,7 @@ def _common(seconds: Mapping[int, Mapping[str, float]], step_s: float) -> list[F
 
 
 def _healthy(seconds: Mapping[int, Mapping[str, float]], step_s: float) -> Finding:
+    """Return the finding that nothing delays the step, with the share of computing and what bounds it."""
     shares = {
         word: sum(rank_seconds.get(word, 0.0) for rank_seconds in seconds.values()) / len(seconds)
         for word in _BOUND
@@ -423,6 +424,7 @@ def _pairs(charged: Mapping[int, Mapping[int, float]], steps: int) -> list[dict[
 
 
 def _peaks(traces: Sequence[RankTrace], order: Mapping[str, Any]) -> tuple[float, float]:
+    """Return peak FLOP/s of a rank and the best copy rate, bytes/s; infinite if unknown."""
     flops = order.get("peak_flops_per_s")
     peak = float(flops) if isinstance(flops, int | float) and flops > 0 else math.inf
     rates = [float(trace.meta.get("copy_bytes_per_s", 0)) for trace in traces]

@@ -53,9 +53,7 @@ class ClockFit:
 
 
 def barriers(trace: RankTrace, when: str) -> tuple[Times, Times]:
-    """Return when a rank entered and left the barriers "before" or "after", in order, by its own clock (ns since
-    the epoch).
-    """
+    """Return when a rank entered and left the barriers "before" or "after", in order, by its own clock (ns since the epoch)."""
     place_by_number = {
         int(mark["number"]): place
         for place, number in enumerate(trace.events["mark"])
@@ -75,7 +73,10 @@ def fit_clocks(traces: Sequence[RankTrace]) -> dict[int, ClockFit]:
 
 
 def fitted(passed: Mapping[int, tuple[tuple[Times, Times], tuple[Times, Times]]]) -> dict[int, ClockFit]:
-    """``fit_clocks`` from barrier times: for each rank those before and after the steps, as (entered, left)."""
+    """Return ``fit_clocks`` from barrier times: for each rank those before and after the steps, as (entered, left).
+
+    A rank without a barrier has an infinite error.
+    """
     first = next(iter(passed.values()), None)
     fits = {}
     for rank, sides in passed.items():
@@ -272,6 +273,7 @@ def meet(all_passages: Mapping[int, Sequence[Passage]]) -> Waits:
 
 
 def _account(waits: Waits, meeting: Meeting) -> None:
+    """Add the waits of a meeting, charged to its last rank, and the time and bytes of its transfer."""
     for passage in meeting.passages:
         waited_s = meeting.waited_ns(passage) / 1e9
         if waited_s:

@@ -63,7 +63,10 @@ class RunIndex:
         self._cache = _Cache(cache_path or default_cache())
 
     def rows(self) -> list[RunRow]:
-        """Return the existing runs, sorted by name within each folder. A missing folder has none."""
+        """Return the existing runs, sorted by name within each folder. Unchanged ones come from a cache, which is updated.
+
+        A missing folder has none.
+        """
         now, locks = time.time(), KernelLocks()
         paths = list(dict.fromkeys(found_in(self.folders)))
         cached = self._cache.read(map(os.path.abspath, paths))
@@ -111,6 +114,7 @@ def _signature(path: Path) -> str:
 
 
 def _stamp(path: Path) -> str:
+    """Return a text that changes with a file's size, time or inode; "-" if it is missing."""
     try:
         status = path.stat()
     except OSError:
@@ -139,6 +143,7 @@ class _Cache:
         return facts_by_path
 
     def _selected(self, paths: Collection[str]) -> list[tuple[str, str, bytes]]:
+        """Return the cached rows of the present version, for few ``paths`` only theirs. A damaged cache is deleted."""
         if not self._path.exists():
             return []
         query, values = "SELECT path, signature, facts FROM runs WHERE shape = ?", [_SHAPE]
@@ -155,7 +160,7 @@ class _Cache:
             return []
 
     def write(self, entries: Sequence[tuple[str, str, RowFacts]]) -> None:
-        """Store facts."""
+        """Store facts, and sweep the cache once a day. A busy or unwritable cache is left as it is; a damaged one is deleted."""
         if not entries:
             return
         rows = []
@@ -248,7 +253,7 @@ class Condition:
     value: str
 
     def holds(self, row: RunRow) -> bool:
-        """Return True if the run satisfies the condition."""
+        """Return True if the run satisfies the condition: ``~`` is a substring, numbers compare as such. False without a value."""
         actual = value_of(row, self.name)
         if actual is None:
             return False
@@ -307,7 +312,7 @@ def _is_number(text: str) -> bool:
 
 
 def checked_name(name: str) -> str:
-    """Return the name of a column that ``name`` or its heading names, or of a field of the run file. Raises ``SelectionError``."""
+    """Return the column or field of the run file that ``name`` or a heading names. Raises ``SelectionError``, with the nearest name."""
     if name in _NAMES:
         return _NAMES[name]
     names = _run_fields() if "." in name else COLUMNS
@@ -342,9 +347,7 @@ def selected(rows: Iterable[RunRow], conditions: Sequence[Condition], tags: Sequ
 
 
 def ordered(rows: Sequence[RunRow], name: str, *, falling: bool) -> list[RunRow]:
-    """Return the runs sorted by a column or run-file field; those without a value come last. Raises
-    ``SelectionError``.
-    """
+    """Return the runs sorted by a column or run-file field; those without a value come last. Raises ``SelectionError``."""
     name = checked_name(name)
     having = [
         (value, row) for row in rows if (value := value_of(row, name)) not in (None, "") and value == value
@@ -367,6 +370,7 @@ def _text(value: object) -> str:
 
 
 def _field(path: Path, name: str) -> object:
+    """Return a field of a run's run file by dotted name; None if it has none, or the file cannot be read."""
     try:
         table: object = tomllib.loads(read_small(RunDirectory(path).run_file).decode())
     except (OSError, ValueError, RecursionError):

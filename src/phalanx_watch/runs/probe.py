@@ -44,9 +44,7 @@ class KernelLocks:
     )
 
     def holds(self, directory: RunDirectory) -> bool | None:
-        """Return True if a process of this machine holds the run directory, False if no process does, and None if
-        unknown.
-        """
+        """Return True if a process of this machine holds the run directory, False if no process does, and None if unknown."""
         try:
             status, text = (
                 directory.lock.stat(),
@@ -68,9 +66,7 @@ class KernelLocks:
 
 
 def holder_of(directory: RunDirectory) -> int | None:
-    """Return the local process that last locked the run directory; None if it was on another machine, or is
-    unknown.
-    """
+    """Return the local process that last locked the run directory; None if it was on another machine, or is unknown."""
     try:
         holder = _HOLDER.match(read_small(directory.lock).decode(errors="replace"))
     except OSError:
@@ -79,6 +75,7 @@ def holder_of(directory: RunDirectory) -> int | None:
 
 
 def _listed(path: Path) -> frozenset[tuple[int, int, int, int]] | None:
+    """Return the kernel's file locks as (process, major, minor, inode); None if they cannot be read."""
     try:
         text = path.read_text()
     except OSError:
@@ -116,9 +113,7 @@ class Tail:
 
 
 def read_tail(path: Path) -> Tail:
-    """Return the newest events in the file at ``path``; none if it is missing. Raises ``OSError`` if it cannot be
-    read.
-    """
+    """Return the newest events in the file at ``path``; none if it is missing. Raises ``OSError`` if it cannot be read."""
     try:
         with open_regular(path) as file:
             return _read(file)
@@ -127,6 +122,8 @@ def read_tail(path: Path) -> Tail:
 
 
 def _read(file: BinaryIO) -> Tail:
+    """Return the newest events by reading backward from the end, and the start of the newest attempt; stops after a bounded number
+    of bytes."""
     first = next(_starts(file, 0, _MOST_BYTES), None)  # among the first events of the file
     step: Event | None = None
     evaluated: Evaluated | None = None
@@ -181,9 +178,7 @@ def _body(event: Event) -> RunStarted | None:
 
 
 def _starts(file: BinaryIO, begin: int, end: int) -> Iterator[Event]:
-    """Yield the starts of attempts whose lines begin between two offsets; a line that is cut at ``begin`` is
-    skipped.
-    """
+    """Yield the starts of attempts whose lines begin between two offsets; a line that is cut at ``begin`` is skipped."""
     file.seek(begin)
     while file.tell() < end and (line := file.readline(_MOST_BYTES)):
         kind = _KIND.search(line, 0, 200)
@@ -192,9 +187,7 @@ def _starts(file: BinaryIO, begin: int, end: int) -> Iterator[Event]:
 
 
 def _start_of(file: BinaryIO, attempt: int, first: Event) -> RunStarted | None:
-    """Return the start of ``attempt``, or the newest one before it; attempts ascend along the file, except for a
-    few lines.
-    """
+    """Return the start of ``attempt``, or the newest one before it; attempts ascend along the file, except for a few lines."""
     low, high = 0, file.seek(0, os.SEEK_END)
     while high - low > 4 * _BLOCK_BYTES:
         middle = (low + high) // 2

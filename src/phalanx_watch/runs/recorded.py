@@ -84,7 +84,7 @@ class RunRecording:
 def read_recorded(run_dir: Path, price: float = 0.0) -> RunRecording:
     """Read the recording of a run. ``price`` is that of an accelerator hour; 0 uses that of the run file.
 
-    Raises ``RunDirectoryError`` if it is no run directory.
+    Raises ``RunDirectoryError`` if it is no run directory, or its events cannot be read.
     """
     directory = RunDirectory(run_dir)
     if not is_run(run_dir):
@@ -240,6 +240,7 @@ def compare(run_dirs: Sequence[Path]) -> ComparedRuns:
 
 
 def _logs(directories: Sequence[RunDirectory]) -> tuple[list[Logged], list[str]]:
+    """Return the logged numbers of each run, and notes on torn lines, repeated steps, and event files that cannot be read."""
     logs, notes = [], []
     for directory in directories:
         try:
@@ -258,6 +259,7 @@ def _logs(directories: Sequence[RunDirectory]) -> tuple[list[Logged], list[str]]
 
 
 def _settings(specs: Sequence[RunSpec]) -> list[Setting]:
+    """Return the masked settings that differ between runs: the run's first, then the layout's and the fleet's."""
     tables = [
         {
             path: (mask.value(value), owner)
@@ -277,6 +279,7 @@ def _settings(specs: Sequence[RunSpec]) -> list[Setting]:
 
 
 def _environment(logs: Sequence[Logged], fingerprints: Sequence[str]) -> list[EnvironmentDifference]:
+    """Return the facts of the starts that differ between runs, the data's fingerprint among them."""
     tables = [{"data_fingerprint": key, **_facts(log)} for log, key in zip(logs, fingerprints, strict=True)]
     differences = []
     for path in dict.fromkeys(path for table in tables for path in table):
@@ -287,6 +290,7 @@ def _environment(logs: Sequence[Logged], fingerprints: Sequence[str]) -> list[En
 
 
 def _facts(log: Logged) -> dict[str, object]:
+    """Return versions, machine and ranks of a run's newest start, flat; empty if it is unknown."""
     if log.started is None:
         return {}
     kept = {key: value for key, value in log.started.environment.items() if key != "data_fingerprint"}
@@ -294,6 +298,7 @@ def _facts(log: Logged) -> dict[str, object]:
 
 
 def _outcomes(rows: Sequence[RunRow]) -> list[Outcome]:
+    """Return the results that a run has, with the index of the best one where that is defined."""
     outcomes = []
     for name, better in _RESULTS.items():
         values = tuple(getattr(row, name) for row in rows)
@@ -307,6 +312,7 @@ def _outcomes(rows: Sequence[RunRow]) -> list[Outcome]:
 
 
 def _same_bits(specs: Sequence[RunSpec], fingerprints: Sequence[str], logs: Sequence[Logged]) -> SameBits:
+    """Return whether equal bits are expected, and the first step at which a run's numbers differ from the first one's."""
     identities = [identity(spec) for spec in specs]
     why_not = []
     if len(set(identities)) > 1:

@@ -83,7 +83,8 @@ def removal(run_dir: Path, beside: Sequence[Path], together: Sequence[Path] = ()
 
 
 def remove(run_dir: Path) -> None:
-    """Remove a run directory and its content. Raises ``RunDirectoryError`` if it is being trained, ``OSError``."""
+    """Lock a run directory, rename it, and delete it with its content. Raises ``RunDirectoryError`` if it is being trained,
+    ``OSError``."""
     lock = take_lock(RunDirectory(run_dir).lock)
     try:
         place = Path(os.path.realpath(run_dir))  # "." has no name
@@ -95,6 +96,7 @@ def remove(run_dir: Path) -> None:
 
 
 def _descendants(run_dir: Path, beside: Sequence[Path], together: Sequence[Path]) -> list[str]:
+    """Return the runs in the same folder and in ``beside`` that continue from this one, without those in ``together``."""
     own = os.path.realpath(run_dir)
     going = {own, *map(os.path.realpath, together)}
     folders = [Path(os.path.dirname(own)), *beside]

@@ -38,8 +38,10 @@ from phalanx_watch.runs.then_and_now import requirements
 
 
 def make_environment(recording: RunRecording, folder: Path, tell: Callable[[str], None]) -> Path:
-    """Make a virtual environment in ``folder`` and return its Python. Raises ``RunDirectoryError`` naming the step
-    that failed.
+    """Make a virtual environment in ``folder`` with the recorded packages and code, and return its Python. Commands are passed to
+    ``tell``.
+
+    Raises ``RunDirectoryError`` naming the step that failed, or if the folder is not empty.
     """
     if not recording.packages:
         raise RunDirectoryError(
@@ -74,6 +76,10 @@ def make_environment(recording: RunRecording, folder: Path, tell: Callable[[str]
 
 
 def _code(recording: RunRecording, folder: Path, tell: Callable[[str], None]) -> Path | None:
+    """Clone the recorded commit into ``folder``, apply the recorded changes, and return its path. Raises ``RunDirectoryError``.
+
+    Return None if the commit is not in this repository, or the run's code was a wheel; ``tell`` receives the remedy.
+    """
     code = _table(recording.environment.get("code"))
     commit = code.get("git_commit")
     package = Path(phalanx.__file__).resolve().parent
@@ -95,7 +101,7 @@ def _code(recording: RunRecording, folder: Path, tell: Callable[[str], None]) ->
 
 
 def _python(version: str, tell: Callable[[str], None]) -> str:
-    """Return an interpreter of the recorded version, else this one."""
+    """Return an interpreter of the recorded version, else this one; ``tell`` receives a sentence if the version differs."""
     present = ".".join(map(str, sys.version_info[:3]))
     minor = ".".join(version.split(".")[:2])
     if not version or version == present:
@@ -108,6 +114,7 @@ def _python(version: str, tell: Callable[[str], None]) -> str:
 
 
 def _run(words: list[str], tell: Callable[[str], None]) -> None:
+    """Run a command, after passing it to ``tell``. Raises ``RunDirectoryError`` with the end of its output if it fails."""
     tell(f"$ {' '.join(words)}")
     result = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if result.returncode:
@@ -135,7 +142,7 @@ def free_directory(run_dir: Path) -> Path:
 
 
 def again(spec: RunSpec, directory: RunDirectory, into: Path, ranks: int) -> RunSpec:
-    """Return the run's spec for training it again on this machine. Its identity is the same."""
+    """Return the run's spec for training it again on this machine, without store, sinks, fleet and launcher. Its identity is the same."""
     data = found_again(spec.data, directory.read_record())
     spec_again = replace(
         spec,
@@ -152,7 +159,8 @@ def again(spec: RunSpec, directory: RunDirectory, into: Path, ranks: int) -> Run
 
 
 def write_run_file(spec: RunSpec, into: Path) -> Path:
-    """Write the run file beside the future directory. Raises ``RunDirectoryError`` if it exists."""
+    """Write the run file beside the future directory ``into`` and return its path. Raises ``RunDirectoryError`` if ``into`` is not
+    empty."""
     if into.exists() and any(into.iterdir()):
         raise RunDirectoryError(f"{into} is not empty; give another --into")
     into.parent.mkdir(parents=True, exist_ok=True)

@@ -60,9 +60,7 @@ class RunLabels:
 
 
 def read_labels(run_dir: Path) -> RunLabels:
-    """Return the labels of the run in ``run_dir``: none if the file is missing; the readable part if it is
-    damaged.
-    """
+    """Return the labels of the run in ``run_dir``: none if the file is missing; the readable part if it is damaged."""
     try:
         content = plain_json(read_small(RunDirectory(run_dir).labels))
     except (OSError, ValueError, RecursionError):
@@ -84,6 +82,7 @@ def write_labels(run_dir: Path, labels: RunLabels) -> None:
 
 
 def _checked(labels: RunLabels) -> RunLabels:
+    """Return labels with tags sorted and unique. Raises ``LabelError`` for malformed or too many tags, or a long note."""
     tags = tuple(sorted(set(labels.tags)))
     for tag in tags:
         if not _TAG.fullmatch(tag) or len(tag) > _LONGEST_TAG:
@@ -182,13 +181,12 @@ class RowFacts:
 
 
 def row_of(facts: RowFacts, is_locked: bool | None, now: float) -> RunRow:
-    """Return the row at the time ``now``. ``is_locked`` is True if a process holds the run directory, None if
-    unknown.
-    """
+    """Return the row at the time ``now``. ``is_locked`` is True if a process holds the run directory, None if unknown."""
     return replace(facts.row, state=_state(facts, is_locked, now))
 
 
 def _state(facts: RowFacts, is_locked: bool | None, now: float) -> State:
+    """Return the run's state by its end, its lock, and the age of its newest event."""
     if facts.ended == "finished":
         return "finished"
     if is_locked is False and now - facts.led_s > _LED_S:
@@ -287,6 +285,7 @@ def _has_ended_job(path: Path) -> bool:
 
 
 def _ended(tail: Tail, fleet: Mapping[str, object]) -> Literal["", "finished", "stopped", "failed"]:
+    """Return how the run ended by its newest events and its fleet; empty if it has not."""
     if isinstance(tail.ended, Finished) or fleet.get("phase") == "finished":
         return "finished" if isinstance(tail.ended, Finished) else "stopped"
     if fleet.get("phase") == "failed":
@@ -301,6 +300,7 @@ def _commit(code: object) -> str:
 
 
 def _run_file(directory: RunDirectory, problems: list[str]) -> Mapping[str, object]:
+    """Return the run file, or the submitted one before the first start. Empty, with a problem added, if it cannot be read."""
     try:
         frozen = directory.path / SUBMITTED  # a run that was submitted and has not begun
         path = frozen if frozen.exists() and not directory.run_file.exists() else directory.run_file
@@ -313,6 +313,7 @@ def _run_file(directory: RunDirectory, problems: list[str]) -> Mapping[str, obje
 
 
 def _record(directory: RunDirectory, problems: list[str]) -> Mapping[str, object]:
+    """Return the record of the run; empty, with a problem added, if it is damaged."""
     try:
         return directory.read_record()
     except (DamagedRecordError, RecursionError) as error:
@@ -323,7 +324,7 @@ def _record(directory: RunDirectory, problems: list[str]) -> Mapping[str, object
 
 
 def _json(path: Path, problems: list[str]) -> Mapping[str, object]:
-    """Return the JSON object in an optional file."""
+    """Return the JSON object in an optional file; empty if it is missing, or with a problem added, damaged."""
     try:
         content = plain_json(read_small(path))
         if isinstance(content, dict):

@@ -92,6 +92,7 @@ def now(spec: RunSpec, directory: RunDirectory, probes: Mapping[str, str]) -> Ru
 
 
 def _data_now(spec: RunSpec, directory: RunDirectory) -> str:
+    """Return the present fingerprint of the run's data, or a sentence on why they cannot be read."""
     data = found_again(spec.data, directory.read_record())
     try:
         return index_of_places(open_places(data)).fingerprint
@@ -120,6 +121,7 @@ def _data(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
 
 
 def _probes(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
+    """Yield a change if kernels compute other bits now; nothing if the bits of then or now are unknown."""
     if not past.probes or not present.probes:
         return
     names = [name for name, value in past.probes.items() if present.probes.get(name, value) != value]
@@ -135,6 +137,7 @@ def _probes(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
 
 
 def _code(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
+    """Yield the changes of version, commit and changed files, with the commands that restore them."""
     weights: Mapping[str, tuple[str, Weight]] = {
         "version": ("version of phalanx", "perhaps"),
         "git_commit": ("commit", "perhaps"),
@@ -160,6 +163,7 @@ def _code(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
 
 
 def _packages(past: Mapping[str, str], present: Mapping[str, str]) -> Iterator[Changed]:
+    """Yield a change for each package that may change the bits, and one for all others."""
     names = [name for name in past if past[name] != present.get(name) and name != "phalanx-train"]
     core = [name for name in names if name in _CORE or name.startswith("nvidia-")]
     for name in core:
@@ -183,6 +187,7 @@ def _packages(past: Mapping[str, str], present: Mapping[str, str]) -> Iterator[C
 
 
 def _machine(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
+    """Yield the changes of processor, accelerators and driver; they matter only if the probes do not have the same bits."""
     facts = (
         ("processor", past.processor, present.processor),
         ("accelerators", _kinds(past.accelerators), _kinds(present.accelerators)),

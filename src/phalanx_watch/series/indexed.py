@@ -111,6 +111,7 @@ class StepIndex:
             return Chunk()
 
     def _chunk(self, file: BinaryIO, stream: BinaryIO) -> Chunk:
+        """Return the next records and the lines between them; nothing, and ``over``, if they do not fit the stream."""
         status = os.fstat(stream.fileno())
         before, self._stream = self._stream, (status.st_dev, status.st_ino)
         # A buffer for more than is there would cost ten times the reading: its memory is new, and given back.
@@ -130,9 +131,7 @@ class StepIndex:
         return Chunk(stretches, records[: sum(len(stretch.records) for stretch in stretches)])
 
     def _in_order(self, records: Records, size: int) -> bool:
-        """Return True if the lines are contiguous from the end of the last chunk, within a stream of ``size``
-        bytes.
-        """
+        """Return True if the lines are contiguous from the end of the last chunk, within a stream of ``size`` bytes."""
         starts, ends = _places(records)
         if ends.max() > size:
             return False
@@ -142,6 +141,7 @@ class StepIndex:
         )
 
     def _stretches(self, records: Records, stream: BinaryIO) -> Iterator[Stretch]:
+        """Yield the records in contiguous parts, each with the lines before it. Ends at a gap that does not end with a line."""
         starts, ends = _places(records)
         before = np.concatenate(([self.read_bytes], ends[:-1]))
         begins = np.flatnonzero(starts != before)
@@ -187,6 +187,7 @@ def _agree(records: Records, stream: BinaryIO) -> bool:
 
 
 def _lines(gap: bytes, offset: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a gap that are not blank, each with its offset."""
     for line in gap.split(b"\n"):
         if line.strip():
             yield offset, line

@@ -86,6 +86,7 @@ def mark_of(event: Event, step: int) -> CurveMark | None:
 
 
 def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
+    """Return step, kind and text of the mark of an event; None for events without one."""
     body = event.body
     if type(body).__name__ == _SPIKE or (isinstance(body, Unknown) and body.kind == _SPIKE):
         fields = fields_of(body)
@@ -184,6 +185,7 @@ class RunSeries:
         self._begin()
 
     def _begin(self) -> None:
+        """Reset everything that was read."""
         self.table = StepTable()
         self.marks: deque[CurveMark] = deque(maxlen=MOST_MARKS)
         self.starts: deque[Event] = deque(maxlen=MOST_STARTS)
@@ -212,7 +214,7 @@ class RunSeries:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Changes with every read."""
+        """Version of the content: it changes with every read."""
         return self.restarts, self._tail.read_bytes
 
     @property
@@ -231,9 +233,7 @@ class RunSeries:
         return self.table.nbytes + 400 * len(self.marks) + 100 * len(self.others) + 4000 * len(self.starts)
 
     def refresh(self, budget_s: float = USUAL_BUDGET_S) -> None:
-        """Read appended bytes for about ``budget_s`` seconds; ``unread`` shows what is left. Raises nothing: see
-        ``problem``.
-        """
+        """Read appended bytes for about ``budget_s`` seconds; ``unread`` shows what is left. Raises nothing: see ``problem``."""
         with self.lock:
             until_s = time.monotonic() + budget_s
             try:
@@ -254,9 +254,7 @@ class RunSeries:
                 self.problem = f"cannot read {self._tail.path}: {error.strerror}"
 
     def _take_index(self, until_s: float) -> bool:
-        """Take the records of the index, and the lines between, within the time limit; return False if all were
-        taken.
-        """
+        """Take the records of the index, and the lines between, within the time limit; return False if all were taken."""
         while not self._index.over and self._tail.read_bytes == self._index.read_bytes:
             chunk = self._index.next_chunk(self._tail.path)
             if chunk.stretches:  # else there may be no stream yet
@@ -313,6 +311,7 @@ class RunSeries:
                 self.ending = None  # a step came after it
 
     def _take(self, lines: tuple[tuple[int, bytes], ...]) -> None:
+        """Take lines in order: steps into the table, all others one by one."""
         rows: list[Row] = []
         for offset, line in lines:
             row = step_row(line, offset)
@@ -324,6 +323,7 @@ class RunSeries:
         self._flush(rows)
 
     def _flush(self, rows: list[Row]) -> None:
+        """Append rows to the table and clear the list; if they are refused together, one by one."""
         if not rows:
             return
         try:
@@ -342,9 +342,7 @@ class RunSeries:
             self.torn_lines += 1
 
     def _take_other(self, line: bytes, offset: int, before: int) -> None:
-        """Take a line that the fast path does not parse, written after ``before`` rows; the table may have later
-        ones already.
-        """
+        """Take a line that the fast path does not parse, written after ``before`` rows; the table may have later ones already."""
         try:
             event = decode(line)
         except _UNREADABLE:
@@ -387,6 +385,7 @@ class RunSeries:
             self.marks.append(mark)
 
     def _note(self, step: int, name: str, value: float | None, before: int) -> None:
+        """Set a number beside a step; ignored if it is NaN or too large, or if its group has too many curves."""
         if value is None or abs(value) > 1e300 or math.isnan(value):
             return
         prefix, _, _ = name.partition(".")
@@ -424,9 +423,7 @@ def machine_curves(used: MachineUsed) -> Iterator[tuple[str, float]]:
 
 
 def _has_value(column: NDArray[np.generic]) -> bool:
-    """Return True if a number of the column is finite. It is usually one of the newest, so these are checked
-    first.
-    """
+    """Return True if a number of the column is finite. It is usually one of the newest, so these are checked first."""
     return any(bool(np.isfinite(part.astype(np.float64)).any()) for part in (column[-_NEWEST:], column))
 
 
@@ -437,9 +434,7 @@ _MOST_WITHOUT_LEDGER = 20_000
 
 
 def thinned_events(run: RunSeries) -> list[Event]:
-    """Return the events of a run, in the order written, without steps that do not affect its accounts. Raises
-    ``OSError``.
-    """
+    """Return the events of a run, in the order written, without steps that do not affect its accounts. Raises ``OSError``."""
     with run.lock:
         others = list(run.others)
         offsets = run.table.column("offset").astype(np.int64)

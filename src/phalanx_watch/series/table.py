@@ -128,9 +128,7 @@ class StepTable:
             self._columns[name] = grown
 
     def set_at(self, step: int, name: str, value: float, before: int) -> None:
-        """Set a number of ``step``, in the newest of the first ``before`` rows that is not after it; ignored
-        before the first step.
-        """
+        """Set a number of ``step``, in the newest of the first ``before`` rows that is not after it; ignored before the first step."""
         row = self._newest_row(step, before)
         if row is None:
             return
@@ -144,6 +142,7 @@ class StepTable:
             column.values.append(value)
 
     def _newest_row(self, step: int, before: int) -> int | None:
+        """Return the newest of the first ``before`` rows whose step is at most ``step``; None if there is none within 10,000."""
         steps = self._columns["step"]
         row = before - 1
         # Evaluations follow their step: the search is short, but for damaged numbers.
@@ -245,7 +244,8 @@ class Reduced:
 
 
 def reduce_series(y: Floats, columns: Columns) -> Reduced:
-    """Return the reduced values of ``y``."""
+    """Return the reduced values of ``y``: least and largest of each column, and a line of medians and outliers. Non-finite ones are
+    ignored."""
     y = np.where(np.isfinite(y), y, np.nan)
     lo = np.fmin.reduceat(y, columns.first)
     hi = np.fmax.reduceat(y, columns.first)

@@ -147,6 +147,7 @@ class OtelSink:
     def _open(
         self, name: str, number: int, begin_ns: int, attributes: dict[str, Any], parent: Any = None
     ) -> Any:
+        """Start a span with a fixed identity, below ``parent``, the epoch, or the run."""
         self._ids.next_span = _identity(f"{self._key}:{self._attempt}:{name}:{number}", 8)
         above = parent or (self._epoch if name != "epoch" else None)
         context = self._api.set_span_in_context(above) if above is not None else self._root()

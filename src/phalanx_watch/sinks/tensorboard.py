@@ -29,7 +29,7 @@ from phalanx.observe.sinks import (
 
 class TensorBoardSink:
     def __init__(self, run_directory: Path) -> None:
-        """Write into the folder ``tensorboard`` of the run directory."""
+        """Write into the folder ``tensorboard`` of the run directory; first the run's settings, if they are known."""
         self._newest = newest_steps(run_directory / "tensorboard")
         self._writer = SummaryWriter(logdir=str(run_directory / "tensorboard"))
         self._step, self._directory = 0, run_directory
@@ -45,6 +45,7 @@ class TensorBoardSink:
         return point is not None and point[1] <= self._newest.get(point[0], 0)
 
     def write(self, event: Event) -> None:
+        """Write the numbers and texts of an event, and on a start, message or end also its record, text or account."""
         self._step = step_of(event) or self._step
         if numbers := scalars(event):
             # In one record: a record of each number takes five times the processor time of the rank that writes it.

@@ -40,6 +40,7 @@ from phalanx.observe.sinks import (
 
 class WandbSink:
     def __init__(self, run_directory: Path, run: str) -> None:
+        """Open or resume the run in Weights & Biases, offline by default, and set its config."""
         self._directory = run_directory
         wandb: Any = importlib.import_module("wandb")  # untyped: what it exports varies by version
         self._table: Any = wandb.Table
@@ -69,6 +70,7 @@ class WandbSink:
         return step is not None and step <= self._newest
 
     def write(self, event: Event) -> None:
+        """Log the numbers and texts of an event; a start updates the config, warnings become alerts, an end adds the account."""
         values = {**scalars(event), **texts(event)}
         if values:
             # W&B's own step is the run's, so that rows which are uploaded twice are the same rows.
@@ -111,6 +113,7 @@ _ELSEWHERE = ("TRACKIO_DIR", "TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID")
 
 class TrackioSink:
     def __init__(self, run_directory: Path, run: str) -> None:
+        """Open or resume the run in Trackio, in the run directory unless the environment names another place."""
         own = run_directory.resolve()
         if not any(os.environ.get(name) for name in _ELSEWHERE):
             os.environ["TRACKIO_DIR"] = str(own / "trackio")  # read when trackio is imported
@@ -140,6 +143,7 @@ class TrackioSink:
         return event.t < self._resent_from
 
     def write(self, event: Event) -> None:
+        """Log the numbers and texts of an event. Points wait until the record of this start is in the config; warnings become alerts."""
         self._step = step_of(event) or self._step
         values: dict[str, object] = {**scalars(event), **texts(event)}
         match event.body:
@@ -200,6 +204,8 @@ _PATIENCE = {
 
 class MlflowSink:
     def __init__(self, run_directory: Path, run: str) -> None:
+        """Open or create the run in MLflow, in the run directory by default, and log its parameters. Sets defaults of MLflow's
+        variables."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when mlflow is imported
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
@@ -242,6 +248,7 @@ class MlflowSink:
         return new_id
 
     def _set_parameters(self, settings: Mapping[str, Setting]) -> None:
+        """Log the parameters that are new. MLflow's parameters cannot change, so that a changed one becomes a tag."""
         logged = self._client.get_run(self._run_id).data.params
         new = [self._parameter(name, str(value)) for name, value in settings.items() if name not in logged]
         for first in range(0, len(new), PARAMETERS):
@@ -251,6 +258,8 @@ class MlflowSink:
                 self._client.set_tag(self._run_id, name, str(value))
 
     def write(self, event: Event) -> None:
+        """Queue the numbers of an event, which are sent in batches and at starts and ends; write its texts, record and account at
+        once."""
         step = step_of(event)
         for tag, value in scalars(event).items():
             self._metrics.append(self._metric(tag, value, round(1000 * event.t), step))

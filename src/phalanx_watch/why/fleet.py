@@ -33,7 +33,7 @@ def _live(observed: Observed) -> FleetFile | None:
 
 
 def straggler(observed: Observed) -> Iterator[Reason]:
-    """A rank computes longer than its peers, and all wait for it."""
+    """Yield a reason for each rank that computes longer than its peers while the run trains, and for each node recorded as slow."""
     if not observed.running:
         return
     for slow in [rank for rank in observed.slow_ranks if max(rank.slowdown, rank.late_share) >= SLOW_RANK][
@@ -115,7 +115,7 @@ def hardware(observed: Observed) -> Iterator[Reason]:
 
 
 def not_finite_nodes(observed: Observed) -> Iterator[Reason]:
-    """Nodes were quarantined because a step was not finite on them; that is the cause of their absence."""
+    """Yield a reason for each node that is quarantined since a step was not finite on it; that is the cause of its absence."""
     fleet = _live(observed)
     if fleet is None:
         return
@@ -138,7 +138,7 @@ def not_finite_nodes(observed: Observed) -> Iterator[Reason]:
 
 
 def lost_nodes(observed: Observed) -> Iterator[Reason]:
-    """Nodes were lost or quarantined, and have not come back."""
+    """Yield one reason if nodes are lost or quarantined for other causes than hardware or numbers, and have not come back."""
     fleet = _live(observed)
     if fleet is None:
         return
@@ -184,7 +184,7 @@ def lost_nodes(observed: Observed) -> Iterator[Reason]:
 
 
 def nodes_back(observed: Observed) -> Iterator[Reason]:
-    """Nodes were lost minutes ago and have come back. It explains the interruption; nothing is to be done."""
+    """Yield a reason for each node that was lost minutes ago and is back. It explains the interruption; nothing is to be done."""
     fleet = _live(observed)
     if fleet is None:
         return
@@ -205,7 +205,7 @@ def nodes_back(observed: Observed) -> Iterator[Reason]:
 
 
 def no_spares(observed: Observed) -> Iterator[Reason]:
-    """All spares are used up: the next lost node makes the fleet smaller."""
+    """Yield a reason if all configured spares are used up: the next lost node makes the fleet smaller."""
     fleet = _live(observed)
     if (
         fleet is None
@@ -241,9 +241,8 @@ def no_spares(observed: Observed) -> Iterator[Reason]:
 
 
 def fewer_ranks(observed: Observed) -> Iterator[Reason]:
-    """Enough nodes are there, but fewer ranks train than configured. The evidence has the reasons of the newest
-    epochs' ends.
-    """
+    """Yield a reason if enough nodes are there, but fewer ranks train than configured. The evidence has the reasons of the newest
+    epochs' ends."""
     fleet, spec = _live(observed), observed.spec
     if fleet is None or spec is None or fleet.phase is not FleetPhase.RUNNING or not fleet.ranks:
         return
@@ -271,7 +270,7 @@ def fewer_ranks(observed: Observed) -> Iterator[Reason]:
 
 
 def no_coordinator(observed: Observed) -> Iterator[Reason]:
-    """The fleet's coordinator is silent."""
+    """Yield a reason if the coordinator has not written the fleet's file for a while."""
     fleet = _live(observed)
     if fleet is None:
         return
@@ -295,6 +294,7 @@ def no_coordinator(observed: Observed) -> Iterator[Reason]:
 
 
 def _by_node(happenings: tuple[FleetIncident, ...], *kinds: IncidentKind) -> dict[str, list[FleetIncident]]:
+    """Return the incidents of these kinds by node, in their order."""
     by_node: dict[str, list[FleetIncident]] = {}
     for happening in happenings:
         if happening.node and happening.kind in kinds:

@@ -34,7 +34,7 @@ _NORMS = {"gradient_norm": "gradient", "weight_norm": "weights"}
 
 
 def growing_layer(observed: Observed) -> Iterator[Reason]:
-    """A norm of one layer has grown by orders of magnitude over its own past, and those of most layers have not."""
+    """Yield a reason if a norm of one layer has grown by orders of magnitude over its own past, and those of most layers have not."""
     measurements = _measurements(observed)
     if len(measurements) < LAYER_MEASUREMENTS:
         return
@@ -73,7 +73,8 @@ def growing_layer(observed: Observed) -> Iterator[Reason]:
 
 
 def saturated_layer(observed: Observed) -> Iterator[Reason]:
-    """Attention logits so large that the softmax has one winner, or a residual stream that swallows what layers add to it."""
+    """Yield a reason if attention logits are so large that the softmax has one winner, or a residual stream so large that layers
+    add nothing."""
     newest = _measurements(observed)[-NEWEST_MEASUREMENTS:]
     capped = observed.spec is not None and observed.spec.model.score_cap
     logits = {} if capped else _lasting(newest, "attention.largest_logit", LARGE_LOGIT)
@@ -101,7 +102,7 @@ def saturated_layer(observed: Observed) -> Iterator[Reason]:
 
 
 def collapsed_router(observed: Observed) -> Iterator[Reason]:
-    """The router of one layer sends nearly all tokens to the same few experts, or leaves many experts without any."""
+    """Yield a reason if the router of a layer sends nearly all tokens to the same few experts, or leaves many experts without any."""
     moe = observed.spec.model.moe if observed.spec else None
     newest = _measurements(observed)[-NEWEST_MEASUREMENTS:]
     if moe is None or observed.spec is None or moe.per_token == moe.experts:
@@ -135,7 +136,7 @@ def collapsed_router(observed: Observed) -> Iterator[Reason]:
 
 
 def dead_units(observed: Observed) -> Iterator[Reason]:
-    """Many hidden units of a feed-forward layer are zero for every token."""
+    """Yield a reason if many hidden units of a feed-forward layer are zero for every token."""
     newest = _measurements(observed)[-NEWEST_MEASUREMENTS:]
     shares = _lasting(newest, "feed_forward.dead_units", DEAD_SHARE)
     if not shares:

@@ -34,7 +34,7 @@ class ReasonChange:
 
 
 class NoticeCommand:
-    """Calls a shell command for each change of a run's reasons."""
+    """Notifier that calls a shell command for each change of a run's reasons."""
 
     def __init__(self, command: str, run: str, warn: Callable[[str], None]) -> None:
         self._command, self._run, self._warn = command, run, warn
@@ -57,6 +57,7 @@ class NoticeCommand:
             self._deliver(change)
 
     def _deliver(self, change: ReasonChange) -> None:
+        """Call the command for a change and record it as delivered, or after several failures as given up. Each failure is a warning."""
         key = change.reason.code, change.reason.where
         problem = self._call(change)
         self._failures[key] += bool(problem)
@@ -73,7 +74,7 @@ class NoticeCommand:
             del self._delivered[key]
 
     def _call(self, notice: ReasonChange) -> str:
-        """Call the command. Return what is wrong with it, or an empty string."""
+        """Call the command with the change as JSON on its input, and in variables. Return what is wrong with it, or an empty string."""
         body = {"run": self._run, "state": notice.state, "t": notice.t, "reason": asdict(notice.reason)}
         facts = {
             "PHALANX_RUN": self._run,

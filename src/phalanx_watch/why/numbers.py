@@ -27,7 +27,8 @@ _USUAL_WINDOW = 128
 
 
 def spike(observed: Observed) -> Iterator[Reason]:
-    """The loss or the gradient norm has jumped, not long ago, or has not come back."""
+    """Yield a reason for the worst spike of loss or gradient norm that is recent; critical if it ended the run or the loss has not
+    come back."""
     if observed.finished or observed.last_step is None:
         return
     window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
@@ -83,7 +84,7 @@ def spike(observed: Observed) -> Iterator[Reason]:
 
 
 def diverged(observed: Observed) -> Iterator[Reason]:
-    """The loss is above that of an untrained model, or far above the run's own past for a window of steps."""
+    """Yield a reason if the loss is above that of an untrained model, or far above the run's own past for a window of steps."""
     losses = [(t, step) for t, step in observed.settled if math.isfinite(step.loss)]
     if len(losses) < RECENT_STEPS or any(reason.severity == "critical" for reason in spike(observed)):
         return  # a spike that has not come back names the step and its batch
@@ -119,7 +120,7 @@ def diverged(observed: Observed) -> Iterator[Reason]:
 
 
 def not_learning(observed: Observed) -> Iterator[Reason]:
-    """The loss is still that of an untrained model, two windows of steps after the warmup."""
+    """Yield a reason if the loss is still that of an untrained model, two windows of steps after the warmup."""
     spec = observed.spec
     losses = [(t, step) for t, step in observed.recent if math.isfinite(step.loss)]
     # The first loss is no measure: a run may begin with trained weights, or with weights that are worse than none.
@@ -147,7 +148,8 @@ def not_learning(observed: Observed) -> Iterator[Reason]:
 
 
 def growing_norm(observed: Observed) -> Iterator[Reason]:
-    """The gradient norm has grown by orders of magnitude over the run's own past, and has stayed there for a window of steps."""
+    """Yield a reason if the gradient norm has grown by orders of magnitude over the run's past, for a window of steps. None if it
+    diverged."""
     norms = [(t, step) for t, step in observed.settled if math.isfinite(step.grad_norm)]
     if len(norms) < RECENT_STEPS or any(diverged(observed)):
         return
@@ -198,9 +200,7 @@ def _least_norm(observed: Observed) -> float:
 
 
 def _untrained_loss(observed: Observed) -> float:
-    """Return the loss of a uniform prediction, or of the run's first step if that is larger; infinite if neither
-    is known.
-    """
+    """Return the loss of a uniform prediction, or of the run's first step if that is larger; infinite if neither is known."""
     vocabulary = observed.spec.model.vocab_size if observed.spec else 0
     first = next(
         (event.body for event in (*observed.past, *observed.events) if isinstance(event.body, Step)), None
@@ -233,6 +233,7 @@ def _spike(event: Event) -> LossSpike:
 
 
 def _way_back(observed: Observed, worst: LossSpike, before: list[int], back: bool | None) -> str:
+    """Return the commands that explain a spike and, if the run needs it, go back before it."""
     look = f"phalanx spike {observed.run} {worst.step}"
     if worst.action == "stop":
         return f"{look}; then leave it out: phalanx train {observed.run} --from {worst.step - 1} --set train.on_spike=skip"
@@ -250,7 +251,7 @@ def _is_back(observed: Observed, worst: LossSpike) -> bool | None:
 
 
 def not_finite(observed: Observed) -> Iterator[Reason]:
-    """A loss or gradient was infinite or not a number, and the run has not trained for a while since."""
+    """Yield a reason for the newest step that was not finite, unless the run has trained on for a while since."""
     event_by_step = {event.body.step: event for event in observed.events if isinstance(event.body, NonFinite)}
     if not event_by_step or observed.finished:
         return
@@ -320,7 +321,8 @@ def not_finite(observed: Observed) -> Iterator[Reason]:
 
 
 def imbalance(observed: Observed) -> Iterator[Reason]:
-    """Nearly all tokens go to the same few experts, long after the router should have learned."""
+    """Yield a reason if nearly all tokens go to the same few experts, long after the router should have learned, and no router has
+    collapsed."""
     moe = observed.spec.model.moe if observed.spec else None
     if not observed.running or moe is None or len(observed.recent) < RECENT_STEPS // 2:
         return

@@ -322,7 +322,7 @@ class Observed:
 
     @cached_property
     def settled(self) -> list[tuple[float, Step]]:
-        """Its steps since the number of ranks last changed, without the warmup."""
+        """The attempt's steps since the number of ranks last changed, without the warmup."""
         changed = max((event.t for event in self.mine if isinstance(event.body, RanksChanged)), default=0.0)
         has_start = any(isinstance(event.body, RunStarted) for event in self.mine)
         steps = [(t, step) for t, step in self.steps if t > changed]
@@ -360,9 +360,7 @@ class Observed:
 
     @cached_property
     def running(self) -> bool:
-        """True if the run should make progress now: it has begun, has not ended, and its processes exist as far as
-        known.
-        """
+        """True if the run should make progress now: it has begun, has not ended, and its processes exist as far as known."""
         return bool(self.events) and not self.over and self.is_held is not False
 
     @cached_property

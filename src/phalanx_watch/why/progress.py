@@ -53,7 +53,7 @@ _BURST_S = 60.0
 
 
 def failed(observed: Observed) -> Iterator[Reason]:
-    """A process has recorded its failure, and training has not resumed since; or the fleet has given up."""
+    """Yield a reason if a process has recorded its failure and training has not resumed since, or the fleet has given up."""
     if observed.finished or observed.is_held or (observed.job is not None and observed.job.is_waiting):
         return
     after = observed.last_t - 1.0
@@ -92,15 +92,13 @@ def failed(observed: Observed) -> Iterator[Reason]:
 
 
 def _logged(observed: Observed) -> FirstFailureSeen | None:
-    """Return the first failure from the logs, if the newest start ended by it: later steps would mean that it was
-    recovered.
-    """
+    """Return the first failure from the logs, if the newest start ended by it: later steps would mean that it was recovered."""
     failure = observed.first_failure
     return failure if failure is not None and failure.at >= observed.last_t - _BURST_S else None
 
 
 def gone(observed: Observed) -> Iterator[Reason]:
-    """The processes of the run are gone without a recorded reason; or a run on another machine is silent."""
+    """Yield a reason if the processes of the run are gone without a recorded one, or a run on another machine is silent."""
     if observed.over or (observed.job is not None and observed.job.is_waiting) or any(failed(observed)):
         return
     silent_s = max(0.0, observed.now - observed.last_t)
@@ -156,7 +154,7 @@ def _gone_at_start(observed: Observed) -> Iterator[Reason]:
 
 
 def never_began(observed: Observed) -> Iterator[Reason]:
-    """The run's job ended before its first event, and no process logged a reason."""
+    """Yield a reason if the run's job ended before its first event, and no process logged a cause."""
     job = observed.job
     if job is None or not job.has_ended or observed.events or observed.finished or any(failed(observed)):
         return
@@ -173,7 +171,7 @@ def never_began(observed: Observed) -> Iterator[Reason]:
 
 
 def queued(observed: Observed) -> Iterator[Reason]:
-    """The run's job is held, or waits in a queue."""
+    """Yield a reason if the run's job is held, or waits in a queue."""
     job = observed.job
     if job is None or not job.is_waiting or observed.finished:
         return
@@ -211,7 +209,7 @@ class _Doing:
 
 
 def standstill(observed: Observed) -> Iterator[Reason]:
-    """The run has not finished a step within the timeout of its current activity."""
+    """Yield a reason if the run has not finished a step within the timeout of its current activity."""
     if not observed.running or not observed.last_t:
         return
     since = observed.steps[-1][0] if observed.steps else observed.began_at or observed.last_t
@@ -265,7 +263,7 @@ def _called(process: ProcessSeen) -> str:
 
 
 def _ahead(observed: Observed) -> Reason | None:
-    """Training continues, by the fleet's heartbeats, but the event stream does not grow."""
+    """Return a reason if training continues, by the fleet's heartbeats, but the event stream does not grow; else None."""
     fleet, last = observed.fleet, observed.last_step
     if fleet is None or last is None or fleet.phase is not FleetPhase.RUNNING or fleet.step <= last[1].step:
         return None
@@ -287,6 +285,7 @@ def _ahead(observed: Observed) -> Reason | None:
 
 
 def _doing(observed: Observed) -> _Doing:
+    """Return the run's current activity by its newest events, and the seconds that it may take."""
     stepping_s = max(STALL_LEAST_S, STALL_STEPS * observed.step_s)
     if observed.fleet is not None and observed.fleet.phase is not FleetPhase.RUNNING:
         return _of_fleet(observed, stepping_s)
@@ -315,6 +314,7 @@ def _doing(observed: Observed) -> _Doing:
 
 
 def _of_fleet(observed: Observed, stepping_s: float) -> _Doing:
+    """Return the activity of a fleet that does not train: waiting for nodes, saving, or coming together."""
     assert observed.fleet is not None
     fleet = observed.fleet
     if fleet.phase is FleetPhase.WAITING:
@@ -350,7 +350,7 @@ def _data(observed: Observed) -> _Doing | None:
 
 
 def slow_data(observed: Observed) -> Iterator[Reason]:
-    """Steps wait for their samples."""
+    """Yield a reason if the newest steps wait for their samples for much of their time."""
     if not observed.running or len(observed.recent) < RECENT_STEPS // 2:
         return
     took = sum(step.logged_s for _, step in observed.recent)
@@ -386,7 +386,7 @@ def slow_data(observed: Observed) -> Iterator[Reason]:
 
 
 def slower_than_before(observed: Observed) -> Iterator[Reason]:
-    """Throughput has fallen against the run's own past, on as many ranks."""
+    """Yield a reason if throughput has fallen against the run's own past, in the same attempt."""
     if not observed.running or len(observed.recent) < RECENT_STEPS:
         return
     ranks = observed.started.ranks if observed.started else 0
@@ -455,7 +455,7 @@ def _grown(before: list[Step], now: list[Step]) -> tuple[str, ...]:
 
 
 def low_goodput(observed: Observed) -> Iterator[Reason]:
-    """Little of the time that the run holds its machines is training. The evidence has the largest other cause."""
+    """Yield a reason if little of the attempt's time is training. The evidence has the largest other cause."""
     if not observed.running or not observed.steps:
         return
     t, step = observed.steps[-1]

@@ -134,9 +134,7 @@ _CUT = 300
 
 
 def slow_ranks(directory: RunDirectory, attempt: int) -> list[SlowRankSeen]:
-    """Return the ranks of ``attempt`` that were slower than their peers in its newest windows; none of an earlier
-    attempt.
-    """
+    """Return the ranks of ``attempt`` that were slower than their peers in its newest windows; none of an earlier attempt."""
     with (
         suppress(RankStreamError, RunDirectoryError, EventLogError, OSError, IndexError, ValueError),
         RankStream(directory.ranks) as stream,
@@ -238,6 +236,7 @@ def _stat(process: Path) -> list[str]:
 
 
 def _children(process: Path) -> list[int]:
+    """Return the child processes of all threads of a process; those that cannot be read are left out."""
     pids: list[int] = []
     for children in (process / "task").glob("*/children"):
         with suppress(OSError, ValueError):
@@ -257,6 +256,7 @@ def _writes_in(directory: RunDirectory, process: Path) -> bool:
 
 
 def _rank(process: Path) -> int | None:
+    """Return the rank in a process's environment; None if it has none, or cannot be read."""
     variables: dict[bytes, bytes] = {}
     with suppress(OSError):
         for variable in (process / "environ").read_bytes().split(b"\0"):
@@ -316,9 +316,7 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
 
 
 def read_ends(path: Path) -> tuple[list[Event], list[Event]]:
-    """Return samples of the stream, its beginning first, and its newest events. Both are empty if it cannot be
-    read.
-    """
+    """Return samples of the stream, its beginning first, and its newest events. Both are empty if it cannot be read."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -369,6 +367,7 @@ def _failures(directory: RunDirectory) -> list[FailureSeen]:
 
 
 def _fleet(directory: RunDirectory) -> FleetFile | None:
+    """Return the fleet's file; None if there is none, or it cannot be read."""
     if not path_in(directory.path).exists():
         return None
     with suppress(FleetFileError):
@@ -386,6 +385,7 @@ def _spec(directory: RunDirectory) -> RunSpec | None:
 
 
 def _checkpoints(directory: RunDirectory) -> list[tuple[int, float]]:
+    """Return step and time of each committed checkpoint; none if they cannot be listed."""
     checkpoints = []
     with suppress(OSError):
         for step in directory.committed_steps():
@@ -397,6 +397,7 @@ def _checkpoints(directory: RunDirectory) -> list[tuple[int, float]]:
 
 
 def _checkpoint_bytes(directory: RunDirectory) -> int:
+    """Return the bytes of the newest checkpoint; 0 if there is none, or it cannot be read."""
     with suppress(OSError, CheckpointError):
         steps = directory.committed_steps()
         if steps:
@@ -414,9 +415,7 @@ def _disk(directory: RunDirectory) -> DiskSeen | None:
 
 
 def _data_now(spec: RunSpec | None, record: dict[str, object]) -> tuple[str, str]:
-    """Return the present fingerprint of the data, or why they cannot be opened. Object stores are skipped, since
-    they may be slow.
-    """
+    """Return the present fingerprint of the data, or why they cannot be opened. Object stores are skipped, since they may be slow."""
     if spec is None:
         return "", ""
     try:

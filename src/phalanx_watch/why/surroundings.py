@@ -28,7 +28,7 @@ _URL = "://"
 
 
 def failed_checkpoints(observed: Observed) -> Iterator[Reason]:
-    """The newest checkpoints could not be written."""
+    """Yield a reason if checkpoints or their copies have failed since the newest good one."""
     if observed.finished:
         return
     saved = observed.newest(CheckpointSaved)
@@ -62,7 +62,7 @@ def failed_checkpoints(observed: Observed) -> Iterator[Reason]:
 
 
 def old_checkpoint(observed: Observed) -> Iterator[Reason]:
-    """The newest checkpoint is older than the run's interval allows, so a crash would cost more."""
+    """Yield a reason if the newest checkpoint is older than the run's interval allows, so that a crash would cost more."""
     if not observed.running or not observed.steps or observed.spec is None:
         return
     every_s = _interval_s(observed)
@@ -106,7 +106,7 @@ def _interval_s(observed: Observed) -> float | None:
 
 
 def full_disk(observed: Observed) -> Iterator[Reason]:
-    """The disk has no room for the next checkpoint, or will soon have none."""
+    """Yield a reason if the disk has no room for the next checkpoint, or will soon have none."""
     if observed.disk is None or not observed.running:
         return
     saved = observed.newest(CheckpointSaved)
@@ -142,7 +142,7 @@ _NAMED = 8
 
 
 def other_data(observed: Observed) -> Iterator[Reason]:
-    """The data differ from those at the start of the run."""
+    """Yield a reason if the data cannot be opened, or differ from those at the start of the run."""
     if observed.finished or not observed.data_fingerprint:
         return
     if observed.data_error:
@@ -182,7 +182,7 @@ def _data_path(observed: Observed) -> str:
 
 
 def other_libraries(observed: Observed) -> Iterator[Reason]:
-    """The nodes differ in libraries, drivers or hardware, or the run was started with others."""
+    """Yield a reason if the nodes differ in libraries, drivers or hardware, and one if the run was begun with other libraries."""
     if observed.finished:
         return
     if observed.machines:
@@ -226,7 +226,7 @@ def _packages(started: RunStarted) -> Mapping[str, str]:
 
 
 def throttled(observed: Observed) -> Iterator[Reason]:
-    """Processors of a node are throttled by heat or power while the run trains."""
+    """Yield a reason for each node whose processors are throttled by heat or power, until the run is finished."""
     if observed.finished:
         return
     in_fleet = observed.fleet is not None
@@ -255,7 +255,7 @@ def throttled(observed: Observed) -> Iterator[Reason]:
 
 
 def clock_skew(observed: Observed) -> Iterator[Reason]:
-    """Clocks that wrote the stream, or this one, differ by seconds."""
+    """Yield a reason if the clocks that wrote the stream, or this one, differ by seconds."""
     if observed.finished:
         return
     ahead = max((event.t for event in observed.events), default=0.0) - observed.now

@@ -99,7 +99,10 @@ def show_command(
 
 
 def _show_record(place: str, number: int, seq_len: int | None, split: str, as_json: bool) -> None:
-    """Print one record. Raises ``DatasetError`` if there is none."""
+    """Print one record; in a dataset of conversations, learned pieces are marked.
+
+    Raises ``DatasetError`` if there is none, ``click.UsageError`` for a joined dataset without ``seq_len``.
+    """
     from phalanx.data.origin.show import show_record
     from phalanx.data.reading.sources import open_place
 
@@ -170,6 +173,8 @@ def _index(place: Workplace) -> DatasetIndex | None:
 
 
 def _facts(place: Workplace) -> dict[str, object]:
+    """Return the facts of a dataset, or of a preparation under way: splits, sources, finished tasks. Raises ``DataError`` if it is
+    neither."""
     index = _index(place)
     facts: dict[str, Any] = {"path": place.url}
     if index is not None:

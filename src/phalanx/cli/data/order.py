@@ -195,9 +195,7 @@ def where_command(
 
 
 def where_lines(steps_by_record: Mapping[int, Sequence[int]]) -> Iterator[str]:
-    """Yield a line for each record that steps train on, and one for each range of unread records; one line if
-    there are no records.
-    """
+    """Yield a line for each record that steps train on, and one for each range of unread records; one line if there are no records."""
     if not steps_by_record:
         yield "no record: it is behind the last complete sequence of its dataset, where no step reads"
     for trained, stretch in groupby(steps_by_record, key=lambda number: bool(steps_by_record[number])):
@@ -225,7 +223,9 @@ def _of_document(
 
 
 def read_data_run(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, DatasetIndex | MixtureIndex]:
-    """Return the run of a run file or directory, and the index of its data."""
+    """Return the run of a run file or directory with ``overrides``, and the index of its data. For a directory, data that moved are
+    looked up where
+    an earlier start had them."""
     spec = read_run(run / RUN_FILE if run.is_dir() else run, PRESETS, overrides)
     if run.is_dir():
         record = RunDirectory(run).read_record()
@@ -234,7 +234,7 @@ def read_data_run(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, Datas
 
 
 def data_origin(spec: RunSpec) -> DataOrigin:
-    """Return the run's starting place in the data, by the checkpoint that it continues from."""
+    """Return the run's starting place in the data, by the checkpoint that it continues from; step 0 for a run that continues none."""
     start = Path(spec.checkpoint.init_from)
     step = step_of(start)
     if spec.checkpoint.init_with != "training" or step is None:
@@ -254,7 +254,10 @@ further."""
 
 
 def show_step(run: Path, step: int, slot: int | None, *, as_json: bool) -> None:
-    """Print the samples of ``step``, a line of text each. A child run's early steps are its parent's."""
+    """Print the samples of ``step``, a line of text each. A child run's early steps are its parent's.
+
+    Raises ``click.ClickException`` if there is no such run or step.
+    """
     from phalanx.data.origin.show import show_batch
 
     demand_folder(run)
@@ -283,8 +286,7 @@ def show_step(run: Path, step: int, slot: int | None, *, as_json: bool) -> None:
 
 def _owner_of(run: Path, step: int) -> tuple[Path, RunSpec, DataOrigin]:
     """Return the run of the lineage of ``run`` that trained ``step``, with its run file and its own starting
-    place in the data.
-    """
+    place in the data. Raises ``RunDirectoryError`` if a run of it is missing."""
     while True:
         if not RunDirectory(run).run_file.exists():
             raise RunDirectoryError(f"{run} is no run directory: --step is about one that has been started")
@@ -296,9 +298,7 @@ def _owner_of(run: Path, step: int) -> tuple[Path, RunSpec, DataOrigin]:
 
 
 def _fate(directory: RunDirectory, step: int) -> str:
-    """Return a sentence on a step that was a spike or not finite; empty for other steps, or without an event
-    stream.
-    """
+    """Return a sentence on a step that was a spike or not finite; empty for other steps, or without an event stream."""
 
     def counts(event: Event) -> bool:
         body = event.body
@@ -331,6 +331,7 @@ def _fate(directory: RunDirectory, step: int) -> str:
 
 
 def _where(sample: ShownSample) -> str:
+    """Return the heading of a sample: slot, sample, source, record, epoch, documents and tokens."""
     read, documents = sample.reading, sample.documents
     source = f"{read.source} " if read.source else ""
     of = ""
@@ -348,9 +349,7 @@ def _where(sample: ShownSample) -> str:
 
 
 def _cut(sample: ShownSample, width: int) -> str:
-    """Return the text in one line: line breaks and control characters as escapes, the middle of a long text
-    cut out.
-    """
+    """Return the text in one line: line breaks and control characters as escapes, the middle of a long text cut out."""
     text = "".join(piece.text for piece in sample.record.pieces)
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     if len(text) <= width:

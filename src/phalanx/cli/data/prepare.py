@@ -56,8 +56,7 @@ def prepare_in_portions(
     text: NamedText, out: str, output: OutputRecipe, workers: ChosenWorkers, *, as_json: bool
 ) -> None:
     """Prepare the text into ``out``, a folder or a URL, and print the format of each file and what was left
-    out.
-    """
+    out. Raises ``click.UsageError`` for a corpus that ships with the program."""
     corpus = next((name for name in text.names if name in CORPORA and not Path(name).exists()), None)
     if corpus is not None:
         raise click.UsageError(
@@ -120,7 +119,7 @@ def prepare_here(text: NamedText, out: str, output: OutputRecipe, *, as_json: bo
 
 
 def _chat_layout(output: OutputRecipe, on_bad: Literal["stop", "skip"]) -> ChatLayout:
-    """Return the layout with a template in a file, or that beside the tokenizer.
+    """Return the layout with the template in a file, or that beside the tokenizer.
 
     Raises ``TokenizerError`` if there is none.
     """
@@ -142,6 +141,7 @@ def _chat_facts(index: DatasetIndex) -> dict[str, object]:
 
 
 def _chat_lines(index: DatasetIndex, on_bad: Literal["stop", "skip"]) -> Iterator[str]:
+    """Yield lines on conversations: how many, the share of learned tokens, and a warning if some were left out."""
     train, held_out = index.train, index.held_out
     yield f"{in_number(train.documents, 'conversation')} to train on, {train.learned / max(1, train.tokens):.1%} of their tokens learned"
     if left_out := train.left_out + held_out.left_out:

@@ -89,6 +89,7 @@ class ChosenWorkers:
             executor.close()
 
     def _executor(self) -> Executor:
+        """Return the executor of the chosen cluster; without one, processes of this machine, one for each core by default."""
         # Each is imported only where it is used.
         if self.dask:
             from phalanx.data.portions.executors.clusters import DaskCluster
@@ -119,7 +120,10 @@ class ChosenWorkers:
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """Print at any interruption that the same command resumes the preparation."""
+    """Context that prints at an error or interruption that the same command resumes the preparation.
+
+    An interruption exits with code 130; errors are raised again.
+    """
     try:
         yield
     except (DataError, StoreError):

@@ -70,9 +70,7 @@ def lines_of_counts(counts: Mapping[str, int]) -> Iterator[str]:
 
 
 def lines_of_files(formats: Iterable[FileFormat], files: Files) -> Iterator[str]:
-    """Yield lines such as "3 files: 1 jsonl (12,031 documents), 2 parquet (8,000 documents)", and on unread
-    files.
-    """
+    """Yield lines such as "3 files: 1 jsonl (12,031 documents), 2 parquet (8,000 documents)", and on unread files."""
     documents = files.report.documents
     by_format = Counter(map(str, formats))
     parts = (
@@ -105,7 +103,7 @@ def facts_of_files(formats: Iterable[FileFormat], files: Files) -> dict[str, obj
 
 
 def print_left_out(files: Files) -> None:
-    """Print what was left out, and the remedy for files whose rows are in one JSON array."""
+    """Print to standard error what was left out, and the remedy for files whose rows are in one JSON array."""
     report = files.report
     for bad in report.bad:
         click.echo(f"left out: {bad}", err=True)
@@ -129,6 +127,7 @@ def _paths(paths: Sequence[Path]) -> str:
 
 
 def _lines_of_tokens(index: DatasetIndex, *, by_recipe: bool) -> Iterator[str]:
+    """Yield lines on the tokens of each split and the padding; warnings if there are too few."""
     train, held_out = index.train, index.held_out
     yield f"{train.tokens:,} tokens to train on, {held_out.tokens:,} held out"
     if train.tokens <= TrainSpec.seq_len:
@@ -145,9 +144,7 @@ def _lines_of_tokens(index: DatasetIndex, *, by_recipe: bool) -> Iterator[str]:
 
 
 def _lines_of_overlap(dataset: PreparedDataset, *, by_recipe: bool) -> Iterator[str]:
-    """Yield a line on the held-out documents that are in the training split, if that was counted and any are
-    held out.
-    """
+    """Yield a line on the held-out documents that are in the training split, if that was counted and any are held out."""
     shared, documents = dataset.held_out_in_training, dataset.index.held_out.documents
     if shared is None or not documents:
         return
@@ -159,9 +156,7 @@ def _lines_of_overlap(dataset: PreparedDataset, *, by_recipe: bool) -> Iterator[
 
 
 def _lines_of_turns(out: str, index: DatasetIndex) -> Iterator[str]:
-    """Yield a warning if no token of the conversations in the folder ``out`` ends a turn; none for text, and
-    for datasets in stores.
-    """
+    """Yield a warning if no token of the conversations in the folder ``out`` ends a turn; none for text, and for datasets in stores."""
     from phalanx.data.chat.encode import saved_template, turn_ends
     from phalanx.data.tokenizers.tokenizer import load_tokenizer
 
@@ -205,6 +200,8 @@ class PrepareProgress:
         self._end_line()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show the progress of a stage, at most once in a pause, and always its begin and end; nothing if quiet. A new stage begins
+        a new line."""
         now_s = time.monotonic()
         if stage != self._stage:
             self._end_line()
@@ -222,6 +219,7 @@ class PrepareProgress:
         self._width = 0
 
     def _line(self, done: int, total: int, elapsed_s: float) -> str:
+        """Return the line of progress: bytes of files if they are known, else the stage's items, with the time left."""
         if self._files is not None:
             return f"{self._stage}: {in_words(self._files.report.bytes_done, self._files.bytes_in_all, elapsed_s)}"
         if not total:
@@ -233,6 +231,7 @@ class PrepareProgress:
         )
 
     def _show(self, line: str) -> None:
+        """Print a line to standard error; on a terminal, over the line before."""
         if not self._terminal:
             click.echo(line, err=True)
             return

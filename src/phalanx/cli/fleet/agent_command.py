@@ -87,7 +87,7 @@ def command(options: AgentOptions) -> None:
 
 
 def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
-    """Take part in a run to its end, or to that of this node's part.
+    """Take part in a run to its end, or to that of this node's part: lead it, or wait for its coordinator and join.
 
     Return the exit code, and whether this node led.
     """
@@ -165,7 +165,7 @@ def _refuse_too_far(run_dir: Path, node: str, domain: tuple[str, ...]) -> None:
 
 
 def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:
-    """Read a run file, and check that it can run on a cluster."""
+    """Read a run file, and check that it can run on a cluster. Raises ``click.UsageError`` without ``run_dir``, nodes or coordinator."""
     from phalanx.model.facts.presets import PRESETS
     from phalanx.run.read import read_run
 
@@ -185,9 +185,7 @@ def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:
 
 
 def _leads(lead: bool | None, coordinator: str) -> bool:
-    """Return True if this node runs the coordinator: by the option ``lead``, or if the coordinator's host is
-    this machine.
-    """
+    """Return True if this node runs the coordinator: by the option ``lead``, or if the coordinator's host is this machine."""
     if lead is not None:
         return lead
     from phalanx.launch.foreign import in_slurm_step
@@ -205,9 +203,9 @@ def _leads(lead: bool | None, coordinator: str) -> bool:
 
 
 def _is_succeeded(folder: Path, certificates: Path | None) -> bool:
-    """Return True if another node leads this run by now, because its coordinator was lost.
+    """Return True if another node leads this run by now, because its coordinator was lost, and answers.
 
-    This node then joins it.
+    This node then joins it, which is printed.
     """
     import asyncio
 
@@ -248,7 +246,7 @@ def _coordinator_of(folder: Path) -> str:
 
 def _wait_for(coordinator: str, folder: Path, patience_s: float, is_succeeded: Callable[[], bool]) -> None:
     """Block until the coordinator listens, which it does once the run directory is ready, or another node
-    leads in its place.
+    leads in its place. Prints at intervals what it waits for.
 
     A different program on that port, such as another user's run or a job of another cluster on the same host,
     does not count. Raises TimeoutError after ``patience_s``.

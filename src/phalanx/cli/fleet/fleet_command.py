@@ -53,7 +53,7 @@ def operation_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def send_request(run_dir: Path, operation: OperatorRequest, certificates: Path | None) -> str:
-    """Send a request and return the coordinator's answer. Raises ``click.ClickException`` if there is none."""
+    """Send a request and return the coordinator's answer. Raises ``click.ClickException`` if there is none, or the run is over."""
     from phalanx.fleet.control.coordinator_link import operate
     from phalanx.fleet.control.credentials import credentials_of
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
@@ -273,9 +273,9 @@ def shrink(
 def request_release(
     run_dir: Path, by: int, nodes: tuple[str, ...], certificates: Path | None = None
 ) -> list[str]:
-    """Return the names of the nodes that the coordinator releases.
+    """Have the coordinator release ``by`` nodes, or the named ones. Return their names; they have not left yet.
 
-    Raises ``click.ClickException`` with its text if it refuses.
+    Raises ``click.ClickException`` with its text if it refuses, or if the run's job cannot be made smaller.
     """
     from phalanx.fleet.core.messages import Shrink
     from phalanx.launch.engines.engine import recorded_run
@@ -292,9 +292,9 @@ def request_release(
 
 
 def wait_until_released(run_dir: Path, names: list[str]) -> dict[str, tuple[str, ...]]:
-    """Wait until nodes have left a fleet, and take them out of the run's Slurm jobs.
+    """Wait until nodes have left a fleet, or the run is over, and take them out of the run's Slurm jobs.
 
-    Return job -> its nodes. Raises ``EngineError``.
+    Return job -> its nodes. Raises ``EngineError``, and ``click.ClickException`` if a node stays in the fleet after all.
     """
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
     from phalanx.launch.engines.engine import recorded_run
@@ -385,6 +385,10 @@ def _grow_on_hosts(
     certificates: Path | None,
     as_json: bool,
 ) -> None:
+    """Verify ``by`` further hosts of a file, have the coordinator expect them, start them, and print the result.
+
+    Raises ``click.ClickException`` if the run has no hosts, the hosts do not fit, or the coordinator refuses.
+    """
     from phalanx.cli.launch.joining_hosts import verified_hosts
     from phalanx.fleet.control.fleet_file import FleetFileError
     from phalanx.fleet.core.messages import Grow

@@ -151,7 +151,7 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
 
 
 def _progress(summary: RunSummary, directory: RunDirectory) -> str:
-    """Return the run's progress: the newest logged step, if it is not finished, and the saved steps."""
+    """Return the run's progress: newest logged and saved step; the summary's state if it is finished, or has logged none."""
     events = directory.events
     newest = newest_event(events, lambda event: isinstance(event.body, Step)) if events.exists() else None
     if summary.finished or newest is None or not isinstance(newest.body, Step):
@@ -161,9 +161,7 @@ def _progress(summary: RunSummary, directory: RunDirectory) -> str:
 
 
 def _job_line(run_dir: Path) -> str | None:
-    """Return a line on the job of a submitted run: why it waits, or that it has ended; ``None`` if no engine
-    has the run.
-    """
+    """Return a line on the job of a submitted run: why it waits, or that it has ended; ``None`` if no engine has the run."""
     from phalanx.cli.launch.formed_fleet import leading_log
     from phalanx.launch.engines.engine import submission_of
     from phalanx.launch.engines.order import EngineError
@@ -184,9 +182,7 @@ def _job_line(run_dir: Path) -> str | None:
 
 
 def _placement_lines(run_dir: Path) -> str:
-    """Return lines on the step cost of nodes that an engine assigned, or that joined later; empty if none is
-    recorded.
-    """
+    """Return lines on the step cost of nodes that an engine assigned, or that joined later; empty if none is recorded."""
     from phalanx.launch.engines.order import FOLDER
 
     verdicts: dict[str, list[str]] = {}
@@ -202,9 +198,7 @@ def _placement_lines(run_dir: Path) -> str:
 
 
 def _data_bound(directory: RunDirectory) -> str | None:
-    """Return a line on the time that the newest steps waited for samples, with the actual and the needed
-    rate; None if it is small.
-    """
+    """Return a line on the time that the newest steps waited for samples, with the actual and the needed rate; None if it is small."""
     events = directory.events
     newest = None
     with suppress(EventLogError):
@@ -223,6 +217,7 @@ def _data_bound(directory: RunDirectory) -> str | None:
 
 
 def _print(fleet: FleetFile, last: int) -> None:
+    """Print the fleet's state, a table of its members, its ``last`` events, and refused messages."""
     from rich.table import Table
     from rich.text import Text
 
@@ -248,6 +243,7 @@ def _print(fleet: FleetFile, last: int) -> None:
 
 
 def _headline(fleet: FleetFile) -> Text:
+    """Return the fleet's phase, epoch, ranks and step, with a warning if its file is old."""
     from rich.text import Text
 
     # By the last heartbeats, which are outdated once the run is over.

@@ -95,7 +95,10 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
 
 
 def _give_back(run_dir: Path, made: Submitted) -> None:
-    """Let the run that has lent nodes to this one get as many again, if the job's own script has not done so."""
+    """Let the run that has lent nodes to this one get as many again, if the job's own script has not done so.
+
+    Prints the outcome; a failure is not raised.
+    """
     from phalanx.cli.fleet.fleet_command import request_nodes
     from phalanx.launch.engines.order import FOLDER, EngineError
     from phalanx.launch.engines.slurm_script import RETURNED

@@ -24,9 +24,7 @@ def formed_fleet(run: SubmittedRun) -> FleetFile | None:
 
 
 def leading_log(run: SubmittedRun) -> Path:
-    """Return the log of a job, or of the leading host: on hosts without a scheduler another may have
-    succeeded the first.
-    """
+    """Return the log of a job, or of the leading host: on hosts without a scheduler another may have succeeded the first."""
     first, fleet = log_of(run), formed_fleet(run) if run.has_hosts else None
     log = first if fleet is None else first.with_name(f"{fleet.leader}.log")
     return log if log.exists() else first

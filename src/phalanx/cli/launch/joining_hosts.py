@@ -122,9 +122,7 @@ def join_refusal(run_dir: Path, node: str, domain: tuple[str, ...]) -> str:
 
 
 def _whereabouts(run_dir: Path, fleet: FleetFile) -> list[Host]:
-    """Return the nodes of a fleet with their places in the network: from fleet.json, else from the file of
-    hosts that started them.
-    """
+    """Return the nodes of a fleet with their places in the network: from fleet.json, else from the file of hosts that started them."""
     listed = {member.host.name: member.host for member in bare.started_on(run_dir)}
     reported = {
         member.name: Host(member.name, "", 0, "", member.domain) for member in fleet.members if member.domain
@@ -138,7 +136,7 @@ def _too_far(
 ) -> list[str]:
     """Return why hosts must not join for their place in the network; empty if they may.
 
-    Writes the verdict into the run's folder.
+    Writes the verdict into the run's folder if they may. Hosts without a price may join, unless a limit is set.
     """
     names = [host.name for host in hosts]
     try:

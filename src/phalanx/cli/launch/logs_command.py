@@ -89,7 +89,7 @@ _LETTERS = {"error": "E", "warning": "W", "debug": "D"}
 
 
 def print_lines(options: LogsOptions) -> None:
-    """Print the lines.
+    """Print the lines, after the first failure if there is one. With ``follow``, print new ones until the run is finished.
 
     Raises ``click.ClickException`` with the error in the options, or if there are no logs.
     """
@@ -160,6 +160,7 @@ def moment(words: str, now_s: float) -> float:
 
 
 def _print_first_failure(directory: RunDirectory) -> None:
+    """Print the run's first failure and its evidence to standard error, and whether the run has recovered; nothing without one."""
     failure = told_failure(directory)
     if failure is None:
         return
@@ -184,6 +185,7 @@ def _texts(lines: Iterable[LogLine], options: LogsOptions) -> Iterator[str]:
 
 
 def _line_as_text(line: LogLine) -> str:
+    """Format a line with time, level, process, rank and step."""
     place = line.process or "-"
     if line.rank is not None and not place.startswith("rank-"):
         place = f"{place} r{line.rank}"
@@ -286,6 +288,7 @@ def command(options: LogsOptions) -> None:
 
 
 def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
+    """Print the log of a submitted run's job, or the job's state if it has none yet. Raises ``click.ClickException``."""
     from phalanx.cli.launch.formed_fleet import leading_log
     from phalanx.launch.engines.engine import submission_of
     from phalanx.launch.engines.order import EngineError
@@ -308,6 +311,8 @@ def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
 
 
 def _print(path: Path, run: SubmittedRun, last: int, *, follow: bool) -> None:
+    """Print a job's log, its ``last`` lines (0: all) first. With ``follow``, continue until the job has ended, in the log of the
+    node that leads."""
     from phalanx.cli.launch.formed_fleet import leading_log
 
     place, asked_s, ended = 0, 0.0, not follow

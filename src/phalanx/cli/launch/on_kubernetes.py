@@ -16,7 +16,7 @@ from phalanx.launch.kubernetes.cluster import ClusterJob
 
 
 def print_status(name: str, namespace: str, last: int, *, as_json: bool) -> None:
-    """Print the state of a run in the cluster, and of its fleet, as the leading pod sees it."""
+    """Print the state of a run in the cluster; if it runs, also that of its fleet, as the leading pod sees it. Raises ``EngineError``."""
     job = _named(name, namespace)
     if not as_json:
         click.echo(f"job {job.name} (kubernetes): {job.sentence}")
@@ -29,7 +29,7 @@ def print_status(name: str, namespace: str, last: int, *, as_json: bool) -> None
 
 
 def cancel_job(name: str, namespace: str, *, now: bool, wait: bool) -> None:
-    """Delete a run's job; one that trains saves first, unless ``now``."""
+    """Delete a run's job, and print so; one that trains saves first, unless ``now``. Raises ``EngineError`` if there is none."""
     job = _named(name, namespace)
     if not now and not job.ended:
         click.echo(f"job {job.name} saves and ends (phalanx cancel --now ends it at once)")
@@ -44,6 +44,7 @@ def print_log(name: str, namespace: str, *, index: int, follow: bool, last: int)
 
 
 def _named(name: str, namespace: str) -> ClusterJob:
+    """Return the job of a name. Raises ``EngineError`` if there is none."""
     job = cluster.job_named(name, namespace)
     if job is None:
         raise EngineError(

@@ -176,7 +176,7 @@ def _request(options: SubmitOptions, notify: Callable[[str], None]) -> SubmitReq
 
 
 def _take_nodes(lender: Path, count: int) -> list[str]:
-    """Have a run give back nodes of its choice. Return their names once they have left it."""
+    """Have a run give back nodes of its choice. Return their names once they have left it. Prints them to standard error."""
     from phalanx.cli.fleet.fleet_command import request_release, wait_until_released
 
     names = request_release(lender, count, ())

@@ -29,10 +29,11 @@ from phalanx.train.start.prepare import resolve_with_data
 
 
 def compare_layouts(spec: RunSpec, run_file: Path, layout: str, steps: int, as_json: bool) -> int:
-    """Train ``steps`` steps on the layout of ``spec``, and on it with the fields of ``layout``. Return the
-    exit code.
+    """Train ``steps`` steps on the layout of ``spec``, and on it with the fields of ``layout``, and print whether all bits agree.
 
-    ``layout`` is a list of fields of [parallel], such as "tensor=2,ranks=4". No files are left on the disk.
+    Return 0 if they do, else 1. ``layout`` is a list of fields of [parallel], such as "tensor=2,ranks=4". No files are left on the
+    disk.
+    Raises ``TroubleError`` if a side cannot be trained.
     """
     kinds = (DataError, ReplayError, RunDirectoryError)
     with trouble(*kinds):
@@ -94,7 +95,7 @@ def _other_side(spec: RunSpec, layout: str, run_file: Path) -> _Side:
 
 
 def _fields(layout: str) -> Iterator[str]:
-    """Yield the fields of a layout such as "tensor=2, pipeline_split=[3, 1]", each with its section."""
+    """Yield the fields of a layout such as "tensor=2, pipeline_split=[3, 1]", each with its section. Raises ``click.ClickException``."""
     words = [word.strip(" ,") for word in re.split(r",(?=\s*[\w.]+\s*=)", layout)]
     if not any(words):
         raise click.ClickException('--check-layout names no field of [parallel], such as "tensor=2,ranks=4"')
@@ -114,6 +115,7 @@ def _fields(layout: str) -> Iterator[str]:
 def _lines(
     compared: Compared, layouts: list[Layout], numbers: list[tuple[int, str, float, float]], one_run: bool
 ) -> Iterator[str]:
+    """Yield the lines of the report: layouts, where they part, and why that may be."""
     yield from (f"{name}  {_text(layout)}" for name, layout in zip("AB", layouts, strict=True))
     yield f"{compared.observations:,} tensors compared" + (
         "" if compared.parting is None else ", up to the first that differs"

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class DisplayStream(io.TextIOBase):
-    """Writes to ``stream`` until that fails; then warns once on stderr and drops all later output."""
+    """Stream that writes to ``stream`` until that fails, then warns once on stderr and drops all later output."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -61,6 +61,7 @@ class DisplayStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
+        """Write ``text`` and return its length. After a failure, text is dropped."""
         if not self._failed:
             try:
                 self._stream.write(text)
@@ -100,9 +101,7 @@ def console_for(as_json: bool) -> Console:
 
 
 def progress_on(console: Console) -> Callable[[str, int, int], None]:
-    """Return a callback ``(label, done, total)`` that prints the progress of data preparation, at most once a
-    second.
-    """
+    """Return a callback ``(label, done, total)`` that prints the progress of data preparation, at most once a second."""
     last_s: dict[str, float] = {}
 
     def show(label: str, done: int, total: int) -> None:
@@ -178,7 +177,7 @@ def _print_marked(console: Console, mark: str, text: str) -> None:
 
 
 def report_finished(spec: RunSpec, run_file: Path, result: RunResult, console: Console, as_json: bool) -> int:
-    """Report a run directory whose run is complete. Return the exit code."""
+    """Report a run directory whose run is complete, after checking it against its run file and data. Return the exit code 0."""
     from phalanx.train.start.prepare import prepare_run
 
     run = prepare_run(spec, run_file, progress_on(console))  # Checks that it is this run's directory.
@@ -207,7 +206,7 @@ def resume_command(run_dir: Path, words: Sequence[str], *, child: bool) -> str:
 
 
 def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, story: FleetStory | None) -> int:
-    """Report how a run ended, with the fleet's ``story`` if it had one. Return the exit code."""
+    """Report how a run ended, with the fleet's ``story`` if it had one, and the command that continues it. Return the exit code."""
     for fault in story.faults_missed if story else ():
         _print_marked(console, "did not happen:", f"{fault}: its moment was not reached")
     if ending.status == "finished":
@@ -246,9 +245,8 @@ def _program() -> list[str]:
 def _report(
     directory: RunDirectory, spec: RunSpec, console: Console, as_json: bool, story: FleetStory | None
 ) -> None:
-    """Print a finished run's sample, held-out loss beside xz, speed, directory and hash; as JSON if
-    ``as_json``.
-    """
+    """Print a finished run's sample, held-out loss beside xz, speed, directory and hash; also as JSON on standard output if
+    ``as_json``."""
     result = directory.finished_result()
     assert result is not None
     table = result.to_json() | (asdict(story) if story else {})
@@ -335,15 +333,14 @@ def result_table(
 
 
 def page_command(directory: RunDirectory, program: Sequence[str]) -> str:
-    """Return the command that opens the page over the run's parent folder, which is left out if it is the
-    usual one.
-    """
+    """Return the command that opens the page over the run's parent folder, which is left out if it is the usual one."""
     folder = directory.path.parent
     usual = folder.resolve() == (Path.cwd() / "runs").resolve()
     return shlex.join([*program, "ui", *([] if usual else [str(folder)])])
 
 
 def _rows(result: RunResult, directory: RunDirectory) -> Iterator[tuple[str, str]]:
+    """Yield label and text of a result's figures; those that are unknown are left out."""
     if result.bits_per_byte is not None:
         text = f"{result.bits_per_byte:.3f} bits per byte"
         if result.xz_bits_per_byte is not None:

@@ -79,6 +79,7 @@ def layout_facts(spec: RunSpec, ranks: int) -> JsonObject:
 
 
 def _stage_facts(spec: RunSpec, layout: Layout, holding: Holding) -> JsonObject:
+    """Return layers, parameters, bytes of state and collectives of a step of one place in the pipeline."""
     state = state_bytes(spec, layout, holding, 2 if spec.precision.compute == "bf16" else 4)
     calls: dict[str, dict[str, int]] = {}
     for (axis, kind), number in sorted(collectives(spec, layout, holding).items()):
@@ -98,9 +99,7 @@ def _stage_facts(spec: RunSpec, layout: Layout, holding: Holding) -> JsonObject:
 
 
 def default_ranks(spec: RunSpec, ranks: int) -> list[int]:
-    """Return a rank at the beginning, in the middle and at the end of the pipeline, each elsewhere in its
-    stage.
-    """
+    """Return a rank at the beginning, in the middle and at the end of the pipeline, each elsewhere in its stage."""
     pipeline = spec.parallel.pipeline
     per_stage = ranks // pipeline
     places = ((0, 0), (pipeline // 2, per_stage // 2), (pipeline - 1, per_stage - 1))
@@ -290,6 +289,8 @@ def command(options: ShowOptions) -> None:
 
 
 def _dry_run(spec: RunSpec, ranks: int, chosen: tuple[int, ...], *, as_json: bool) -> list[JsonObject]:
+    """Return the comparison by the dry run of each chosen rank, or of the default ones. Printed as tables unless ``as_json``."""
+
     def tell(rank: int) -> None:
         click.echo(f"building and stepping rank {rank:,} of {ranks:,}", err=True)
 
@@ -305,6 +306,7 @@ def _dry_run(spec: RunSpec, ranks: int, chosen: tuple[int, ...], *, as_json: boo
 
 
 def _facts(spec: RunSpec) -> JsonObject:
+    """Return shape, parameters, FLOP and bytes of state of a run's model."""
     model = resolve(spec.model, spec.data.vocab_size)
     counts = count(model, spec.train.seq_len)
     tokens = spec.train.batch_size * spec.train.seq_len
@@ -327,6 +329,7 @@ def _facts(spec: RunSpec) -> JsonObject:
 
 
 def _print(facts: JsonObject) -> None:
+    """Print the table of a run's model: shape, parameters, FLOP and state."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))

@@ -72,6 +72,7 @@ def _rows(kind: type) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def _type_name(declared: FieldType) -> str:
+    """Return a field's type in words, with its range."""
     plain, options = declared.plain, typing.get_args(declared.plain)
     if typing.get_origin(plain) is typing.Literal:
         name = " or ".join(map(json.dumps, options))
@@ -110,6 +111,7 @@ def _commented(text: str) -> str:
 
 
 def _markdown(name: str, kind: type) -> str:
+    """Return a section as a heading, its text, and a table of its fields."""
     lines = [f"## {_heading(name) if name else 'Top of the file'}", "", inspect.getdoc(kind) or "", ""]
     lines += ["| field | type | default | owner | meaning |", "|---|---|---|---|---|"]
     lines += [

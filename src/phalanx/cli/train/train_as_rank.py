@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
-    """Join the other ranks, let rank 0 prepare the run, and train. Return the exit code."""
+    """Join the other ranks, let rank 0 prepare the run, and train. Return the exit code; after an error, exit the process at once.
+
+    Rank 0 shows the events, and prints the result if ``as_json``.
+    """
     set_for_rank()
     from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_from_environment
 

@@ -174,6 +174,7 @@ def _read_requested_run(place: Path | None, options: TrainOptions) -> tuple[RunS
 
 
 def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
+    """Train a run on this machine, or report it if it is complete. Return the exit code."""
     from phalanx.launch.local import ranks_on_this_machine, run_locally
     from phalanx.train.start.prepare import prepare_run
 

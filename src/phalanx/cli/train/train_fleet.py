@@ -48,7 +48,10 @@ from phalanx.train.start.prepare import prepare_run
 def train_fleet(
     spec: RunSpec, run_file: Path, faults: tuple[str, ...], as_json: bool, lead: LeadNode | None = None
 ) -> int:
-    """Train as a local fleet, or as the node that leads one on a cluster. Return the exit code."""
+    """Train as a local fleet, or as the node that leads one on a cluster; report a run that is complete. Return the exit code.
+
+    Raises ``click.ClickException`` for impossible runs or faults.
+    """
     console = console_for(as_json)
     ranks = spec.fleet.nodes * spec.fleet.workers_per_node
     spec = dataclasses.replace(spec, parallel=dataclasses.replace(spec.parallel, ranks=ranks))
@@ -91,9 +94,7 @@ def _too_few(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def _with_planned_halving(spec: RunSpec, console: Console) -> RunSpec:
-    """Set which degree falls first if too few ranks are left to the planner's answer, if the run file leaves
-    it to the planner.
-    """
+    """Set which degree falls first if too few ranks are left to the planner's answer, if the run file leaves it to the planner."""
     if spec.fleet.halve_first != "planned" or len(halves(spec)) < 2:
         return spec
     system = system_here()
@@ -117,6 +118,7 @@ def _with_planned_halving(spec: RunSpec, console: Console) -> RunSpec:
 
 
 def _faults(spec: RunSpec, arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the faults of ``arguments``, checked against the fleet's shape. Raises ``click.BadParameter``."""
     fleet = spec.fleet
     shape = FleetShape(
         nodes=fleet.nodes + fleet.spares,

@@ -57,6 +57,7 @@ def list_command(place: str, as_json: bool) -> None:
 
 
 def _row(tier: DiskTier | ObjectTier, step: int) -> JsonObject:
+    """Return the row of a checkpoint: step, ranks, bytes, path, and its problem if it cannot be read."""
     place = str(tier.folder(step)) if isinstance(tier, DiskTier) else tier.place(step, "")
     try:
         size, ranks, problem = tier.data_bytes(step), tier.record(step).world_size, None

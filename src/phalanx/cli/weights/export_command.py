@@ -91,7 +91,10 @@ def export_to(
     dtype: Literal["float32", "bfloat16"],
     max_seq_len: int = 0,
 ) -> int:
-    """Export a checkpoint and return its step. Errors end the command with a message."""
+    """Export a checkpoint to ``out``, print the notes, and return its step. Errors end the command with a message.
+
+    ``kind`` "dcp" writes PyTorch's distributed checkpoint, any other a Hugging Face folder.
+    """
     notes: tuple[str, ...] = ()
     checkpoints = checkpoint_place(place, step)
     with explained(CheckpointError, RunDirectoryError):

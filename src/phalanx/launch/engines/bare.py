@@ -68,7 +68,7 @@ def on_host(host: Host, script: str, timeout_s: float = 120.0) -> str:
 
 
 def _for_host(remedy: str, host: Host) -> str:
-    """A remedy with the host as OpenSSH's tools name it: behind another port it has a name of its own."""
+    """Return a remedy with the host as OpenSSH's tools name it: with another port than SSH's, its name includes the port."""
     name = host.destination.rpartition("@")[2]
     other = host.port and host.port != SSH_PORT
     port, known_as = (f" -p {host.port}", f"'[{name}]:{host.port}'") if other else ("", name)
@@ -76,7 +76,7 @@ def _for_host(remedy: str, host: Host) -> str:
 
 
 def on_all(hosts: list[Host], act: Callable[[Host], T]) -> tuple[dict[str, T], list[str]]:
-    """Call ``act`` on many hosts at once; returns results by host name, and the errors of the others."""
+    """Call ``act`` on many hosts at once. Return results by host name, and the messages of the hosts whose ``EngineError`` was raised."""
     done: dict[str, T] = {}
     wrong: list[str] = []
 
@@ -111,7 +111,8 @@ def problems(order: LaunchOrder, hosts: list[Host]) -> list[str]:
 
 
 def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
-    """Return everything that keeps the hosts from training the run together; empty if nothing does.
+    """Return everything that keeps the hosts from training the run together; empty if nothing does: reachability, software, clocks,
+    shared storage.
 
     Writes a random word into the run directory, which every host must read there.
     """
@@ -150,6 +151,7 @@ def _clocks_apart(ahead_s: dict[str, float], agreeing: int) -> list[str]:
 
 
 def _facts(host: Host, output: str) -> tuple[str, float]:
+    """Return software and clock (Unix seconds) of a host, from its script's output. Raises ``EngineError`` if the script has not run."""
     for line in output.splitlines():
         if line.startswith("phalanx-host "):
             software, unix_s = json.loads(line.partition(" ")[2])
@@ -213,6 +215,7 @@ def _note(order: LaunchOrder, started: list[Started]) -> None:
 
 
 def _pid(host: Host, output: str) -> int:
+    """Return the session's process number from a start script's output. Raises ``EngineError`` if nothing was started."""
     for line in output.splitlines():
         if line.startswith("phalanx-pid "):
             return int(line.split()[1])
@@ -244,7 +247,10 @@ def alive(run_dir: Path) -> tuple[list[Started], list[str]]:
 def end(
     run_dir: Path, started: list[Started], number: signal.Signals | None
 ) -> tuple[list[Started], list[str]]:
-    """Send a signal to the sessions that are still there; returns those, and why some hosts did not answer."""
+    """Send a signal to the sessions that are still there; return those, and the messages of hosts that do not answer.
+
+    ``number`` None sends none. SIGTERM is sent to a session once only.
+    """
     pids = {session.host.name: session.pid for session in started}
     folder = str(run_dir.resolve())
 

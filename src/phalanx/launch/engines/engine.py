@@ -93,7 +93,7 @@ class QueuedJob(Protocol):
 
 
 class LaunchEngine(Protocol):
-    """Gives nodes to runs. All methods raise ``EngineError`` with what to change."""
+    """Engine that gives nodes to runs. All methods raise ``EngineError`` with what to change."""
 
     @property
     def name(self) -> str:
@@ -145,7 +145,7 @@ class SubmittedRun(Protocol):
 
     @property
     def run_dir(self) -> Path:
-        """Its directory."""
+        """The run's directory."""
         ...
 
     @property
@@ -292,7 +292,7 @@ def standing_or_end(run_dir: Path) -> JobStanding | None:
 
 
 def _printed(log: Path) -> list[str]:
-    """The last lines of a job's log; none if there is no log."""
+    """Return the last lines of a job's log, without blank ones; none if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
@@ -349,7 +349,7 @@ def prevent_restart(run_dir: Path, *, at_once: bool = False) -> str:
 
 
 def problems_of(spec: RunSpec, engine: LaunchEngine) -> list[Problem]:
-    """Return the mistakes in a run that can be found without its engine."""
+    """Return the mistakes in a run that can be found without its engine: fields, sinks, observers, variables, numbers of nodes."""
     fleet = spec.fleet
     if not fleet.nodes and engine.needs_nodes:
         return [Problem("fleet.nodes", "0 nodes are to hold ranks", "--nodes N")]

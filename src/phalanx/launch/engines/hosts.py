@@ -102,7 +102,7 @@ def read_hosts(text: str) -> list[Host]:
 
 
 def _wrong_with(words: list[str], match: re.Match[str], values: dict[str, str]) -> str:
-    """The mistake in a line that begins with a host; empty if there is none."""
+    """Return the mistake in a line that begins with a host; empty if there is none."""
     port, keys = match["port"], [word.partition("=")[0] for word in words[1:]]
     if unknown := sorted(set(keys) - {"name", "address", "domain"}):
         return f"{unknown[0]!r} is not known"
@@ -188,6 +188,7 @@ def start_script(order: LaunchOrder, host: Host, head: Host | None, word: str) -
 
 
 def _words(order: LaunchOrder, host: Host, head: Host | None) -> list[str]:
+    """Return the command of a host: train on this machine, or an agent that leads, follows, or without ``head`` joins a fleet."""
     if host.destination == HERE:
         return [*order.program, "train", str(order.run_file)]
     if head is None:
@@ -234,6 +235,7 @@ def signal_script(run_dir: str, pids: list[int], number: int) -> str:
 
 
 def _begin(order: LaunchOrder) -> Iterator[str]:
+    """Yield the shell lines before a host's command: working directory, variables, prologue."""
     yield f"cd {shlex.quote(str(order.working_dir))} || exit 66"
     yield "export PYTHONUNBUFFERED=1"
     yield from exports_of(order.launch)
@@ -264,9 +266,9 @@ def not_for_hosts(order: LaunchOrder) -> Iterator[str]:
 
 
 def network_of(hosts: Sequence[Host]) -> Topology:
-    """The network of hosts that name their domains; its levels are "level 1" and on, the widest first.
+    """Return the network of hosts that name their domains; its levels are "level 1" and on, the widest first.
 
-    Raises ``TopologyError`` if none does, or some do not: where those are is not known, and so no price.
+    Raises ``TopologyError`` if none does, or some do not: without their places there is no price.
     """
     if not any(host.domain for host in hosts):
         raise TopologyError("no host says where it is in the network: domain=POD/RACK on every line")

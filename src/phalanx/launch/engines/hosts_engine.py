@@ -56,7 +56,10 @@ class HostsEngine:
         return missing_data(spec, working_dir)
 
     def submit(self, spec: RunSpec, working_dir: Path, request: SubmitRequest) -> SubmitReport:
-        """Start the run on its hosts, and leave it to itself."""
+        """Verify the hosts, record the submission, and start the run on them, detached. With ``dry_run`` only return the scripts.
+
+        Raises ``EngineError`` with every reason against it.
+        """
         order = order_of(spec, working_dir)
         listed = hosts_in(order, order.launch.hosts) if self.has_hosts else [_THIS_MACHINE]
         # As many as the run needs, spares included; all if there are fewer, which the checks report.
@@ -84,9 +87,11 @@ class HostsEngine:
     def verified(
         self, order: LaunchOrder, spec: RunSpec, listed: list[Host], hosts: list[Host]
     ) -> tuple[RunSpec, PricedNodes | None]:
-        """Return a run that can start on the first ``hosts`` of those ``listed``, with the price of that placement where it is known.
+        """Return a run that can start on the first ``hosts`` of those ``listed``, with the price of that placement if it is known.
 
-        Raises ``EngineError`` with everything that keeps it from starting.
+        Fills ``launch.unit`` and ``order`` from the price if they are open, and writes the price into the run's folder. Raises
+        ``EngineError`` with
+        everything that keeps the run from starting.
         """
         earlier = recorded_run(order.run_dir)
         if earlier is not None:
@@ -194,7 +199,8 @@ LOCAL = HostsEngine("local", needs_nodes=False, has_hosts=False)
 
 
 def hosts_in(order: LaunchOrder, path: str) -> list[Host]:
-    """Return the hosts in a file. Raises ``EngineError``."""
+    """Return the hosts in a file, relative to the working directory. Raises ``EngineError`` if there is none, it is unreadable, or
+    it is empty."""
     if not path:
         raise EngineError("which hosts? --hosts FILE, or launch.hosts in the run file")
     try:

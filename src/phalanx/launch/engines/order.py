@@ -45,7 +45,10 @@ def range_of_connections(path: Path = RANGE_FILE) -> tuple[int, int]:
 
 
 def port_of(number: int, connections: tuple[int, int]) -> int:
-    """The coordinator's port of a run with this number, where outgoing connections have these first and last ports."""
+    """Return the coordinator's port of a run with this number, outside of the range (first, last) of outgoing connections.
+
+    If too few ports are outside of it, any port of the whole range may be returned.
+    """
     first, last = connections
     below = min(max(first, _FIRST), _END) - _FIRST
     resumes = min(max(last + 1, _FIRST), _END)
@@ -57,7 +60,8 @@ def port_of(number: int, connections: tuple[int, int]) -> int:
 
 
 def port_in_shell(number: str, path: Path = RANGE_FILE) -> Iterator[str]:
-    """Lines of a shell that set ``port`` as ``port_of`` does, on the machine that runs them; ``number`` is an expression of its arithmetic."""
+    """Yield shell lines that set ``port`` as ``port_of`` does, on the machine that runs them; ``number`` is an expression of its
+    arithmetic."""
     first, last = USUAL_RANGE
     yield f"first={first} last={last}; {{ read -r first last < {path}; }} 2>/dev/null || :"
     yield f"below=$(( (first < {_FIRST} ? {_FIRST} : first > {_END} ? {_END} : first) - {_FIRST} ))"
@@ -139,7 +143,7 @@ class LaunchOrder:
 
 
 def seconds_of(text: str) -> float:
-    """Seconds of a time limit: 2d, 12h, 1h30m, or Slurm's MINUTES, HH:MM:SS and D-HH:MM:SS. Raises ``EngineError``."""
+    """Return the seconds of a time limit: 2d, 12h, 1h30m, or Slurm's MINUTES, HH:MM:SS and D-HH:MM:SS. Raises ``EngineError``."""
     spans = _SPAN.findall(text)
     if spans and not _SPAN.sub("", text).strip():
         return sum(float(number) * _SECONDS[unit] for number, unit in spans)
@@ -174,7 +178,8 @@ _MOST_BYTES = 1 << 20
 def private_variables(
     launch: LaunchSpec, working_dir: Path, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the values of variables that the run file does not hold. Raises ``EngineError`` naming the field."""
+    """Return the variables whose values are not in the run file: those of ``launch.secrets``, else of ``environ``. Raises
+    ``EngineError`` naming the field."""
     values = _of_file(working_dir / Path(launch.secrets).expanduser()) if launch.secrets else {}
     for name, value in launch_variables(launch):
         if value is None and name not in values:
@@ -204,6 +209,8 @@ def private_exports(launch: LaunchSpec, working_dir: Path) -> str:
 
 
 def _of_file(path: Path) -> dict[str, str]:
+    """Return the variables in a file of NAME=VALUE lines. Raises ``EngineError`` if it is unreadable, malformed, or accessible to
+    other users."""
     try:
         with open_regular(path, follow=True) as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -98,7 +98,7 @@ class SlurmJob:
 
     @property
     def sentence(self) -> str:
-        """The state of the job; of one that waits the reason and the remedy."""
+        """The state of the job; if it waits, the reason, the remedy and the expected start."""
         if not self.is_waiting:
             left = f"{self.time_left} left" if _days(self.time_left) < _NO_LIMIT_DAYS else "no time limit"
             return f"{self.state.lower()} on {self.nodes} nodes ({self.hosts}), {left}"
@@ -124,7 +124,7 @@ def is_known_start(text: str) -> bool:
 
 
 def _days(time_left: str) -> float:
-    """Whole days in Slurm's D-HH:MM:SS; infinite for UNLIMITED."""
+    """Return the days in Slurm's D-HH:MM:SS, 0 below one; infinite for UNLIMITED."""
     days, dash, _ = time_left.partition("-")
     if time_left == "UNLIMITED":
         return math.inf
@@ -137,7 +137,7 @@ def jobs() -> list[SlurmJob]:
 
 
 def parse_jobs(text: str) -> list[SlurmJob]:
-    """The jobs of a ``squeue`` table that are Phalanx's."""
+    """Return Phalanx's jobs in a ``squeue`` table, by their comments; other lines are skipped."""
     parsed = []
     for line in text.splitlines():
         fields = line.split("|", 9)
@@ -164,7 +164,10 @@ def parse_jobs(text: str) -> list[SlurmJob]:
 
 
 def job_of(run_dir: Path, last: str = "") -> SlurmJob | None:
-    """The queued or running job of a run; ``None`` if there is none among your own, and its ``last`` job, which may be another user's, is over."""
+    """Return the queued or running job of a run; ``None`` if there is none.
+
+    It is looked for among the user's own jobs, without those that join, then by the number ``last``, which may be another user's.
+    """
     own = next((job for job in jobs_of(run_dir) if not job.joins), None)
     if own is not None or not last.isdecimal():
         return own
@@ -184,9 +187,10 @@ def jobs_of(run_dir: Path) -> list[SlurmJob]:
 def give_back(
     run_dir: Path, names: set[str], *, retry_pause_s: float = _PAUSE_S
 ) -> dict[str, tuple[str, ...]]:
-    """Takes nodes whose agents have ended out of the jobs of a run, so that others can have them; job -> those it had.
+    """Take nodes whose agents have ended out of the jobs of a run, so that others can have them. Return the released nodes by job.
 
-    A job all of whose nodes have gone ends by itself. ``retry_pause_s`` is the pause between two tries to make a job smaller while Slurm is busy.
+    A job all of whose nodes have gone ends by itself. ``retry_pause_s`` is the pause between two tries to make a job smaller while
+    Slurm is busy.
     Raises ``EngineError``.
     """
     released: dict[str, tuple[str, ...]] = {}
@@ -201,7 +205,8 @@ def give_back(
 
 
 def demand_resizable(run_dir: Path) -> None:
-    """Raises ``EngineError`` if the job of a run cannot be made smaller, before nodes leave the fleet for nothing.
+    """Raise ``EngineError`` if the job of a run cannot be made smaller, before nodes leave the fleet for nothing. Tried by setting
+    its comment.
 
     Does nothing where further jobs have joined: their nodes may be those that leave.
     """
@@ -218,7 +223,7 @@ def demand_resizable(run_dir: Path) -> None:
 
 
 def _make_smaller(job: SlurmJob, rest: Sequence[str], leaving: Sequence[str], retry_pause_s: float) -> None:
-    """Takes the nodes out of a job that are not among the ``rest``. Raises ``EngineError``."""
+    """Reduce a job to the nodes ``rest``, trying again while Slurm is busy. Raises ``EngineError``."""
     words = ["scontrol", "update", f"JobId={job.id}", f"NodeList={','.join(rest)}"]
     for tried in range(_TRIES):
         try:
@@ -262,7 +267,7 @@ def _nodes_of(partition: str) -> list[NodeFacts]:
 
 
 def submit(script: Path, private: Mapping[str, str]) -> str:
-    """Queues a batch script, with ``private`` variables in its job's environment; returns the job's number. Raises ``EngineError``."""
+    """Queue a batch script, with ``private`` variables in its job's environment; return the job's number. Raises ``EngineError``."""
     words = ["sbatch", "--parsable", str(script)]
     return run_tool(words, environment={**without_overrulers(os.environ), **private}).strip().split(";")[0]
 
@@ -276,7 +281,7 @@ def test_submit(script: Path) -> str:
 
 
 def cancel(job: str) -> None:
-    """Ends a job, queued or running."""
+    """End a job, queued or running, without waiting. Raises ``EngineError``."""
     run_tool(["scancel", job])
 
 
@@ -312,7 +317,10 @@ class NodeFacts:
 
 
 def preflight(order: LaunchOrder) -> list[str]:
-    """Everything that keeps a job from ever starting, each with what to change; empty if nothing does. Raises ``EngineError``."""
+    """Return everything that keeps a job from ever starting, each with a remedy; empty if nothing does. Raises ``EngineError``.
+
+    Limits of accounts are left out if they cannot be read.
+    """
     partitions = parse_partitions(run_tool(["scontrol", "show", "partition", "-o"]))
     names = {"", *(partition.name for partition in partitions)}
     nodes = {name: _nodes_of(name) for name in named_partitions(order.launch) if name in names}
@@ -326,7 +334,8 @@ def preflight(order: LaunchOrder) -> list[str]:
 def problems(
     order: LaunchOrder, partitions: list[SlurmPartition], nodes: Mapping[str, list[NodeFacts]]
 ) -> list[str]:
-    """``preflight`` as a function of the facts. A job that names several partitions starts if one of them can start it, and all of them are there."""
+    """Return ``preflight`` as a function of the facts. A job that names several partitions starts if one of them can start it, and
+    all of them exist."""
     names, by_partition = {"", *(partition.name for partition in partitions)}, []
     for name in named_partitions(order.launch):
         order_there = replace(order, launch=replace(order.launch, partition=name))
@@ -339,6 +348,7 @@ def problems(
 def _problems_in(
     order: LaunchOrder, partitions: list[SlurmPartition], nodes: list[NodeFacts]
 ) -> Iterator[str]:
+    """Yield the reasons for which a job would never start in its partition: state, size, time, usable nodes, GPUs."""
     launch = order.launch
     names = ", ".join(candidate.name for candidate in partitions if candidate.up)
     matching = [
@@ -387,7 +397,7 @@ def _problems_in(
 
 
 def parse_partitions(text: str) -> list[SlurmPartition]:
-    """The partitions in ``scontrol show partition -o``."""
+    """Return the partitions in ``scontrol show partition -o``; limits that are not set are ``None``."""
     parsed = []
     for line in text.splitlines():
         fields = dict(part.split("=", 1) for part in line.split() if "=" in part)
@@ -406,7 +416,7 @@ def parse_partitions(text: str) -> list[SlurmPartition]:
 
 
 def parse_nodes(text: str) -> list[NodeFacts]:
-    """The nodes in ``sinfo -h -N -o '%N|%T|%G'``, each once."""
+    """Return the nodes in ``sinfo -h -N -o '%N|%T|%G'``, each once."""
     parsed: dict[str, NodeFacts] = {}
     for line in text.splitlines():
         name, state, resources = (*line.split("|"), "", "")[:3]
@@ -419,7 +429,7 @@ def parse_nodes(text: str) -> list[NodeFacts]:
 
 
 def refuse_second(run_dir: Path, last: str = "") -> None:
-    """Raises ``EngineError`` if the run is queued or running already, by ``job_of``."""
+    """Raise ``EngineError`` if the run is queued or running already, by ``job_of``."""
     running = job_of(run_dir, last)
     if running is not None:
         raise second(run_dir, running)

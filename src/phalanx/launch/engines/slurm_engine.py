@@ -74,7 +74,11 @@ class SlurmEngine:
             )
 
     def submit(self, spec: RunSpec, working_dir: Path, request: SubmitRequest) -> SubmitReport:
-        """Queue the run, placed as is best on the nodes that are free now."""
+        """Queue the run, with units and order of the best placement on the nodes that are free now. With ``dry_run`` only return
+        the script.
+
+        Raises ``EngineError`` if the run is finished, queued already, or could never start.
+        """
         order = order_of(spec, working_dir)
         if request.dry_run:
             script = batch_script(order if request.lender is None else _borrowing(order, request.lender))
@@ -104,7 +108,7 @@ class SlurmEngine:
         return slurm.jobs()
 
     def queued(self, run_dir: Path) -> Submitted | None:
-        """Return the job of a run in the queue."""
+        """Return the job of a run in the queue; ``None`` if there is none, or Slurm's tools are not installed."""
         job = slurm.job_of(run_dir) if shutil.which("squeue") is not None else None
         if job is None:
             return None
@@ -160,7 +164,8 @@ class SlurmRun:
             raise slurm.second(self.run_dir, job)
 
     def request_stop(self, reign: int | None) -> bool:
-        """Signal the batch shell, which is lost with the first node of the job; then another coordinator leads."""
+        """Signal the batch shell to save and end. Return False without a job, or if another coordinator leads: the shell is lost
+        with the first node."""
         job = self._job()
         if job is None or reign not in (None, 1):
             return False
@@ -182,7 +187,10 @@ class SlurmRun:
         return slurm.give_back(self.run_dir, nodes)
 
     def prepare_joining(self, by: int, notify: Callable[[str], None]) -> Callable[[], str]:
-        """Write the script of a job whose nodes join the run, and check that it could start."""
+        """Write the script of a job whose nodes join the run, and check that it could start. Return a function that queues it.
+
+        ``notify`` receives a line for each variable of sbatch that is used. Raises ``EngineError``.
+        """
         try:
             spec = read_resolved(RunDirectory(self.run_dir))
         except RunDirectoryError as error:
@@ -212,9 +220,9 @@ ENGINE = SlurmEngine()
 
 
 def queue_job(spec: RunSpec, working_dir: Path, lender: Lender | None = None) -> tuple[Submitted, str]:
-    """Queue the job of a run, once ``lender`` has given back the nodes that are missing.
+    """Queue the job of a run, once ``lender`` has given back the nodes that are missing. Writes its script, run file and record.
 
-    Returns the record, and when Slurm expects the job to start. Raises ``EngineError``.
+    Return the record, and when Slurm expects the job to start. Raises ``EngineError``.
     """
     order = order_of(spec, working_dir)
     private = private_variables(order.launch, working_dir)
@@ -246,7 +254,8 @@ def _refuse_second(order: LaunchOrder) -> None:
 
 
 def _borrowing(order: LaunchOrder, lender: Lender) -> LaunchOrder:
-    """The order, with as many nodes to be taken from ``lender`` as are missing now. Raises ``EngineError`` if it has none of Slurm's."""
+    """Return the order, with as many nodes to be taken from ``lender`` as are missing now. Raises ``EngineError`` if it has none of
+    Slurm's."""
     made = read_record(lender.run_dir)
     if made is None or made.engine != ENGINE.name:
         raise EngineError(
@@ -268,7 +277,8 @@ def borrowed(order: LaunchOrder, lender: Lender) -> LaunchOrder:
 
 
 def _still_lent(order: LaunchOrder) -> str:
-    """The remedy for nodes that were given back for a job which Slurm then refused; empty if there are none."""
+    """Return the remedy for nodes that were given back for a job which Slurm then refused; empty if there are none. Marks them as
+    returned."""
     if order.taken_from is None:
         return ""
     # Or phalanx cancel would give them back by the record of an earlier loan; it is there already, or its disk is full.
@@ -281,7 +291,7 @@ def _still_lent(order: LaunchOrder) -> str:
 
 
 def _noted(order: LaunchOrder, job: str) -> Submitted:
-    """The record of a queued job. Raises ``EngineError`` if it cannot be written, after cancelling the job, which could write nothing either."""
+    """Record a queued job. If that cannot be written, cancel the job, which could write nothing either, and raise ``EngineError``."""
     try:
         return record(order, ENGINE.name, job)
     except EngineError as error:
@@ -295,7 +305,7 @@ def _noted(order: LaunchOrder, job: str) -> Submitted:
 
 
 def _placement(spec: RunSpec) -> tuple[PricedNodes | None, str]:
-    """The best placement on the nodes that are free now; or why there is none."""
+    """Return the best placement on the nodes that are free now; or ``None`` and the reason."""
 
     def free_nodes() -> Topology:
         return load_topology("slurm", spec.launch.partition, free_only=True)

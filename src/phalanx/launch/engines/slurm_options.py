@@ -151,7 +151,8 @@ VARIABLES = {f"SBATCH_{name}": option for name, option in _VARIABLES.items()}
 
 
 def options_in(line: str) -> Iterator[str]:
-    """The full names of the options in a line as sbatch reads it; of a beginning that several names have, all of them. Raises ``EngineError``."""
+    """Yield the full names of the options in a line as sbatch reads it; for an ambiguous abbreviation, all of them. Raises
+    ``EngineError``."""
     try:
         words = iter(list(_words_in(line)))
     except ValueError as error:
@@ -189,7 +190,8 @@ def _words_in(line: str) -> shlex.shlex:
 
 
 def refuse(line: str) -> None:
-    """Raises ``EngineError`` if a line does not begin as an option, or holds one that contradicts the launcher; names that nobody has are sbatch's to refuse."""
+    """Raise ``EngineError`` if a line does not begin as an option, or contains one that contradicts the launcher; unknown names are
+    left to sbatch."""
     if "\n" in line:
         raise EngineError(f"launch.options: {line!r} is no option of sbatch, as --licenses=lustre is")
     for option in options_in(line):
@@ -256,7 +258,8 @@ class Limit:
 
 
 def limits_of(order: LaunchOrder, run: Callable[[Sequence[str]], str] = run_tool) -> list[Limit]:
-    """The limits that apply to the job of ``order``; empty where Slurm enforces none or keeps no accounts.
+    """Return the limits of accounts and QOS that apply to the job of ``order``; empty where Slurm enforces none or keeps no
+    accounts.
 
     Raises ``EngineError`` if the accounts cannot be read.
     """
@@ -286,7 +289,7 @@ def limits_of(order: LaunchOrder, run: Callable[[Sequence[str]], str] = run_tool
 
 
 def limit_problems(order: LaunchOrder, limits: Sequence[Limit]) -> Iterator[str]:
-    """One line for each limit that the job of ``order`` is larger than, with what to change."""
+    """Yield one line for each limit that the job of ``order`` is larger than, with the remedy."""
     gpus = order.all_nodes * order.gpus_per_node
     wall_s = seconds_of(order.launch.time_limit) if order.launch.time_limit else None
     for limit in limits:

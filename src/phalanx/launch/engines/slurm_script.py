@@ -1,4 +1,4 @@
-"""Writes the batch script that starts a run under Slurm: one job, one step, one agent on every node, spares included.
+"""Write the batch script that starts a run under Slurm: one job, one step, one agent on every node, spares included.
 
 Why each line is there, by tests on real clusters (Slurm 22.05 and 24.11):
 
@@ -84,6 +84,8 @@ def joining_script(order: LaunchOrder, nodes: int) -> str:
 
 
 def _header(order: LaunchOrder, own: dict[str, str]) -> Iterator[str]:
+    """Yield the ``#SBATCH`` lines of a script: ``own`` options, those of the run file, and its further lines. Raises
+    ``EngineError`` for a refused one."""
     launch = order.launch
     yield "#!/bin/bash"
     options = {
@@ -126,7 +128,7 @@ def _log(order: LaunchOrder, name: str) -> str:
 
 
 def _quoted(name: str, value: str) -> str:
-    """The value as sbatch reads it in a script."""
+    """Return the value as sbatch reads it in a script. Raises ``EngineError`` for a line break or a quote."""
     if "\n" in value or '"' in value:
         raise EngineError(
             f"launch: --{name}={value!r} holds a line break or a quote, which sbatch cannot read"
@@ -136,6 +138,8 @@ def _quoted(name: str, value: str) -> str:
 
 
 def _environment(order: LaunchOrder) -> Iterator[str]:
+    """Yield the lines that export variables, check that private ones are set, and run the prologue. Raises ``EngineError`` for
+    ``#SBATCH`` in it."""
     launch = order.launch
     yield "# Written by phalanx submit, which also freezes the run file for it: without that, sbatch alone starts nothing."
     yield "export PYTHONUNBUFFERED=1"
@@ -154,7 +158,8 @@ def _environment(order: LaunchOrder) -> Iterator[str]:
 
 
 def _container(order: LaunchOrder) -> str:
-    """Options of srun for a container (Pyxis), with a space before them; empty for none. Raises ``EngineError`` for mounts without one."""
+    """Return the options of srun for a container (Pyxis), with a space before them; empty for none. Raises ``EngineError`` for
+    mounts without one."""
     image, mounts = order.launch.container_image, ",".join(order.launch.container_mounts)
     if mounts and not image:
         raise EngineError(
@@ -168,6 +173,8 @@ def _container(order: LaunchOrder) -> str:
 
 
 def _body(order: LaunchOrder) -> Iterator[str]:
+    """Yield the lines of the batch shell: find a port, verify the nodes, start the agents, and at the end queue again or give nodes
+    back."""
     phalanx = shlex.join(order.program)
     folder, run_dir = shlex.quote(str(order.folder)), shlex.quote(str(order.run_dir))
     yield from _environment(order)
@@ -210,7 +217,8 @@ def _body(order: LaunchOrder) -> Iterator[str]:
 
 
 def _queued_again(order: LaunchOrder) -> Iterator[str]:
-    """Queues a job again whose run has saved for now; not one that was cancelled, or stopped for good, or comes to nothing again and again.
+    """Yield the lines that queue a job again whose run has saved for now: not if it was cancelled, stopped for good, or repeatedly
+    saves nothing.
 
     A job whose start takes longer than its time limit leaves would cost its nodes for ever and never save a step.
     """
@@ -241,14 +249,14 @@ def _queued_again(order: LaunchOrder) -> Iterator[str]:
 
 
 def _given_back(order: LaunchOrder) -> Iterator[str]:
-    """Lets the run that has lent nodes have as many again."""
+    """Yield the line that lets the run that has lent nodes have as many again, once; nothing if no nodes were lent."""
     if order.taken_from is not None:
         lender, returned = shlex.quote(str(order.taken_from)), shlex.quote(str(order.folder / RETURNED))
         yield f"! mkdir {returned} 2>/dev/null || {shlex.join(order.program)} fleet grow {lender} --by {order.taken} || true"
 
 
 def _nobody_joins(run_dir: str) -> Iterator[str]:
-    """Cancels jobs whose nodes were to join a run that is over, and that wait still: they would get nodes for nothing.
+    """Yield the lines that cancel waiting jobs whose nodes were to join a run that is over.
 
     ``run_dir`` is an expression of the shell's.
     """
@@ -259,7 +267,11 @@ def _nobody_joins(run_dir: str) -> Iterator[str]:
 
 
 def _verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
-    """Prices the nodes that Slurm gave, beside the start, or before it where nodes may be refused; nodes without a price are taken."""
+    """Yield the lines that price the nodes that Slurm gave, beside the start; before it, if ``launch.most_lost_ms`` may refuse
+    them.
+
+    Nodes without a price are taken.
+    """
     limit_ms, price_file = order.launch.most_lost_ms, shlex.quote(str(order.price_file))
     words = f'{phalanx} place {shlex.quote(str(order.run_file))} --topology slurm --allocation "$SLURM_JOB_NODELIST"'
     yield f"rm -f {price_file}"
@@ -273,7 +285,8 @@ def _verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
 
 
 def _joining_verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
-    """Prices the fleet with the nodes that Slurm gave for it, before they join; they do not if they make it lose more than it may."""
+    """Yield the lines that price the fleet with the nodes of a joining job; these do not join if the fleet would lose more than it
+    may."""
     limit_ms, run_dir = order.launch.most_lost_ms, shlex.quote(str(order.run_dir))
     price_file = f'{shlex.quote(str(order.folder))}/given-"$SLURM_JOB_ID"'
     words = (
@@ -290,9 +303,11 @@ def _joining_verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
 
 
 def _concluded(order: LaunchOrder) -> Iterator[str]:
-    """Lines, within single quotes, that a node runs after its agent: they end the job if the first node, which would, was lost and succeeded.
+    """Yield lines, within single quotes, that a node runs after its agent: they end the job if the first node, which would, was
+    lost and succeeded.
 
-    An agent also ends whose node is given back while the others train on: as long as a coordinator writes the fleet's file and does not call the run over, the
+    An agent also ends whose node is given back while the others train on: as long as a coordinator writes the fleet's file and does
+    not call the run over, the
     job is theirs. Both times are those of the file system: clocks of nodes and of a file server differ.
     """
     yield 'grep -Eq ".reign.: *([2-9]|[1-9][0-9])" "${folder%/*}/fleet.json" || exit "$code"'
@@ -315,7 +330,7 @@ def _concluded(order: LaunchOrder) -> Iterator[str]:
 
 
 def _on_grace(order: LaunchOrder, phalanx: str, run_dir: str) -> Iterator[str]:
-    """Lines that the batch shell runs when the end is near, and each node before its agent starts."""
+    """Yield the lines that the batch shell runs when the end is near, and those that each node runs around its agent."""
     yield "told="  # a second signal would end at once agents that save because of the first
     yield "save_and_end() {"
     yield f'  echo "the job ends soon (time limit, preemption or phalanx cancel; launch.grace_s = {order.launch.grace_s:g}): the run saves"'

@@ -72,7 +72,7 @@ def default_name(spec: RunSpec) -> str:
 
 
 def missing_data(spec: RunSpec, working_dir: Path) -> Iterator[str]:
-    """Yield the datasets that this machine does not see; the nodes may see them."""
+    """Yield a line for each dataset that this machine does not see; the nodes may see it. None if the run prepares its data."""
     data = spec.data
     if data.corpus:
         return
@@ -101,9 +101,12 @@ def order_of(spec: RunSpec, working_dir: Path) -> LaunchOrder:
 
 @contextmanager
 def only_submission(order: LaunchOrder) -> Iterator[None]:
-    """Keeps out whoever else would submit the run meanwhile: two that both find nothing queued would both queue it.
+    """Context that locks the submissions of a run: two that both see nothing queued would both queue it. Waits a little for the
+    lock.
 
-    Raises ``EngineError`` naming who holds the lock, or if it cannot be had; its file stays, since who removes one that another waits for lets in a third.
+    Raises ``EngineError`` naming the holder, or if the lock cannot be had. Its file stays: removing one that another process waits
+    for would
+    let in a third.
     """
     path = order.folder / _SUBMITTING
     try:
@@ -131,7 +134,7 @@ def only_submission(order: LaunchOrder) -> Iterator[None]:
 
 
 def _lock(fd: int) -> bool:
-    """Takes the lock of submissions; false if another submission has it."""
+    """Take the lock of submissions; return False if another submission still has it after a short wait."""
     for tried in range(_LOCK_TRIES):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -146,7 +149,7 @@ def _named_in(fd: int) -> str:
 
 
 def submitter_of(run_dir: Path) -> str:
-    """The process that submits a run at this moment; empty if none does, or if the file system has no locks."""
+    """Return the process that submits a run at this moment; empty if none does, or if the file system has no locks."""
     try:
         fd = os.open(run_dir / FOLDER / _SUBMITTING, os.O_RDONLY)
     except OSError:
@@ -163,10 +166,11 @@ def submitter_of(run_dir: Path) -> str:
 
 
 def wait_for_submitter(run_dir: Path, notify: Callable[[str], None]) -> str:
-    """Waits until nobody submits a run any more, so that what was started can be seen; returns who did, empty if nobody.
+    """Wait until no process submits the run, so that what was started can be seen; return the process that did, empty if none.
 
-    Meanwhile the run is marked as stopped again and again: a submission that has just begun forgets that an earlier start was. Raises ``EngineError``
-    if it takes too long.
+    Meanwhile the run is marked as stopped again and again: a submission that has just begun removes the mark of an earlier start.
+    Raises
+    ``EngineError`` if it takes too long.
     """
     deadline_s, notified = time.monotonic() + _SUBMITS_S, ""
     while submitter := submitter_of(run_dir):
@@ -185,7 +189,7 @@ def wait_for_submitter(run_dir: Path, notify: Callable[[str], None]) -> str:
 
 
 def refuse_finished(order: LaunchOrder, spec: RunSpec) -> None:
-    """Raises ``EngineError`` if the run is finished."""
+    """Raise ``EngineError`` if the run is finished."""
     if RunDirectory(order.run_dir).complete_result(spec) is not None:
         raise EngineError(
             f"the run in {order.run_dir} is finished; give another run_dir to train it once more"
@@ -193,7 +197,7 @@ def refuse_finished(order: LaunchOrder, spec: RunSpec) -> None:
 
 
 def write_files(order: LaunchOrder, spec: RunSpec, script: str) -> Path:
-    """Writes the frozen run file and the engine's script; returns the script's path. Raises ``EngineError``."""
+    """Write the frozen run file and the engine's script; return the script's path. Raises ``EngineError``."""
     path = order.folder / "job.sh"
     try:
         order.folder.mkdir(parents=True, exist_ok=True)
@@ -205,7 +209,7 @@ def write_files(order: LaunchOrder, spec: RunSpec, script: str) -> Path:
 
 
 def record(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Submitted:
-    """Notes what was submitted. Raises ``EngineError``."""
+    """Write the record of a submission, replacing that of an earlier one, and return it. Raises ``EngineError``."""
     lender = "" if order.taken_from is None else str(order.taken_from)
     made = Submitted(
         *(engine, job, order.name, order.nodes, order.spares, time.time(), str(order.working_dir), leader),
@@ -220,9 +224,9 @@ def record(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Submi
 
 @contextmanager
 def recorded(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Iterator[Submitted]:
-    """Notes a submission before what is inside starts it, so that what runs is known whatever becomes of who has started it.
+    """Record a submission before the body starts it, so that the run is known even if its starter is killed.
 
-    If it was not started (``EngineError``), the record is again what it was.
+    If the body raises ``EngineError``, the earlier record is restored.
     """
     path = order.folder / RECORD
     try:
@@ -253,7 +257,7 @@ def read_record(run_dir: Path) -> Submitted | None:
 
 
 def forget_stopped(order: LaunchOrder) -> None:
-    """Forgets that an earlier start of the run was stopped, as a submission begins; who stops the run from then on stops this one.
+    """Remove the mark that an earlier start of the run was stopped, as a submission begins; a later stop is one of this start.
 
     Raises ``EngineError``.
     """
@@ -264,16 +268,20 @@ def forget_stopped(order: LaunchOrder) -> None:
 
 
 def refuse_stopped(order: LaunchOrder) -> None:
-    """Raises ``EngineError`` if somebody has stopped the run since its submission began.
+    """Raise ``EngineError`` if the run was stopped since its submission began.
 
-    What the submission has started so far must be noted before: then either this sees who stops the run, or that one sees what runs.
+    The submission must be recorded before: then either this sees the stop, or the stop sees what runs.
     """
     if (order.folder / STOPPED).exists():
         raise EngineError(f"the run in {order.run_dir} was cancelled while it was being submitted")
 
 
 def mark_stopped(run_dir: Path) -> None:
-    """Keeps the run's job from queueing itself again, and a submission that is under way from starting it. Raises ``EngineError``."""
+    """Mark the run as stopped: its job does not queue itself again, and a submission under way does not start it. Raises
+    ``EngineError``.
+
+    Does nothing for a run that was never submitted.
+    """
     folder = run_dir / FOLDER
     # Whoever made it before may be another user, whose file nobody else may write.
     if not folder.is_dir() or (folder / STOPPED).is_file():

@@ -50,7 +50,7 @@ def preflight(request: PodRequest) -> list[str]:
 
 
 def refuse_second(request: PodRequest) -> ClusterJob | None:
-    """The run's failed job, if there is one. Raises ``EngineError`` if its job is there and has not failed."""
+    """Return the run's failed job, or ``None``. Raises ``EngineError`` if its job exists and has not failed."""
     job = job_named(request.name, request.launch.namespace, [_resource(request)])
     if job is not None and job.state == "completed":
         raise EngineError(
@@ -65,6 +65,7 @@ def refuse_second(request: PodRequest) -> ClusterJob | None:
 
 
 def _missing_queue(resource: str, queue: str, namespace: str) -> Iterator[str]:
+    """Yield the problem if a queue, or its kind, is not in the cluster; nothing if this user may not list queues."""
     try:
         names = kubectl(
             "get", resource, "-o", "jsonpath={.items[*].metadata.name}", namespace=namespace
@@ -81,6 +82,7 @@ def _missing_queue(resource: str, queue: str, namespace: str) -> Iterator[str]:
 
 
 def _unfit_claim(claim: str, request: PodRequest, namespace: str) -> Iterator[str]:
+    """Yield the problem if a claim is missing, or cannot be written by several pods."""
     text = kubectl(
         "get", "persistentvolumeclaims", claim, "-o", "json", "--ignore-not-found", namespace=namespace
     )
@@ -96,7 +98,7 @@ def _unfit_claim(claim: str, request: PodRequest, namespace: str) -> Iterator[st
 
 
 def submit(request: PodRequest, submission: str, token: str) -> ClusterJob:
-    """Creates a run's job and what belongs to it. Raises ``EngineError``; then nothing of it is left."""
+    """Create a run's job and what belongs to it, after deleting a failed one. Raises ``EngineError``; then nothing of it is left."""
     namespace, resource = request.launch.namespace, _resource(request)
     earlier = refuse_second(request)
     if earlier is not None:
@@ -130,7 +132,7 @@ def _resource(request: PodRequest) -> str:
 
 
 def end(job: ClusterJob, *, at_once: bool = False, wait: bool = True) -> None:
-    """Deletes a job: its pods have their grace to save, unless ``at_once``; by default until all are gone. Raises ``EngineError``."""
+    """Delete a job: its pods have their grace to save, unless ``at_once``; by default wait until all are gone. Raises ``EngineError``."""
     words = ["delete", job.resource, job.name, "--ignore-not-found"]
     if at_once:
         kubectl(*words, "--cascade=background", "--wait=false", namespace=job.namespace)
@@ -162,7 +164,11 @@ def ask_in_pod(job: ClusterJob, *words: str) -> str:
 
 
 def print_logs(job: ClusterJob, *, index: int, follow: bool, last: int) -> int:
-    """Prints what a pod has printed, as it comes if ``follow``; returns kubectl's exit code. Raises ``EngineError`` if there is no such pod."""
+    """Print the output of a pod, continuously if ``follow``; return kubectl's exit code. Raises ``EngineError`` if there is no such
+    pod.
+
+    ``last`` 0 prints all lines.
+    """
     pod = pod_of_index(job, index)
     if pod is None:
         raise EngineError(f"job {job.name} has no pod of index {index}: {job.sentence}")
@@ -275,7 +281,8 @@ class ClusterJob:
 
 
 def jobs(namespace: str = "") -> list[ClusterJob]:
-    """The jobs that Phalanx submitted, those that have ended too. Raises ``EngineError``."""
+    """Return the jobs that Phalanx submitted, those that have ended too. Raises ``EngineError``, also if the cluster has neither
+    kind of job."""
     listed: list[ClusterJob] = []
     missing = []
     for resource in (JOB_SETS, VOLCANO_JOBS):
@@ -293,7 +300,8 @@ def jobs(namespace: str = "") -> list[ClusterJob]:
 def job_named(
     name: str, namespace: str = "", resources: Sequence[str] = (JOB_SETS, VOLCANO_JOBS)
 ) -> ClusterJob | None:
-    """The job of this name; ``None`` if there is none. Raises ``EngineError``."""
+    """Return the job of this name; ``None`` if there is none. Raises ``EngineError``, also if the cluster has none of the
+    ``resources``."""
     missing = []
     for resource in resources:
         try:
@@ -315,6 +323,7 @@ def parse_jobs(text: str, resource: str) -> list[ClusterJob]:
 
 
 def _job(item: dict[str, Any], resource: str) -> ClusterJob:
+    """Return the job that an item of kubectl's JSON describes."""
     metadata, status = item["metadata"], item.get("status", {})
     if resource == JOB_SETS:
         template = item["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -341,6 +350,7 @@ def _job(item: dict[str, Any], resource: str) -> ClusterJob:
 
 
 def _job_set_state(spec: dict[str, Any], status: dict[str, Any]) -> tuple[str, str]:
+    """Return state and reason of a JobSet: completed, failed, waiting or running."""
     holds = {
         entry["type"]: entry.get("message", "")
         for entry in status.get("conditions", [])
@@ -356,7 +366,7 @@ def _job_set_state(spec: dict[str, Any], status: dict[str, Any]) -> tuple[str, s
 
 
 def _with_reason(job: ClusterJob) -> ClusterJob:
-    """The job, with what keeps it waiting: its queue, or the scheduler of a pod."""
+    """Return the job with the reason why it waits: its queue, or the scheduler of a pod. Reads its pods, unless it has ended."""
     if job.ended:
         return job
     state, reason = job.state, job.reason
@@ -373,7 +383,7 @@ def _with_reason(job: ClusterJob) -> ClusterJob:
 
 
 def _queue_says(job: ClusterJob) -> str:
-    """Why Kueue has not admitted a job: the condition QuotaReserved of its Workload; empty if there is none."""
+    """Return why Kueue has not admitted a job: the condition QuotaReserved of its Workload; empty if there is none."""
     try:
         text = kubectl("get", "workloads.kueue.x-k8s.io", "-o", "json", namespace=job.namespace)
     except EngineError:
@@ -388,6 +398,7 @@ def _queue_says(job: ClusterJob) -> str:
 
 
 def _why_pending(pod: dict[str, Any]) -> str:
+    """Return why a pod is not scheduled or its container does not start; empty if neither is reported."""
     for condition in pod["status"].get("conditions", []):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return f"pod {pod['metadata']['name']}: {condition.get('message', '')}"
@@ -407,7 +418,7 @@ def pods_of(job: ClusterJob) -> list[dict[str, Any]]:
 
 
 def pod_of_index(job: ClusterJob, index: int) -> str | None:
-    """The name of the newest pod of an index; ``None`` if there is none."""
+    """Return the name of the newest pod of an index; ``None`` if there is none."""
     for pod in pods_of(job):
         labels, name = pod["metadata"].get("labels", {}), str(pod["metadata"]["name"])
         own = labels.get("batch.kubernetes.io/job-completion-index", name.rpartition("-")[2])

@@ -38,7 +38,8 @@ class KubernetesEngine:
         return iter(())
 
     def submit(self, spec: RunSpec, working_dir: Path, request: SubmitRequest) -> SubmitReport:  # noqa: ARG002
-        """Create the job of the run."""
+        """Check the cluster and create the job of the run, with a new token. With ``dry_run`` only return the manifests. Raises
+        ``EngineError``."""
         pods = request_of(spec, tomli_w.dumps(to_table(spec)))
         submission = secrets.token_hex(8)
         if request.dry_run:

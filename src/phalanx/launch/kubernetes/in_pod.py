@@ -28,7 +28,7 @@ _ASK_TIMES, _ASK_AGAIN_S = 5, 2.0
 
 
 def show_life(path: Path) -> None:
-    """Touches a file every few seconds for as long as this process lives and runs Python; a process that is stopped or hangs in native code does not."""
+    """Touch a file every few seconds, on a thread, while this process runs Python code; it stops if the process hangs in native code."""
 
     def touch() -> None:
         while True:
@@ -49,10 +49,11 @@ def begin_submission(run_dir: Path, submission: str) -> None:
 
 
 def exit_code(run_dir: Path, code: int, *, leads: bool) -> int:
-    """The code with which a pod ends, given that of its agent.
+    """Return the code with which a pod ends, given that of its agent.
 
     0: the run is finished. ``EXIT_GOES_ON``: it was saved, or this node has left it; it goes on, with another pod under this index.
-    ``EXIT_OVER``, from the pod that leads: the run was stopped for good, or has failed. Any other: this pod has failed, which is counted.
+    ``EXIT_OVER``, from the pod that leads: the run was stopped for good, or has failed. Any other: this pod has failed, which is
+    counted.
     """
     if RunDirectory(run_dir).finished_result() is not None:
         return 0
@@ -70,9 +71,11 @@ def is_over(run_dir: Path) -> bool:
 def node_domains(
     labels: tuple[str, ...], environ: Mapping[str, str], account: Path = SERVICE_ACCOUNT
 ) -> tuple[str, ...]:
-    """The values that this pod's node has for some labels, in their order; a label that it lacks counts as a domain of its own.
+    """Return the values that this pod's node has for some labels, in their order; a label that it lacks counts as a domain of its
+    own.
 
-    The downward API gives pods no labels of nodes but those of zone and region (KEP-4742, beta in Kubernetes 1.35), so they are read from the API server.
+    The downward API gives pods no labels of nodes but those of zone and region (KEP-4742, beta in Kubernetes 1.35), so they are
+    read from the API server.
 
     Raises:
         EngineError: It does not answer, or does not let this pod see nodes.
@@ -85,6 +88,7 @@ def node_domains(
 
 
 def _node(name: str, environ: Mapping[str, str], account: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """Return a node as the API server describes it, by this pod's service account. Tries several times. Raises ``EngineError``."""
     host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
     try:
         token = (account / "token").read_text().strip()
@@ -117,7 +121,7 @@ def _node(name: str, environ: Mapping[str, str], account: Path) -> dict[str, dic
 
 
 def made_directory(path: Path) -> Path:
-    """The run directory, made if it is not there yet. Raises ``EngineError``."""
+    """Return the run directory, made with its parents if it is missing. Raises ``EngineError``."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -44,7 +44,8 @@ def job_of(request: PodRequest, submission: str) -> Json:
 
 
 def beside(request: PodRequest, token: str = "") -> list[Json]:
-    """The manifests of what the job needs beside it.
+    """Return the manifests of what the job needs beside it: secret, run file, and a disruption budget if it has more pods than may
+    be lost.
 
     Args:
         token: The secret by which the run's processes know each other; without one the leading pod makes it.
@@ -105,7 +106,7 @@ def node_reader(account: str, namespace: str) -> list[Json]:
 
 
 def owned_by(manifest: Json, job: Json, uid: str) -> Json:
-    """The manifest as a part of a job that is there: it is removed with it."""
+    """Return the manifest with ``job`` as its owner: deleting the job deletes it too."""
     owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": _name(job), "uid": uid}
     metadata = manifest["metadata"]
     assert isinstance(metadata, dict)
@@ -135,6 +136,7 @@ def _head(request: PodRequest, version: str, kind: str, name: str, **labels: str
 
 
 def _job_set(request: PodRequest, submission: str) -> Json:
+    """Return the run's JobSet, in its Kueue queue if it has one."""
     launch, labels = request.launch, dict[str, str]()
     if launch.partition:
         labels["kueue.x-k8s.io/queue-name"] = launch.partition
@@ -157,6 +159,7 @@ def _job_set(request: PodRequest, submission: str) -> Json:
 
 
 def _indexed_job(request: PodRequest, submission: str) -> Json:
+    """Return the indexed Job in a JobSet: pods are replaced unless their exit code ends the run; the time limit leaves the grace."""
     launch = request.launch
 
     def on_code(action: str, code: int) -> Json:
@@ -189,7 +192,7 @@ def _indexed_job(request: PodRequest, submission: str) -> Json:
 
 
 def _volcano_job(request: PodRequest, submission: str) -> Json:
-    """A Job of Volcano: RestartPod is there since 1.11, partitionPolicy since 1.14 (config/crd/volcano/bases/batch.volcano.sh_jobs.yaml)."""
+    """Return a Job of Volcano. RestartPod needs 1.11, partitionPolicy 1.14 (config/crd/volcano/bases/batch.volcano.sh_jobs.yaml)."""
     launch = request.launch
     task: Json = {
         "name": TASK,

@@ -40,7 +40,7 @@ TOKEN_KEY = "join"
 
 
 def pod_template(request: PodRequest, submission: str) -> Json:
-    """The template of all pods of a run.
+    """Return the template of all pods of a run, with the user's patch merged in.
 
     Args:
         submission: A word that is unique to this start of the run.
@@ -73,7 +73,8 @@ def pod_template(request: PodRequest, submission: str) -> Json:
 
 
 def _topology(request: PodRequest) -> Json:
-    """Annotations by which Kueue keeps units whole: slice-required-topology is refused without slice-size (pkg/controller/jobframework/tas_validation.go)."""
+    """Return annotations by which Kueue keeps units together. It refuses slice-required-topology without slice-size
+    (pkg/controller/jobframework/tas_validation.go)."""
     launch = request.launch
     if not launch.topology_label or request.volcano:
         return {}
@@ -84,6 +85,7 @@ def _topology(request: PodRequest) -> Json:
 
 
 def _container(request: PodRequest, submission: str) -> Json:
+    """Return the container of a pod: the agent's command, probes by its touched file, mounts, ports and resources."""
     launch = request.launch
     index = "$(VC_TASK_INDEX)" if request.volcano else "$(JOB_COMPLETION_INDEX)"
     command = ["python", "-m", "phalanx", "pod", f"{CONFIG_FOLDER}/run.toml", "--index", index]
@@ -135,7 +137,8 @@ def _container(request: PodRequest, submission: str) -> Json:
 
 
 def _ports(request: PodRequest) -> Iterator[Json]:
-    """Ports by the names that deploy/kubernetes/pod-monitor.yaml scrapes; all pods have one template, so each declares the coordinator's too."""
+    """Yield ports by the names that deploy/kubernetes/pod-monitor.yaml scrapes; all pods have one template, so each declares the
+    coordinator's too."""
     yield {"name": "coordinator", "containerPort": request.port}
     if request.metrics_port:
         yield {"name": "metrics-fleet", "containerPort": request.metrics_port}
@@ -143,6 +146,8 @@ def _ports(request: PodRequest) -> Iterator[Json]:
 
 
 def _environment(request: PodRequest) -> list[Json]:
+    """Return the container's variables: the pod's address and node, the run's token, and the user's, private ones from their Secret."""
+
     def of_field(path: str) -> Json:
         return {"fieldRef": {"fieldPath": path}}
 
@@ -167,6 +172,7 @@ def _environment(request: PodRequest) -> list[Json]:
 
 
 def _resources(request: PodRequest) -> Json:
+    """Return requests and limits of the container, with its GPUs; CPUs are requested without a limit."""
     named = dict(text.split("=", 1) for text in request.launch.resources)
     if request.gpus:
         named[request.launch.gpu_resource] = str(request.gpus)
@@ -196,6 +202,7 @@ def _container_security() -> Json:
 
 
 def _volumes(request: PodRequest) -> list[Json]:
+    """Return the volumes of a pod: its mounts, the run file, and shared memory up to the memory limit."""
     volumes: list[Json] = []
     for number, mount in enumerate(request.mounts):
         source: Json = (
@@ -213,6 +220,7 @@ def _volumes(request: PodRequest) -> list[Json]:
 
 
 def _affinity(request: PodRequest) -> Json:
+    """Return the rules that exclude nodes, and that keep pods without GPUs on nodes of their own if ``launch.exclusive``."""
     launch, host = request.launch, "kubernetes.io/hostname"
     rules: Json = {}
     if launch.exclude:

@@ -112,7 +112,10 @@ class PodRequest:
 
 
 def with_pod_run_dir(spec: RunSpec) -> RunSpec:
-    """The run with its directory as the pods see it: its own, or NAME-DIGEST in the first of ``launch.container_mounts``."""
+    """Return the run with its directory as the pods see it: its own, or NAME-DIGEST in the first of ``launch.container_mounts``.
+
+    Raises ``EngineError`` without a mount, or if the directory is in none.
+    """
     mounts = mounts_of(spec.launch)
     if not mounts:
         raise EngineError(
@@ -151,7 +154,8 @@ def request_of(spec: RunSpec, run_file: str) -> PodRequest:
 
 
 def object_name(spec: RunSpec) -> str:
-    """The name of the run's objects, a DNS label: its name, and the digest that its directory has in its name, else one of its directory."""
+    """Return the name of the run's objects, a DNS label: its name, and the digest that its directory has in its name, else one of
+    its directory."""
     own = default_name(replace(spec, run_dir=""))
     is_default = PurePosixPath(spec.run_dir).name == own
     digest = own[-8:] if is_default else hashlib.sha256(spec.run_dir.encode()).hexdigest()[:8]
@@ -161,7 +165,7 @@ def object_name(spec: RunSpec) -> str:
 
 
 def mounts_of(launch: LaunchSpec) -> tuple[Mount, ...]:
-    """The folders that the pods see. Raises ``EngineError``."""
+    """Return the folders that the pods see. Raises ``EngineError`` for a malformed one."""
     mounts = []
     for text in launch.container_mounts:
         source, _, target = text.partition(":")
@@ -208,6 +212,7 @@ def problems(spec: RunSpec) -> Iterator[str]:
 
 
 def _not_for_pods(launch: LaunchSpec) -> Iterator[str]:
+    """Yield the fields that are set but have no meaning on Kubernetes, each with the remedy."""
     fields = {
         "hosts": (launch.hosts, "the cluster chooses them"),
         "account": (launch.account, "a queue is charged: --queue"),
@@ -225,6 +230,7 @@ def _not_for_pods(launch: LaunchSpec) -> Iterator[str]:
 
 
 def _written_wrongly(launch: LaunchSpec) -> Iterator[str]:
+    """Yield the malformed variables, secrets, resources, tolerations, constraints and users."""
     for name, value in launch_variables(launch):
         if not name.isidentifier():
             yield f"launch.environment: {name!r} is no name of a variable"
@@ -252,7 +258,7 @@ def constraint_of(launch: LaunchSpec) -> list[str]:
 
 
 def toleration_of(text: str) -> dict[str, object]:
-    """A toleration that is written as KEY[=VALUE][:EFFECT]."""
+    """Return the toleration of KEY[=VALUE][:EFFECT]. Raises ``EngineError`` for another form."""
     match = _TOLERATION.fullmatch(text)
     if match is None:
         raise EngineError(f"launch.tolerations: {text!r} is not KEY[=VALUE][:EFFECT]")
@@ -305,7 +311,7 @@ def read_pod_patch(path: Path) -> dict[str, object]:
 
 
 def merged(table: Mapping[str, object], patch: Mapping[str, object]) -> dict[str, object]:
-    """Return a table of a manifest with a patch merged into it."""
+    """Return a table of a manifest with a patch merged into it: ``None`` removes a field, entries of a list are matched by name."""
     fields = dict(table)
     for key, part in patch.items():
         if part is None:
@@ -316,6 +322,7 @@ def merged(table: Mapping[str, object], patch: Mapping[str, object]) -> dict[str
 
 
 def _merged(value: object, patch: object) -> object:
+    """Return ``value`` with ``patch`` merged in: tables by field, lists by the names of their entries; any other value is replaced."""
     if isinstance(value, dict) and isinstance(patch, dict):
         return merged(value, patch)
     if not isinstance(value, list) or not isinstance(patch, list):
@@ -332,6 +339,7 @@ def _merged(value: object, patch: object) -> object:
 
 
 def _has(value: object, path: tuple[str, ...]) -> bool:
+    """Return True if a patch has a field at ``path``; in a list, by the name of its entry."""
     if not path:
         return True
     if isinstance(value, list):

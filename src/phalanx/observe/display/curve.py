@@ -1,4 +1,4 @@
-"""Draws the loss curve of a run as one SVG file of some tens of kilobytes.
+"""Draw the loss curve of a run as one SVG file of some tens of kilobytes.
 
 Training loss is drawn twice, raw and smoothed (a centered moving average); held-out evaluations are
 points. Loss is in nats a token and depends on the tokenizer; bits a byte does not, and can be held
@@ -105,7 +105,8 @@ def svg_curve(events: Iterable[Event]) -> str:
 
 
 def gather(events: Iterable[Event]) -> Series:
-    """The points of the surviving line of steps: what a restart did again is in it once."""
+    """Return the points of the surviving line of steps: what a restart did again is in it once. Losses that are not finite are left
+    out."""
     train: dict[int, float] = {}
     held_out: dict[int, Evaluated] = {}
     restarts: list[int] = []
@@ -138,7 +139,7 @@ def gather(events: Iterable[Event]) -> Series:
 
 
 def _factor(score: Evaluated) -> float | None:
-    """Bits a byte for one nat a token, on this text with this tokenizer."""
+    """Return bits per byte for one nat per token, on this text with this tokenizer; ``None`` if it is unknown or implausible."""
     if score.bits_per_byte is None or not score.loss:
         return None
     factor = score.bits_per_byte / score.loss
@@ -165,7 +166,10 @@ class Axes:
 
 
 def _axes_of(series: Series, smoothed: Sequence[PlotPoint]) -> Axes:
-    """All of the smoothed and the held-out loss and the baseline; raw spikes beyond that are cut off."""
+    """Return axes with all of the smoothed and the held-out loss and the baseline; raw spikes beyond that are cut off.
+
+    Raises ``CurveError`` without a finite loss.
+    """
     points = [*smoothed, *series.held_out]
     if not points:
         raise CurveError("there is no finite loss to draw yet: the run has logged no step or evaluation")
@@ -176,7 +180,7 @@ def _axes_of(series: Series, smoothed: Sequence[PlotPoint]) -> Axes:
 
 
 def _baseline(series: Series) -> float | None:
-    """The loss of ``xz -9`` on the axis of nats per token; ``None`` if it is not known."""
+    """Return the loss of ``xz -9`` in nats per token; ``None`` if it is not known, or too large to draw."""
     if series.xz_bits_per_byte is None or series.bits_per_byte_per_nat is None:
         return None
     baseline = series.xz_bits_per_byte / series.bits_per_byte_per_nat
@@ -184,8 +188,8 @@ def _baseline(series: Series) -> float | None:
 
 
 def envelope(points: Sequence[PlotPoint], columns: int) -> list[PlotPoint]:
-    """At most ``2 * columns`` of the points, such that the line through them covers the same ground:
-    the lowest and the highest of each column."""
+    """Return at most ``2 * columns`` of the points, such that the line through them covers the same area: the lowest and the
+    highest of each column."""
     if len(points) <= 2 * columns:
         return list(points)
     kept = []
@@ -197,6 +201,7 @@ def envelope(points: Sequence[PlotPoint], columns: int) -> list[PlotPoint]:
 
 
 def _smoothed(train: Sequence[PlotPoint]) -> list[PlotPoint]:
+    """Return the points with smoothed losses, thinned to the columns of the drawing, with the last one."""
     losses = smooth([loss for _, loss in train], max(2, round(SMOOTHING * len(train))))
     points = [(step, loss) for (step, _), loss in zip(train, losses, strict=True)]
     every = max(1, len(points) // COLUMNS)
@@ -207,6 +212,7 @@ def _smoothed(train: Sequence[PlotPoint]) -> list[PlotPoint]:
 
 
 def _document(series: Series) -> str:
+    """Return the drawing of a run's losses as an SVG document. Raises ``CurveError`` without a finite loss."""
     smoothed = _smoothed(series.train)
     axes = _axes_of(series, smoothed)
     raw = axes.place(envelope(series.train, COLUMNS))
@@ -228,6 +234,8 @@ def _document(series: Series) -> str:
 
 
 def _grid(axes: Axes, factor: float | None) -> list[str]:
+    """Return the lines and labels of the axes: loss in nats on the left, bits per byte on the right if ``factor`` is known, steps
+    below."""
     marks = []
     for loss in round_ticks(axes.y.low, axes.y.high, 6):
         y = axes.y(loss)
@@ -253,6 +261,7 @@ def _grid(axes: Axes, factor: float | None) -> list[str]:
 
 
 def _restarts(axes: Axes, steps: Sequence[int]) -> list[str]:
+    """Return a line for each restart; labels only if there are few."""
     marks = []
     for step in steps:
         x = axes.x(min(step, axes.x.high))
@@ -267,6 +276,7 @@ def _restarts(axes: Axes, steps: Sequence[int]) -> list[str]:
 
 
 def _xz(axes: Axes, series: Series) -> list[str]:
+    """Return the line of the baseline of ``xz -9``; empty if it is not known."""
     baseline = _baseline(series)
     if baseline is None:
         return []
@@ -279,7 +289,7 @@ def _xz(axes: Axes, series: Series) -> list[str]:
 
 
 def _legend(series: Series) -> list[str]:
-    """From the right edge to the left, on the title's line."""
+    """Return the legend's marks, laid out from the right edge to the left on the title's line; entries without points are left out."""
     entries: list[tuple[str, Callable[[float], str]]] = []
     if series.held_out:
         entries.append(("held out", lambda x: dot(x + 11, 28, 4, look_of("held"))))
@@ -295,6 +305,7 @@ def _legend(series: Series) -> list[str]:
 
 
 def _summary(series: Series) -> str:
+    """Return the line of steps, tokens, attempts and last held-out loss."""
     last_step = max(step for step, _ in [*series.train, *series.held_out])
     parts = [f"{last_step:,.0f} steps"]
     parts += [f"{format_count(series.tokens)} tokens"] if series.tokens else []
@@ -353,10 +364,11 @@ def keep_drawn(
     clock: Callable[[], float] = time.monotonic,
     draw: Callable[[Path, Path], None] = draw_run,
 ) -> Iterator[Event]:
-    """Yields ``events``, and draws the run in the event file ``file`` to ``curve`` now and then, by ``draw``.
+    """Yield ``events``, and draw the run in the event file ``file`` to ``curve`` at intervals, by ``draw``.
 
     If it has drawn at all, it draws once more at the end: a drawing may have come after that of the run itself, with fewer events.
-    A drawing that fails is left out.
+    Errors of
+    ``draw`` are not caught.
     """
     due_s, drawn = clock() + EVERY_S, False
     for event in events:

@@ -42,6 +42,7 @@ def first_nonfinite(body: LayerStatistics) -> tuple[str, str] | None:
 
 
 def _nonfinite_cells(body: LayerStatistics) -> Iterator[tuple[str, str]]:
+    """Yield layer and figure of each value that is not finite."""
     for figure in body.figures:
         for layer, value in values_of(body, figure).items():
             if not math.isfinite(value):

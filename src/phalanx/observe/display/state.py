@@ -61,6 +61,7 @@ class Curve:
     seen: int = 0
 
     def add(self, value: float) -> "Curve":
+        """Return the curve with one more value. When it is full, every other value is dropped and the stride doubled."""
         values = (*self.values, value) if self.seen % self.stride == 0 else self.values
         if len(values) <= CURVE_POINTS:
             return replace(self, values=values, seen=self.seen + 1)
@@ -103,7 +104,7 @@ class State:
         return time_left_s(self.step.steps - self.step.step, self.recent_step_s, self._step_share())
 
     def _step_share(self) -> float:
-        """The part of recent wall time that was spent in steps; 1 while too little has been seen."""
+        """Return the part of recent wall time that was spent in steps; 1 without enough data, or if it would be below a tenth."""
         if len(self.recent_t) < 2 or self.recent_t[-1] <= self.recent_t[0]:
             return 1.0
         share = sum(self.recent_step_s[1:]) / (self.recent_t[-1] - self.recent_t[0])
@@ -112,7 +113,7 @@ class State:
 
 
 def reduce(state: State, event: Event) -> State:
-    """The state after ``event``. Kinds that the display does not know leave it as it is."""
+    """Return the state after ``event``. Kinds that the display does not show leave all but notes and time as they are."""
     new = notes(state, event)
     if isinstance(event.body, FROM_OUTSIDE):
         # Their attempt is the coordinator's own, whichever the ranks are in.
@@ -171,7 +172,7 @@ def _with_step(state: State, t: float, body: Step) -> State:
 
 
 def notes(state: State, event: Event) -> list[Note]:
-    """The log lines to show when ``event`` comes after ``state``."""
+    """Return the log lines to show when ``event`` comes after ``state``, with one for an attempt that ended without an event."""
     lines = []
     ended = event.attempt != state.attempt and not isinstance(event.body, FROM_OUTSIDE)
     if ended and state.started is not None and not state.done and not state.explained:
@@ -182,6 +183,7 @@ def notes(state: State, event: Event) -> list[Note]:
 
 
 def _note(event: Event) -> Note | None:
+    """Return the log line of an event; ``None`` for kinds that are shown elsewhere."""
     match event.body:
         case Restored(step=step, source=source, seconds=seconds, reason=reason):
             after = f" ({reason})" if reason else ""
@@ -240,7 +242,7 @@ def _note(event: Event) -> Note | None:
 
 
 def describe_evaluation(body: Evaluated, xz_bits_per_byte: float | None) -> str:
-    """``loss 1.4301 · 1.792 bits/byte (xz -9: 2.310)``, or of several sources ``loss 1.4301 (code 1.102, web 1.530) · 1.792 bits/byte``."""
+    """Describe an evaluation as ``loss 1.4301 · 1.792 bits/byte (xz -9: 2.310)``; the losses of several sources follow in brackets."""
     text = f"loss {body.loss:.4f}"
     if body.sources:
         text += f" ({', '.join(f'{name} {loss:.3f}' for name, loss in body.sources.items())})"
@@ -264,7 +266,7 @@ _TASK_FIGURES = frozenset(
 
 
 def describe_figures(figures: Mapping[str, float]) -> str:
-    """``accuracy 0.412 ± 0.016 · 1.204 bits/byte``; figures of a user's observer by their names."""
+    """Describe figures of a task as ``accuracy 0.412 ± 0.016 · 1.204 bits/byte``; figures of a user's observer by their names."""
     parts = []
     if "accuracy" in figures:
         parts.append(f"accuracy {figures['accuracy']:.3f} ± {figures.get('accuracy_error', 0.0):.3f}")
@@ -293,7 +295,7 @@ def describe_evaluating(body: Evaluating) -> str:
 
 
 def describe_checkpoint(body: CheckpointSaved) -> str:
-    """``412 MiB in 3.1 s, training stood still for 0.0 s``."""
+    """Describe a save as ``412 MiB in 3.1 s, blocked for 0.2 s``; parts that are 0 are left out."""
     parts = [format_bytes(body.size_bytes)] if body.size_bytes else []
     parts += [f"in {format_duration(body.seconds)}"] if body.seconds else []
     text = " ".join(parts)

@@ -33,7 +33,7 @@ class Scale:
 
 
 def padded(values: Iterable[float], margin: float) -> tuple[float, float]:
-    """The range of ``values`` with the share ``margin`` of it added on either side; never empty."""
+    """Return the range of ``values``, not empty, with the share ``margin`` of it added on either side; wider than a point."""
     values = list(values)
     low, high = min(values), max(values)
     more = margin * (high - low) or 0.05 * abs(high) or 1.0
@@ -42,7 +42,7 @@ def padded(values: Iterable[float], margin: float) -> tuple[float, float]:
 
 
 def round_ticks(low: float, high: float, about: int, units: Sequence[float] = (1, 2, 5, 10)) -> list[float]:
-    """Round numbers from ``low`` to ``high``, about so many, one of ``units`` times a power of ten apart."""
+    """Return round numbers from ``low`` to ``high``, about ``about`` of them, one of ``units`` times a power of ten apart."""
     rough = (high - low) / max(1, about) or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     gap = power * next(unit for unit in units if unit * power >= rough * 0.999)

@@ -82,7 +82,7 @@ def _show_panel(events: Iterable[Event], console: Console) -> None:
 
 
 def render(state: State, width: int = 80) -> RenderableType:
-    """The state as a panel of at most ``width`` columns."""
+    """Return the state as a panel of at most ``width`` columns."""
     inner = min(width, WIDEST) - 4
     parts: list[RenderableType] = [_progress(state, inner), Text("")]
     parts += [_loss(state, inner), _numbers(state, inner), _facts(state)]
@@ -120,6 +120,7 @@ def _border(state: State) -> str:
 
 
 def _progress(state: State, width: int) -> RenderableType:
+    """Return the row of step, bar, percentage and time left; a text before the first step."""
     if state.step is None:
         return Text(f"starting: 0 of {state.started.steps:,} steps" if state.started else "starting")
     step, steps = state.step.step, state.step.steps
@@ -139,6 +140,7 @@ def _progress(state: State, width: int) -> RenderableType:
 
 
 def _ending(state: State) -> str:
+    """Return how the run ended, the evaluation under way, or the time left; empty if that is unknown."""
     if state.finished is not None:
         return "finished"
     if state.stopped is not None:
@@ -186,6 +188,7 @@ def _step_cells(step: Step | None) -> Iterator[tuple[str, str]]:
 
 
 def _facts(state: State) -> RenderableType:
+    """Return the rows of peak rate, held-out loss and newest checkpoint, as far as they are known."""
     grid = _grid((11, None))
     started = state.started
     if started is not None and started.peak_flops_per_s is not None:
@@ -238,7 +241,8 @@ def _label(text: str) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as at most ``width`` blocks, each the mean of its share; a gap where none is a sane number."""
+    """Return the values as at most ``width`` blocks, each the mean of its share; a gap without a value that can be drawn, empty
+    without any."""
     count = min(width, len(values))
     bins = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
     means = [_mean([value for value in part if abs(value) < LARGEST_DRAWN]) for part in bins]
@@ -285,8 +289,9 @@ def clock(t: float) -> str:
 
 
 def plain_lines(events: Iterable[Event], every_s: float) -> Iterator[str]:
-    """A line for the first and the last step, one for a step every ``every_s`` seconds between them, and
-    one for each other event worth reading. Seconds are those of the events, not of the reader."""
+    """Yield a line for the first and the last step, one for a step every ``every_s`` seconds between them, and one for each other
+    event worth
+    reading. Seconds are those of the events, not of the reader. A step is always shown before the event that follows it."""
     state, printed_t, pending = State(), -math.inf, ""
     for event in events:
         before, state = state, reduce(state, event)
@@ -320,6 +325,7 @@ def _step_line(state: State, t: float, step: Step) -> str:
 
 
 def _other_lines(before: State, state: State, event: Event) -> list[str]:
+    """Return the lines of an event that is no step: its notes, then what the panel shows otherwise."""
     lines = []
     for note in notes(before, event):
         level = "" if note.level == "info" else f"{note.level}: "
@@ -329,6 +335,7 @@ def _other_lines(before: State, state: State, event: Event) -> list[str]:
 
 
 def _milestone(state: State, event: Event) -> str | None:
+    """Return the line of an event that the panel shows by other means than notes; ``None`` for other events."""
     at = clock(event.t)
     match event.body:
         case RunStarted() as body:

@@ -1,4 +1,4 @@
-"""Makes records of what a process writes: a line each, but for what belongs together, such as a traceback.
+"""Make records of the output of a process: a line each, but for what belongs together, such as a traceback.
 
 Text comes in pieces of any length, with or without newlines. What belongs together and ends by itself (a traceback, by the line that names
 the exception) is handed out as soon as it has ended; what only ends when something else begins (native stack frames, a crash report of
@@ -68,7 +68,8 @@ class Assembler:
         return bool(self._partial or self._open_lines)
 
     def add(self, text: str) -> list[Record]:
-        """Takes a piece of text."""
+        """Take a piece of text and return the records that it completes. A line longer than ``MOST`` gives one record; its rest is
+        dropped."""
         records: list[Record] = []
         *ended, rest = text.split("\n")
         for line in ended:
@@ -82,20 +83,20 @@ class Assembler:
         return records
 
     def release(self) -> list[Record]:
-        """Hands out what is complete but might go on."""
+        """Return the record that is complete but might continue, such as a traceback."""
         records: list[Record] = []
         self._close(records)
         return records
 
     def settle(self) -> list[Record]:
-        """Hands out what waits, also a line that has not ended: nothing more may come."""
+        """Return all that waits, also a line that has not ended: nothing more may come."""
         records = self.release()
         if self._partial:
             self._give_partial(records)
         return records
 
     def take_partial(self) -> str:
-        """Takes away the line that has not ended; its rest is nobody's business here."""
+        """Return the line that has not ended, and drop it here."""
         partial, self._partial = self._partial, ""
         return partial
 
@@ -105,6 +106,8 @@ class Assembler:
         self._partial, self._cut = "", True
 
     def _end_line(self, line: str, records: list[Record]) -> None:
+        """Add a line that has ended. Drop the rest of one that was too long; give the rest of one whose beginning was given as its
+        continuation."""
         skipped, cut = self._skipping, self._cut
         self._skipping = self._cut = False
         if skipped:
@@ -116,6 +119,8 @@ class Assembler:
         self._line(clean(line), records)
 
     def _line(self, line: str, records: list[Record]) -> None:
+        """Add a cleaned line: to the open traceback, crash or key if it belongs there, else as the beginning of one or a record of
+        its own."""
         if not self._kind and not self._after_trace and line[:1] not in _BEGINS:
             if line.strip():
                 self._give(line, records)
@@ -145,6 +150,7 @@ class Assembler:
             self._give(line, records)
 
     def _belongs(self, line: str) -> bool:
+        """Return True if a line continues the open record, by the record's kind."""
         if self._kind == _KEY:
             return True
         if self._kind == _FRAMES:
@@ -173,6 +179,7 @@ class Assembler:
         self._hold(line)
 
     def _hold(self, line: str) -> None:
+        """Add a line to the open record. If it is too long, drop lines from its first half."""
         # The innermost frames come last and say most: of what is too long the middle is left out when it is given.
         self._open_lines.append(line)
         self._held_characters += len(line) + 1
@@ -183,6 +190,7 @@ class Assembler:
             self._open_lines[1:1] = ["  ..."]
 
     def _close(self, records: list[Record]) -> None:
+        """Append the open record to ``records``, if there is one: an error, or "info" for a key."""
         if not self._open_lines:
             return
         text, kind = "\n".join(self._open_lines).rstrip("\n"), self._kind
@@ -192,6 +200,7 @@ class Assembler:
         records.append(Record(shortened(text), level, self._held_goes_on))
 
     def _give(self, line: str, records: list[Record], *, goes_on: bool = False) -> None:
+        """Append a line as a record, without the time at its beginning, at the level of its words. Blank ones are dropped."""
         text = shortened(clean(line))
         if match := _TIME.match(text):
             text = text[match.end() :]  # the record has its own
@@ -200,7 +209,7 @@ class Assembler:
 
 
 def clean(line: str) -> str:
-    """A line without colors, shortened, with other control characters escaped, as it was last drawn."""
+    """Return a line as it was last drawn: without colors, shortened, with other control characters escaped."""
     if line.isprintable():
         return line
     line = line.rstrip("\r")
@@ -211,7 +220,7 @@ def clean(line: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text of at most about ``MOST`` characters: its beginning and its end."""
+    """Return a text of at most about ``MOST`` characters: its beginning and its end, with the number left out."""
     if len(text) <= MOST:
         return text
     head, tail = text[: MOST // 4], text[-3 * MOST // 4 :]

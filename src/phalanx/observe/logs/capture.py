@@ -1,4 +1,4 @@
-"""Catches what this process prints and logs, and writes it into its log: ``sys.stdout`` and ``sys.stderr``, ``logging``, ``warnings``, uncaught errors.
+"""Catch what this process prints and logs, and write it into its log: ``sys.stdout`` and ``sys.stderr``, ``logging``, ``warnings``, uncaught errors.
 
 Each line is one ``write`` into the process's own file, with the level, rank, epoch and step that only the process knows. So nothing waits for
 another process, and output before a kill is kept. What goes past Python, into descriptors 1 and 2 (native code, programs that it starts,
@@ -49,7 +49,8 @@ class Capture:
         self._forked, self._tee = False, tee
 
     def install(self) -> None:
-        """Catches everything from now on."""
+        """Catch everything from now on: output streams, logging, warnings, uncaught errors and crashes. Write a first record with
+        the command line."""
         out, err = sys.stdout, sys.stderr
         for stream in (out, err):
             with suppress(OSError, ValueError):
@@ -74,12 +75,12 @@ class Capture:
         self.put(begun_text(os.getpid(), " ".join(sys.orig_argv)), "info")
 
     def put(self, text: str, level: Level) -> None:
-        """Writes a text of a known level as one record."""
+        """Write a text of a known level as one record, cleaned and shortened."""
         text = shortened("\n".join(clean(line) for line in text.rstrip().split("\n")))
         self.write([Record(text, level)])
 
     def write(self, records: Iterable[Record]) -> None:
-        """Writes records; in a process that was forked from this one, into its standard error."""
+        """Write records; in a process that was forked from this one, into its standard error."""
         with self._lock:
             for record in records:
                 if self._forked:
@@ -105,6 +106,7 @@ class Capture:
         return self._lock
 
     def _complain(self, words: str) -> None:
+        """Print a warning about the log itself on standard error."""
         if self.passes_on:
             pass_on(2, f"warning: {words}\n")
         elif sys.__stderr__ is not None:
@@ -118,6 +120,8 @@ class Capture:
     def _uncaught(
         self, shown: Callable[[type[BaseException], BaseException, TracebackType | None], object]
     ) -> Callable[[type[BaseException], BaseException, TracebackType | None], object]:
+        """Return a hook that writes an uncaught error's traceback as a record, and with ``tee`` also calls ``shown``."""
+
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self.put("".join(traceback.format_exception(kind, error, trace)), "error")
             if self._tee:
@@ -128,6 +132,8 @@ class Capture:
     def _uncaught_in_thread(
         self, shown: Callable[[threading.ExceptHookArgs], object]
     ) -> Callable[[threading.ExceptHookArgs], object]:
+        """Return a hook that writes a thread's uncaught error as a record with the thread's name. ``SystemExit`` is ignored."""
+
         def hook(args: threading.ExceptHookArgs) -> None:
             if args.exc_type is SystemExit:
                 return
@@ -140,7 +146,7 @@ class Capture:
 
 
 class RecordHandler(logging.Handler):
-    """Takes what is logged by ``logging``; with it goes the place of the process."""
+    """Handler that writes the records of ``logging`` into the process's log, with its place."""
 
     def __init__(self, capture: Capture) -> None:
         super().__init__()
@@ -148,7 +154,7 @@ class RecordHandler(logging.Handler):
         self.place = capture.place
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record, a traceback included."""
+        """Write a record, a traceback included, with its logger's name unless that is one of ours. Never raises."""
         own = record.name.partition(".")[0] in (_TALKATIVE, "py", "root")
         try:
             text = self.format(record)
@@ -181,7 +187,7 @@ class CaughtStream(io.TextIOBase):
 
     @property
     def buffer(self) -> BinaryIO:
-        """For bytes, which go to the descriptor."""
+        """Unbuffered binary stream to the descriptor; bytes written to it are not caught here."""
         if self._shown is not None:
             return self._shown.buffer
         if self._buffer is None:
@@ -189,7 +195,7 @@ class CaughtStream(io.TextIOBase):
         return self._buffer
 
     def writable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def isatty(self) -> bool:
@@ -204,7 +210,8 @@ class CaughtStream(io.TextIOBase):
         """Every line is written at once already."""
 
     def write(self, text: str) -> int:
-        """Takes text; each line that ends in it is in the log when this returns."""
+        """Take text; each line that ends in it is in the log when this returns. Long text is left out, and counted, if the log is
+        flooded."""
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         if self._shown is not None:
@@ -219,7 +226,8 @@ class CaughtStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Lets a line that has not ended survive this process."""
+        """Write what is complete. If the output goes on to a parent, pass a line that has not ended on too, so that it survives
+        this process."""
         if self._shown is not None:
             with suppress(OSError, ValueError):
                 self._shown.flush()
@@ -230,7 +238,7 @@ class CaughtStream(io.TextIOBase):
                 pass_on(self._descriptor, partial)
 
     def _pass_on(self, text: str) -> str:
-        """Passes the rest of a line on; returns what comes after it."""
+        """Pass the rest of a line on, and return what comes after it."""
         line, newline, rest = text.partition("\n")
         pass_on(self._descriptor, line + newline)
         self._passing_on = not newline
@@ -238,7 +246,7 @@ class CaughtStream(io.TextIOBase):
 
 
 def pass_on(descriptor: int, text: str) -> None:
-    """Writes to a descriptor, which nobody may read any more."""
+    """Write to a descriptor; errors are ignored, since its reader may be gone."""
     with suppress(OSError):
         os.write(descriptor, text.encode(errors="backslashreplace"))
 
@@ -252,7 +260,10 @@ def _level(number: int) -> Level:
 
 
 def capture_output(environment: MutableMapping[str, str]) -> Place:
-    """Catches this process's output if its parent has ordered so; returns its place, which is to be kept up to date."""
+    """Catch this process's output if its parent has ordered so, and take the order out of ``environment``.
+
+    Return its place, which the caller keeps up to date; without an order or a usable one, a place of its own.
+    """
     order = taken_from(environment)
     if order is None:
         return Place()

@@ -1,4 +1,4 @@
-"""Reads what a child process writes to its descriptors 1 and 2, and makes a log of it; a thread for each child.
+"""Read what a child process writes to its descriptors 1 and 2, and make a log of it; a thread for each child.
 
 The descriptors are a pipe. What a child wrote last is in it when the child is dead, however it died, and is read then. A child that floods
 the pipe is read at full speed and mostly thrown away: its last words are kept. The thread reads on until nobody has the pipe open, also after
@@ -85,19 +85,20 @@ class ChildOutput:
         return (self._place_descriptor,)
 
     def started(self) -> None:
-        """Begins to read: the child has its ends."""
+        """Start to read, on a thread, and close this process's copies of the child's ends."""
         self._let_go()
         self._thread.start()
 
     def failed(self) -> None:
-        """Gives everything up: the child could not be started."""
+        """Close everything: the child could not be started."""
         self._let_go()
         self.place.close()
         for descriptor in (self._reading, self._wake, self._wake_reading):
             os.close(descriptor)
 
     def ended(self, how: str = "", level: Level = "error") -> None:
-        """Returns once what the child has left in the pipe is in its log, and ``how`` it ended behind it; waits no longer than five seconds."""
+        """Wait until the child's remaining output is in its log, five seconds at most, write ``how`` it ended behind it, and close
+        the log."""
         self._over = True
         os.write(self._wake, b".")
         self._drained.wait(_DRAIN_S)
@@ -121,6 +122,7 @@ class ChildOutput:
     # --- the thread ------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        """Read until all writers have closed the pipe; settle incomplete lines after a pause, and after the child's end."""
         poll = select.poll()
         poll.register(self._reading, select.POLLIN)
         poll.register(self._wake_reading, select.POLLIN)
@@ -139,7 +141,7 @@ class ChildOutput:
         self._drained.set()
 
     def _read_what_is_there(self) -> bool:
-        """Reads until the pipe is empty; false if nobody has it open any more."""
+        """Read until the pipe is empty. Return False if no process has it open any more."""
         until_s = time.monotonic() + _DRAIN_S
         while True:
             try:
@@ -154,6 +156,7 @@ class ChildOutput:
                 return True  # something that the child has started writes for ever
 
     def _take(self, piece: bytes) -> None:
+        """Assemble a piece into records if the log has room, errors more readily; else count it as left out and keep its end."""
         lines = piece.count(b"\n")
         loud = any(word in piece for word in _LOUD)
         if self._recorder.has_room(len(piece) + PER_LINE * lines) or (
@@ -169,7 +172,7 @@ class ChildOutput:
             self._thrown_ended = self._thrown_ended or lines > 0
 
     def _rescue(self) -> None:
-        """Takes in the end of what was thrown away."""
+        """Write the end of what was left out, from its first full line."""
         thrown, self._thrown = self._thrown, b""
         ended, self._thrown_ended = self._thrown_ended, False
         if thrown:
@@ -190,7 +193,7 @@ class ChildOutput:
 
 
 def _pipe(opened: ExitStack) -> tuple[int, int]:
-    """A pipe that ``opened`` closes."""
+    """Return the ends of a pipe, for reading and writing, which ``opened`` closes."""
     ends = os.pipe()
     for descriptor in ends:
         opened.callback(os.close, descriptor)

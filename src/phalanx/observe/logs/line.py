@@ -102,7 +102,7 @@ _decoder: msgspec.json.Decoder[LogLine] = msgspec.json.Decoder(LogLine)
 
 
 def encode(line: LogLine) -> bytes:
-    """The line as JSON, with its newline. Lone surrogates, which stand for bytes that are not UTF-8, are escaped."""
+    """Return the line as JSON, with its newline. Lone surrogates, which stand for bytes that are not UTF-8, are escaped."""
     try:
         return _encoder.encode(line) + b"\n"
     except UnicodeEncodeError:
@@ -111,7 +111,7 @@ def encode(line: LogLine) -> bytes:
 
 
 def decode(raw: bytes) -> LogLine | None:
-    """The line that ``raw`` holds; ``None`` if it holds none, or one of no time that a clock shows."""
+    """Return the line in ``raw``; ``None`` if there is none, or one of an impossible time."""
     try:
         line = _decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -120,7 +120,7 @@ def decode(raw: bytes) -> LogLine | None:
 
 
 def decode_lines(block: bytes) -> list[LogLine]:
-    """The lines of a block, which begins and ends between two lines; others are left out."""
+    """Return the lines of a block, which begins and ends between two lines; what is no line is left out."""
     try:
         lines = _decoder.decode_lines(block)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -202,7 +202,7 @@ def who(line: LogLine) -> str:
 
 
 def what_happened(text: str) -> str:
-    """The error that a text is about: of a traceback the message of the first exception of its chain, else its first line."""
+    """Return the error that a text is about: of a traceback the message of the first exception of its chain, else its first line."""
     lines = text.splitlines()
     if not any(_TRACE in line for line in lines):
         return lines[0] if lines else ""
@@ -225,7 +225,11 @@ def comes_of_another(text: str) -> bool:
 
 
 def first_failure(lines: Iterable[LogLine]) -> FirstFailure | None:
-    """The first failure of the newest burst among the errors of all processes of a run, in any order; ``None`` if nothing failed."""
+    """Return the first failure of the newest burst among the errors of all processes of a run, in any order; ``None`` if nothing
+    failed.
+
+    Errors that do not come of losing another process are first, then the earliest.
+    """
     failures = _newest_burst(sorted((line for line in lines if _is_failure(line)), key=lambda line: line.t))
     if not failures:
         return None
@@ -257,6 +261,7 @@ def _is_failure(line: LogLine) -> bool:
 
 
 def _newest_burst(failures: Sequence[LogLine]) -> Sequence[LogLine]:
+    """Return the failures after the last quiet period, or all; ``failures`` are in order of time."""
     for number in range(len(failures) - 1, 0, -1):
         if failures[number].t - failures[number - 1].t > _QUIET_S:
             return failures[number:]
@@ -264,6 +269,7 @@ def _newest_burst(failures: Sequence[LogLine]) -> Sequence[LogLine]:
 
 
 def _evidence(first: LogLine, others: Sequence[LogLine]) -> Iterable[str]:
+    """Yield sentences on why ``first`` is taken for the cause of ``others``."""
     if comes_of_another(first.text):
         yield "every error speaks of a lost peer, a timeout or an order to end; this one is the earliest, and its cause has left no word"
     else:

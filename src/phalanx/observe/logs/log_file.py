@@ -46,7 +46,7 @@ def aside(path: Path, number: int) -> Path:
 
 
 def set_aside(path: Path) -> list[tuple[int, Path]]:
-    """The files of the log ``path`` that were set aside, oldest first."""
+    """Return number and path of the files of the log ``path`` that were set aside, oldest first; none if the folder cannot be read."""
     stem = path.name.removesuffix(".jsonl")
     paths = []
     with suppress(OSError):
@@ -87,7 +87,8 @@ class LogFile:
         self._missed, self._reason, self._again_s, self._is_reported = 0, "", 0.0, False
 
     def write(self, line: bytes) -> None:
-        """Appends a line, which ends in a newline."""
+        """Append a line, which ends in a newline. After a failure, lines are counted as lost for a while, and the loss is written
+        before the next."""
         if self._missed and self._clock() < self._again_s:
             self._missed += 1
             return
@@ -106,13 +107,14 @@ class LogFile:
                 )
 
     def close(self) -> None:
-        """Closes the file; a later line opens it again."""
+        """Close the file; a later line opens it again."""
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
                 file.close()
 
     def _append(self, line: bytes) -> None:
+        """Append a line; if the file would be too long, set it aside first. Raises ``OSError``."""
         file = self._file or self._open()
         if file.size_bytes and file.size_bytes + len(line) > self._bounds.file_bytes:
             file = self._turn()
@@ -124,7 +126,7 @@ class LogFile:
         return self._file
 
     def _turn(self) -> AppendedFile:
-        """Sets the full file aside, removes those that are too many, and opens a new one."""
+        """Set the full file aside, delete those that are too many, but never the first, and open a new one."""
         before = set_aside(self.path)
         if self._number is None:
             self._number = before[-1][0] + 1 if before else 0
@@ -157,6 +159,7 @@ def last_lines(path: Path, most: int) -> list[LogLine]:
 
 
 def _last(path: Path) -> list[LogLine]:
+    """Return the lines at the end of a log, or if it has none yet, of the newest file set aside; empty if neither can be read."""
     files = [path, *(file for _, file in reversed(set_aside(path)))]
     for file in files[:2]:  # a log that was set aside a moment ago is empty
         with suppress(OSError), open_regular(file) as opened:
@@ -171,7 +174,7 @@ def _last(path: Path) -> list[LogLine]:
 
 
 def last_text(path: Path, lines: int) -> list[str]:
-    """Return the last lines of text of the process whose log is ``path``, those of tracebacks too."""
+    """Return the last ``lines`` lines of text of the newest process that wrote the log ``path``, those of tracebacks too."""
     tail = last_lines(path, lines + 2)
     beginning = max((number for number, line in enumerate(tail) if says_its_beginning(line)), default=-1)
     tail = [line for line in tail[beginning + 1 :] if not says_its_end(line)]
@@ -222,7 +225,8 @@ def order_for(
 
 
 def taken_from(environment: MutableMapping[str, str]) -> LogOrder | None:
-    """The order for this process, taken out of its environment so that no program that it starts takes it for its own; ``None`` if there is none."""
+    """Return the order for this process, or ``None``, and remove it from ``environment``, so that no program that it starts takes
+    it for its own."""
     text = environment.pop(VARIABLE, "")
     if not text:
         return None

@@ -1,4 +1,4 @@
-"""Keeps secrets out of logs: values that are known to be secret, and what looks like a credential.
+"""Keep secrets out of logs: values that are known to be secret, and what looks like a credential.
 
 Known values are those of environment variables whose names mark them (``AWS_SECRET_ACCESS_KEY``, ``HF_TOKEN``, ``PHALANX_RUN_TOKEN``) and the run's
 own tokens; they are masked wherever they stand, also quoted for a URL. Shapes are masked without being known: ``user:password@`` of a URL,
@@ -123,7 +123,7 @@ def run_file_mask(table: Mapping[str, object]) -> SecretMask:
 
 
 class SecretMask:
-    """Replaces secrets in a text."""
+    """Mask that replaces secrets in a text."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         self._secret_values: set[str] = set()
@@ -136,7 +136,7 @@ class SecretMask:
         return cls(secret_values(environment))
 
     def add(self, *secrets: str) -> None:
-        """Lets it know further secrets; those that are too short or too common to be any are left out."""
+        """Mask further secrets, each also quoted and by lines; those that are too short or too common are left out."""
         for secret in secrets:
             for part in {secret, *(line for line in secret.split("\n") if len(line) > 2 * _SHORTEST)}:
                 if len(part) >= _SHORTEST and not _HARMLESS.fullmatch(part):
@@ -146,7 +146,7 @@ class SecretMask:
             self._pattern = re.compile("|".join(map(re.escape, longest_first)))
 
     def __call__(self, text: str) -> str:
-        """The text without secrets."""
+        """Return the text with known secrets, and what has the shape of one, masked."""
         if self._pattern is not None:
             text = self._pattern.sub(MASKED, text)
         lowered = text.lower()

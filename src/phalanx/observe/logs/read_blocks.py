@@ -50,7 +50,7 @@ class Stream:
 
     @property
     def node(self) -> str | None:
-        """The node in the name of an agent or worker."""
+        """The node in the name of an agent or worker; ``None`` for a rank or coordinator."""
         if self.rank is not None or self.process.startswith("coordinator"):
             return None
         worker = re.fullmatch(r"(.*\d)-\d+", self.process)
@@ -58,7 +58,8 @@ class Stream:
 
 
 def streams(directory: RunDirectory, attempt: int | None = None) -> list[Stream]:
-    """All writers of a run's logs, or of one attempt at it; none if there is no such folder."""
+    """Return all writers of a run's logs, or of one attempt, by attempt and process; none without the folder, or if it leads out of
+    the run."""
     files_of: dict[tuple[int, str, str], list[tuple[int, Path]]] = defaultdict(list)
     names: list[str] = []
     with suppress(OSError):
@@ -110,7 +111,7 @@ class LineBounds:
 
 
 def forward(stream: Stream, span: LineBounds, block_bytes: int = BLOCK) -> Iterator[LineBlock]:
-    """The writer's lines, oldest first."""
+    """Yield the writer's lines in blocks, oldest first. Files that end before ``span`` and files that cannot be read are skipped."""
     key = 0.0
     for path in stream.files:
         if _is_older(path, span.since):
@@ -129,7 +130,7 @@ def forward(stream: Stream, span: LineBounds, block_bytes: int = BLOCK) -> Itera
 
 
 def backward(stream: Stream, span: LineBounds, block_bytes: int = BLOCK) -> Iterator[LineBlock]:
-    """The writer's lines, newest first."""
+    """Yield the writer's lines in blocks, newest first, until they are before ``span``. Files that cannot be read are skipped."""
     key = float("inf")
     for path in reversed(stream.files):
         if _is_older(path, span.since):
@@ -146,7 +147,7 @@ def backward(stream: Stream, span: LineBounds, block_bytes: int = BLOCK) -> Iter
 
 
 def joined(lines: Sequence[LogLine]) -> list[LogLine]:
-    """The lines, each with those that go on with it."""
+    """Return the lines, each with those that continue it appended to its text."""
     whole_lines: list[LogLine] = []
     for line in lines:
         if line.goes_on is True and whole_lines:
@@ -168,7 +169,8 @@ def joined(lines: Sequence[LogLine]) -> list[LogLine]:
 
 
 def raw_lines(stream: Stream, path: Path) -> list[LogLine]:
-    """The records of a file of text. The times that some of its lines begin with are of the day of the file, or the day before."""
+    """Return the records of a text file's end. Times at the beginning of lines are of the day of the file, or the day before.
+    Raises ``OSError``."""
     written = path.stat().st_mtime
     with open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_RAW))
@@ -203,6 +205,7 @@ def _block(lines: Sequence[LogLine], before: float = 0.0) -> LineBlock:
 
 
 def _is_older(path: Path, since: float) -> bool:
+    """Return True if a file was last written before ``since`` (Unix seconds, 0: never), or cannot be looked at."""
     if not since:
         return False
     try:
@@ -212,7 +215,8 @@ def _is_older(path: Path, since: float) -> bool:
 
 
 def _first_of(file: BinaryIO, since: float, near_bytes: int) -> int:
-    """The place of a line before ``since``, within ``near_bytes`` of the first that is not; lines are in the order of time, or nearly."""
+    """Return the offset of a line before ``since``, within ``near_bytes`` of the first that is not; lines are in the order of time,
+    or nearly."""
     low, high = 0, file.seek(0, os.SEEK_END)
     while since and high - low > near_bytes:
         middle = (low + high) // 2
@@ -231,6 +235,7 @@ def _first_of(file: BinaryIO, since: float, near_bytes: int) -> int:
 
 
 def _pieces(file: BinaryIO, span: LineBounds, block_bytes: int) -> Iterator[list[LogLine]]:
+    """Yield the decoded lines of a file from its position, block by block; lines that are too long are dropped."""
     rest, dropping = b"", False
     while piece := file.read(block_bytes):
         if dropping:
@@ -246,6 +251,7 @@ def _pieces(file: BinaryIO, span: LineBounds, block_bytes: int) -> Iterator[list
 
 
 def _pieces_back(path: Path, span: LineBounds, block_bytes: int) -> Iterator[list[LogLine]]:
+    """Yield the decoded lines of a file block by block from its end; each block's lines in the order of the file."""
     with open_regular(path) as file:
         end, rest, dropping = file.seek(0, os.SEEK_END), b"", False
         while end > 0:
@@ -264,6 +270,7 @@ def _pieces_back(path: Path, span: LineBounds, block_bytes: int) -> Iterator[lis
 
 
 def _decoded(block: bytes, span: LineBounds) -> list[LogLine]:
+    """Return the lines of a block; for warnings or errors alone, those of level "info" are not decoded, but for the last."""
     if span.at_least not in ("warning", "error"):
         return _whole(block)
     *lines, last = block.rstrip(b"\n").split(b"\n")

@@ -58,7 +58,7 @@ class LogGroup:
 
     @property
     def place(self) -> str:
-        """The processes that wrote it, in words."""
+        """The processes that wrote it, such as ``ranks 0-7 on 2 nodes``."""
         parts = []
         if self.ranks:
             parts.append(f"rank{'s' if len(self.ranks) > 1 else ''} {ranges(self.ranks)}")
@@ -94,7 +94,7 @@ def grouped(lines: Iterable[LogLine]) -> list[LogGroup]:
 
 
 def ranges(numbers: Iterable[int], most: int = 6) -> str:
-    """Numbers in words: ``0-7, 9``."""
+    """Format numbers as ``0-7, 9``; of more than ``most`` ranges, the number left out."""
     spans: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
         if spans and number == spans[-1][1] + 1:
@@ -220,7 +220,7 @@ class _Buffer:
         self.read()
 
     def read(self) -> None:
-        """Reads a block; after the last one the bound is infinite."""
+        """Read a block and keep its selected lines; after the last one the bound is infinite."""
         block = next(self._blocks, None)
         if block is None:
             self.bound = float("inf")
@@ -235,13 +235,13 @@ class _Buffer:
         self._at = 0
 
     def take(self, bound: float) -> tuple[Sequence[float], Sequence[LogLine]]:
-        """Takes out the lines up to ``bound``."""
+        """Return and remove the lines up to ``bound``."""
         begin, self._at = self._at, bisect_right(self._keys, bound, self._at)
         return self._keys[begin : self._at], self._lines[begin : self._at]
 
 
 def _merged(processes: Iterable[Iterator[LineBlock]], query: LogQuery, sign: int) -> Iterator[LogLine]:
-    """Merges what was read of each process, in the direction of reading."""
+    """Yield the selected lines of all processes, merged in the direction of reading (``sign``)."""
     buffers = deque(_Buffer(blocks, query, sign) for blocks in processes)
     while buffers:
         bound = min(buffer.bound for buffer in buffers)
@@ -268,7 +268,8 @@ def first_failure(directory: RunDirectory) -> LogLine | None:
 
 
 def told_failure(directory: RunDirectory) -> FirstFailure | None:
-    """As ``first_failure``, with the evidence and what failed because of it."""
+    """Return the first failure of the newest attempt, with its evidence and what failed because of it; ``None`` if no log has an
+    error."""
     logs = streams(directory)
     newest = max((stream.attempt for stream in logs), default=0)
     errors: list[LogLine] = []
@@ -279,7 +280,7 @@ def told_failure(directory: RunDirectory) -> FirstFailure | None:
 
 
 def recovered_step(directory: RunDirectory, failure: LogLine) -> int | None:
-    """The newest step if it ended well after a failure, from which the run has recovered then; else ``None``."""
+    """Return the newest step if it ended well after a failure, from which the run has recovered then; else ``None``."""
     try:
         newest = newest_event(directory.events, lambda event: isinstance(event.body, Step))
     except EventLogError:
@@ -290,6 +291,7 @@ def recovered_step(directory: RunDirectory, failure: LogLine) -> int | None:
 
 
 def _end_of(stream: Stream, most: int = 400) -> list[LogLine]:
+    """Return at most ``most`` lines from the end of a writer's logs, errors among them; none if it cannot be read."""
     try:
         if stream.raw:
             return raw_lines(stream, stream.files[-1])[-most:]
@@ -323,7 +325,7 @@ class Follower:
         return [str(path) for stream in logs if not stream.raw for path in stream.files]
 
     def look(self) -> list[LogLine]:
-        """The selected lines that have come since the last look."""
+        """Return the selected lines that have come since the last look, by time. Lines that have not ended wait for the next."""
         lines: list[LogLine] = []
         for path in self._paths():
             with suppress(OSError), open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Writes records into a process's log: with time and place, without secrets, and no more of them than a process may write.
+"""Write records into a process's log: with time and place, without secrets, and no more of them than a process may write.
 
 Below: the bound on output, and the process's place in its run (rank, epoch, step), in memory that its parent reads too.
 """
@@ -46,7 +46,7 @@ class Recorder:
         self._looked_s, self._seen = 0.0, dict[str, int]()
 
     def put(self, record: Record) -> None:
-        """Writes a record, or leaves it out if there are too many."""
+        """Write a record, or leave it out and count it if there are too many; errors have a reserve."""
         text = record.text
         if self.has_room(len(text) + PER_LINE, loud=record.level == "error"):
             self.write(record)
@@ -62,7 +62,7 @@ class Recorder:
         return not self._bucket.has(len(text)) and not any(word in text for word in _LOUD)
 
     def write(self, record: Record) -> None:
-        """Writes a record, however many there are."""
+        """Write a record, masked, however many there are; before it, the count of those left out."""
         if self._left_out:
             self._tell_left_out()
         self._learn_tokens()
@@ -108,7 +108,7 @@ class Recorder:
         )
 
     def _learn_tokens(self) -> None:
-        """Learns the run's tokens, which may be made or changed while it runs."""
+        """Mask the tokens in the run directory's files, which may be made or changed while it runs. Looks at intervals."""
         now_s = time.monotonic()
         if now_s < self._looked_s:
             return
@@ -132,7 +132,7 @@ PER_LINE = 200
 
 
 class LineBucket:
-    """Lets ``per_s`` bytes a second through, and ``most`` at once."""
+    """Token bucket: ``per_s`` bytes a second pass, and ``most`` at once."""
 
     def __init__(
         self, per_s: float = 2 << 20, most: float = 8 << 20, clock: Callable[[], float] = time.monotonic
@@ -141,14 +141,14 @@ class LineBucket:
         self._left, self._at_s = float(most), clock()
 
     def takes(self, nbytes: int) -> bool:
-        """True if so many bytes may pass; then they are taken out."""
+        """Return True if ``nbytes`` may pass, and take them out."""
         if not self.has(nbytes):
             return False
         self._left -= nbytes
         return True
 
     def has(self, nbytes: int) -> bool:
-        """True if so many bytes might pass now."""
+        """Return True if ``nbytes`` might pass now; the bucket fills with time."""
         if self._left < nbytes:
             now_s = self._clock()
             self._left = min(self._most, self._left + (now_s - self._at_s) * self._per_s)
@@ -179,7 +179,7 @@ class Place:
 
     @classmethod
     def shared(cls) -> tuple[Place, int]:
-        """A new place, and the descriptor by which a child process gets it; the caller closes that. Raises ``OSError``."""
+        """Return a new place, empty, and the descriptor by which a child process gets it; the caller closes that. Raises ``OSError``."""
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("phalanx-place", os.MFD_CLOEXEC)
         else:
@@ -195,7 +195,7 @@ class Place:
         return place, descriptor
 
     def close(self) -> None:
-        """Gives the shared memory back; the place is not used any more."""
+        """Release the shared memory; the place is not used any more."""
         self._values.release()
         if self._shared is not None:
             self._shared.close()

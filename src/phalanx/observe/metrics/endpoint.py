@@ -60,7 +60,8 @@ Page = Callable[[Headers], Answer]
 
 
 def metrics_page(exporter: Exporter) -> Page:
-    """``/metrics``: OpenMetrics for clients that accept it, else the text format."""
+    """Return the page ``/metrics``: OpenMetrics for clients that accept it, else the text format; compressed for those that accept
+    gzip."""
 
     def page(headers: Headers) -> Answer:
         open_metrics = "application/openmetrics-text" in headers.get("accept", "")
@@ -82,7 +83,8 @@ class MetricsServer:
     def __init__(
         self, pages: Mapping[str, Page], host: str, port: int, *, request_timeout_s: float = _REQUEST_S
     ) -> None:
-        """Listens at ``host`` and ``port``, 0 for a free one. Raises ``OSError`` if it cannot.
+        """Listen at ``host`` and ``port``, 0 for a free one, and serve ``pages`` by path on threads. Raises ``OSError`` if it
+        cannot listen.
 
         A connection whose request is not complete after ``request_timeout_s`` is closed.
         """
@@ -104,14 +106,17 @@ class MetricsServer:
             thread.start()
 
     def close(self) -> None:
-        """Stops listening; an answer that is under way is left to its end."""
+        """Stop listening; an answer that is under way is finished."""
         self._closing = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes those who wait in accept
         self._socket.close()
 
     def _accept(self) -> None:
-        """Hold connections until their clients send something: a client with a thousand silent ones keeps no other waiting."""
+        """Keep connections until their clients send something: a client with a thousand silent ones delays no other.
+
+        Silent ones are closed after the time of a request, or if there are too many.
+        """
         silent: dict[socket.socket, float] = {}
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
@@ -137,6 +142,7 @@ class MetricsServer:
             self._ready.put(None)
 
     def _take(self, selector: selectors.BaseSelector, silent: dict[socket.socket, float]) -> None:
+        """Accept a connection and watch it as silent. After an error, pause."""
         try:
             connection, _ = self._socket.accept()
         except OSError:  # closed, or no descriptor is left for now
@@ -152,6 +158,7 @@ class MetricsServer:
             time.sleep(_PAUSE_S)
 
     def _converse(self, connection: socket.socket) -> None:
+        """Read one request and send its answer. Raises ``OSError`` or ``ValueError`` for a client that is late, malformed or gone."""
         method, path, headers = _request(connection, self._request_timeout_s)
         answer = self._answer(method, path, headers)
         body = answer.body
@@ -165,6 +172,7 @@ class MetricsServer:
         _send(connection, "\r\n".join(head).encode() + (b"" if method == "HEAD" else body))
 
     def _answer(self, method: str, path: str, headers: Headers) -> Answer:
+        """Return the page at ``path``, or an answer with status 405, 404, or 500 if the page raises."""
         if method not in ("GET", "HEAD"):
             return _plain("405 Method Not Allowed", "only GET and HEAD")
         page = self._pages.get(path)
@@ -185,7 +193,8 @@ def _plain(status: str, text: str) -> Answer:
 
 
 def _request(connection: socket.socket, timeout_s: float) -> tuple[str, str, Headers]:
-    """Method, path and headers (in lower case). Raises ``ValueError`` for what is none, ``OSError`` for one that is late."""
+    """Return method, path without query, and headers (in lower case). Raises ``ValueError`` if malformed, too long or late,
+    ``OSError`` on a timeout."""
     deadline_s, data = time.monotonic() + timeout_s, b""
     while b"\r\n\r\n" not in data:
         left_s = deadline_s - time.monotonic()
@@ -203,7 +212,7 @@ def _request(connection: socket.socket, timeout_s: float) -> tuple[str, str, Hea
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
-    """Sends all of it within the time of an answer. Raises ``OSError`` if the client does not take it."""
+    """Send all of ``data`` within the time of an answer. Raises ``OSError`` if the client does not take it."""
     deadline_s, view = time.monotonic() + _ANSWER_S, memoryview(data)
     while view:
         connection.settimeout(max(0.001, deadline_s - time.monotonic()))
@@ -246,6 +255,7 @@ class Endpoint:
             threading.Thread(target=self._start, args=(sources,), name="metrics-start", daemon=True).start()
 
     def _start(self, sources: Mapping[str, Collect]) -> None:
+        """Serve the metrics of ``sources`` and write the target file, unless closed or no port is free."""
         with self._lock:
             if self._closed:
                 return
@@ -264,6 +274,7 @@ class Endpoint:
             self._announce(Target(address, self.run, self._node, self._attempt))
 
     def _announce(self, target: Target) -> None:
+        """Write the target file; the coordinator removes those of earlier starts first. A failure is logged."""
         try:
             if not self._node:
                 withdraw_earlier(self._directory, self._attempt)
@@ -273,7 +284,7 @@ class Endpoint:
             self._log(f"cannot write where its metrics are: {error}")
 
     def close(self) -> None:
-        """Ends it, and takes its target back."""
+        """Stop serving, and remove the target file."""
         with self._lock:
             self._closed = True
             if self._target is not None:
@@ -284,6 +295,8 @@ class Endpoint:
                 exporter.close()
 
     def _listening(self, pages: Mapping[str, Page]) -> MetricsServer | None:
+        """Return a server on the first free port: that of the run file, the agents' range after it, else any. Log and return
+        ``None`` if none is."""
         first = self._observe.metrics_port
         own = range(first + 1, first + 1 + AGENTS) if self._node else (first,)
         trouble = ""
@@ -337,14 +350,14 @@ def _path(directory: RunDirectory, name: str) -> Path:
 
 
 def announce(directory: RunDirectory, target: Target) -> None:
-    """Writes the target's file. Raises ``OSError``."""
+    """Write the target's file, for Prometheus. Raises ``OSError``."""
     directory.targets.mkdir(parents=True, exist_ok=True)
     content = json.dumps([target.entry], indent=1) + "\n"
     write_atomically(_path(directory, target.node or COORDINATOR), content.encode())
 
 
 def withdraw(directory: RunDirectory, target: Target) -> None:
-    """Removes the target's file, unless another process has taken its name since."""
+    """Remove the target's file, unless another process has taken its name since. Errors are ignored."""
     path = _path(directory, target.node or COORDINATOR)
     with suppress(OSError, ValueError):
         if plain_json(read_small(path, _MOST_BYTES)) == [target.entry]:
@@ -352,7 +365,7 @@ def withdraw(directory: RunDirectory, target: Target) -> None:
 
 
 def withdraw_earlier(directory: RunDirectory, attempt: int) -> None:
-    """Removes the files that an earlier start of the run has left."""
+    """Remove the target files that an earlier start of the run has left. Raises ``OSError``."""
     for path in sorted(directory.targets.glob("*.json")):
         for entry in _entries(path):
             labels = entry.get("labels")
@@ -368,7 +381,7 @@ def targets(directories: Iterable[Path]) -> list[Mapping[str, object]]:
 
 
 def _entries(path: Path) -> list[dict[str, object]]:
-    """The entries of one file; none of a file that is not one of ours."""
+    """Return the entries of one target file; none of a file that is not one of ours."""
     try:
         entries = plain_json(read_small(path, _MOST_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -377,6 +390,7 @@ def _entries(path: Path) -> list[dict[str, object]]:
 
 
 def _is_entry(entry: object) -> bool:
+    """Return True if an entry has the form of a target: a list of addresses, and labels of text."""
     if not isinstance(entry, dict):
         return False
     addresses, labels = entry.get("targets"), entry.get("labels")

@@ -73,6 +73,7 @@ class _Collector:
         self._requested.set()
 
     def _run(self) -> None:
+        """Compute the samples each time they are requested, until closed. An error is kept in ``error`` in their place."""
         while True:
             self._requested.wait()
             self._requested.clear()
@@ -110,7 +111,8 @@ class Exporter:
         self._complaints: dict[str, str] = {}
 
     def text(self, *, open_metrics: bool = False, zipped: bool = False) -> bytes:
-        """The text of now, or of a moment ago; compressed by gzip if ``zipped``."""
+        """Return the metrics as text; compressed by gzip if ``zipped``. Cached as long as computing them again would exceed the
+        share of time."""
         with self._lock:
             if time.monotonic() >= self._due_s:
                 self._texts = {}
@@ -132,11 +134,13 @@ class Exporter:
         return gzip.compress(text, compresslevel=1) if zipped else text
 
     def close(self) -> None:
-        """Ends the sources' threads; one that hangs is left behind."""
+        """End the sources' threads, without waiting; one that hangs stays behind."""
         for collector in self._collectors:
             collector.close()
 
     def _gathered(self) -> list[Sample]:
+        """Return the samples of all sources within the patience, and of this exporter itself. Late or failing sources are left out
+        and counted."""
         began_s = time.monotonic()
         started = {collector.name: collector.ask() for collector in self._collectors}
         samples: list[Sample] = []
@@ -160,6 +164,7 @@ class Exporter:
         return samples
 
     def _failed(self, name: str, reason: str) -> None:
+        """Count a source's failure, and log it if the reason is new."""
         self._failures[name] += 1
         if self._complaints.get(name) != reason:
             self._log(f"metrics of {name} are left out: {reason}")
@@ -202,14 +207,15 @@ class RunSampler:
         """The file was gone when it was last looked at: what it said last counts until another one says something."""
 
     def samples(self, patience_s: float = 1.0) -> list[Sample]:
-        """The run's samples as of now; reads for at most ``patience_s``. None for a run without events."""
+        """Return the run's samples as of now; reads for at most ``patience_s``. None for a run without events."""
         self.catch_up(patience_s)
         if not self.facts.counts:
             return []
         return collect(RUN_METRICS, self.facts, self._labels, self._failed)
 
     def catch_up(self, patience_s: float) -> bool:
-        """Takes what was appended since the last call, for at most so long; returns True if that was all of it."""
+        """Take what was appended since the last call, for at most ``patience_s``. Return True if that was all of it, or the file is
+        unreadable."""
         deadline_s = time.monotonic() + patience_s
         while True:
             began_s, before = time.thread_time(), self._tail.read_bytes

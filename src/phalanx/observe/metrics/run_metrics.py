@@ -147,7 +147,7 @@ class RunFacts:
     # --- told ------------------------------------------------------------------------------------
 
     def take(self, line: bytes) -> None:
-        """Takes the next line of the stream, without its newline; one that is no event is counted as torn."""
+        """Take the next line of the stream, without its newline; one that is no event is counted as torn."""
         if not line.strip():
             return
         self._goodput = None
@@ -160,6 +160,7 @@ class RunFacts:
             self.counts[Torn.__name__] += 1
 
     def _take_step(self, line: bytes) -> None:
+        """Take a step's line without decoding most of it."""
         try:
             step = _step_line.decode(line)
         except msgspec.ValidationError:  # a ledger with numbers that JSON lacks
@@ -169,6 +170,7 @@ class RunFacts:
         self._stepped(Event(step.t, step.attempt, body), body, line)
 
     def _take_event(self, event: Event) -> None:
+        """Count an event, and take its facts if it is of the newest attempt. Raises ``ValueError`` for a step."""
         body = event.body
         if isinstance(body, Step):
             raise ValueError("a step whose ledger is no table of numbers")
@@ -212,7 +214,8 @@ class RunFacts:
         self.step = body.step
 
     def _enter(self, attempt: int) -> bool:
-        """True if ``attempt`` is the newest, which it may become by this; what comes late of an older one changes nothing."""
+        """Return True if ``attempt`` is the newest, which it may become by this: its ledger begins empty then. Late events of older
+        ones count for nothing."""
         if not self.attempts or attempt > self.attempt:
             self.attempts += 1
             self.ended_buckets.update(self.buckets)
@@ -220,6 +223,7 @@ class RunFacts:
         return attempt == self.attempt
 
     def _stepped(self, event: Event, body: Step, line: bytes) -> None:
+        """Take a step: position, ledger and recent lines; the first of a later attempt is a recovery."""
         self.counts[Step.__name__] += 1
         self.first_t, self.last_t = self.first_t or event.t, max(self.last_t, event.t)
         if not self._enter(event.attempt):
@@ -235,7 +239,7 @@ class RunFacts:
         self._keep(event)
 
     def _keep(self, event: Event) -> None:
-        """Keeps an event, since goodput follows from all of them, and thins the older half when there are many."""
+        """Keep an event, since goodput follows from all of them, and thin the older half when there are many."""
         self._ledgers.append(event)
         if len(self._ledgers) > self._most_ledgers:
             old, new = self._ledgers[: -self._most_ledgers // 2], self._ledgers[-self._most_ledgers // 2 :]
@@ -276,7 +280,7 @@ def _derived(
 
 
 def _of(field: str, name: str) -> Computed:
-    """The field ``name`` of ``facts.FIELD``, once that is known."""
+    """Return a function that computes ``facts.FIELD.NAME``; ``None`` while the field is unknown."""
     read = attrgetter(name)
 
     def compute(facts: RunFacts) -> Found:
@@ -300,6 +304,7 @@ def _goodput(facts: RunFacts) -> Found:
 
 
 def _outcomes(facts: RunFacts) -> Found:
+    """Return the seconds of steps by outcome; ``None`` without a ledger."""
     if not facts.buckets and not facts.ended_buckets:
         return None
     account = facts.goodput
@@ -345,6 +350,7 @@ def _state(facts: RunFacts) -> Found:
 
 
 def _software(facts: RunFacts) -> Found:
+    """Return an info sample with device, commit and PyTorch version; ``None`` before the start."""
     if facts.started is None:
         return None
     environment = facts.started.environment

@@ -30,7 +30,7 @@ class Labels:
     __slots__ = ("pairs", "text")
 
     def __init__(self, **pairs: str) -> None:
-        """Labels whose value is empty are left out, as Prometheus itself would do."""
+        """Drop labels with an empty value, as Prometheus itself would do."""
         self.pairs: Mapping[str, str] = {name: value for name, value in pairs.items() if value}
         self.text = _written(self.pairs)
 
@@ -77,7 +77,7 @@ def collect(
     labels: Labels,
     failed: Callable[[Metric, Exception], None],
 ) -> list[Sample]:
-    """All samples of ``derived``; a metric that cannot be computed is left out and passed to ``failed``, and costs only itself."""
+    """Return all samples of ``derived``; a metric that cannot be computed is left out and passed to ``failed``, and costs only itself."""
     samples: list[Sample] = []
     for metric in derived:
         try:
@@ -88,6 +88,7 @@ def collect(
 
 
 def _samples(derived: Derived[Facts], facts: Facts, labels: Labels) -> list[Sample]:
+    """Return one sample, several with further labels, or none if the metric has no value now."""
     computed = derived.compute(facts)
     if computed is None:
         return []
@@ -112,7 +113,7 @@ _UNITS = ("seconds", "bytes", "ratio")
 
 
 def render(samples: Iterable[Sample], *, open_metrics: bool = False) -> bytes:
-    """The samples as text, those of one metric together, in the order in which the metrics first came.
+    """Return the samples as text, those of one metric together, in the order in which the metrics first came.
 
     Of several samples of one series the last one counts: a scraper would refuse all the rest for a series that comes twice.
     """
@@ -139,7 +140,8 @@ def _head(metric: Metric) -> str:
 
 
 def _open_metrics_head(metric: Metric) -> str:
-    """There the family of a counter or an info is called without its suffix, and a unit must be the name's last word."""
+    """Return the head of a metric in OpenMetrics: a counter or info has its family's name without suffix, and a unit is the name's
+    last word."""
     family = metric.name.removesuffix(
         "_total" if metric.kind == "counter" else "_info" * (metric.kind == "info")
     )

@@ -81,7 +81,7 @@ class MachineDifference:
 
     @property
     def sentence(self) -> str:
-        """The difference, for people."""
+        """The difference as a sentence: nodes by their odd value, and the common one."""
         parts = []
         for value, nodes in self.odd.items():
             more = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
@@ -90,7 +90,7 @@ class MachineDifference:
 
 
 def this_machine(node: str, attempt: int) -> tuple[Machine, str]:
-    """The machine of this process, and the list of its installed packages."""
+    """Return the machine of this process, and the list of its installed packages."""
     host = host_facts()
     listed = installed_packages()
     code = {name: str(value) for name, value in code_version(dirty=False).items() if value is not None}
@@ -128,7 +128,7 @@ def _name_and_version(distribution: metadata.Distribution) -> tuple[str, str] | 
 
 
 def nvidia_accelerators(driver: Path = Path("/proc/driver/nvidia")) -> tuple[str, ...]:
-    """The names of the GPUs that the kernel's driver knows, without starting CUDA."""
+    """Return the names of the GPUs that the kernel's driver lists, without starting CUDA."""
     names = []
     for place in sorted(driver.glob("gpus/*/information")):
         with suppress(OSError):
@@ -138,7 +138,7 @@ def nvidia_accelerators(driver: Path = Path("/proc/driver/nvidia")) -> tuple[str
 
 
 def nvidia_driver(version: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """The version of the kernel's driver for GPUs; empty if there is none."""
+    """Return the version of the kernel's driver for GPUs; empty if there is none, "unknown" if it cannot be parsed."""
     try:
         match = _DRIVER.search(version.read_text(errors="replace"))
     except OSError:
@@ -147,7 +147,7 @@ def nvidia_driver(version: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 
 def leave_machine(directory: RunDirectory, node: str, attempt: int) -> None:
-    """Writes what this process's machine is into the run directory. Raises ``OSError``."""
+    """Write this process's machine, and its list of packages, into the run directory. Raises ``OSError``."""
     machine, listed = this_machine(node, attempt)
     directory.machines.mkdir(exist_ok=True)
     directory.code.mkdir(exist_ok=True)
@@ -165,7 +165,7 @@ def place_of(directory: RunDirectory, node: str) -> Path:
 
 
 def read_machines(directory: RunDirectory, attempt: int | None = None) -> list[Machine]:
-    """The machines of a run by node, or those of one start of it; files that cannot be read are left out."""
+    """Return the machines of a run by node, or those of one start of it; files that cannot be read are left out."""
     machines = []
     with suppress(OSError):
         for name in sorted(os.listdir(directory.machines)):
@@ -183,7 +183,7 @@ def newest_machines(directory: RunDirectory) -> list[Machine]:
 
 
 def machine_differences(machines: Sequence[Machine]) -> list[MachineDifference]:
-    """The facts in which machines differ, each with the nodes that are not like most."""
+    """Return the facts in which machines differ, each with the nodes that are not like most."""
     tables = {machine.node: machine.facts() for machine in machines}
     differences = []
     for fact in dict.fromkeys(fact for table in tables.values() for fact in table):

@@ -68,7 +68,7 @@ class Serving:
 
 
 class ServingNote:
-    """Writes a server's note again and again, until it is closed."""
+    """Writer of a server's note, at intervals until it is closed."""
 
     def __init__(self, directory: RunDirectory, name: str, look: Callable[[], Serving]) -> None:
         """
@@ -84,23 +84,24 @@ class ServingNote:
         self._thread = threading.Thread(target=self._tell, name="serving-note", daemon=True)
 
     def start(self) -> Self:
-        """Writes on a thread from now on."""
+        """Start to write the note at intervals, on a thread."""
         self._thread.start()
         return self
 
     def once(self) -> None:
-        """Writes the note. Raises ``OSError``."""
+        """Write the note now. Raises ``OSError``."""
         self._path.parent.mkdir(exist_ok=True)
         write_atomically(self._path, msgspec.json.encode(asdict(self._look())), durable=False)
 
     def close(self) -> None:
-        """Writes no more, and takes the note away."""
+        """Stop writing, and delete the note."""
         self._over.set()
         self._thread.join(2 * TOLD_EVERY_S)
         with suppress(OSError):
             self._path.unlink()
 
     def _tell(self) -> None:
+        """Write the note at intervals until closed. Failures are logged, the first in a row as a warning."""
         failed = False
         while not self._over.is_set():
             try:
@@ -165,7 +166,7 @@ class Throttling(msgspec.Struct, frozen=True):
 
 
 class ThrottlingWatch:
-    """Looks at this machine again and again, until it is closed or the process ends."""
+    """Watch of this machine, at intervals until it is closed or the process ends."""
 
     def __init__(
         self,
@@ -181,12 +182,12 @@ class ThrottlingWatch:
         self._over = threading.Event()
 
     def start(self) -> Self:
-        """Looks on a thread from now on."""
+        """Start to look at intervals, on a thread."""
         threading.Thread(target=self._watch, name="throttling", daemon=True).start()
         return self
 
     def close(self) -> None:
-        """Looks no more; what was noted stays until it is old."""
+        """Stop looking; the note stays until it is old."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -198,7 +199,7 @@ class ThrottlingWatch:
             self._over.wait(LOOK_S)
 
     def once(self) -> None:
-        """One look. Raises ``OSError`` if the note cannot be written."""
+        """Look once: write the note if the machine is slowed down, and delete it once it has not been for a while. Raises ``OSError``."""
         reasons, now = self._look(), self._clock()
         note = self._note
         if reasons:
@@ -214,7 +215,7 @@ class ThrottlingWatch:
 
 
 def read_throttling(directory: RunDirectory, now: float) -> list[Throttling]:
-    """The nodes that are slowed down at ``now``; notes that cannot be read, or are old, are left out."""
+    """Return the nodes that are slowed down at ``now`` (Unix seconds); notes that cannot be read, or are old, are left out."""
     nodes = []
     with suppress(OSError):
         for path in sorted(Path(directory.machines).glob(f"*{_SUFFIX}")):

@@ -78,7 +78,7 @@ def environment_record() -> dict[str, object]:
 
 
 def command_line(words: Sequence[str] | None = None, mask: SecretMask | None = None) -> str:
-    """The command that a process was started with, as a shell takes it, without secrets.
+    """Return the command that a process was started with, as a shell takes it, without secrets, cut if it is long.
 
     A rank was started by a launcher with words of its own: ``PHALANX_COMMAND`` has those that a person typed.
     """
@@ -89,7 +89,7 @@ def command_line(words: Sequence[str] | None = None, mask: SecretMask | None = N
 
 
 def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment variables that libraries and we act by, sorted; of those whose names speak of a secret, that they are set."""
+    """Return the environment variables that libraries and we act by, sorted. If a name looks like a secret's, the value is masked."""
     environment = os.environ if environment is None else environment
     mask = SecretMask.of_environment(environment)
     names = sorted(name for name in environment if _VARIABLES.fullmatch(name) and name not in _OF_ONE_PROCESS)
@@ -106,11 +106,13 @@ def own_code() -> Mapping[str, object]:
 
 
 def code_version(package: Path | None = None, *, dirty: bool = True) -> dict[str, object]:
-    """The version of our package, and its git commit where it runs from a checkout.
+    """Return the version of our package, and its git commit where it runs from a checkout.
 
-    ``git_dirty`` is True if tracked files differ from the commit or untracked ones lie beside the
-    package: such a run cannot be repeated from the commit alone. Without ``dirty`` nobody looks, which of many machines on one file
-    system costs less. An installed package has neither key, but the hash of its wheel's list of files.
+    ``git_dirty`` is True if tracked files differ from the commit or untracked ones are beside the package: such a run cannot be
+    repeated from
+    the commit alone. Without ``dirty`` this is not looked at, which costs less for many machines on one file system. An installed
+    package has
+    neither key, but the hash of its wheel's list of files.
     """
     package = package or OWN_PACKAGE
     version: dict[str, object] = {"version": of_package.__version__}
@@ -130,7 +132,7 @@ def is_checkout(package: Path) -> bool:
 
 
 def installed_from(package: Path, name: str = DISTRIBUTION) -> dict[str, object]:
-    """The hash of an installed wheel's list of files, which has a hash of each: it identifies the build."""
+    """Return the hash of an installed wheel's list of files, which identifies the build; empty if ``package`` is not from that wheel."""
     try:
         wheel = metadata.distribution(name)
     except metadata.PackageNotFoundError:
@@ -143,7 +145,7 @@ def installed_from(package: Path, name: str = DISTRIBUTION) -> dict[str, object]
 
 
 def git(directory: Path, *arguments: str) -> str | None:
-    """The output of git; None if it is not installed, refuses, or takes too long."""
+    """Return the output of git; None if it is not installed, refuses, or takes too long."""
     try:
         done = subprocess.run(
             ["git", "-C", str(directory), *arguments],
@@ -194,7 +196,7 @@ def usable_cores() -> int:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, as the kernel or else the platform gives it."""
+    """Return the processor's name, as the kernel or else the platform gives it."""
     fields: dict[str, str] = {}
     if cpuinfo.exists():
         for line in cpuinfo.read_text(errors="replace").splitlines():
@@ -205,7 +207,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _arm_model(fields: Mapping[str, str]) -> str:
-    """The name of an Arm processor, of which Linux gives only the numbers in its identification register; empty if it is none."""
+    """Return the name of an Arm processor, from the numbers in its identification register that Linux lists; empty if it is none."""
     numbers = [fields.get(f"CPU {key}", "") for key in ("implementer", "part", "variant", "revision")]
     if not all(numbers):
         return ""
@@ -215,7 +217,7 @@ def _arm_model(fields: Mapping[str, str]) -> str:
 
 
 def process_age_ns() -> int:
-    """Nanoseconds since this process was started, to 10 ms; 0 where the kernel does not report it.
+    """Return the nanoseconds since this process was started, to 10 ms; 0 where the kernel does not report it.
 
     Linux keeps the start in ``/proc/self/stat`` (field 22, in clock ticks since boot).
     """
@@ -288,9 +290,10 @@ class CodePatch:
 def code_patch(
     package: Path | None = None, secrets: Collection[str] | None = None, *, max_bytes: int = MOST_BYTES
 ) -> CodePatch | None:
-    """The changes of the checkout that the package runs from; ``None`` if there are none, or it runs from none.
+    """Return the changes of the checkout that the package runs from; ``None`` if there are none, or it runs from none.
 
-    ``secrets``: values that are masked wherever they stand; those of this process's environment variables if not given.
+    Files of secrets are left out, and what looks like one is masked.
+    ``secrets``: values that are masked too; those of this process's environment variables if not given.
     ``max_bytes``: Length after which the patch is cut.
     """
     package = package or OWN_PACKAGE
@@ -341,6 +344,7 @@ def code_patch(
 
 
 def _masked(text: str, secrets: Collection[str]) -> str:
+    """Return a patch with ``secrets`` replaced, and each file's part masked."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, MASKED)
     starts = [0, *(match.start() for match in _FILE_OF_PATCH.finditer(text) if match.start()), len(text)]
@@ -348,7 +352,7 @@ def _masked(text: str, secrets: Collection[str]) -> str:
 
 
 def _masked_file(patch: str) -> str:
-    """The patch of one file. Settings, notes and scripts hold secrets without quotes, so they are masked as logs are."""
+    """Return the patch of one file, masked. Settings, notes and scripts have secrets without quotes, so they are masked as logs are."""
     name = _NAME_OF_PATCH.match(patch)
     is_code = name is None or _CODE_FILE.search(name[1] or name[2]) is not None
     if not is_code and "\nGIT binary patch\n" not in patch:
@@ -367,10 +371,12 @@ PROC, ROOT = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def groups_of(controller: str, proc: Path = PROC, root: Path = ROOT) -> Iterator[tuple[Path, int]]:
-    """The folders of this process's groups, from its own up to the root, each with the version (1 or 2) of its files.
+    """Yield the folders of this process's groups, from its own up to the root, each with the version (1 or 2) of its files.
 
-    ``proc/self/cgroup`` has a line ``0::PATH`` for version 2 and ``N:...CONTROLLER...:PATH`` for version 1. In a container, PATH may be that of
-    the host, which is not visible here; then the root of what is mounted is the container's own group, and it is looked at in any case.
+    ``proc/self/cgroup`` has a line ``0::PATH`` for version 2 and ``N:...CONTROLLER...:PATH`` for version 1. In a container, PATH
+    may be that of
+    the host, which is not visible here; then the root of what is mounted is the container's own group, and it is yielded in any
+    case.
     """
     try:
         lines = [line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines()]
@@ -396,6 +402,7 @@ def quota_cores(proc: Path = PROC, root: Path = ROOT) -> float:
 
 
 def _quota(folder: Path, version: int) -> float:
+    """Return the processors that a group may use; infinite if it sets no limit, or its files cannot be read."""
     try:
         if version == 2:  # "max 100000" or "200000 100000", microseconds in a period
             quota, period = (folder / "cpu.max").read_text().split()

@@ -175,6 +175,8 @@ def held_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def _new(root: Path, prefix: str, mode: int, cleanup: ExitStack) -> Path:
+    """Make a folder with a random name and lock it; ``cleanup`` removes and unlocks it. Tries again if another process has taken or
+    removed it."""
     while True:
         folder = root / f"{prefix}{secrets.token_hex(8)}"
         cleanup.callback(shutil.rmtree, folder, ignore_errors=True)  # before a signal can interrupt
@@ -208,6 +210,7 @@ def _lock_folder(folder: Path) -> int:
 
 
 def _sweep(root: Path, prefix: str) -> None:
+    """Remove the folders below ``root`` with this prefix that no process has locked. Errors are ignored."""
     with suppress(OSError):
         for name in os.listdir(root):
             if name.startswith(prefix):
@@ -263,7 +266,8 @@ def home() -> Path:
 
 @cache
 def temporary_home() -> Path:
-    """Return a folder for temporary files that only this user can access."""
+    """Return a folder for temporary files that only this user can access: the same for all processes, else a new one if that is not
+    safe."""
     folder = Path(tempfile.gettempdir()) / f"phalanx-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -325,7 +329,7 @@ def _temporary(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk (fsync)."""
+    """Wait until a file's content, or the names in a folder, are on the disk (fsync). Raises ``OSError``."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

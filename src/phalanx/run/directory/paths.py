@@ -450,7 +450,7 @@ def read_result(table: Mapping[str, object]) -> RunResult | None:
 
 
 class DirectoryKeeper:
-    """Keeps the content of a run directory's small files, and repairs them."""
+    """Keeper of the content of a run directory's small files, which repairs them."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._checks: dict[Path, Callable[[], object]] = {
@@ -469,13 +469,15 @@ class DirectoryKeeper:
         return [message for path, check in self._checks.items() if (message := self._look_at(path, check))]
 
     def _require_same_run(self) -> None:
-        """Raises ``RunDirectoryError`` if the run file cannot be read, or describes another run: an empty one has every default."""
+        """Raise ``RunDirectoryError`` if the run file cannot be read, or describes another run: an empty one has every default."""
         spec = read_resolved(self._directory)
         if self._spec not in (None, spec):
             raise RunDirectoryError("another run")
         self._spec = spec
 
     def _look_at(self, path: Path, check: Callable[[], object]) -> str:
+        """Check a file against its last valid content. If it was removed or damaged, write that content back and return a sentence;
+        else ""."""
         valid = self._valid_content.get(path)
         try:
             content = read_small(path)

@@ -40,13 +40,13 @@ class AttentionKind(Protocol):
         """Axes ("tensor", "context", "pipeline") whose degree must be 1, with the reason."""
 
     def parts(self, model: ModelSpec) -> Iterator[Parameter]:
-        """Its parameters, in the order and under the names of its module."""
+        """Return its parameters, in the order and under the names of its module."""
 
     def core(self, model: ModelSpec) -> AttentionCore:
         """The heads that compute scores and weighted values."""
 
     def operations(self, model: ModelSpec) -> Sequence[Operation]:
-        """Its operations, from the normalized input to the sum over tensor ranks."""
+        """Return its operations, from the normalized input to the sum over tensor ranks."""
 
     def rotated_width(self, model: ModelSpec) -> int:
         """Elements of a head that are rotated to their position."""

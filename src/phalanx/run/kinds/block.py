@@ -50,7 +50,7 @@ def norm_after(model: ModelSpec) -> tuple[Parameter, ...]:
 
 
 def placed(name: str, layer: int, rows: Iterable[Parameter]) -> Iterator[Parameter]:
-    """The ``parts`` of a block as those of block ``name``, which is layer ``layer``."""
+    """Yield the parameters ``rows`` with names below block ``name``, which is layer ``layer``."""
     for part in rows:
         path = f"{name}.{part.name}"
         # FSDP gathers experts apart from the rest of their block.

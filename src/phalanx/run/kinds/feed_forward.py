@@ -37,7 +37,7 @@ def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
 
 
 def parts(model: ModelSpec, inner: int) -> Iterator[Parameter]:
-    """Matrices of a layer ``inner`` elements wide, divided there."""
+    """Yield the matrices of a layer ``inner`` elements wide, divided there."""
     if is_gated(model):
         yield from under("gate", linear(model.dim, inner, model.ffn_bias, tensor_dim=0))
     yield from under("up", linear(model.dim, inner, model.ffn_bias, tensor_dim=0))

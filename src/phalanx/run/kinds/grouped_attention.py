@@ -30,7 +30,7 @@ OWN_FIELDS: tuple[str, ...] = (
 
 
 def problems(model: ModelSpec) -> Iterator[Problem]:
-    """Heads that do not divide what they must, and a temperature that there is not."""
+    """Yield the problems of heads that do not divide, and of rotation, biases, windows and norms that do not go together."""
     if model.head_dim == 0 and model.dim % model.heads:
         yield Problem(
             "model.heads",
@@ -144,7 +144,7 @@ def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
 
 
 def parts(model: ModelSpec) -> Iterator[Parameter]:
-    """Projections divided by heads, with ``qk_norm`` the norms of a head, and with ``sinks`` a logit of each."""
+    """Yield projections divided by heads, with ``qk_norm`` the norms of queries and keys, and with ``sinks`` a logit of each head."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     bias = model.attention_bias or model.qkv_bias
     if model.sinks:

@@ -41,7 +41,7 @@ def is_absorbed(model: ModelSpec) -> bool:
 
 
 def problems(model: ModelSpec) -> Iterator[Problem]:
-    """Widths that do not fit."""
+    """Yield the problems of widths of heads that do not fit latent attention."""
     mla = _latents(model)
     if mla.rope_head_dim % 2:
         yield Problem(
@@ -86,7 +86,7 @@ def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:  # noqa: ARG00
 
 
 def parts(model: ModelSpec) -> Iterator[Parameter]:
-    """Projections into latents, and out of them by heads."""
+    """Yield projections into latents, and out of them by heads."""
     mla = _latents(model)
     queries = model.heads * head_dim(model)
     if mla.query_rank:

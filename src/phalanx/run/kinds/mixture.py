@@ -40,7 +40,7 @@ def dense_width(model: ModelSpec) -> int:
 
 
 def problems(model: ModelSpec) -> Iterator[Problem]:
-    """Layers, widths and choices that cannot be; none for a dense model."""
+    """Yield the problems of layers, widths and routing of a mixture of experts; none for a dense model."""
     if model.moe is not None:
         yield from _layers(model, model.moe)
         yield from _shared(model.moe)
@@ -48,6 +48,7 @@ def problems(model: ModelSpec) -> Iterator[Problem]:
 
 
 def _layers(model: ModelSpec, moe: MoeSpec) -> Iterator[Problem]:
+    """Yield the problems of a mixture without a layer, and of widths that are not aligned."""
     if moe.first_dense + moe.every > model.layers:
         yield Problem(
             "model.moe.first_dense",
@@ -76,6 +77,7 @@ def _shared(moe: MoeSpec) -> Iterator[Problem]:
 
 
 def _routing(moe: MoeSpec) -> Iterator[Problem]:
+    """Yield the problems of groups and of experts per token; a later one only if those before it are met."""
     if moe.experts % moe.groups:
         yield Problem(
             "model.moe.groups",
@@ -124,7 +126,7 @@ def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
 
 
 def parts(model: ModelSpec, moe: MoeSpec) -> Iterator[Parameter]:
-    """The shared expert's gate, the router, stacks of the experts' matrices and biases, and the shared expert's."""
+    """Yield the shared expert's gate, the router, stacks of the experts' matrices and biases, and the shared expert's parts."""
     if moe.shared_gate:
         yield Parameter("shared_gate", (1, model.dim), "gate", products=1)
     yield Parameter("router.weight", (moe.experts, model.dim), "router", products=1)

@@ -71,6 +71,7 @@ class MatrixProduct:
         return weight.kind in ("router", "gate") or weight.section in ("embedding", "end")
 
     def _axis(self, divided_from_last: int) -> Axis:
+        """Return the axis that divides the weights' dimension ``divided_from_last``, counted from the last; "none" if none does."""
         weight = self.weights[0]
         if weight.tensor_dim is None or weight.tensor_dim != len(weight.shape) - divided_from_last:
             return "none"
@@ -332,7 +333,7 @@ def linear(
     tensor_dim: int | None = None,
     most_parts: int = 0,
 ) -> Iterator[Parameter]:
-    """A linear layer's ``weight``, shape ``(outputs, inputs)``, and ``bias``."""
+    """Yield a linear layer's ``weight``, shape ``(outputs, inputs)``, and with ``bias`` its ``bias``, divided only if the outputs are."""
     yield Parameter(
         "weight", (outputs, inputs), kind, tensor_dim=tensor_dim, most_parts=most_parts, products=1
     )

@@ -23,7 +23,7 @@ def without(model: ModelSpec) -> ModelSpec:
 
 
 def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
-    """Axes whose degree must be 1, with the reason."""
+    """Yield the axes whose degree must be 1, with the reason; none without multi-token prediction."""
     if model.mtp_depth:
         problem = "predicting further ahead needs the embedding, which only the first stage has"
         remedy = "set parallel.pipeline = 1, or model.mtp_depth = 0"

@@ -96,7 +96,8 @@ INT8_BLOCK = 64
 def cut_by_tensor_ranks(
     model: ModelSpec, optimizer: OptimizerSpec, tensor: int, *, stacked: bool = False
 ) -> Parameter | None:
-    """The first parameter of a block of a resolved model of whose state ``tensor`` ranks would cut a block; ``None`` if there is none.
+    """Return the first parameter of a block of a resolved model of whose int8 state ``tensor`` ranks would cut a block; ``None`` if
+    there is none.
 
     With ``stacked``, of experts' matrices, which ``parallel.expert_tensor`` ranks divide; else of all others.
     """

@@ -114,6 +114,7 @@ class Parting:
     """The ranks of either replay whose copy differs from most of the other ranks' copies of the same."""
 
     def __str__(self) -> str:
+        """Return a phrase with the step, slot and tensor at which replays A and B part, and the ranks that differ."""
         where = "" if self.slot == _NO_SLOT else f"slot {self.slot}, micro-batch {self.micro_batch}, "
         sides = [f"{_ranks(ranks)} of {side}" for ranks, side in zip(self.ranks, "AB", strict=True) if ranks]
         alone = [
@@ -175,10 +176,12 @@ class _Tensor:
 
 
 def compare_replays(first: Replay, other: Replay) -> Compared:
-    """The first tensor, in the order in which a step computes them, whose bits differ between two replays.
+    """Return the first tensor, in the order in which a step computes them, whose bits differ between two replays or between ranks
+    of one.
 
-    Of a tensor that both cut in the same way the pieces are compared, and the ranks that hold those that differ are named; else
-    the pieces' sums are compared, if they add up.
+    Of a tensor that both cut in the same way the pieces are compared, and the ranks whose pieces differ are named; else the pieces'
+    sums are
+    compared, if they add up. Tensors that cannot be compared, or are in one replay only, are listed by name.
     """
     tables = [_table(replay) for replay in (first, other)]
     places = _places(min(first, other, key=lambda replay: replay.layout.get("pipeline", 1)))
@@ -219,6 +222,7 @@ def _key(observation: Observation) -> _Key:
 
 
 def _table(replay: Replay) -> dict[_Key, _Tensor]:
+    """Return the observations of all ranks by tensor. A tensor adds up only if each of its observations does."""
     table: dict[_Key, _Tensor] = {}
     for rank, seen in enumerate(replay.observed):
         for observation in seen:

@@ -72,7 +72,8 @@ class ModuleWitness:
     """Watches the steps of one model on this rank; ``take`` gives what it saw."""
 
     def __init__(self, built: Built) -> None:
-        """Puts hooks into the model of ``built`` and encloses its runner."""
+        """Register hooks in the model of ``built`` and replace its runner's losses and gradient function. Nothing takes them off
+        again."""
         self.step = 0
         self._built, self._mesh = built, built.model.mesh
         self._now: _Now | None = None
@@ -108,7 +109,8 @@ class ModuleWitness:
         vars(runner)["gradients"] = lambda work: compute(self._witnessed(work))
 
     def take(self) -> list[Observation]:
-        """Return the observations since the last call. Waits for the device."""
+        """Return the observations since the last call, with their sums as unsigned 64-bit numbers, and clear them. Waits for the
+        device."""
         seen, self._seen = self._seen, []
         if not seen:
             return []
@@ -119,18 +121,18 @@ class ModuleWitness:
         ]
 
     def see_weights(self, moment: Moment) -> None:
-        """Takes note of this rank's parts of all weights."""
+        """Record checksums of this rank's parts of all weights."""
         for name, tensor in state_tensors(self._built.model.parts).items():
             self._see_part(moment, name, tensor, local(tensor))
 
     def see_gradients(self) -> None:
-        """Takes note of this rank's parts of all gradients, summed over the slots of the step."""
+        """Record checksums of this rank's parts of all gradients, summed over the slots of the step."""
         parameters = state_tensors(self._built.model.parts)
         for name, gradient in gradients(self._built.model.parts).items():
             self._see_part("gradient", name, parameters[name], gradient)
 
     def _see_part(self, moment: Moment, name: str, parameter: Tensor, part: Tensor) -> None:
-        """Takes note of a ``part`` that lies in its whole as this rank's part of ``parameter`` does."""
+        """Record the checksum of ``part``, which covers the same slice as this rank's part of ``parameter``. Skip an empty one."""
         partition = self._built.placement.partition(name)
         offset, shape = partition.local_slice(parameter)
         if 0 in shape:
@@ -141,6 +143,11 @@ class ModuleWitness:
         self._seen.append((Observation(self.step, moment, name, 0, piece=piece), value))
 
     def _hook(self, name: str, path: str) -> Callable[[nn.Module, object, object], None]:
+        """Return a forward hook that records a module's output, and the gradients of it and of the module's own weights.
+
+        It does nothing in backward (recomputation) and outside of a micro-batch that counts.
+        """
+
         def see(module: nn.Module, _args: object, output: object) -> None:
             now = self._now
             if now is None or self._backward:  # in a backward pass, layers are only computed again
@@ -166,7 +173,11 @@ class ModuleWitness:
         return see
 
     def _follow(self, path: str, module: nn.Module) -> None:
-        """Sees the gradients of the weights that ``module`` has itself, as they are whole while it runs, micro-batch by micro-batch."""
+        """Record the gradients of the full weights that ``module`` itself has, micro-batch by micro-batch. Each weight is hooked
+        once.
+
+        Nothing is recorded of sharded weights, or under a schedule that splits backward.
+        """
         parallel = self._built.spec.parallel
         if parallel.pipeline > 1 and parallel.pipeline_schedule in SPLIT_BACKWARD:
             return  # weights' gradients are put off, and come in pieces
@@ -176,6 +187,8 @@ class ModuleWitness:
                 weight.register_hook(self._weight_hook(f"{path}.{name}"))  # type: ignore[no-untyped-call]
 
     def _weight_hook(self, name: str) -> Callable[[Tensor], None]:
+        """Return a hook that records a weight's gradient of one slot, while a micro-batch is in backward."""
+
         def see(gradient: Tensor) -> None:
             now = self._in_backward
             if now is not None:
@@ -185,6 +198,8 @@ class ModuleWitness:
         return see
 
     def _gradient_hook(self, label: str, name: str, now: _Now) -> Callable[[Tensor], None]:
+        """Return a hook that marks the micro-batch as being in backward, and records the gradient, but not that of the loss."""
+
         def see(gradient: Tensor) -> None:
             self._in_backward = now
             if name != LOSS:  # whose gradient is the slot's scale
@@ -193,6 +208,7 @@ class ModuleWitness:
         return see
 
     def _see_output(self, moment: Moment, label: str, name: str, tensor: Tensor, now: _Now) -> None:
+        """Record an output or its gradient: hidden states so that checksums of several ranks' pieces add up, others as full tensors."""
         spec, layout, mesh = self._built.spec, self._mesh.layout, self._mesh
         batch = now.batch.tokens.shape[0]
         hidden = (batch, spec.train.seq_len, spec.model.dim)
@@ -215,7 +231,7 @@ class ModuleWitness:
             self._see_whole(moment, label, tensor, now, adds_up=False)
 
     def _see_whole(self, moment: Moment, label: str, tensor: Tensor, now: _Now, *, adds_up: bool) -> None:
-        """Takes note of a tensor that is whole, or a piece of which only a rank at the same place of an equal layout has the like."""
+        """Record the checksum of a full tensor, or of a piece that only the rank at the same place of an equal layout has."""
         index = [torch.arange(size) for size in tensor.shape]
         value = piece_checksum(label, tensor, index, tensor.shape)
         piece = "" if adds_up else self._own_piece
@@ -225,6 +241,8 @@ class ModuleWitness:
         self._seen.append((observation, value))
 
     def _witnessed(self, work: SlotWork) -> SlotWork:
+        """Return ``work`` with reads and audits that note which micro-batch is computed, and whether it is in backward."""
+
         def read(turn: int) -> list[MicroBatch]:
             batches, current = list(work.read(turn)), work.rounds[turn]
             if current.counts:
@@ -246,7 +264,7 @@ class ModuleWitness:
 
     @contextmanager
     def calling(self, stage: nn.Module, batch: MicroBatch) -> Iterator[None]:
-        """Encloses the forward pass of a stage."""
+        """Context of the forward pass of a stage on ``batch``: hooks record only inside, and only if ``batch`` counts."""
         place = self._micro_batches.get(id(batch))
         if place is not None:
             self._now = dataclasses.replace(place, stage=self._stages.get(stage, 0), calls=Counter())
@@ -258,7 +276,7 @@ class ModuleWitness:
 
 @dataclass(frozen=True)
 class _WitnessedLosses(Losses):
-    """Calls stages as ``Losses`` does, and gives the witness the micro-batch that is computed."""
+    """Losses that call stages as ``Losses`` does, and give the witness the micro-batch that is computed."""
 
     witness: ModuleWitness
 
@@ -268,13 +286,13 @@ class _WitnessedLosses(Losses):
 
 
 def _own_piece(mesh: Mesh) -> str:
-    """Names this rank's piece of what the axes of the model divide: equal on ranks of equal layouts that hold the same."""
+    """Return a name of this rank's piece of what the axes of the model divide: equal on ranks of equal layouts with the same piece."""
     degrees = " x ".join(map(str, mesh.layout.dividing))
     return f"context rank {mesh.context_rank}, tensor rank {mesh.tensor_rank} of {degrees}"
 
 
 def nothing(_step: int, _built: Built) -> None:
-    """Does nothing before a step."""
+    """Do nothing before a step."""
 
 
 def replay(
@@ -284,7 +302,10 @@ def replay(
     device: torch.device,
     before_step: Callable[[int, Built], None] = nothing,
 ) -> RankReplay:
-    """Computes the steps after ``order.from_step`` up to ``order.to_step`` again. A collective call of all ranks of the run's layout.
+    """Compute the steps after ``order.from_step`` up to ``order.to_step`` again. A collective call of all ranks of the run's
+    layout.
+
+    Return this rank's observations, or measures with ``order.is_measured``, and each step's loss and gradient norm.
 
     Args:
         spec: The resolved run.
@@ -296,6 +317,7 @@ def replay(
     Raises:
         CheckpointError: The checkpoint cannot be read.
         LayoutError: The run cannot be laid out on the ranks of the process group.
+        RunDirectoryError: The data are others than the run was trained on.
     """
     machine_ranks = find_machines(device).ranks_each if spec.train.reduction == "reproducible" else 0
     mesh = build_mesh(spec, dist.get_world_size(), device, machine_ranks=machine_ranks)

@@ -16,7 +16,8 @@ from phalanx.train.lifecycle.worker import main
 
 
 def replay_rank(run_dir: Path, _attempt: int, _stop: StopRequest) -> object:
-    """Replay the steps of the order in ``run_dir``, and write this rank's observations there."""
+    """Replay the steps of the order in ``run_dir``, and write this rank's observations there. Rank 0 also writes each step that it
+    reaches."""
     from phalanx.parallel.process_group.rendezvous import device_for, rank_from_environment
     from phalanx.train.assemble import make_deterministic
     from phalanx.train.compare.replay import replay

@@ -83,7 +83,11 @@ _DECODER = msgspec.json.Decoder(_StepLine | _EvaluatedLine)
 
 
 def read_logged(directory: RunDirectory) -> Logged:
-    """Reads the events of a run. Raises ``EventLogError`` if it has none, or they cannot be read."""
+    """Read the losses, gradient norms and evaluations of a run's events by step. Lines that cannot be decoded are counted as torn,
+    the last one aside.
+
+    Raises ``EventLogError`` if there is no event file, or it cannot be read.
+    """
     if not directory.events.exists():
         raise EventLogError(
             f"there is no event file {directory.events}; is it the directory of a run that has started?"
@@ -132,6 +136,8 @@ def _read_line(line: bytes, logged: Logged, ranks: int) -> int:
 
 
 def _note(logged: Logged, step: int, numbers: Mapping[str, float | None]) -> None:
+    """Take over the numbers of a step, the newest of equal names. List the step in ``logged.twice`` if a number has changed in its
+    bits."""
     values = logged.steps.setdefault(step, {})
     changed = any(name in values and bits(values[name]) != bits(value) for name, value in numbers.items())
     if changed and step not in logged.twice:
@@ -224,11 +230,13 @@ class RunComparison:
 def compare_runs(
     first: Path, other: Path, on_progress: OnCompared = lambda _label, _done, _total: None
 ) -> RunComparison:
-    """Compares the runs in two directories.
+    """Compare the runs in two directories: fields, versions, logged numbers, and common checkpoints up to the first that differs.
+
+    Event files and checkpoints that cannot be read are listed in the result's notes.
 
     Raises:
         RunDirectoryError: One of them is no run directory, or its run file or record is damaged.
-        NothingToCompareError: No step was logged by both, and no checkpoint is held by both.
+        NothingToCompareError: The two have no logged step and no readable checkpoint in common.
     """
     directories = [RunDirectory(path) for path in (first, other)]
     specs = [read_resolved(directory) for directory in directories]
@@ -295,7 +303,11 @@ def _differing(first: Mapping[str, object], other: Mapping[str, object]) -> dict
 def _checkpoints(
     directories: list[RunDirectory], notes: list[str], on_progress: OnCompared
 ) -> tuple[CheckpointDifference | None, tuple[int, ...]]:
-    """The oldest common checkpoint that differs, and the steps of those that were read up to there."""
+    """Return the oldest common checkpoint that differs, and the steps of those that were read up to there. Add a note for each that
+    cannot be.
+
+    Raises ``RunDirectoryError`` if checkpoints cannot be listed.
+    """
     try:
         common = set.intersection(*(set(directory.committed_steps()) for directory in directories))
     except OSError as error:
@@ -384,7 +396,7 @@ def steps_to_replay(comparison: RunComparison, *, from_start: bool) -> tuple[int
 def judge_replays(
     replays: tuple[Replay, Replay], logs: tuple[Logged, Logged], steps: tuple[int, int]
 ) -> Verdict:
-    """Compares two replays with each other and with what the runs logged; ``steps`` are ``steps_to_replay``."""
+    """Compare two replays with each other and with what the runs logged; ``steps`` are ``steps_to_replay``."""
     unconfirmed = []
     for run, replay, log in zip("AB", replays, logs, strict=True):
         unconfirmed += unconfirmed_numbers(run, replay.numbers, log)[:1]

@@ -203,6 +203,7 @@ def _usual_slot(
 
 
 def _slot(slot: int, loss: float, usual: tuple[float, float] | None) -> SlotLoss:
+    """Return the loss of a slot in deviations above ``usual`` (mean, deviation): ``None`` without it, infinite if it is not finite."""
     if not math.isfinite(loss):
         return SlotLoss(slot, loss, math.inf, stands_out=True)
     if usual is None:
@@ -232,6 +233,8 @@ def _cause(
     layers: Sequence[LayerNorm],
     wide: WideStep | None,
 ) -> tuple[Cause, str]:
+    """Return the likeliest cause of a spike, and a sentence with its evidence. Checked in order: no spike, number format, update
+    rate, batch, layer."""
     if not is_spike:
         return "no spike", "loss and gradient norm are as usual, by the run's rule (train.spike_deviations)"
     if wide is not None and not wide.is_spike:

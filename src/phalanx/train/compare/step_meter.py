@@ -37,7 +37,7 @@ def layer_of(parameter: str) -> str:
 
 
 class StepMeter(StepStatistics):
-    """Measures the steps of a replay up to ``last``. All methods are collectives."""
+    """Meter of the steps of a replay up to ``last``. All methods are collectives."""
 
     def __init__(self, built: Built, data: RunData, last: int) -> None:
         self._built, self._data, self._last = built, data, last
@@ -50,7 +50,7 @@ class StepMeter(StepStatistics):
         self._history: list[list[float]] = []
 
     def before_step(self, step: int, progress: TrainProgress) -> None:
-        """Score the batches of the last step and of the one before it, ahead of the last step."""
+        """Score the batches of the last step and of the one before it, ahead of the last step. Before all other steps, do nothing."""
         if step != self._last:
             return
         batch = self._built.spec.train.batch_size
@@ -60,7 +60,7 @@ class StepMeter(StepStatistics):
             self._batch_before = _mean(self._scored(progress.next_sample - batch))
 
     def before_update(self, gradient_scale: float, *, finite: bool) -> bool:  # noqa: ARG002
-        """Take the gradient norm of each layer. The update is not measured."""
+        """Take the gradient norm of each layer, times ``gradient_scale``. A collective. Return False: the update is not measured."""
         placement = self._built.placement
         own = gradients(self._built.model.parts)
         layers: dict[str, list[Tensor]] = {}
@@ -106,7 +106,8 @@ class StepMeter(StepStatistics):
         )
 
     def _scored(self, first_sample: int) -> list[TokenLosses]:
-        """Return the losses of the tokens of each sequence of a batch."""
+        """Return the losses (nats) of the tokens of each sequence of a batch under the present weights, masked where there is no
+        target. A collective."""
         built, train = self._built, self._built.spec.train
         samples = self._data.train_samples(first_sample, train.batch_size)  # (sequences, seq_len + 1)
         tokens, last = inputs_of(samples), samples[:, -1:]

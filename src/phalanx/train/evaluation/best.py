@@ -32,13 +32,14 @@ class BestStep(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class BestRule:
-    """Compares evaluations by one figure."""
+    """Comparison of evaluations by one figure."""
 
     figure: str
     """``HELD_OUT_LOSS`` or ``TASK.FIGURE``."""
 
     def value(self, loss: float | None, tasks: Mapping[str, Mapping[str, float]]) -> float | None:
-        """Return the figure of an evaluation; ``None`` if it has none."""
+        """Return the rule's figure of an evaluation: held-out ``loss``, or "task.figure" of ``tasks``. ``None`` if the evaluation
+        has none."""
         if self.figure == HELD_OUT_LOSS:
             return loss
         task, _, name = self.figure.rpartition(".")
@@ -54,7 +55,7 @@ class BestRule:
         return best
 
     def best(self, values: Mapping[int, float]) -> BestStep | None:
-        """Return the best of the steps with these values."""
+        """Return the best of the steps with these values; ``None`` if there are none, or none is finite."""
         best = None
         for step in sorted(values):
             best = self.better(step, values[step], best)

@@ -72,10 +72,12 @@ def evaluate(
     on_progress: Callable[[int, int], None] = lambda _done, _sequences: None,
     stops: Callable[[], bool] = lambda: False,
 ) -> HeldOutLoss | None:
-    """The loss on ``most`` held-out sequences (0: on all), evenly spaced; ``None`` if there are none.
+    """Return loss, bits per byte and loss by source on ``most`` held-out sequences (0: all), evenly spaced; ``None`` if there are
+    none.
 
-    ``on_progress`` is called after each round of batches with the number of sequences that all ranks have scored, and of all. If
-    ``stops()`` is true on some rank after a round, ``EvaluationStoppedError`` is raised.
+    A collective; the same on every rank. ``on_progress`` is called after each round of batches with the number of sequences that
+    all ranks
+    have scored, and of all. If ``stops()`` is true on some rank after a round, ``EvaluationStoppedError`` is raised.
     """
     sequences = min(most or data.held_out_len, data.held_out_len)
     if sequences == 0:

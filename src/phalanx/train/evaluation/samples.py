@@ -81,6 +81,7 @@ def continue_prompts(
 
 
 def _has_stop(prompt: Prompt, tokens: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Return True if the decoded ``tokens`` contain a string of ``prompt.until``."""
     if not prompt.until:
         return False
     text = tokenizer.decode(

@@ -96,6 +96,7 @@ class _Generation(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _choice_item(line: bytes) -> Item:
+    """Decode a line with choices. Raises ``ValueError`` for fewer than two, an empty one, or an answer that is no index."""
     parsed = msgspec.json.decode(line, type=_Choice)
     if len(parsed.choices) < 2 or not all(parsed.choices):
         raise ValueError("needs at least two choices, none of them empty")
@@ -105,6 +106,7 @@ def _choice_item(line: bytes) -> Item:
 
 
 def _completion_item(line: bytes) -> Item:
+    """Decode a line with a completion. Raises ``ValueError`` if that is empty."""
     parsed = msgspec.json.decode(line, type=_Completion)
     if not parsed.completion:
         raise ValueError("the completion is empty")
@@ -112,6 +114,7 @@ def _completion_item(line: bytes) -> Item:
 
 
 def _text_item(line: bytes) -> Item:
+    """Decode a line with a text. Raises ``ValueError`` if that is empty."""
     parsed = msgspec.json.decode(line, type=_Text)
     if not parsed.text:
         raise ValueError("the text is empty")
@@ -119,6 +122,8 @@ def _text_item(line: bytes) -> Item:
 
 
 def _generation_item(line: bytes) -> Item:
+    """Decode a line with accepted answers, stripped. Raises ``ValueError`` for empty ones, empty stops, a bad limit, or an answer
+    with a stop in it."""
     parsed = msgspec.json.decode(line, type=_Generation)
     answers = tuple(answer.strip() for answer in parsed.answers)
     if not answers or not all(answers):
@@ -150,7 +155,11 @@ _FORM: Mapping[Kind, str] = {
 
 
 def read_task(path: Path, name: str, kind: Kind, most_items: int = 0) -> Task:
-    """Read the first ``most_items`` items of a task file, or all if it is 0. Raises ``TaskError``."""
+    """Read the first ``most_items`` items of a task file, or all if it is 0. Blank lines are skipped; the SHA-256 is that of the
+    whole file.
+
+    Raises ``TaskError`` if the file cannot be read, is too long, has a malformed line, or has no item.
+    """
     try:
         with open_regular(path, follow=True) as file:
             content = file.read(_MOST_BYTES + 1)
@@ -216,6 +225,11 @@ def sequences_of(task: Task, tokenizer: Tokenizer, seq_len: int) -> list[ScoredS
 def _sequences(
     task: Task, tokenizer: Tokenizer, seq_len: int, place: tuple[int, int], context: str, continuation: str
 ) -> Iterator[ScoredSequence]:
+    """Yield the sequences that score ``continuation``: several windows for a text, else one, whose context is cut on the left to
+    fit.
+
+    Raises ``TaskError`` if the continuation has no token of its own, or more than ``seq_len``.
+    """
     before, scored = encode_pair(tokenizer, context, continuation)
     if not scored:
         raise TaskError(
@@ -238,7 +252,8 @@ def _sequences(
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the tokens of the context, at least one, and those of the continuation."""
+    """Return the tokens of the context, at least one, and those of the continuation. Spaces at the context's end count to the
+    continuation."""
     kept = context.rstrip()
     tokens = tokenizer.encode(context + continuation)
     first = len(tokenizer.encode(kept)) if kept else 0
@@ -296,6 +311,7 @@ def figures(task: Task, scores: Sequence[Sequence[ContinuationScore]]) -> dict[s
 
 
 def _figures(task: Task, scores: Sequence[Sequence[ContinuationScore]]) -> dict[str, float]:
+    """Return bits per byte of the right continuations, and unless the task is a text, accuracies: shares of items answered right."""
     pairs = list(zip(task.items, scores, strict=True))
     right = [(item.continuations[item.answer], of_item[item.answer]) for item, of_item in pairs]
     nats = -math.fsum(score.log_probability for _, score in right)

@@ -73,7 +73,7 @@ def failure_file(log: Path) -> Path:
 
 
 def report_failure(error: Exception, log: Path, attempt: int, rank: int | None = None) -> None:
-    """Prints the error of this process, for people, and leaves its record beside ``log``, for the launcher.
+    """Print the error of this process on stderr, and write its record beside ``log``, for the launcher.
 
     If the disk is full there is only the log. Lone surrogates, which stand for the bytes of a path that is not UTF-8, are
     escaped in the record, and secrets are masked.
@@ -88,7 +88,7 @@ def report_failure(error: Exception, log: Path, attempt: int, rank: int | None =
 
 
 def remove_failure(log: Path) -> None:
-    """Removes the record of an earlier process with the same log, before the next one is started. Raises ``OSError``."""
+    """Delete the record of an earlier process with the same log, if there is one, before the next is started. Raises ``OSError``."""
     failure_file(log).unlink(missing_ok=True)
 
 

@@ -80,7 +80,10 @@ class Evaluator(Observer):
         return rule.value(None if held_out is None else held_out.loss, tasks)
 
     def run(self, step: int, sequences: int) -> Scores:
-        """Score held-out text and tasks, write the samples, and report all. Raises ``EvaluationStoppedError`` on a request to stop."""
+        """Score held-out text and tasks, write the samples, report all, and keep the scores as the newest. A collective.
+
+        Raises ``EvaluationStoppedError`` on a request to stop.
+        """
         with self._training.inputs.ledger.bucket(Bucket.EVAL):
             held_out = self._held_out(step, sequences)
             scores = Scores(
@@ -91,6 +94,8 @@ class Evaluator(Observer):
             return scores
 
     def _held_out(self, step: int, sequences: int) -> HeldOutLoss | None:
+        """Score held-out text and emit its event; ``None``, without an event, if nothing is held out. Raises
+        ``EvaluationStoppedError``."""
         training, inputs, built = self._training, self._training.inputs, self._training.built
         begin_s, report = time.perf_counter(), self._progress(step)
         evaluation = evaluate(
@@ -106,7 +111,8 @@ class Evaluator(Observer):
         return evaluation
 
     def _read(self) -> list[EncodedTask]:
-        """The tasks, from their copies in the run directory."""
+        """Return the encoded tasks, from their copies in the run directory. The first call reads them, and warns of files that have
+        changed."""
         if self._tasks is None:
             inputs, tokenizer = self._training.inputs, self._training.data.tokenizer
             self._tasks = [
@@ -135,6 +141,7 @@ class Evaluator(Observer):
             )
 
     def _task(self, step: int, encoded: EncodedTask) -> dict[str, float]:
+        """Score a task, emit its event, and return its figures by name. Raises ``EvaluationStoppedError``."""
         training, inputs, built = self._training, self._training.inputs, self._training.built
         begin_s, report = time.perf_counter(), self._progress(step)
         task, sequences = encoded.task, encoded.sequences
@@ -163,6 +170,7 @@ class Evaluator(Observer):
     def _continue(
         self, prompts: Sequence[Prompt], on_progress: Callable[[int, int], None]
     ) -> list[Continuation]:
+        """Return a continuation of each prompt by the present weights. A collective. Raises ``EvaluationStoppedError``."""
         inputs, built, tokenizer = self._training.inputs, self._training.built, self._training.data.tokenizer
         spec = inputs.spec
 
@@ -176,6 +184,7 @@ class Evaluator(Observer):
         )
 
     def _write_samples(self, step: int) -> None:
+        """Generate the text of each sample of the run file, and emit it as an event. Raises ``EvaluationStoppedError``."""
         training, spec = self._training, self._training.inputs.spec
         samples, tokenizer, begin_s = spec.evaluation.samples, training.data.tokenizer, time.perf_counter()
         prompts = [prompt_of(sample, tokenizer, spec.runtime.seed) for sample in samples]
@@ -189,7 +198,7 @@ class Evaluator(Observer):
         self._ended(begin_s)
 
     def _progress(self, step: int) -> Callable[[int, int], None]:
-        """Return a function that reports how far a long evaluation is."""
+        """Return a function that emits, at bounded frequency, how far a long evaluation is."""
         reported_s = time.perf_counter()
 
         def report(scored: int, total: int) -> None:
@@ -201,7 +210,8 @@ class Evaluator(Observer):
         return report
 
     def _ended(self, begin_s: float) -> float:
-        """Return the seconds of a part of the evaluation; its waits are no step's."""
+        """Return the seconds since ``begin_s``. Report to the guardian, and discard the waits that the clocks measured: they are no
+        step's."""
         self._training.inputs.guardian.computed()
         # Gathering weights and waiting for stages here was evaluation, not a step's.
         for clock in self._training.built.waits.values():
@@ -215,6 +225,7 @@ class KeepBest(Observer):
     def __init__(
         self, training: Training, saving: Saving, progress: TrainProgress, evaluator: Evaluator
     ) -> None:
+        """Read the figures of earlier starts from the events, on rank 0, and choose the best saved step. A collective."""
         self._training, self._saving, self._progress, self._evaluator = training, saving, progress, evaluator
         self.rule = BestRule(training.inputs.spec.evaluation.keep_best)
         recorded: dict[int, float] = {}
@@ -227,7 +238,11 @@ class KeepBest(Observer):
         self.choose_again()
 
     def choose_again(self) -> None:
-        """Take the best of the run's own states whose checkpoint is still there. A collective, at a start and after a fork."""
+        """Choose the best of the run's own states whose checkpoint is still there, and have it kept. A collective, at a start and
+        after a fork.
+
+        Figures of steps that a fork has left are dropped.
+        """
         progress = self._progress
         self.values = {
             step: value
@@ -249,7 +264,7 @@ class KeepBest(Observer):
             self.compare(end.step)
 
     def compare(self, step: int) -> None:
-        """Compare the evaluation of ``step``, if there is one."""
+        """Record the evaluation of ``step``. If it is the best so far, save the state, keep its checkpoint, and report it."""
         value = self._evaluator.value(self.rule, step)
         if value is not None:
             self.values[step] = value
@@ -275,7 +290,7 @@ def _recorded_values(rule: BestRule, directory: RunDirectory) -> dict[int, float
 
 
 class StopEarly(Observer):
-    """Ends the run after ``evaluation.stop_after`` evaluations without a better one, at the same step on all ranks and in every start."""
+    """End of the run after ``evaluation.stop_after`` evaluations without a better one, at the same step on all ranks and in every start."""
 
     def __init__(
         self, training: Training, progress: TrainProgress, evaluator: Evaluator, keep_best: KeepBest
@@ -288,9 +303,10 @@ class StopEarly(Observer):
         self.decide()
 
     def evaluate_restored(self) -> None:
-        """Evaluate the restored step, if a stop or a fault cut its evaluation short. Raises ``EvaluationStoppedError``.
+        """Evaluate the restored step, if a stop or a fault cut its evaluation short, and decide again whether to end. Raises
+        ``EvaluationStoppedError``.
 
-        So the run ends at the step at which it would have ended without the interruption.
+        So the run ends at the step at which it would have ended without the interruption. A new best step is saved.
         """
         step, restored = self._progress.step, self._training.restored
         is_own = restored is not None and not restored.taken_over
@@ -306,7 +322,7 @@ class StopEarly(Observer):
             self.decide()
 
     def decide(self) -> None:
-        """Decide by the evaluations so far, as ``KeepBest`` has them."""
+        """Set ``ended`` if ``stop_after`` evaluations in a row brought nothing better, by the figures of ``KeepBest``; else clear it."""
         values, rule = self._keep_best.values, self._keep_best.rule
         best = rule.best(values)
         self.ended = None

@@ -77,7 +77,10 @@ class Fork:
         self._root = training.inputs.directory.forks / f"step-{self._plan.spike:08d}"
 
     def run(self) -> TrainedChild:
-        """Train the children and return the one that is taken; this rank's state is its state then.
+        """Train the children and return the one that is taken, with its state restored on this rank. Saved children are not trained
+        again.
+
+        Emits the fork, each child's loss, and the choice as events.
 
         Raises:
             ForkStoppedError: On a request to stop.
@@ -141,7 +144,8 @@ class Fork:
                 self._root.parent.rmdir()
 
     def _saved(self, candidate: Candidate) -> TrainedChild | None:
-        """Return the child of a candidate, if it was saved whole, in this start or an earlier one."""
+        """Return the child of a candidate, if it was saved in full, in this start or an earlier one. A damaged checkpoint is set
+        aside, with a warning."""
         tier, end = DiskTier(self._root / candidate), self._plan.end
         extra = dict[str, object]()
         # Rank 0 lists the folder: a shared file system may show it to other ranks later.
@@ -158,7 +162,8 @@ class Fork:
         return TrainedChild(candidate, TrainProgress.from_extra(extra), steps)
 
     def _train(self, candidate: Candidate) -> TrainedChild:
-        """Train the child of a candidate from the base to the fork's end, and save it."""
+        """Train the child of a candidate from the base to the fork's end, and save it. Raises ``ForkStoppedError`` and
+        ``ForkFailedError``."""
         training, spec, plan, built = self._training, self._spec, self._plan, self._training.built
         extra = self._restore(DiskTier(training.inputs.directory.checkpoints), plan.base)
         child = begin_child(spec, TrainProgress.from_extra(extra), plan, candidate)

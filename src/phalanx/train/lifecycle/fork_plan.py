@@ -80,6 +80,11 @@ def is_left(step: int, progress: TrainProgress) -> bool:
 
 
 def _base(spec: RunSpec, progress: TrainProgress, spike: int) -> int:
+    """Return the step that a fork goes back to: the newest on the grid of bases before the spike, not before an earlier fork or the
+    run's start.
+
+    Without such a step after the start, it is the step before the spike.
+    """
     start = spec.checkpoint.init_from
     begin = (step_of(Path(start)) or 0) if spec.checkpoint.init_with == "training" and start else 0
     on_grid = (spike - 2) // _grid(spec) * _grid(spec)
@@ -92,7 +97,8 @@ def _grid(spec: RunSpec) -> int:
 
 
 def begin_child(spec: RunSpec, base: TrainProgress, plan: ForkPlan, candidate: Candidate) -> TrainProgress:
-    """Return the progress with which the child of a candidate begins."""
+    """Return the progress with which the child of a candidate begins: that of the base, with the fork and the candidate's change of
+    rate, clip or format."""
     child = TrainProgress(**vars(base))
     child.forks = [*base.forks, [plan.spike, plan.base, plan.end]]
     if candidate == "rate":
@@ -137,7 +143,8 @@ def is_decided(prefer: Preference, outcome: ChildOutcome) -> bool:
 
 
 def best_child(prefer: Preference, outcomes: Mapping[Candidate, ChildOutcome]) -> Candidate | None:
-    """Return the candidate that ``spike.prefer`` prefers, of equal ones the first; ``None`` if no loss is finite."""
+    """Return the first candidate that decides by ``prefer``, else the one with the lowest loss, of equal ones the first; ``None``
+    if that is not finite."""
     for candidate, outcome in outcomes.items():
         if is_decided(prefer, outcome):
             return candidate

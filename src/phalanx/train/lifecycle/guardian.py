@@ -61,7 +61,7 @@ class Guardian(Protocol):
 
     @abstractmethod
     def audit(self, stepper: Stepper, samples: Samples) -> Audit | None:
-        """Returns the audit of the steps of ``stepper``; ``None`` if they are not audited."""
+        """Return the audit of the steps of ``stepper``; ``None`` if they are not audited."""
 
     @abstractmethod
     def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, object]) -> None:
@@ -104,7 +104,7 @@ class Guardian(Protocol):
 
     @abstractmethod
     def fence(self) -> None:
-        """Returns once no copy of the weights is in flight: they are about to change."""
+        """Return once no copy of the weights is in flight: they are about to change."""
 
 
 class NoGuardian(Guardian):

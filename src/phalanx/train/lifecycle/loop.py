@@ -97,7 +97,8 @@ class Trainer:
         """Measured memory by kind, on the rank that holds most of it; empty until it is measured."""
 
     def run(self) -> RunResult | None:
-        """Train as ``train`` does."""
+        """Train as ``train`` does; ``None`` on a request to stop. If samples fail to come, save the steps of this start before the
+        error is raised."""
         training, progress = self._training, self._progress
         report_start(training)
         with ExitStack() as opened:
@@ -236,7 +237,8 @@ class Trainer:
         )
 
     def _compute(self, number: int) -> StepReport:
-        """Run step ``number``, once in an attempt with a look at the memory of each rank. Raises ``WaitEndedError``, ``DataError``."""
+        """Run step ``number``. Once in an attempt, also measure the memory of each rank and emit it. Raises ``WaitEndedError``,
+        ``DataError``."""
         if number != self._measured_step:
             return self._stepper.run(
                 number,
@@ -297,7 +299,10 @@ class Trainer:
         return report
 
     def _fork(self, report: StepReport) -> StepReport | None:
-        """Go on as the best child of the state before the spike, saved. Return the report of its last step; ``None`` on a request to stop."""
+        """Save the state before the spike, train the children, and continue as the best of them, saved and logged.
+
+        Return the report of its last step; ``None`` on a request to stop.
+        """
         progress, stepper, training = self._progress, self._stepper, self._training
         spike = progress.step + 1
         self._recording.at_end()
@@ -360,7 +365,7 @@ class Trainer:
         return stops
 
     def _stop(self) -> None:
-        """Wait for the saves under way, and report that the run was stopped."""
+        """Wait for the saves and copies under way, and emit that the run was stopped."""
         self._ledger.switch(Bucket.STOP)
         saved = self._saving.settle()
         self._saving.settle_copies()
@@ -371,7 +376,9 @@ class Trainer:
     def _finish(self) -> RunResult | None:
         """Save, evaluate and hash the final weights, and write the result; ``None`` on a request to stop before.
 
-        The save comes first: evaluation and hash need memory that training did not, and their failure shall not cost steps.
+        The save comes first: evaluation and hash need memory that training did not, and their failure shall not cost steps. Raises
+        ``UnsavedError``
+        if it fails.
         """
         training, guardian, progress = self._training, self._guardian, self._progress
         first, early = training.mesh.rank == 0, self._early_stop
@@ -406,6 +413,7 @@ class Trainer:
         return result
 
     def _result(self, scores: Scores, weights: str) -> RunResult:
+        """Return the run's result: the step's figures, evaluations, speed of this attempt, memory and hash of the weights."""
         training, progress, layout = self._training, self._progress, self._training.mesh.layout
         evaluation = scores.held_out
         tokens_per_s = self._typical_speed()

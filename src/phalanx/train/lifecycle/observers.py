@@ -74,6 +74,8 @@ class StepLog(Observer):
         self._has_warned = False
 
     def after_step(self, end: StepEnd) -> None:
+        """Emit the step's event if it is due or the last, on the rank that reports. Warn once if much of the time is spent waiting
+        for data."""
         training, report = self._training, end.report
         self._recent_s.append(end.step_s)
         if not (is_due(end.step, self._every) or end.last) or not training.reporter.speaks:
@@ -141,6 +143,7 @@ class MachineLog(Observer):
         """Readings of the first rank's machine that are logged."""
 
     def after_step(self, end: StepEnd) -> None:
+        """Measure this machine if it is time, and emit the figures of all machines if they are new."""
         if not self._reporter.speaks:
             return
         self._machines.refresh()
@@ -158,6 +161,7 @@ class RankWindows(Observer):
         self._training, self._ranks = training, ranks
 
     def after_step(self, end: StepEnd) -> None:
+        """Record the step's times. At the end of a window, pass those of all ranks to the reporter and the guardian. A collective."""
         frame = self._ranks.step_ended(end.step, last=end.ending)
         if frame is not None:
             self._training.reporter.measured(frame)
@@ -165,7 +169,11 @@ class RankWindows(Observer):
 
 
 def report_start(training: Training) -> None:
-    """Report the start, what may be wrong with it, and the checkpoint that was restored."""
+    """Emit the start and the restored checkpoint, and warn of what may be wrong: changed arithmetic, disk, data, damaged
+    checkpoints passed over.
+
+    Also starts the comparison of machines, on a thread.
+    """
     restored, reporter, inputs = training.restored, training.reporter, training.inputs
     if reporter.speaks:
         changed = _changed_numerics(training)

@@ -37,6 +37,7 @@ class NamedObserver(Observer):
     """An observer of another package. Its errors get its name."""
 
     def __init__(self, name: str, training: Training) -> None:
+        """Load and construct the plugin ``name``. Raises ``ObserverError`` if there is none, it fails, or it makes no ``Observer``."""
         self._name, self._training = name, training
         self._parameters = list(named_parameters(training.built.model.parts).values())
         try:
@@ -74,6 +75,11 @@ class NamedObserver(Observer):
 
     @contextmanager
     def _guarded(self, hook: str, *passed: type[Exception]) -> Iterator[None]:
+        """Context of a call of the observer's code, booked as evaluation. Raises ``ObserverError`` if it fails or has changed a
+        weight.
+
+        Its traceback is printed. Errors of the types ``passed`` are raised as they are.
+        """
         before = self._versions()
         try:
             with self._training.inputs.ledger.bucket(Bucket.EVAL):

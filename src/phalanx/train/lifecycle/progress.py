@@ -67,7 +67,8 @@ class TrainProgress:
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> TrainProgress:
-        """Reads the progress back from a checkpoint's ``extra``; one of an older version has no history of losses."""
+        """Return the progress in a checkpoint's ``extra``. Fields that an older version did not write have their defaults. Raises
+        ``KeyError`` for others."""
         names = (entry.name for entry in fields(cls))
         return cls(**{name: extra[name] for name in names if name in extra or name not in _SINCE_0_1})
 
@@ -82,7 +83,11 @@ class TrainProgress:
         return SpikeRule.of(train).find(self.recent, report.loss, report.grad_norm)
 
     def advance(self, report: StepReport, updates: int, train: TrainSpec, spike: Spike | None) -> None:
-        """Counts one more step of ``train.batch_size`` sequences; ``updates`` are those applied so far, ``spike`` is what ``spike`` found."""
+        """Count one more step of ``train.batch_size`` sequences; ``updates`` are those applied so far, ``spike`` is the result of
+        ``spike``.
+
+        ``loss`` keeps the last finite value. A step that was not applied counts to ``skipped_in_a_row``, and any other resets it.
+        """
         batch_size = train.batch_size
         self.step += 1
         if spike is not None:
@@ -96,7 +101,8 @@ class TrainProgress:
         self.skipped_in_a_row = 0 if report.applied else self.skipped_in_a_row + 1
 
     def _note_spike(self, first_sample: int, samples: int) -> None:
-        """Notes that the step that was just counted is a spike, and that it left out so many samples."""
+        """Add the step just counted to the recorded spikes, and its ``samples`` left out from ``first_sample``; neighbors are
+        merged, the oldest dropped."""
         if self.spikes and self.spikes[-1][1] == self.step - 1:
             self.spikes = [*self.spikes[:-1], [self.spikes[-1][0], self.step]]
         else:
@@ -258,7 +264,8 @@ class SampleSupply:
         )
 
     def _rounds_ahead(self) -> int:
-        """The rounds of samples that are fetched ahead of the requested one; none if all data are in folders."""
+        """Return the number of rounds that are fetched ahead of the requested one, within the read-ahead and the cache; 0 if all
+        data are in folders."""
         spec, cached = self._spec, self._data.cached
         if not cached:
             return 0

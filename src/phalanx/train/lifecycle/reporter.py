@@ -39,7 +39,7 @@ from phalanx.run.spec import RunSpec
 
 @dataclass
 class Reporter:
-    """Appends events to the run's stream and passes them on to the sinks; without a log, does nothing."""
+    """Writer of events to the run's stream and the sinks; without a log it does nothing."""
 
     log: EventLog | None
     ranks: RankRecorder | None = None
@@ -57,7 +57,11 @@ class Reporter:
         self.record(body)
 
     def record(self, body: Known) -> bool:
-        """Record that something happened. Return False if it is not in the stream: there is none, it is closed, or its disk is full."""
+        """Append an event to the stream and offer it to the sinks. Return False if it is not in the stream: there is none, it is
+        closed, or its disk is full.
+
+        The first failure is printed on stderr.
+        """
         log = self.log  # another thread may close it from here on: then the append fails
         if log is None:
             return False
@@ -77,7 +81,7 @@ class Reporter:
         self.emit(Message("warning", text, incident))
 
     def saved(self, outcomes: Sequence[SaveOutcome], stalls_s: dict[int, float], root: str) -> None:
-        """Records how saves ended. ``stalls_s``: for how long each step's save held training up."""
+        """Emit the event of each save that failed or committed. ``stalls_s``: the seconds for which each step's save delayed training."""
         for outcome in outcomes:
             if outcome.status == "failed":
                 self.emit(CheckpointFailed(outcome.step, root, str(outcome.error)))
@@ -86,14 +90,15 @@ class Reporter:
                 self.emit(CheckpointSaved(outcome.step, root, outcome.nbytes, outcome.seconds, stall_s))
 
     def measured(self, frame: RankFrame) -> None:
-        """Records what all ranks measured of themselves in a window of steps."""
+        """Record what all ranks measured of themselves in a window of steps, and warn if it cannot be written."""
         if self.ranks is not None and (trouble := self.ranks.record(frame)):
             self.warn(trouble)
 
     def close(self, *, ended: bool = False) -> None:
-        """Flushes the sinks, within a bounded time, and closes the stream.
+        """Flush the sinks, within a bounded time, and close the stream. Warn of sinks that missed events, with the command that
+        sends them again.
 
-        ``ended``: The run has come to its end or was stopped, so that nobody waits for the next attempt. It may take longer then.
+        ``ended``: The run has ended or was stopped, so that no next attempt waits. It may take longer then.
         """
         sinks, self.sinks = self.sinks, ()  # what is told from here on is no news for them
         timeout_s = END_TIMEOUT_S if ended else CLOSE_TIMEOUT_S
@@ -128,7 +133,7 @@ def _own_patch() -> CodePatch | None:
 def start_record(
     spec: RunSpec, directory: RunDirectory, index: DataIndex, numerics: Mapping[str, str]
 ) -> dict[str, object]:
-    """The ``environment`` of ``RunStarted``. Writes the patch of changed code into the run directory, if there is one."""
+    """Return the ``environment`` of ``RunStarted``. Writes the patch of changed code into the run directory, if there is one."""
     record = environment_record()
     patch = _own_patch()
     if patch is not None:
@@ -143,6 +148,7 @@ def start_record(
 
 
 def _keep(directory: RunDirectory, patch: CodePatch) -> None:
+    """Write the patch into the run directory, unless it is empty or there already. A failure is printed."""
     if not patch.patch:
         return
     try:

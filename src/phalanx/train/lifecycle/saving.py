@@ -42,7 +42,8 @@ def _is_copied(spec: RunSpec, step: int) -> bool:
 
 
 def _interval(checkpoint: CheckpointSpec, ranks: int) -> SaveInterval | None:
-    """The choice of when to save; ``None`` if the run file makes it."""
+    """Return the choice of when to save, by the expected time between failures of ``ranks``; ``None`` if the run file fixes the
+    interval."""
     if checkpoint.every_steps:
         return None
     hours = checkpoint.hours_between_failures or RANK_HOURS_BETWEEN_FAILURES / ranks
@@ -73,7 +74,8 @@ class Saving:
         return self._interval is not None and self._interval.due(time.monotonic())
 
     def save(self, progress: TrainProgress) -> None:
-        """Hand the state to the saver, unless this step was saved already; training waits for one memory copy."""
+        """Pass the state to the saver, unless this step was saved already. Training waits for one memory copy; the write goes on
+        behind it."""
         if self._last_step == progress.step:
             return
         self._last_step = progress.step
@@ -120,7 +122,8 @@ class Saving:
         self._training.inputs.guardian.fence()
 
     def collect(self) -> None:
-        """Report the saves that have ended since the last call. Raises ``EpochSupersededError``."""
+        """Report the saves and copies that have ended since the last call, and expect copies of the new ones. Raises
+        ``EpochSupersededError``."""
         training = self._training
         outcomes = training.saver.poll()
         for outcome in outcomes:
@@ -158,16 +161,16 @@ class Saving:
             )
 
     def settle(self) -> bool:
-        """Wait until all saves have ended. Return True, on every rank, if the last of them is durable."""
+        """Wait until all saves have ended, and report them. Return True, on every rank, if the last of them is durable. A collective."""
         with self._training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
             self._training.saver.wait()
             self.collect()
             return broadcast_typed(self._last_is_durable, bool)
 
     def settle_copies(self) -> None:
-        """Wait until all copies to the store have ended, one way or the other.
+        """Wait until all copies to the store have ended, one way or the other, and report them.
 
-        After a request to stop, wait for half of ``launch.grace_s`` at most.
+        After a request to stop, wait for half of ``launch.grace_s`` at most, then warn and cancel them.
         """
         training = self._training
         copies, stop = training.copies, training.inputs.stop

@@ -45,9 +45,9 @@ def group_timeout_s(spec: RunSpec) -> float:
 
 
 def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None:
-    """Trains the run of a run directory on this rank, without a fleet; the process group has been joined.
+    """Train the run of a run directory on this rank, without a fleet; the process group has been joined.
 
-    Returns the result, or ``None`` if the run was stopped. Lets every error through.
+    Returns the result, or ``None`` if the run was stopped. Errors are not caught.
     """
     from phalanx.hardware.local.device import keep_freed_memory
     from phalanx.observe.ledger import Bucket, Ledger
@@ -67,9 +67,10 @@ def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None
 
 
 def run_epoch(inputs: EpochInputs) -> RunResult | None:
-    """Runs one epoch of a rank, from its process group to the result; ``None`` if the run was stopped.
+    """Run one epoch of a rank, from its process group to the result; ``None`` if the run was stopped. Rank 0 also draws the loss
+    curve.
 
-    Whatever happens, the event stream, the sinks and the saver are closed.
+    In any case the event stream, the sinks and the saver are closed.
     """
     import torch.distributed as dist
 
@@ -118,7 +119,8 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
 
 
 def _end_before_a_step(training: Training) -> None:
-    """End this rank after a request to stop in its first step: there is nothing to save. The sinks are closed."""
+    """End this process after a request to stop in its first step: there is nothing to save. The stop is emitted and the sinks
+    closed, in bounded time."""
     from phalanx.observe.events import Stopped
     from phalanx.observe.sinks import END_TIMEOUT_S
     from phalanx.train.lifecycle.loop import what_is_kept
@@ -144,10 +146,12 @@ def _end_before_a_step(training: Training) -> None:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Inside, no garbage is collected, nor ever what was made inside; for imports, whose modules stay for as long as the process.
+    """Context without garbage collection, for imports: objects made inside are never collected, as their modules stay with the
+    process.
 
-    Of the time that importing PyTorch takes, collections are a sixth, and one look at its 300,000 objects afterwards takes 0.3 s more.
-    The 9,000 of them that nobody needs any more stay as well.
+    Of the time that importing PyTorch takes, collections are a sixth, and one look at its 300,000 objects afterwards takes 0.3 s
+    more.
+    The 9,000 of them that are no longer needed stay as well.
     """
     gc.disable()
     try:
@@ -158,12 +162,13 @@ def without_gc() -> Iterator[None]:
 
 
 def freeze_gc() -> None:
-    """Exempts all objects that exist now from garbage collection, so that later collections are quick."""
+    """Collect garbage, then exempt all objects that exist now from collection, so that later collections are quick."""
     gc.collect()
     gc.freeze()
 
 
 def _draw(directory: RunDirectory, reporter: Reporter) -> None:
+    """Draw the loss curve of the run's events into its directory. A failure is only a warning."""
     from phalanx.observe.display.curve import CurveError, draw_curve
     from phalanx.observe.event_log import EventLogError, read_events
 
@@ -214,9 +219,11 @@ def known_errors() -> tuple[type[Exception], ...]:
 
 
 def main(work: Callable[[Path, int, StopRequest], object | None] = run_rank) -> int:
-    """The process that the local launcher starts for each rank; its place comes from the environment.
+    """Run the process that the local launcher starts for each rank; its place comes from the environment. Return the exit code.
 
-    ``work`` is what it does once it has joined the others, given the run directory and the attempt; ``None`` means that it was stopped.
+    ``work`` is called with the run directory, the attempt and the stop request once the group is joined; its ``None`` means
+    stopped. After an
+    error the process exits at once: a known one is printed and recorded, any other has its traceback printed.
     """
     die_with_parent()
     said_at = capture_output(os.environ)

@@ -1,4 +1,4 @@
-"""Measures this machine for the planner: operations, copies, collectives, and steps of the trainer itself.
+"""Measure this machine for the planner: operations, copies, collectives, and steps of the trainer itself.
 
 A plan is as good as the figures of its machine, and a data sheet has few of them. Here every kind of work that the planner's
 formulas have a constant for is timed over a range of sizes. The result is plain points, (sizes, seconds) by the name of the
@@ -90,7 +90,7 @@ def cores() -> int:
 
 
 def host_memory_bytes() -> float:
-    """The memory of this machine, or the limit of the container that this process is in."""
+    """Return the bytes of this machine's memory, or the limit of the container that this process is in if that is less."""
     total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
@@ -98,7 +98,10 @@ def host_memory_bytes() -> float:
 
 
 def best_seconds(work: Callable[[], object], settings: Settings) -> float:
-    """The least time of ``work`` over as many rounds as fit the budget, two at least, after one to warm up."""
+    """Return the least seconds of ``work`` over as many rounds as fit the budget, two at least, after one to warm up.
+
+    With ``clock = "cpu"`` they are the processor's time of this process, else the wall's. Never 0.
+    """
     read = time.process_time if settings.clock == "cpu" else time.perf_counter
     work()
     best, spent, rounds = float("inf"), 0.0, 0
@@ -113,7 +116,8 @@ def best_seconds(work: Callable[[], object], settings: Settings) -> float:
 
 
 def operations(settings: Settings) -> MeasuredPoints:
-    """Matrix products, attention, what only moves memory, copies from the host, and the disk."""
+    """Measure matrix products, attention, memory-bound operations, copies from the host, and the disk. Limits this process to one
+    thread."""
     torch.set_num_threads(1)
     points: MeasuredPoints = {}
     for name in ("fp32",) if settings.device.type == "cpu" else ("bf16", "fp32"):
@@ -155,6 +159,7 @@ def _product(
 
 
 def _attention(settings: Settings) -> MeasuredPoints:
+    """Measure causal attention, forward and backward, as points ((FLOP,), seconds). Backward is the difference of both and forward."""
     dtype = torch.float32 if settings.device.type == "cpu" else torch.bfloat16
     scale = 1 if settings.device.type == "cpu" else _GPU_SCALE
     points: MeasuredPoints = {"attention.forward": [], "attention.backward": []}
@@ -180,6 +185,7 @@ def _attend(leaves: Sequence[Tensor]) -> Callable[[], Tensor]:
 
 
 def _attend_and_back(leaves: Sequence[Tensor]) -> Callable[[], None]:
+    """Return a function that computes attention of ``leaves`` and their gradients."""
     forward = _attend(leaves)
     upstream = torch.ones_like(leaves[0])
 
@@ -196,7 +202,7 @@ def _pointwise(settings: Settings) -> Iterator[tuple[tuple[float, ...], float]]:
 
 
 def _add(elements: int, device: torch.device) -> Callable[[], Tensor]:
-    """Sums of arrays that no cache holds any more, into new memory each time: as a model's layers find theirs."""
+    """Return a function that adds two arrays of ``elements``, cold in all caches, into new memory each time."""
     pairs = max(1, _COLD_BYTES[device.type] // (8 * elements))
     left = torch.ones(pairs, elements, device=device)
     right, turn = torch.ones_like(left), itertools.cycle(range(pairs))
@@ -215,7 +221,7 @@ def _host_copy(settings: Settings) -> tuple[tuple[float, ...], float]:
 
 
 def _disk(settings: Settings) -> tuple[tuple[float, ...], float]:
-    """A file written and made durable, on the wall's clock: nobody computes meanwhile."""
+    """Return the point ((bytes,), seconds) of a temporary file written and made durable, by the wall's clock."""
     block = b"\0" * 2**24
     blocks = 1 if settings.quick else 8
     with tempfile.TemporaryFile(dir=Path.cwd()) as file:
@@ -278,7 +284,8 @@ class _RankResult(msgspec.Struct, frozen=True):
 
 
 def _on_ranks(ranks: int, job: TimeCollectives | MeasureSteps) -> list[_RankResult]:
-    """Does ``job`` on each of ``ranks`` new processes that form one group; the results by rank."""
+    """Run ``job`` on each of ``ranks`` new processes that form one group, and return the results by rank. Raises ``RuntimeError``
+    if one failed."""
     with tempfile.TemporaryDirectory() as folder:
         workers: list[Child] = []
         try:
@@ -303,7 +310,7 @@ def _result_of(file: Path) -> _RankResult:
 
 
 def main() -> None:
-    """The process of one rank."""
+    """Run the job that stdin brings as one rank, and write its result, or its error, into the job's folder."""
     die_with_parent()
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=_RankJob)
     torch.set_num_threads(1)
@@ -322,6 +329,7 @@ def main() -> None:
 
 
 def _done(job: TimeCollectives | MeasureSteps) -> _RankResult:
+    """Run a job and return its result. Raises ``RunFileError`` if the run of a measurement is not valid."""
     match job:
         case TimeCollectives(name, clock, quick):
             return _RankResult(points=_time_collectives(Settings(torch.device(name), clock, quick)))
@@ -347,6 +355,7 @@ def measure_collectives(settings: Settings, members: int) -> MeasuredPoints:
 
 
 def _time_collectives(settings: Settings) -> MeasuredPoints:
+    """Time each collective at several sizes, as points ((members, bytes), seconds). A collective of all members."""
     powers = (12, 20, 24) if settings.quick else (12, 14, 16, 18, 20, 22, 24)
     points: MeasuredPoints = {}
     for name in COLLECTIVES:
@@ -359,7 +368,8 @@ def _time_collectives(settings: Settings) -> MeasuredPoints:
 
 
 def _rounds(work: Callable[[], object], rounds: int, settings: Settings) -> float:
-    """The least of so many rounds: all ranks must do equally many, so that a budget of time will not do."""
+    """Return the least seconds of a call of ``work`` over ``rounds`` of four calls. All ranks must do equally many, so there is no
+    budget of time."""
     read = time.process_time if settings.clock == "cpu" else time.perf_counter
     best = float("inf")
     for _ in range(rounds + 1):
@@ -374,6 +384,8 @@ def _rounds(work: Callable[[], object], rounds: int, settings: Settings) -> floa
 
 
 def _collective(name: str, elements: int, device: torch.device) -> Callable[[], object]:
+    """Return a function that runs the collective ``name`` on fp32 buffers of about ``elements``, made beforehand; any other name is
+    point to point."""
     ranks, everyone = dist.get_world_size(), dist.group.WORLD
     assert everyone is not None, "the ranks have joined"
     buffer = torch.ones(elements // ranks * ranks, device=device)
@@ -391,7 +403,7 @@ def _collective(name: str, elements: int, device: torch.device) -> Callable[[], 
 
 
 def _there_and_back(buffer: torch.Tensor) -> None:
-    """From the first rank to the second, and back: one way alone would be over for the sender before it arrived."""
+    """Send ``buffer`` from the first rank to the second, and back: one way alone would be over for the sender before it arrived."""
     first, rank = (dist.send, dist.recv), dist.get_rank()
     if rank < 2:
         for pass_on in first if rank == 0 else reversed(first):
@@ -410,6 +422,8 @@ def measure_step(spec: RunSpec, ranks: int, steps: int = 4) -> MeasuredStep:
 
 
 def _steps(spec: RunSpec, steps: int) -> MeasuredStep:
+    """Return the median wall and processor seconds of ``steps`` steps on random tokens, after two to warm up, and the memory of the
+    second."""
     device = device_of_rank(dist.get_rank())
     make_deterministic(spec, device)
     built = build_model(spec, build_mesh(spec, dist.get_world_size(), device))
@@ -428,7 +442,7 @@ def _steps(spec: RunSpec, steps: int) -> MeasuredStep:
 
 
 def _memory(built: Built, stepper: Stepper, device: torch.device) -> dict[str, int]:
-    """Runs the second step and returns the memory that it holds, by kind, the most of any rank."""
+    """Run the second step and return its bytes by kind, the most of any rank. A collective."""
     meter = MemoryMeter(
         built.model.parts,
         lambda: [part.tensor for state_parts in built.optimizer.state().values() for part in state_parts],
@@ -441,7 +455,7 @@ def _memory(built: Built, stepper: Stepper, device: torch.device) -> dict[str, i
 
 
 def _batches(spec: RunSpec, built: Built) -> Iterator[NDArray[np.int64]]:
-    """Random tokens: speed does not depend on their values."""
+    """Yield random token ids ``(batch per slot, seq + 1)`` without end: speed does not depend on their values."""
     random = np.random.default_rng(0)
     per_slot = spec.train.batch_size // spec.train.slots
     while True:

@@ -82,9 +82,10 @@ class Comparison:
 
 
 def dry_run(spec: RunSpec, ranks: int, rank: int) -> Comparison:
-    """Builds and steps rank ``rank`` of a resolved ``spec`` on ``ranks`` ranks, alone.
+    """Build and step rank ``rank`` of a resolved ``spec`` on ``ranks`` ranks, alone, and return derived beside counted elements and
+    collectives.
 
-    Raises ``LayoutError`` when the run does not allow that number of ranks.
+    A fake process group is set up and destroyed. Raises ``LayoutError`` when the run does not allow that number of ranks.
     """
     join_fake(rank, ranks)
     try:
@@ -118,7 +119,7 @@ def held_elements(spec: RunSpec, mesh: Mesh) -> dict[str, int]:
 
 
 def counted(spec: RunSpec, mesh: Mesh) -> Calls:
-    """The collectives of one optimizer step of a tiny ``spec``."""
+    """Run one optimizer step of a tiny ``spec`` and return the number of its collectives, by axis and kind."""
     built = build_model(spec, mesh)
     fill_initial(built.model.parts, built.placement, spec)
     stepper = Stepper(built, _batches(spec), Ledger(time.monotonic_ns()))
@@ -136,7 +137,8 @@ def _batches(spec: RunSpec) -> Iterator[NDArray[np.int64]]:
 
 
 def tiny(spec: RunSpec, ranks: int, rounds: int = 1) -> RunSpec:
-    """A run that does what a resolved ``spec`` does on ``ranks`` ranks, with the same layers and stages, in miniature."""
+    """Return a run in miniature that does what a resolved ``spec`` does on ``ranks`` ranks, with the same layers, stages and loss
+    chunks."""
     parallel, layout = spec.parallel, layout_of(spec.parallel, ranks)
     per_slot = min(micro_batches_per_slot(spec), _fewest(spec))
     slots = min(spec.train.slots, rounds * layout.data_ranks)
@@ -206,7 +208,7 @@ def _axes(mesh: Mesh) -> dict[str, str]:
 
 
 class _Counting(DispatchMode):
-    """Counts collectives, and gives them results that a step can go on with: as if all ranks had what this one has."""
+    """Count collectives, and give them results that a step can go on with: as if all ranks had what this one has."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
         super().__init__()
@@ -220,6 +222,7 @@ class _Counting(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        """Run ``func``. If it is a collective, count it by axis and kind, and fill its result, which the fake group leaves empty."""
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace not in ("c10d", "_c10d_functional") or name in _SILENT:
@@ -234,7 +237,8 @@ class _Counting(DispatchMode):
 
 
 def _fill(name: str, args: tuple[Any, ...], *, everybody: bool) -> None:
-    """The result of an operation of ``c10d``, which has been left empty."""
+    """Fill the result of a fake ``c10d`` operation: zeros received, one added to a sum of all ranks, else the input repeated or cut
+    off."""
     if name == "recv_":
         args[0][0].zero_()
     elif name == "allreduce_":
@@ -245,7 +249,7 @@ def _fill(name: str, args: tuple[Any, ...], *, everybody: bool) -> None:
 
 
 def _spread(input_: Tensor, result: Tensor) -> None:
-    """Repeats what is given, or cuts it off, to fill the result."""
+    """Fill ``result`` with ``input_``, repeated or cut off; with zeros if that is not possible."""
     source, target = input_.reshape(-1), result.reshape(-1)
     if target.numel() > source.numel() > 0 and target.numel() % source.numel() == 0:
         source = source.repeat(target.numel() // source.numel())

@@ -56,7 +56,10 @@ class Numerics:
 
 
 def probe(spec: RunSpec, device: torch.device) -> Numerics:
-    """Computes all probes of a resolved run on ``device``; takes about a tenth of a second. A process with portable numerics has tried its bits already."""
+    """Return this machine's hash of each probe of a resolved run on ``device``, in about a tenth of a second.
+
+    With portable numerics nothing is computed: the process has checked its bits already, and the hashes are constants.
+    """
     if spec.runtime.numerics == "portable":
         return Numerics(socket.gethostname(), operations.DIGESTS)
     dtype = compute_dtype(spec)
@@ -71,7 +74,7 @@ def differing(first: Numerics, other: Numerics) -> list[str]:
 
 
 def require_equal(mine: Numerics, device: torch.device) -> None:
-    """Makes sure that all ranks' probes gave the same. A collective call: one all-reduce of 16 bytes a probe if they did.
+    """Check that all ranks' probes have the same hashes. A collective call: one all-reduce of 16 bytes a probe if they have.
 
     Raises ``MixedMachinesError``, on every rank, which names the ranks that differ from rank 0.
     """
@@ -93,9 +96,10 @@ def require_equal(mine: Numerics, device: torch.device) -> None:
 
 
 def require_first(mine: Numerics, directory: RunDirectory, name: str) -> None:
-    """Makes sure that this process's probes gave what the first process of this start of the run found, which leaves it in the run directory.
+    """Check that this process's probes have the hashes of the first process of this start of the run, which writes its own into the
+    run directory.
 
-    For a fleet, whose workers come one by one. Raises ``MixedMachinesError``; ``name`` is the node's.
+    For a fleet, whose workers join one by one. Raises ``MixedMachinesError``; ``name`` is the node's.
     """
     own = Numerics(f"{name}, {mine.machine}", mine.probes)
     reference = directory.named_log(directory.newest_attempt(), "numerics").with_suffix(".json")
@@ -122,6 +126,7 @@ def _listed(probes: list[str]) -> str:
 
 
 def _hash(results: tuple[Tensor, ...]) -> str:
+    """Return the first digits of the SHA-256 over the bytes of all ``results``, in hexadecimal."""
     digest = hashlib.sha256()
     for tensor in results:
         digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
@@ -208,6 +213,7 @@ def _product(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[
 
 
 def _norm(spec: RunSpec, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return an RMSNorm's output, and the gradients of its input and weight."""
     width = min(spec.model.dim, _MOST_INPUTS)
     module = RMSNorm(width, spec.model.norm_eps).to(dtype)
     with torch.no_grad():

@@ -87,7 +87,8 @@ class AdamW(Optimizer):
         }
 
     def _pieces(self, names: list[str]) -> Iterator[tuple[list[Tensor], ...]]:
-        """Weights, gradients and both moments, in pieces of a size that suits the device."""
+        """Yield weights, gradients and both moments as lists of flat pieces of a size that suits the device. Raises
+        ``RuntimeError`` without a gradient."""
         launch: list[tuple[Tensor, ...]] = []
         elements = 0
         for name in names:
@@ -165,7 +166,7 @@ class Moments(Protocol):
         """The values of some rows, fp32."""
 
     def write(self, rows: slice, values: Tensor, number: int) -> None:
-        """Rounds and keeps ``values``, those after step ``number``."""
+        """Round and store ``values``, those after step ``number``."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
         """The tensors kept: name suffix, tensor ``(rows, n)``, and the number of the parameter's columns that one of its columns stands for."""
@@ -224,6 +225,7 @@ class Int8Moments(Moments):
         return values.mul_(self._scale_of_elements(self.scales[rows]))
 
     def write(self, rows: slice, values: Tensor, number: int) -> None:  # noqa: ARG002
+        """Store each block's largest magnitude as its scale, and the code next to each scaled value."""
         blocks = F.pad(values, (0, -self._columns % INT8_BLOCK)).view(*self.scales[rows].shape, INT8_BLOCK)
         scales = blocks.abs().amax(-1)
         self.scales[rows] = scales
@@ -293,6 +295,8 @@ class NarrowAdamW(Optimizer):
         self.moments = {name: self._moments(name, seed) for name in parameters}
 
     def _moments(self, name: str, seed: int) -> tuple[Moments, Moments]:
+        """Return both moments of a parameter, zero, in the format ``spec.state``. Raises ``NarrowStateError`` if the shard cuts
+        through 8-bit blocks."""
         share = _matrix(local(self.parameters[name].detach()))
         if self.spec.state == "bf16":
             elements = Elements(self.kinds[name].shape, self.boxes[name], share.device)
@@ -325,6 +329,7 @@ class NarrowAdamW(Optimizer):
                     moment.write(rows, values, number)
 
     def state(self) -> dict[str, list[StatePart]]:
+        """Return codes and scales of both moments of each parameter by name, with their place in the full state."""
         parts = {}
         for name, moments in self.moments.items():
             full_shape, (offset, box) = self.kinds[name].shape, self.boxes[name]

@@ -116,7 +116,8 @@ class MatrixExchange:
         return sorted(owned, key=lambda matrix: (order[matrix.parameter], matrix.index or 0))
 
     def collect(self, batch: MatrixBatch, shares: Mapping[str, Tensor]) -> dict[Matrix, Tensor]:
-        """The whole matrices ``(rows, columns)`` that this rank owns, from everybody's shares ``held`` of them."""
+        """Return the full matrices ``(rows, columns)`` that this rank owns, from all ranks' ``shares``. A collective unless the
+        batch is local."""
         # Fresh memory for each matrix: kernels may round as their operands are aligned.
         matrices = {m: torch.empty(m.rows, m.columns, device=_device(shares)) for m in batch.owned}
         sent = [[self.of_share(shares, leg) for leg in legs] for legs in batch.gradients_out]
@@ -129,13 +130,16 @@ class MatrixExchange:
     def hand_back(
         self, batch: MatrixBatch, changes: Mapping[Matrix, Tensor], shares: Mapping[str, Tensor]
     ) -> Iterator[tuple[Leg, Tensor]]:
-        """For each share that this rank holds of a matrix: where it is, and its part of the owner's ``changes``."""
+        """Yield each leg of this rank's shares of matrices with its part of the owner's ``changes``. A collective unless the batch
+        is local."""
         sent = [[_of_whole(changes, leg) for leg in legs] for legs in batch.changes_out]
         received = self._swap(sent, batch.changes_in, batch.local, _device(shares))
         for legs, pieces in zip(batch.changes_in, received, strict=True):
             yield from zip(legs, pieces, strict=True)
 
     def _batch(self, matrices: Sequence[tuple[Matrix, int]]) -> MatrixBatch:
+        """Return the legs that this rank sends and receives for ``matrices``, each with its owner. The batch is local if no matrix
+        leaves its owner."""
         lists: list[list[list[Leg]]] = [[[] for _ in range(self._ranks)] for _ in range(4)]
         gradients_out, gradients_in, changes_out, changes_in = lists
         crosses = False
@@ -165,7 +169,7 @@ class MatrixExchange:
     def _swap(
         self, sent: list[list[Tensor]], legs_in: list[list[Leg]], local: bool, device: torch.device
     ) -> list[list[Tensor]]:
-        """Everybody's pieces for this rank, by sender, in the shape of their legs."""
+        """Return the pieces that each rank sends to this one, in the shape of their legs. One all-to-all unless ``local``."""
         if local:
             return sent
         outgoing = [piece.reshape(-1) for pieces in sent for piece in pieces]
@@ -185,7 +189,7 @@ class MatrixExchange:
 def _batches(
     matrices: Sequence[Matrix], owners: Sequence[int], ranks: int, max_elements: int
 ) -> list[list[int]]:
-    """Numbers of matrices such that no owner gets more than ``max_elements`` at once (but one matrix at least)."""
+    """Return batches of numbers of matrices in which no owner has more than ``max_elements``, or only one matrix."""
     batches: list[list[int]] = []
     place, filled = [0] * ranks, [0] * ranks
     for number, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
@@ -270,7 +274,7 @@ class MatrixOptimizer(Optimizer):
         return self._parts
 
     def _allocate(self, run: list[Matrix]) -> None:
-        """The state of matrices that stand side by side in a stack is one box of a stack of states."""
+        """Allocate zeros for the state of ``run``, neighboring matrices of a stack, as one box of a stack of states."""
         first = run[0]
         device = local(self.parameters[first.parameter].detach()).device
         for kept in matrix_state(self.spec, first.rows, first.columns):
@@ -287,7 +291,7 @@ class MatrixOptimizer(Optimizer):
 
 
 def _runs(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
-    """Matrices that are neighbors in one stack, together."""
+    """Yield runs of consecutive matrices that are neighbors in one stack. A matrix outside of stacks is a run of its own."""
     run: list[Matrix] = []
     for matrix in matrices:
         follows = run and matrix.index is not None and run[-1].index is not None
@@ -406,12 +410,12 @@ class Holders:
 def gather_holders(
     shapes: Mapping[str, tuple[int, ...]], boxes: Mapping[str, LocalSlice], group: dist.ProcessGroup | None
 ) -> dict[str, Holders]:
-    """The holders of every parameter in ``shapes``, from the boxes of each rank of ``group``. A collective call.
+    """Return the holders of every parameter in ``shapes``, from the boxes of each rank of ``group``. A collective call.
 
     Args:
         shapes: Of the whole parameters, in the same order on all ranks.
-        boxes: This rank's parts; a parameter that it holds nothing of may be left out.
-        group: ``None`` where this rank holds everything.
+        boxes: This rank's parts; a parameter of which it has nothing may be left out.
+        group: ``None`` where this rank has everything.
     """
     ranks = group.size() if group else 1
     names, holders = list(shapes), {}

@@ -46,6 +46,7 @@ class MatrixBlocks(BlockGrid):
     """The blocks of a matrix of ``rows x columns``, row by row."""
 
     def __iter__(self) -> Iterator[MatrixBlock]:
+        """Yield the blocks row by row, with the rows and columns of each."""
         down, across = self.counts
         for i in range(down):
             for j in range(across):
@@ -72,9 +73,14 @@ _SMALLEST_NORM = 1e-30
 
 
 class Shampoo(MatrixRule):
-    """Keeps both of Adam's moments, the statistics ``left`` and ``right``, and their roots."""
+    """State: both of Adam's moments, the statistics ``left`` and ``right``, and their roots."""
 
     def change(self, gradient: Tensor, state: Mapping[str, Tensor], number: int) -> Tensor:
+        """Return the change of a matrix at step ``number``, from 1: preconditioned by blocks, each as long as Adam's. Updates
+        ``state`` in place.
+
+        The inverse roots are computed every ``precondition_every`` steps.
+        """
         spec = self.spec
         # Adam's step: its first moment M is preconditioned, its length is what each block is grafted to.
         mean = state["exp_avg"].lerp_(gradient, 1 - spec.beta1)
@@ -122,9 +128,14 @@ def inverse_fourth_root(statistics: Tensor) -> Tensor:
 
 
 class Soap(MatrixRule):
-    """Keeps Adam's moments (the second one in the basis), the statistics ``left`` and ``right``, and their bases."""
+    """State: Adam's moments (the second one in the basis), the statistics ``left`` and ``right``, and their bases."""
 
     def change(self, gradient: Tensor, state: Mapping[str, Tensor], number: int) -> Tensor:
+        """Return the change of a matrix at step ``number``, from 1: Adam in the eigenbases of its blocks. Updates ``state`` in
+        place.
+
+        The first step only collects statistics: its change is zero.
+        """
         spec, change = self.spec, torch.zeros_like(gradient)
         if number > 1:
             state["exp_avg"].lerp_(gradient, 1 - spec.beta1)
@@ -145,7 +156,8 @@ class Soap(MatrixRule):
     def _adam(
         self, gradient: Tensor, mean: Tensor, squares: Tensor, left: Tensor, right: Tensor, number: int
     ) -> Tensor:
-        """Adam's step ``number`` in the bases ``left`` and ``right``; updates the second moment there, ``squares``."""
+        """Return Adam's step ``number`` from the bases ``left`` and ``right``, in the matrix's own; updates the second moment
+        there, ``squares``."""
         spec = self.spec
         squares.lerp_((left.T @ gradient @ right).square(), 1 - spec.beta2)
         root = squares.sqrt().div_(math.sqrt(1 - spec.beta2**number)).add_(spec.eps)
@@ -154,7 +166,8 @@ class Soap(MatrixRule):
         return step
 
     def _follow(self, statistics: Tensor, basis: Tensor, square: Tensor, number: int) -> None:
-        """Takes the gradient's ``square`` into the statistics, and when it is time, the basis along."""
+        """Average the gradient's ``square`` into ``statistics``, in place. Renew ``basis`` at step 1 and every
+        ``precondition_every`` steps."""
         statistics.lerp_(square, 1 - self.spec.beta2)
         if number == 1:
             basis.copy_(torch.linalg.eigh(statistics.double()).eigenvectors.flip(-1))
@@ -180,9 +193,14 @@ _LARGEST_RMS = 1.0
 
 
 class Adafactor(MatrixRule):
-    """Keeps mean squares of rows and columns, and, unless ``beta1`` is 0, the mean of changes, ``exp_avg``."""
+    """State: mean squares of rows and columns, and, unless ``beta1`` is 0, the mean of changes, ``exp_avg``."""
 
     def change(self, gradient: Tensor, state: Mapping[str, Tensor], number: int) -> Tensor:
+        """Return the change of a matrix: the gradient over factored root mean squares, clipped in RMS, averaged if ``beta1`` is
+        set.
+
+        Updates ``state`` and overwrites ``gradient``.
+        """
         of_rows, of_columns = state["row_mean_square"], state["column_mean_square"]
         # At step 1 the weight is 1: the mean of one gradient is that gradient.
         weight = max(number**-_DECAY_EXPONENT, 1 - self.spec.beta2)
@@ -213,9 +231,11 @@ _SMALLEST_MUON_NORM = 1e-7
 
 
 class Muon(MatrixRule):
-    """Keeps the gradient's running mean, ``momentum``."""
+    """State: the gradient's running mean, ``momentum``."""
 
     def change(self, gradient: Tensor, state: Mapping[str, Tensor], number: int) -> Tensor:  # noqa: ARG002
+        """Return the orthogonalized Nesterov momentum, scaled to the RMS of Adam's steps. Updates ``state`` and overwrites
+        ``gradient``."""
         momentum = state["momentum"]  # (rows, columns)
         momentum.lerp_(gradient, 1 - self.spec.beta1)
         direction = orthogonal(gradient.lerp_(momentum, self.spec.beta1), self.spec.newton_schulz_steps)

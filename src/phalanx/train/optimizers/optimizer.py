@@ -46,9 +46,11 @@ class Optimizer(Protocol):
 
     @abstractmethod
     def step(self, number: int, lr: float, gradient_scale: float, *, keep_change: bool = False) -> None:
-        """Applies update ``number`` (from 1) with the gradients that the parameters hold, times ``gradient_scale``.
+        """Apply update ``number`` (from 1) with the gradients of the parameters, times ``gradient_scale``. Changes weights and
+        state in place.
 
-        With ``keep_change``, each gradient holds the change of its weights afterwards, at the cost of a copy of one piece of the weights at
+        With ``keep_change``, each gradient contains the change of its weights afterwards, at the cost of a copy of one piece of the
+        weights at
         a time. Raises ``RuntimeError`` if a parameter has no gradient.
         """
 
@@ -126,7 +128,8 @@ class MomentStore:
         self._streams = (cuda_stream(device), cuda_stream(device)) if on_gpu(device) else None
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A plain tensor of zeros that lives in the store. Raises ``OffloadError`` if the disk is full."""
+        """Return a tensor of zeros in the store: pinned host memory, the file, or plain memory if neither applies. Raises
+        ``OffloadError`` if the disk is full."""
         if self._pinned:
             return torch.zeros(shape, dtype=dtype, pin_memory=True)
         length = math.prod(shape) * dtype.itemsize
@@ -137,7 +140,8 @@ class MomentStore:
         return torch.from_numpy(data).view(dtype).view(shape)
 
     def visiting(self, pieces: Iterable[UpdatePiece]) -> Iterator[UpdatePiece]:
-        """The same pieces, each with all of its tensors on the device while it is worked on.
+        """Yield the same pieces, each with all of its tensors on the device while the caller works on it. The next piece is
+        prefetched.
 
         What the caller writes to them in place is in the store when the iteration has ended.
         """
@@ -176,6 +180,7 @@ def _arrive(piece: UpdatePiece, device: torch.device, stream: torch.cuda.Stream)
 
 
 def _work(visit: _Visit, here: torch.cuda.Stream, outgoing: torch.cuda.Stream) -> Iterator[UpdatePiece]:
+    """Yield a piece on the device once it has arrived, then start the copies back to its home."""
     here.wait_event(visit.arrived)
     yield visit.away
     outgoing.wait_stream(here)

@@ -63,7 +63,7 @@ class Marks:
         return opened
 
     def number(self, kind: str, name: str, **more: object) -> int:
-        """The number of a mark, the same for all ranges without ``more``."""
+        """Return the number of a mark, and add its row if it is new. Marks without ``more`` share one row; any other gets its own."""
         key = kind, name
         if not more and key in self._numbers:
             return self._numbers[key]
@@ -135,7 +135,11 @@ def make_profiler(device: torch.device) -> profile:
 
 
 def rank_trace(ended: profile, rank: int, marks: Sequence[JsonObject], meta: Mapping[str, Any]) -> RankTrace:
-    """The tables of what ``ended`` has recorded. Of too many events the longest are kept, and all of our own ranges."""
+    """Return the tables of the events and allocations in ``ended``. Of too many events the longest are kept, and all of our own
+    ranges.
+
+    Of too many allocations the first are kept; the numbers left out are in the trace's ``meta``.
+    """
     results = ended.kineto_results
     assert results is not None, "it has ended"
     recorded = list(results.events())
@@ -165,6 +169,7 @@ def rank_trace(ended: profile, rank: int, marks: Sequence[JsonObject], meta: Map
 
 
 def _longest(events: NDArray[np.void]) -> NDArray[np.void]:
+    """Return the events by begin, longer ones first. Of too many, keep the longest and all of our own ranges."""
     if len(events) > MOST_EVENTS:
         weight = np.where(events["mark"] >= 0, np.iinfo(np.int64).max, events["ns"])
         events = events[np.sort(np.argpartition(weight, -MOST_EVENTS)[-MOST_EVENTS:])]
@@ -187,6 +192,8 @@ def activity_of_name(name: str, on_device: bool) -> str:
 
 
 def _row(event: _KinetoEvent, base_ns: int, names: dict[str, int]) -> tuple[object, ...] | None:
+    """Return an event as a row of ``EVENT``; ``None`` for instants, memory events, and our ranges on a device. Adds its name to
+    ``names``."""
     name = event.name()
     on_device = event.device_type().name != "CPU"
     activity = event.activity_type() if hasattr(event, "activity_type") else activity_of_name(name, on_device)
@@ -245,7 +252,8 @@ def _work(event: _KinetoEvent, name: str) -> tuple[float, float]:
 
 
 def _allocations(tree: Sequence[Any]) -> Iterator[tuple[int, int, int, int]]:
-    """Time, address, bytes and kind of device (0 for the host) of each allocation and release."""
+    """Yield time in ns, address, bytes and kind of device (0 for the host) of each allocation, and of each release with negative
+    bytes."""
     left = list(tree)
     while left:
         node = left.pop()

@@ -14,7 +14,8 @@ SMALL = 8
 
 
 def chosen_ranks(requested: tuple[int, ...] | str, layout: Layout, slowest: int | None) -> dict[int, str]:
-    """The ranks to record, in order, each with the reason.
+    """Return the ranks to record, each with the reason: those requested, or all of a small run, else one of each place and the
+    slowest.
 
     Args:
         requested: The field ``ranks`` of a request.
@@ -22,7 +23,7 @@ def chosen_ranks(requested: tuple[int, ...] | str, layout: Layout, slowest: int 
         slowest: The rank that computes longest, if that is known.
 
     Raises:
-        ProfileRequestError: It names a rank that there is not, or all of too many.
+        ProfileRequestError: It names a rank that does not exist, or all of too many.
     """
     if isinstance(requested, tuple):
         if requested[-1] >= layout.ranks:

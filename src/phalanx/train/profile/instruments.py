@@ -1,4 +1,4 @@
-"""Puts our own words around what a rank does, from outside, and takes them away again.
+"""Put our own ranges around the work of a rank, from outside, and take them away again.
 
 While nobody records, nothing of this is there: no branch in a hot path, no hook on a module. While somebody does, the ledger, the stopwatches of
 communication, backward passes, collectives and a few methods are wrapped in place, and modules get forward hooks. Autograd's graph stays as it
@@ -68,7 +68,10 @@ Around = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def instruments(training: Training, stepper: Stepper, marks: Ranges) -> Iterator[None]:
-    """Inside, all that this rank does is marked."""
+    """Context in which this rank's steps, waits, modules and collectives are marked in ``marks``, by methods that are replaced.
+
+    Modules of compiled models are not marked. All is put back at the end.
+    """
     built, inputs = training.built, training.inputs
     with ExitStack() as undo:
 
@@ -98,7 +101,7 @@ def instruments(training: Training, stepper: Stepper, marks: Ranges) -> Iterator
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Replaces an attribute in place, on this object alone, and puts back what was there."""
+    """Replace an attribute on this object alone, and put back at the end what was there, also after an error."""
     space = vars(owner)
     had, before = name in space, space.get(name)
     space[name] = value
@@ -112,7 +115,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 def _wrapped(owner: object, method: str, around: Around) -> AbstractContextManager[None]:
-    """Encloses each call of a method; of one that returns a context manager, what is inside of it."""
+    """Replace a method so that each call is inside ``around()``; if it returns a context manager, the body of that context is."""
     original = getattr(owner, method)
 
     def call(*args: object, **kwargs: object) -> object:
@@ -129,6 +132,7 @@ def _wrapped(owner: object, method: str, around: Around) -> AbstractContextManag
 
 
 def _ledger(ledger: object, marks: Ranges) -> AbstractContextManager[None]:
+    """Replace the ledger's ``bucket`` by one that also marks its time."""
     original = vars(type(ledger))["bucket"]
 
     @contextmanager
@@ -141,7 +145,7 @@ def _ledger(ledger: object, marks: Ranges) -> AbstractContextManager[None]:
 
 @contextmanager
 def _modules(parts: list[nn.Module] | tuple[nn.Module, ...] | object, marks: Ranges) -> Iterator[None]:
-    """Marks the forward passes of stages, layers and the parts of a layer."""
+    """Mark the forward passes of stages, layers and the parts of a layer, by hooks that are removed at the end."""
     handles = []
     opened: dict[int, list[OpenedRange]] = {}
 
@@ -183,6 +187,10 @@ def _words(path: str) -> str:
 
 @contextmanager
 def _collectives(mesh: Mesh, marks: Ranges) -> Iterator[None]:
+    """Replace the collectives of ``torch.distributed`` by ones that mark each call of a group of several ranks.
+
+    A mark has the group, the call's number in it, the bytes of the largest tensor, and whether the call waits.
+    """
     axes = _axes(mesh)
     numbers: Counter[str] = Counter()
 
@@ -246,7 +254,7 @@ def _axes(mesh: Mesh) -> dict[str, str]:
 
 @contextmanager
 def _links(links: StageLinks, mesh: Mesh, marks: Ranges) -> Iterator[None]:
-    """Marks messages between stages: the n-th of its kind in a link is the same on both sides."""
+    """Mark messages between stages. The n-th of its kind in a link has the same number on both sides."""
     ranks = dist.get_process_group_ranks(mesh.pipeline_groups[0])
     numbers: Counter[tuple[str, int]] = Counter()
     receive, send = links.receive, links.send

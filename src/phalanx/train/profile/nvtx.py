@@ -41,7 +41,7 @@ class NvtxRanges:
 
     @contextmanager
     def around(self, kind: str, name: str, **more: object) -> Iterator[None]:
-        """Show the time inside. Of ``more`` the axis of a collective is shown."""
+        """Show the time inside as an NVTX range of kind and name. Of ``more`` the axis of a collective is shown."""
         self._push(f"{kind} {name} ({more['axis']})" if "axis" in more else f"{kind} {name}")
         try:
             yield
@@ -56,7 +56,7 @@ class NvtxRanges:
 
 @contextmanager
 def nvtx_ranges(training: Training, stepper: Stepper, ranges: NvtxRanges) -> Iterator[None]:
-    """Inside, all that this rank does is in ranges, and each step in one of its own."""
+    """Context in which all that this rank does is in NVTX ranges, and each step in one of its own."""
     run = stepper.run
 
     def run_in_range(number: int, *args: Any, **options: Any) -> StepReport:

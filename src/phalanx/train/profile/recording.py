@@ -1,4 +1,4 @@
-"""Records the next few steps on the ranks that were chosen: when it begins, what it writes, and how it ends, whatever happens.
+"""Record the next few steps on the ranks that were chosen: when it begins, what it writes, and how it ends, whatever happens.
 
 All ranks learn of a request in the same step, by a flag in the all-reduce of losses that every step makes anyway (``StepFlags.profile``). Then,
 and only then, rank 0 sends them the request; before the next step all pass a few barriers, which bind their clocks together, and those that are
@@ -89,7 +89,8 @@ class Recording(Observer):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Ends what is under way; a recording that was broken off is dropped."""
+        """Drop a recording that is not complete, with a warning, and wait for the writers: not at all after an error, else for a
+        bounded time."""
         if self._camera is not None:
             self._camera.drop()
             self._camera = None
@@ -98,7 +99,10 @@ class Recording(Observer):
             writer.join(_WRITE_TIMEOUT_S if error is None else 0.0)
 
     def after_save(self, end: StepEnd) -> None:
-        """Receive from rank 0 what is to be recorded, in a step in which some rank's flag was up. A collective call then."""
+        """Take rank 0's decision on a pending request, in a step in which some rank's profile flag was set. A collective then.
+
+        A new order is ignored while a recording runs.
+        """
         if not end.report.flags.profile:
             return
         training = self._training
@@ -134,7 +138,8 @@ class Recording(Observer):
             self._end()
 
     def _decided(self, request: ProfileRequest, ending: bool) -> RecordingOrder:
-        """The decision on a request, on rank 0."""
+        """Decide on a request, on rank 0: make its folder and write the order. If it cannot be followed, warn and return an order
+        without ranks."""
         training, none = self._training, RecordingOrder("", 0, {})
         folder = training.inputs.directory.profiles / request.name
         try:
@@ -153,6 +158,7 @@ class Recording(Observer):
         return order
 
     def _write_order(self, folder: Path, order: RecordingOrder) -> None:
+        """Write the order with the run's layout, attempt and peak rate into the profile's folder."""
         training = self._training
         layout, inputs = training.mesh.layout, training.inputs
         content = {
@@ -170,6 +176,7 @@ class Recording(Observer):
         write_atomically(folder / ORDER_FILE, (json.dumps(content) + "\n").encode(), durable=False)
 
     def _begin(self, order: RecordingOrder, step: int) -> None:
+        """Start this rank's recording if it is chosen, and run the barriers that align clocks. A collective."""
         training = self._training
         if training.mesh.rank in order.ranks:
             self._camera = _Camera(training, self._stepper, order, step)
@@ -177,6 +184,7 @@ class Recording(Observer):
         _barriers(training.inputs.device, self._camera, "before")
 
     def _end(self) -> None:
+        """Run the closing barriers, stop the recording, and write it on a thread. A collective."""
         _barriers(self._training.inputs.device, self._camera, "after")
         camera, self._camera = self._camera, None
         if camera is not None and camera.stop():
@@ -186,7 +194,7 @@ class Recording(Observer):
 
 
 def _barriers(device: torch.device, camera: _Camera | None, when: str) -> None:
-    """Brings all ranks together a few times, each time with a mark. A collective call."""
+    """Run a few all-reduces, which align the ranks' clocks, each with a mark if this rank records. A collective call."""
     token = torch.zeros(1, device=device)
     for number in range(_BARRIERS):
         with ExitStack() as marked:
@@ -210,7 +218,7 @@ class _Camera:
         self._begin_s = time.perf_counter()
 
     def start(self) -> None:
-        """Begins to record."""
+        """Start the profiler, after measuring copies and memory. A failure is printed, and the profile lost."""
         with _Forgiving(self):
             device = self._training.inputs.device
             self._meta = {
@@ -225,7 +233,7 @@ class _Camera:
             self.runs = True
 
     def step(self, number: int | None) -> None:
-        """Ends the step before, and begins step ``number``."""
+        """End the step before, and begin step ``number``; ``None``: there is none, and the instruments are taken off."""
         if not self.runs:
             return
         with _Forgiving(self):
@@ -240,7 +248,7 @@ class _Camera:
             self._step.enter_context(self.marks.around("step", f"step {number}", step=number))
 
     def stop(self) -> bool:
-        """Ends the recording; false if there is nothing to write."""
+        """End the recording. Return False if there is nothing to write."""
         if not self.runs:
             return False
         with _Forgiving(self):
@@ -253,7 +261,7 @@ class _Camera:
         return False
 
     def drop(self) -> None:
-        """Ends the recording and forgets it."""
+        """End the recording and discard it."""
         was_running, self.runs = self.runs, False
         with _Forgiving(self):
             self._step.close()
@@ -263,7 +271,7 @@ class _Camera:
             self._profiler = None
 
     def write(self) -> None:
-        """Writes what was recorded, in a thread beside the training."""
+        """Write the rank's trace into the profile's folder, in a thread beside the training. A failure is printed."""
         with _Forgiving(self):
             assert self._profiler is not None
             mesh = self._training.mesh
@@ -289,7 +297,7 @@ class _Camera:
 
 
 class _Forgiving:
-    """Keeps errors of a recording from the training: they are reported, and the recording ends."""
+    """Context that keeps errors of a recording from the training: they are printed, and the recording ends."""
 
     def __init__(self, camera: _Camera) -> None:
         self._camera = camera
@@ -300,6 +308,7 @@ class _Forgiving:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        """Suppress an error of the profiler: print it and drop the recording. Let through what is no ``Exception``."""
         if error is None or not isinstance(error, Exception):
             return False
         print(f"phalanx: the profile of this rank is lost: {error}", file=sys.stderr, flush=True)

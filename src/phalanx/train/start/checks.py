@@ -54,7 +54,8 @@ _MANY_EPOCHS = 4
 
 
 def start_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], *, begins: bool) -> Iterator[Problem]:
-    """All that would keep the ranks of a resolved run from training on its data.
+    """Yield all that would keep the ranks of a resolved run from training: data, sinks, observers, tasks, store, and the origin of
+    weights.
 
     ``begins``: The run has no checkpoint of its own yet, and so needs the one that it starts from. Raises ``CheckpointError`` or
     ``DataError`` if the checkpoint to start from, or a tokenizer, cannot be read.
@@ -100,6 +101,7 @@ def start_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], *, begins:
 
 
 def _task_problems(spec: RunSpec, places: Mapping[str, DatasetPlace]) -> Iterator[Problem]:
+    """Yield a problem for each task whose file cannot be read or does not fit the model."""
     if not spec.evaluation.tasks:
         return
     tokenizer = load_tokenizer(tokenizer_folder(places))
@@ -116,7 +118,8 @@ def _task_problems(spec: RunSpec, places: Mapping[str, DatasetPlace]) -> Iterato
 
 
 def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
-    """Sentences on what the dataset makes of the run that its user may not have meant."""
+    """Yield sentences on what the user may not have meant: many epochs, no export, attention across packed documents, no held-out
+    loss."""
     tokens = spec.train.steps * spec.train.batch_size * spec.train.seq_len
     epochs = tokens / max(index.train_tokens, 1)
     if epochs > _MANY_EPOCHS and not spec.data.sources:  # of sources, data.sources.epochs says how often
@@ -196,6 +199,8 @@ def _remote_origin_problems(spec: RunSpec, start: str) -> Iterator[Problem]:
 
 
 def _other_model_problems(spec: RunSpec, start: str, remedy: str) -> Iterator[Problem]:
+    """Yield a problem if the checkpoint ``start`` has other parameters than the model, with the first three that differ. A user's
+    own model is not checked."""
     misfits = [] if spec.model.factory else list(_misfits(spec.model, start))
     if misfits:
         more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""
@@ -210,7 +215,7 @@ def _other_model_problems(spec: RunSpec, start: str, remedy: str) -> Iterator[Pr
 def _taken_over_problems(
     spec: RunSpec, places: Mapping[str, DatasetPlace], source: RunDirectory, start: Path
 ) -> Iterator[Problem]:
-    """Yields what keeps the run from taking over more of the checkpoint than its weights."""
+    """Yield the problems that keep the run from taking over more of the checkpoint than its weights."""
     if spec.checkpoint.init_with == "weights":
         return
     boxes = DiskTier(start.parent).boxes(_step(start))
@@ -229,7 +234,7 @@ def _taken_over_problems(
 
 
 def _other_data_problems(places: Mapping[str, DatasetPlace], source: RunDirectory) -> Iterator[Problem]:
-    """Yields the data of the run that are not those of its parent. A source that the parent had not has no past that could differ."""
+    """Yield a problem for each source whose data are not those of the run's parent. Sources that are new in the run are not compared."""
     record = source.read_record()
     fingerprints = {ONLY: record["data_fingerprint"]} if "data_fingerprint" in record else {}
     if ONLY not in places:

@@ -1,4 +1,4 @@
-"""Takes the run directory for one start of a run: chooses it, locks it, makes sure whose it is, and chooses the run's arithmetic.
+"""Take the run directory for one start of a run: choose it, lock it, check whose it is, and choose the run's arithmetic.
 
 Its files are named in ``run/directory/paths.py``. By default the folder is named after the run and its identity, so that two runs can never
 meet in one folder: an unfinished run goes on where it was, a finished one is left alone and the next start gets a fresh folder. A folder
@@ -54,10 +54,11 @@ OWNER = "run.json"
 
 
 def claim_store(spec: RunSpec, fingerprint: str, *, has_begun: bool = False) -> list[str]:
-    """Claim ``checkpoint.store`` for a resolved run on the data of ``fingerprint``; returns what of its layout has changed since.
+    """Claim ``checkpoint.store`` for a resolved run on the data of ``fingerprint``, by an object in it. Return the changes of
+    layout against the owner's.
 
-    A run that ``has_begun`` has checkpoints on disk, and needs no store that cannot be reached now. Raises ``RunDirectoryError`` if it holds
-    another run's checkpoints, cannot commit, or cannot be reached.
+    A run that ``has_begun`` has checkpoints on disk: if the store cannot be reached, this is logged and nothing returned. Raises
+    ``RunDirectoryError`` if it has another run's checkpoints, cannot commit, or cannot be reached.
     """
     url = spec.checkpoint.store
     try:
@@ -84,7 +85,8 @@ def claim_store(spec: RunSpec, fingerprint: str, *, has_begun: bool = False) -> 
 
 
 def _changes(url: str, owner: bytes, spec: RunSpec, fingerprint: str) -> list[str]:
-    """The changes of the layout against the owner's, in the owner's words."""
+    """Return the changes of layout against the run that owns the store. Raises ``RunDirectoryError`` if that is another run, or
+    unreadable."""
     try:
         table = json.loads(owner)
         run = table["run"]
@@ -135,6 +137,7 @@ def key_of(identity_sha256: str, fingerprint: str) -> str:
 
 
 def _candidates(spec: RunSpec, fingerprint: str) -> Iterator[Path]:
+    """Yield directories under ``runs/`` without end: by name and key of the run, then with -2, -3 and so on."""
     base = Path("runs") / f"{spec.name}-{run_key(spec, fingerprint)[:8]}"
     yield base
     number = 2
@@ -144,7 +147,7 @@ def _candidates(spec: RunSpec, fingerprint: str) -> Iterator[Path]:
 
 
 def choose(spec: RunSpec, fingerprint: str) -> RunDirectory:
-    """The directory of a run: the one it names, or the first by its identity that is not finished."""
+    """Return the directory of a run: the one it names, or the first by its identity that is not finished. Nothing is created."""
     if spec.run_dir:
         return RunDirectory(Path(spec.run_dir))
     unfinished = (
@@ -167,14 +170,15 @@ def open_run(
     sources: Mapping[str, str] | None = None,
     template_folder: Path | None = None,
 ) -> OpenRun:
-    """Takes the run's directory for this start, making it on the first.
+    """Lock the run's directory for this start, making it on the first. Write its run file, record, tokenizer and tasks, and count
+    the attempt.
 
     Args:
         spec: The resolved run.
         fingerprint: Of the data that the run is trained on.
         tokenizer_folder: Where the files of its tokenizer are copied from.
         sources: The fingerprint of each of its sources by name, if it has several.
-        template_folder: Where the chat template that its conversations are framed by lies, if it has any.
+        template_folder: The folder of the chat template that its conversations are framed by, if it has any.
 
     Raises:
         RunDirectoryError: It belongs to another run, is in use, or cannot be written.
@@ -220,6 +224,7 @@ def open_run(
 
 
 def _explain(error: OSError) -> str:
+    """Return a clause on a failure to write the run directory, with a remedy for full disks, permissions and bad paths."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full; free some space and start again: whatever was saved before is intact"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -230,7 +235,11 @@ def _explain(error: OSError) -> str:
 
 
 def take_lock(path: Path) -> int:
-    """Locks a run directory by its file ``lock`` and returns the descriptor; raises ``RunDirectoryError`` if it is taken."""
+    """Lock a run directory by its file ``lock``, write this process into it, and return the descriptor, which keeps the lock while
+    it is open.
+
+    Raises ``RunDirectoryError`` if the lock is taken, and names the holder.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     if not _taken(fd):
         holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
@@ -244,7 +253,8 @@ def take_lock(path: Path) -> int:
 
 
 def _taken(fd: int) -> bool:
-    """Takes the lock; waits a little, since the ranks of a launcher just killed are still being ended."""
+    """Take the lock and return True. Wait a little, since the ranks of a launcher just killed are still being ended; then return
+    False."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -258,7 +268,10 @@ def _taken(fd: int) -> bool:
 
 
 def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> list[str]:
-    """Makes sure that the directory is this run's; what of its layout has changed since the last start."""
+    """Check that the directory is this run's, and return the changes of layout since the last start.
+
+    Raises ``RunDirectoryError`` for foreign files, another run, other data, or another definition of portable numerics.
+    """
     strangers = (
         {entry.name for entry in directory.path.iterdir() if not entry.name.startswith(".")}
         - directory.names()
@@ -320,7 +333,7 @@ def _remove_temporaries(directory: RunDirectory) -> None:
 
 
 def check_data(directory: RunDirectory, fingerprint: str) -> None:
-    """Makes sure that this rank sees the data that the run was prepared with. Raises ``RunDirectoryError``."""
+    """Raise ``RunDirectoryError`` if this rank's data are not those that the run was prepared with."""
     recorded = directory.read_record().get("data_fingerprint", fingerprint)
     if recorded != fingerprint:
         raise RunDirectoryError(
@@ -336,7 +349,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def _copy_tasks(spec: RunSpec, directory: RunDirectory) -> None:
-    """Copy the files of the run's tasks, from which the ranks of all machines read."""
+    """Copy the files of the run's tasks into the run directory, from which the ranks of all machines read."""
     for task in spec.evaluation.tasks:
         source = task_file(task, directory)
         if source != directory.task(task.name):
@@ -345,7 +358,8 @@ def _copy_tasks(spec: RunSpec, directory: RunDirectory) -> None:
 
 
 def _take_over_published(init_from: str, directory: RunDirectory) -> None:
-    """Take over the notes of the publisher of an imported model, and a chat template, from the run directory of the checkpoint ``init_from``."""
+    """Replace the publisher's notes in the run directory, and its chat template, by those of the run of ``init_from``. Nothing once
+    the run has saved."""
     if holds_steps(directory):
         return  # taken over at the first start, and the source may be gone
     shutil.rmtree(directory.published, ignore_errors=True)  # of another run, which saved nothing here
@@ -357,7 +371,7 @@ def _take_over_published(init_from: str, directory: RunDirectory) -> None:
 
 
 def _take_over_template(source: Path, folder: Path) -> None:
-    """Has the chat template taken over. What reads it is imported here: agents and coordinators, which open no run, would wait for Jinja."""
+    """Copy the chat template into ``folder``. The import is local: agents and coordinators, which open no run, would wait for Jinja."""
     from phalanx.data.chat.encode import take_over_template
 
     take_over_template(source, folder)
@@ -370,7 +384,11 @@ def _take_over_template(source: Path, folder: Path) -> None:
 
 
 def with_numerics(spec: RunSpec, fingerprint: str) -> RunSpec:
-    """Return ``spec``, which is resolved otherwise, with its arithmetic; ``fingerprint`` is that of its data."""
+    """Return ``spec``, resolved but for ``runtime.numerics``, with "auto" replaced: as the run or its parent has begun, else
+    portable if possible.
+
+    ``fingerprint`` is that of its data. Other values stay. On GPUs, the default is native.
+    """
     if spec.runtime.numerics != "auto":
         return spec
     portable, native = (
@@ -382,7 +400,8 @@ def with_numerics(spec: RunSpec, fingerprint: str) -> RunSpec:
 
 
 def _earlier(portable: RunSpec, native: RunSpec, fingerprint: str) -> Iterator[RunSpec]:
-    """The run as it has begun already, or as the run that it goes on from."""
+    """Yield the run in the arithmetic in which it has begun already, or in that of the run that it continues. Unreadable ones are
+    skipped."""
     if native.run_dir or native.checkpoint.init_with == "training":
         places = [Path(native.run_dir)] if native.run_dir else []
         if native.checkpoint.init_with == "training":

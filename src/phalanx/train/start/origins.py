@@ -89,7 +89,8 @@ def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSp
 
 
 def _newest_whole(tier: DiskTier, steps: Sequence[int]) -> int:
-    """The newest of ``steps`` whose files are all there; a damaged byte is found when it is read."""
+    """Return the newest of ``steps`` whose files are all there; damaged bytes are not looked for. Raises ``RunDirectoryError`` if
+    none is."""
     problem: CheckpointError | None = None
     for step in reversed(steps):
         try:
@@ -102,7 +103,7 @@ def _newest_whole(tier: DiskTier, steps: Sequence[int]) -> int:
 
 
 def changes_from_parent(parent: RunSpec, child: RunSpec, step: int) -> Iterator[str]:
-    """Sentences on what is another than in the parent after ``step``: fields, and the learning rate if it jumps."""
+    """Yield sentences on what differs from the parent after ``step``: fields, and the learning rate if it jumps."""
     for line in differences(parent, child):
         if not line.startswith("checkpoint.init_"):
             yield line.replace(" != ", " -> ")
@@ -149,6 +150,8 @@ def fields_from_model(model: Path, data: Path, *, bare: bool) -> list[str]:
 
 
 def _fields(model: RunDirectory, data: Path, bare: bool) -> Iterator[tuple[str, object]]:
+    """Yield the fields of a run that trains ``model`` further on ``data``; with ``bare``, also name, rate and length. Raises
+    ``RunDirectoryError``."""
     if not model.run_file.is_file():
         hub = (model.path / "config.json").is_file()
         remedy = f"phalanx import {model.path}" if hub else "phalanx import FOLDER --out DIR makes one"
@@ -167,7 +170,10 @@ def _fields(model: RunDirectory, data: Path, bare: bool) -> Iterator[tuple[str, 
 
 
 def _text_of(data: Path, model: RunDirectory, name: str) -> Iterator[tuple[str, object]]:
-    """The fields that have ``data``, which is text, prepared with the model's tokenizer."""
+    """Yield the fields that prepare the text ``data`` with the model's tokenizer, in a folder named by the files' stamps.
+
+    Raises ``RunDirectoryError`` if there is no text or no tokenizer.
+    """
     if not data.exists():
         raise RunDirectoryError(f"there is nothing at {data}: give a prepared dataset, or text to prepare")
     tokenizer = model.tokenizer / TOKENIZER_FILE
@@ -206,6 +212,7 @@ def notes_of_earlier_data(run: OpenRun) -> list[str]:
 
 
 def _notes(spec: RunSpec, fingerprint: str, other: RunDirectory) -> Iterator[str]:
+    """Yield a sentence if ``other`` is an unfinished run of the same run file, on data that were prepared otherwise since."""
     try:
         if not holds_steps(other) or other.result.exists():
             return

@@ -62,7 +62,7 @@ def documents_of(
 
 
 def ready_data(data: DataSpec, on_progress: OnProgress) -> dict[str, DatasetPlace]:
-    """The places of the run's datasets by their names; a dataset that is not there is prepared first, if it has a corpus.
+    """Return the places of the run's datasets by their names. A dataset that is missing is prepared first, if it has a corpus.
 
     Raises ``DataError`` with what is missing.
     """
@@ -92,6 +92,7 @@ def _with_data_found(spec: RunSpec) -> RunSpec:
 
 
 def _require_folders(data: DataSpec) -> None:
+    """Raise ``DataError`` if a dataset's folder is missing. Addresses in stores are not checked."""
     for name, address in addresses(data).items():
         if not is_remote(address) and not local_folder(address).exists():
             also = ", or name a corpus in data.corpus" if name == ONLY else ""
@@ -143,7 +144,8 @@ def resolve(spec: RunSpec, places: Mapping[str, DatasetPlace], path: Path) -> Ru
 
 
 def _pinned_source(model: ModelSpec, path: Path) -> ModelSpec:
-    """The model with the digest of its source, if it is the user's own: a later start must find the same source."""
+    """Return the model with the digest of its source, if it is the user's own. Raises ``RunFileError`` if that is unreadable or has
+    changed."""
     if not model.factory:
         return model
     try:
@@ -185,6 +187,8 @@ def pinned_checkpoint(source: str, path: Path) -> str:
 
 
 def _pinned_in_store(url: str, path: Path) -> str:
+    """Return the checkpoint that ``url`` means: the step that it names, or the newest now. Raises ``RunFileError`` if there is
+    none, or no answer."""
     try:
         digest = pinned_in_store(url)
     except (StoreError, CheckpointError) as error:
@@ -200,7 +204,11 @@ def _pinned_in_store(url: str, path: Path) -> str:
 
 
 def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
-    """Everything before the first rank starts; ``path`` is the run file's, for messages."""
+    """Do everything before the first rank starts: data, resolution, checks, run directory. ``path`` is the run file's, for
+    messages.
+
+    Raises ``RunFileError``, ``DataError``, ``CheckpointError`` and ``RunDirectoryError``.
+    """
     resolved, places = resolve_with_data(spec, path, on_progress)
     index = index_of_places(places)
     begins = not holds_steps(choose(resolved, index.fingerprint))
@@ -216,7 +224,10 @@ def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
 def resolve_with_data(
     spec: RunSpec, path: Path, on_progress: OnProgress
 ) -> tuple[RunSpec, dict[str, DatasetPlace]]:
-    """The resolved run and its data, made ready; no run directory is taken. Raises ``DataError``, ``RunFileError``."""
+    """Return the resolved run and the places of its data, which are prepared if need be; no run directory is taken.
+
+    Raises ``DataError``, and ``RunFileError``, also for fields that are still to be filled in.
+    """
     if spec.unfilled:
         remedy = "write a value into the file and take the field off `unfilled`, or give it by --set"
         raise RunFileError(

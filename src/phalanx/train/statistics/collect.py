@@ -1,4 +1,4 @@
-"""Measures a run's layers every ``statistics.every_steps`` steps, and in steps that are not finite.
+"""Measure a run's layers every ``statistics.every_steps`` steps, and in steps that are not finite.
 
 A measured step, in order:
 
@@ -64,6 +64,8 @@ class LayerMeter(StepStatistics):
             self._measure_forward(0)
 
     def before_update(self, gradient_scale: float, *, finite: bool) -> bool:
+        """Add the norms of gradients and weights if the step is measured or not finite. Return True if it wants the update's
+        change. A collective then."""
         if not self._every or not (self._is_due or not finite):
             return False
         began_ns = time.perf_counter_ns()
@@ -74,6 +76,7 @@ class LayerMeter(StepStatistics):
         return True
 
     def after_update(self) -> None:
+        """Add the norms of the updates, left in the gradients, and their ratio to the weights' norms. A collective."""
         began_ns = time.perf_counter_ns()
         self._add_norms({"update_norm": gradients(self._stepper.built.model.parts)}, 1.0)
         for figure in [name for name in self._figures if name.endswith(".update_norm")]:
@@ -90,7 +93,8 @@ class LayerMeter(StepStatistics):
         self._spent_ns += time.perf_counter_ns() - began_ns
 
     def end(self, report: StepReport) -> None:
-        """Write the event of the step, if it was measured. A collective then."""
+        """Emit the statistics of the step, if it was measured. A collective then. In a step that was not due, activations are
+        searched for the first non-finite."""
         if not self._figures:
             return
         if report.nonfinite_slots or not self._is_due:
@@ -140,6 +144,7 @@ class LayerMeter(StepStatistics):
             self._set(f"{group.group}.{figure}", group.layer, value)
 
     def _add_routers(self) -> None:
+        """Add each router's figures by the tokens of its experts in this step, if there are experts."""
         counts = self._stepper.expert_tokens
         if counts is None:
             return
@@ -158,9 +163,10 @@ def _rounded(value: float | None) -> float | None:
 
 
 def router_figures(tokens: Sequence[int]) -> dict[str, float]:
-    """Return the figures of a router by the tokens of each expert: largest share, entropy (1 if all have equally many), idle experts.
+    """Return the figures of a router by the tokens of each expert: largest share, entropy (1 if all have equally many), share of
+    idle experts.
 
-    The entropy is that of the experts' shares over its maximum, ``log(experts)``.
+    The entropy is that of the experts' shares over its maximum, ``log(experts)``. Empty without tokens, or with one expert.
     """
     total, experts = sum(tokens), len(tokens)
     if not total or experts == 1:

@@ -114,12 +114,14 @@ class _LayerProbe:
             yield
 
     def _begins(self, _block: nn.Module, args: tuple[Any, ...]) -> None:
+        """Take the documents of a block's call, and measure the embedding before the first."""
         if isinstance(self._block, Block):
             self._documents = args[3]
         if self._layer == "0":
             self._measure_residual("embedding", args[0])
 
     def _ends(self, _block: nn.Module, _args: object, output: Tensor) -> None:
+        """Measure the block's output, and its largest logit and dead units if they were seen."""
         self._measure_residual(self._layer, output)
         if self._heads:
             self._rows.append((self._layer, LARGEST_LOGIT, self._largest_logit()))
@@ -127,6 +129,10 @@ class _LayerProbe:
             self._rows.append((self._layer, DEAD_UNITS, self._dead_share()))
 
     def _measure_residual(self, layer: str, stream: Tensor) -> None:
+        """Add RMS and kurtosis of the residual stream after ``layer``. A collective of the ranks that share a sequence.
+
+        If the fourth powers overflow, the stream is scaled down first.
+        """
         wide, count = stream.float(), self._elements
         device, ranks = self._mesh.device, self._mesh.sequence_group
         groups = [[wide.contiguous()], [wide.square().contiguous()]]

@@ -43,7 +43,7 @@ def layers_of(names: Iterable[str]) -> list[str]:
 
 
 def group_of(name: str, kind: Parameter) -> str:
-    """Return the group of a parameter."""
+    """Return the group of a parameter: norms, router, experts, a part of a layer, or outside of layers the module's name."""
     first, *rest = name.split(".")
     if kind.kind == "norm":
         return "norms"
@@ -68,7 +68,7 @@ class ParameterGroup:
 
 
 def parameter_groups(kinds: Mapping[str, Parameter]) -> list[ParameterGroup]:
-    """Return the groups of all parameters of a model, without the biases that balance experts."""
+    """Return all parameters of a model by layer and group, with their elements, without the biases that balance experts."""
     members: dict[tuple[str, str], list[str]] = {}
     for name, kind in kinds.items():
         if kind.kind != "balance":

@@ -57,6 +57,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_gradient: bool,
         cap: float,
     ) -> Tensor:
+        """Return the summed loss, 0-dim fp32. Gradients of ``hidden`` and ``weight`` are computed here and saved, if
+        ``wants_gradient``."""
         # In lanes, the gradient is summed over ranks before it is scaled, as it is where one rank has all lanes.
         comm = rows.comm if rows is not None and rows.lanes else None
         full = hidden if comm is None else comm.gather(hidden)
@@ -76,6 +78,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _LossContext, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the saved gradients in place. Raises ``RuntimeError`` on a second call."""
         if ctx.used:
             raise RuntimeError("this loss's gradients were used already: it can be differentiated once")
         ctx.used = True
@@ -329,6 +332,7 @@ def _put_together(weight: Tensor, parts: Sequence[range], sums: Sequence[Tensor]
 
 
 def _find(targets: Tensor, part: range, rows: VocabularyPiece | None) -> _TargetColumns:
+    """Return the columns of the targets in a part of the vocabulary, those that are there, and those ignored; each ``(n,)``."""
     ignored = targets == IGNORE
     if rows is None:
         return _TargetColumns(targets.masked_fill(ignored, 0), ~ignored, ignored)

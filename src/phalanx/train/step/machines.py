@@ -69,7 +69,11 @@ class MachineTable:
 
 
 def machines_used(step: int, names: tuple[str, ...], rows: NDArray[np.float64]) -> MachineUsed | None:
-    """Summarize the figures of machines, ``(machines, figures)``; ``None`` if none is known."""
+    """Summarize the figures of machines, ``(machines, figures)``: median, least and most with their nodes. ``None`` if none is
+    known.
+
+    With few machines, each one's figures are listed too; with one measured machine, only its own.
+    """
     measured = np.flatnonzero(~np.isnan(rows).all(1))
     if not len(measured):
         return None

@@ -68,6 +68,7 @@ class MemoryMeter:
         """The addresses of this rank's shards of the weights."""
 
     def __enter__(self) -> MemoryMeter:
+        """Start to measure: take the bytes of the weights, hook the forward passes, and reset the peak."""
         shares = self._shares()
         self._parameters = storage_bytes(shares, self._device)
         self._storages = {share.untyped_storage().data_ptr() for share in shares}
@@ -136,6 +137,7 @@ class MemoryMeter:
         self._before.append(self._allocated())
 
     def _forward_ends(self, _module: nn.Module, _args: object, output: object) -> None:
+        """Add the bytes that a forward pass left until its backward begins, and keep the most at once."""
         left = self._allocated() - self._before.pop()
         if not (isinstance(output, Tensor) and output.requires_grad):
             return
@@ -194,12 +196,14 @@ class _Watch(DispatchMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        """Run ``func``. Raise the peak if its results have new storages."""
         result = func(*args, **(kwargs or {}))
         if sum(self._is_new(tensor.untyped_storage()) for tensor in _tensors(result)):
             self.peak = max(self.peak, self.live())
         return result
 
     def _is_new(self, storage: torch.UntypedStorage) -> bool:
+        """Track ``storage`` until it is freed and return True; False if it is tracked already or left out."""
         key = id(storage)
         if key in self._storages or (key in self._left_out and self._left_out[key]() is storage):
             return False
@@ -208,6 +212,7 @@ class _Watch(DispatchMode):
 
 
 def _tensors(result: object) -> Iterator[Tensor]:
+    """Yield this rank's tensors in a result, at any depth of lists and tuples."""
     if isinstance(result, Tensor):
         yield local(result)  # a DTensor's own storage is that of the whole, and no memory at all
     elif isinstance(result, (tuple, list)):
@@ -285,7 +290,8 @@ class RankTimes:
         return RankFrame(step, time.time(), self._attempt, len(table), columns, steps)
 
     def _mine(self) -> list[float]:
-        """Return this rank's row: its numbers in the order of ``RANK_COLUMNS``."""
+        """Return this rank's row in the order of ``RANK_COLUMNS``: median compute and mean wait, seconds; bytes; degrees Celsius.
+        -1 if unknown."""
         # A rank without a slot of its own computes another's again, or nothing: that says nothing about its speed.
         compute_s = statistics.median(self._compute_s) / self._slots if self._slots else _UNKNOWN
         heat_c = temperature_c(self._mesh.device) if self._has_temperature else None

@@ -213,6 +213,7 @@ class LoopRunner(SlotRunner):
         return [self._slot(work, turn, current) for turn, current in enumerate(work.rounds)]
 
     def _slot(self, work: SlotWork, turn: int, current: Round) -> Tensor:
+        """Run forward and backward of one slot, micro-batch by micro-batch, and return its summed loss, without predictions ahead."""
         (module,) = self.model.parts
         batches, scale = work.read(turn), work.scale(current)
         self.model.begin(current)
@@ -249,6 +250,8 @@ class PipelineRunner(SlotRunner):
         return self.model.mesh.tensor_rank == 0 and self.engine.schedule.stages - 1 in self.engine.part_of
 
     def gradients(self, work: SlotWork) -> list[Tensor]:
+        """Run forward and backward of all slots through the pipeline. Return each slot's summed loss; zero on ranks without the
+        last stage."""
         flow = _Flow(self.model, self.losses, work)
         losses = self.engine.run(flow, flow.forward, [work.scale(current) for current in work.rounds], flow)
         totals = [torch.zeros((), device=self.model.mesh.device) for _ in work.rounds]
@@ -294,6 +297,7 @@ class _Flow(Accumulation):
         return self._batch(number).tokens
 
     def _batch(self, number: int) -> MicroBatch:
+        """Return micro-batch ``number`` over all slots. The first of a slot reads the slot and begins it."""
         turn, place = divmod(number, self.work.micro_batches)
         if turn not in self._read:
             self._read[turn] = self.work.read(turn)
@@ -308,6 +312,7 @@ class _Flow(Accumulation):
 
     @contextmanager
     def computing(self, part: int, slot: int, *, last: bool, postponed: bool) -> Iterator[None]:
+        """Context of the backward of one stage part. The ``last`` of all parts closes the slot and frees its batches."""
         current = self.work.rounds[slot]
         self.work.turn_to(current)  # layers may be computed again
         with self.work.audited(slot), self.model.computing(part, current, last=last, postponed=postponed):

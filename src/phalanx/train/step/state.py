@@ -289,6 +289,8 @@ def _agreed_candidates(
 
 
 def _steps(tier: KeepingTier, tiers: Sequence[KeepingTier]) -> list[int]:
+    """Return the steps of ``tier``. If a store cannot be listed while the disk has checkpoints, log it and return none; else raise
+    ``CheckpointError``."""
     try:
         return tier.steps()
     except CheckpointError as error:

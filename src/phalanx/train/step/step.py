@@ -316,6 +316,10 @@ class Stepper:
         read: Callable[[int], Sequence[MicroBatch]],
         audited: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> SlotWork:
+        """Return the slots of a step with their scales: a slot's gradients are divided by its tokens and weighted by its round.
+
+        Before a slot, its routers' auxiliary loss is scaled alike, and they count tokens only if the slot counts.
+        """
         model = self.built.model
 
         def scale(current: Round) -> float:

@@ -110,7 +110,8 @@ def _differences(recording: RunRecording, spec: RunSpec) -> list[Changed]:
 
 
 def _probes(spec: RunSpec) -> dict[str, str]:
-    """Return the bits of this machine's kernels on the run's kind of device; empty without such a device."""
+    """Return the bits of this machine's kernels on the run's kind of device; empty without such a device. Makes this process
+    deterministic."""
     from phalanx.parallel.process_group.rendezvous import RendezvousError, device_for
     from phalanx.train.assemble import make_deterministic
     from phalanx.train.measure.numerics import probe
@@ -124,6 +125,7 @@ def _probes(spec: RunSpec) -> dict[str, str]:
 
 
 def _lines(recording: RunRecording, differ: list[Changed]) -> Iterator[str]:
+    """Yield lines on what differs between then and now, with its weight and remedy."""
     yield f"{recording.row.name}: {recording.row.state}, step {recording.row.step:,} of {recording.row.steps:,}, weights {recording.row.weights_sha256[:12] or 'not final'}"
     if not differ:
         yield "nothing differs between then and now: code, packages, machine, data, and the bits of its kernels are as they were"
@@ -151,7 +153,10 @@ def _again(
     *,
     as_json: bool,
 ) -> int:
-    """Train the run again and compare; return the exit code."""
+    """Train the run again and compare; print the verdict and return the exit code: 0 if all bits are the same.
+
+    Raises ``TroubleError`` if the training fails, or there is nothing to compare.
+    """
     from phalanx.train.compare.runs import NothingToCompareError, compare_runs
     from phalanx_watch.cli.diff_command import comparison_lines
     from phalanx_watch.runs.reproduce import again, free_directory, train_again, write_run_file
@@ -191,6 +196,7 @@ def _again(
 
 
 def _verdict(parts_at: int | None, finals: list[str], steps: int, *, same: bool) -> str:
+    """Return a sentence on the comparison: same hash, same logged steps, other hashes, or the step at which they part."""
     if same and len(finals) == 2:
         return f"same hash: {finals[0]} (and the same numbers in all {steps:,} logged steps)"
     if same:

@@ -123,6 +123,7 @@ def list_command(options: ListOptions) -> None:
 
 
 def _print(rows: list[RunRow], shown: list[str]) -> None:
+    """Print the runs as a table; as wide as it needs if the output is no terminal."""
     from rich.table import Table
 
     console = text_console()
@@ -141,6 +142,7 @@ def _print(rows: list[RunRow], shown: list[str]) -> None:
 
 
 def _cell(row: RunRow, name: str, now: float) -> str:
+    """Format a column of a run; empty if it has no value."""
     value = value_of(row, name)
     if value is None:
         return ""
@@ -167,7 +169,7 @@ def _cell(row: RunRow, name: str, now: float) -> str:
 
 
 def origin(row: RunRow) -> str:
-    """Return the checkpoint that a run continues from. The name suffices for a parent in the same folder."""
+    """Return the checkpoint that a run continues from; empty if it continues none. The name suffices for a parent in the same folder."""
     if not row.lineage:
         return ""
     parent = Path(row.lineage[-1].run_dir)
@@ -176,6 +178,7 @@ def origin(row: RunRow) -> str:
 
 
 def _list_jobs(name: str, namespace: str, *, as_json: bool) -> None:
+    """Print the runs in an engine's queue, or that there are none. Raises ``click.ClickException``."""
     from phalanx.launch.engines.engine import engine_named
     from phalanx.launch.engines.order import EngineError
 
@@ -245,6 +248,7 @@ def remove_command(run_dirs: tuple[Path, ...], yes: bool, force: bool, beside: t
 
 
 def _print_removal(removal_plan: Removal) -> None:
+    """Print what the removal of a run would delete: its state, files, sizes, weights and labels."""
     row = removal_plan.row
     click.echo(
         f"{row.path}: {row.state}, step {row.step:,} of {row.steps:,}, {removal_plan.files:,} files, {size(removal_plan.size_bytes)}"
@@ -296,6 +300,7 @@ def note_command(run_dir: Path, text: str | None) -> None:
 
 
 def _labels(run_dir: Path) -> RunLabels:
+    """Return the labels of a run. Raises ``RunDirectoryError`` if it is no run directory."""
     demand_folder(run_dir)
     if not is_run(run_dir):
         raise RunDirectoryError(f"{run_dir} is no run directory")

@@ -47,6 +47,7 @@ def show_command(run_dir: Path, price: float, as_json: bool) -> None:
 
 
 def _lines(recording: RunRecording) -> Iterator[str]:
+    """Yield the lines of a recorded run: state, results, code, machines, data, origin, checkpoints, cost and problems."""
     row = recording.row
     yield f"{row.name}: {row.state}, step {row.step:,} of {row.steps:,}  ({row.path})"
     if row.tags or row.note:
@@ -71,6 +72,7 @@ def _lines(recording: RunRecording) -> Iterator[str]:
 
 
 def _results(recording: RunRecording) -> Iterator[str]:
+    """Yield the lines of the run's results, weights, times and ranks."""
     row = recording.row
     numbers = {
         "loss": _shown("{:.4f}".format, row.loss),
@@ -105,6 +107,7 @@ def _shown(words: Callable[[float], str], value: float | None) -> str:
 
 
 def _code(recording: RunRecording) -> Iterator[str]:
+    """Yield the lines of command, code with its changes, packages and variables."""
     environment = recording.environment
     if environment.get("command"):
         yield f"command        {environment['command']}"
@@ -135,6 +138,7 @@ def _code(recording: RunRecording) -> Iterator[str]:
 
 
 def _machines(recording: RunRecording) -> Iterator[str]:
+    """Yield a line for each machine, the first few, and for each difference between them."""
     if not recording.machines:
         host = _table(recording.environment.get("host"))
         yield f"machine        {host.get('name', 'unknown')}: {host.get('cpu_model', '')}, {host.get('cores', '?')} cores"
@@ -155,6 +159,7 @@ def _machines(recording: RunRecording) -> Iterator[str]:
 
 
 def _data(data: object, fingerprint: str) -> Iterator[str]:
+    """Yield the lines of the data: fingerprint, addresses, sizes and recipes."""
     yield f"data           {fingerprint or 'unknown'}"
     for name, table in _table(data).items():
         source = _table(table)
@@ -212,6 +217,7 @@ def compare_command(run_dirs: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _comparison_lines(comparison: ComparedRuns) -> Iterator[str]:
+    """Yield the lines of a comparison: runs, settings, environment, results, bits and notes."""
     names = [
         chr(ord("A") + place) if place < 26 else f"run {place + 1}" for place in range(len(comparison.runs))
     ]
@@ -241,6 +247,7 @@ def _comparison_lines(comparison: ComparedRuns) -> Iterator[str]:
 
 
 def _bits(comparison: ComparedRuns, names: Sequence[str]) -> Iterator[str]:
+    """Yield lines on whether equal bits are expected, and where the logged numbers part."""
     same = comparison.same_bits
     if same.expected:
         yield "the same run and the same data: every bit should be equal"
@@ -261,6 +268,7 @@ def _bits(comparison: ComparedRuns, names: Sequence[str]) -> Iterator[str]:
 def _comparison_table(
     title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[object], int | None]]
 ) -> Iterator[str]:
+    """Yield the lines of a table of values by run, with a star behind the best; none without rows."""
     if not rows:
         return
     cells = [["", *names]] + [
