@@ -58,8 +58,8 @@ def checkpoint_place(path: Path, step: int | None = None) -> CheckpointPlace:
 def weights_place(path: Path, step: int | None = None) -> Iterator[CheckpointPlace]:
     """Find checkpoints as ``checkpoint_place``, also for a Hugging Face folder.
 
-    A Hugging Face folder is represented by a temporary run directory, whose notes are printed to standard
-    error.
+    A Hugging Face folder is represented by a temporary run directory, whose notes are printed to standard error. Its ``step`` is
+    not checked here. A ``CheckpointError`` in the ``with`` block becomes an error of the command.
     """
     if not is_published(path):
         yield checkpoint_place(path, step)

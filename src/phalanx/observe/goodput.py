@@ -204,7 +204,10 @@ def _lived(events: list[Event]) -> list[Event]:
 
 
 def _account(events: list[Event]) -> _Account:
-    """Return an attempt's account by its last ledger; the time after that is unattributed. Without a ledger, by its step times."""
+    """Return an attempt's account by its last ledger; the time after that is unattributed. Without a ledger, by its step times.
+
+    It ends with the last event in which the attempt lived, of which there must be one (``ValueError``).
+    """
     end_ns = max(_ns(event.t) for event in _lived(events))
     entries = [(_ns(event.t), ledger) for event in events if (ledger := ledger_of(event))]
     if not entries:

@@ -488,7 +488,7 @@ def _assumptions(plan: Plan) -> str:
 
 
 def _plain(value: object) -> str:
-    """Return a value as text."""
+    """Return a value as text: a band by its quantiles, a tuple with commas, a float with five digits."""
     if isinstance(value, Band):
         return f"P5 {value.p5:.4g}, P50 {value.p50:.4g}, P95 {value.p95:.4g}"
     if isinstance(value, tuple):

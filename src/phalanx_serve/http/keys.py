@@ -133,7 +133,10 @@ def parse_limits(text: str) -> KeyLimits:
 
 
 def _parsed(line: str, where: str) -> Key:
-    """Parse a line: ``SALT:SHA-256``, a name (made of the salt if none is given), and limits. Raises KeyFileError."""
+    """Parse a line that is not blank: ``SALT:SHA-256``, then ``name=NAME`` (made of the salt if absent) and limits in any order.
+
+    Raises KeyFileError, also for two names.
+    """
     first, *words = line.split()
     salt, _, digest = first.partition(":")
     if len(digest) != 64:

@@ -338,9 +338,9 @@ def _hear(state: RouterState, event: OutputReceived, now_s: float, commands: lis
 def _end_job(
     state: RouterState, number: int, output: Ended, entry: Entry, now_s: float, commands: list[Command]
 ) -> None:
-    """Close a request whose job has ended, move it after a failure, or continue it on a decode worker after prefill.
+    """Close a request whose job has ended, or continue it on a decode worker after prefill. May begin an audit.
 
-    May begin an audit.
+    A job that failed, that the worker canceled or that ended too early is moved to another worker; one that failed at most once.
     """
     if output.outcome == "cancelled" or (
         output.outcome == "length" and not entry.complete and not state.jobs[number].prefill

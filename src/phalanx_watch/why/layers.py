@@ -161,7 +161,10 @@ _ROUTER_FIGURES = ("router.largest_share", "router.entropy", "experts.idle")
 
 
 def _measurements(observed: Observed) -> list[Measurement]:
-    """Return the finite measurements of the run after its warmup, by step; of a step that was repeated, the newest."""
+    """Return the finite measurements of the run after its warmup, by step; of a step that was repeated, the newest if it is finite.
+
+    Empty for a run that has finished.
+    """
     if observed.finished:
         return []
     warmup = observed.spec.schedule.warmup_steps if observed.spec else 0

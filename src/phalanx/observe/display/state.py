@@ -98,7 +98,7 @@ class State:
 
     @property
     def time_left_s(self) -> float | None:
-        """From the recent step times and from what evaluations and checkpoints add to them."""
+        """From the recent step times and from what evaluations and checkpoints add to them; None before the first step and at the end."""
         if self.step is None or self.done:
             return None
         return time_left_s(self.step.steps - self.step.step, self.recent_step_s, self._step_share())

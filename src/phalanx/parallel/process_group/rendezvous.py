@@ -160,7 +160,8 @@ def join(environment: RankEnvironment, device: torch.device, timeout_s: float) -
     """Make this process a rank of the default process group: gloo on CPUs, NCCL on GPUs.
 
     Raise ``RendezvousError`` if the address cannot be used, or if some rank did not join within ``timeout_s`` seconds.
-    On CPUs it first chooses gloo's network interface, in the environment; on GPUs it makes the device current.
+    On CPUs, and with the launcher of ``phalanx train``, it first chooses gloo's network interface, in the environment. On GPUs it
+    makes the device current.
     """
     _require_address(environment)
     if environment.launcher == "phalanx":

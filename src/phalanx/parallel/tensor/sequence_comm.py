@@ -152,7 +152,10 @@ def _gathered(piece: Tensor, comm: SequenceComm) -> Tensor:
 
 
 def _sum_scattered(partial: Tensor, comm: SequenceComm) -> Tensor:
-    """Return this rank's piece along the sequence of the sum of the ranks' ``partial``, in the order of ``comm``. A collective."""
+    """Return this rank's piece along the sequence of the sum of the ranks' ``partial``. A collective.
+
+    The order of additions is a tree over the ranks with ``comm.order == "tree"``, otherwise that of the library.
+    """
     if comm.order == "tree":
         with comm.waiting():
             pieces = exchange_along(partial, _SEQUENCE, comm.group)  # (ranks, b, s / ranks, d)

@@ -299,7 +299,7 @@ def lack_of_room(place: Path, free_bytes: int, count: int, size_bytes: int) -> s
 
 
 def checkpoint_bytes(spec: RunSpec) -> int:
-    """Return the bytes of weights and optimizer state of a resolved run. Raises FactoryError for a user's own model."""
+    """Return the bytes of weights and optimizer state of a resolved run. Raises FactoryError for every model of a user's own."""
     pieces = list(parameters(spec.model))
     weights = 4 * sum(math.prod(piece.shape) for piece in pieces)
     return weights + sum(state_bytes_by_name(spec.optimizer, pieces).values())

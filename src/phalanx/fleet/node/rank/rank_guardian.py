@@ -422,8 +422,10 @@ class RankGuardian(Guardian):
                 self._send(link.Doubted(self.epoch, "straggler", str(straggler)))
 
     def authorize(self) -> None:
-        """Raise unless this epoch may commit a checkpoint: CheckpointError without a coordinator, EpochSupersededError
-        for a newer epoch.
+        """Raise unless this epoch may commit a checkpoint, by the claims in the run directory.
+
+        Raises CheckpointError if the node has had no coordinator for ``fleet.lease_s`` or a claim cannot be read, and
+        EpochSupersededError if a newer epoch has begun, or the run was started again or is over.
         """
         if self._orders.saves_held:
             raise CheckpointError(
