@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from layouts import DENSE, MIXTURE, legal_layouts
@@ -13,7 +13,7 @@ from layouts import tiny as tiny_run
 from phalanx.model.facts.holdings import holding, place_of
 from phalanx.parallel.collectives import collectives
 from phalanx.parallel.mesh.mesh import LayoutError
-from phalanx.run.layout import layout_of
+from phalanx.run.layout import layout_of, layout_problems
 from phalanx.run.spec import ModelSpec, ParallelSpec, PrecisionSpec
 from phalanx.train.measure.dry_run import Comparison, dry_run, tiny
 from quick_cases import quick
@@ -124,6 +124,7 @@ def test_so_it_does_on_any_layout(
         precision=PrecisionSpec(compute=compute),  # type: ignore[arg-type]
         train=dataclasses.replace(spec.train, reduction=reduction),
     )
+    assume(not layout_problems(spec, ranks))  # ZeRO-1 has no integer sums
     found = dry_run(spec, ranks, at % ranks)
     assert found.matches, differing(found)
 
