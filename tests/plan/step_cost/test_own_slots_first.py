@@ -10,7 +10,7 @@ from phalanx.hardware import catalog
 from phalanx.hardware.cluster import Fact
 from phalanx.run.layout import Layout, layout_problems
 from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec, TrainSpec
-from phalanx_plan.search.layout_text import run_of_layout, written_layout
+from phalanx_plan.search.layout_text import estimate_written, run_of_layout, written_layout
 from phalanx_plan.search.options import Options
 from phalanx_plan.search.query import job_of
 from phalanx_plan.search.search import search
@@ -83,3 +83,17 @@ def test_a_planned_layout_is_a_run_that_the_trainer_takes() -> None:
     run = run_of_layout(spec, mine, layout)
     assert run.parallel.sharding == "zero1"
     assert layout_problems(run, 64) == []
+
+
+def test_fast_sums_are_exchanged_once_a_step_by_zero2_too_and_are_planned_alike() -> None:
+    spec = RunSpec(
+        model=ModelSpec(preset="llama-1b"),
+        train=TrainSpec(batch_size=64, slots=64, seq_len=1024, micro_batch_size=1, reduction="fast"),
+    )
+    first, second = (
+        estimate_written(
+            replace(spec, parallel=ParallelSpec(sharding=sharding)), catalog.cluster("h100:8"), RANKS
+        )
+        for sharding in ("zero1", "zero2")
+    )
+    assert (first.step_s, first.memory) == (second.step_s, second.memory)
