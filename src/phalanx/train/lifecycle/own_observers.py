@@ -42,10 +42,12 @@ class NamedObserver(Observer):
         try:
             make = load_plugin(GROUP, name)
         except PluginError as error:
-            raise ObserverError(f"the observer {error}", _REMEDY) from error
+            raise ObserverError(f"the observer {error}; {_REMEDY}", _REMEDY) from error
         if make is None:
             problem = unknown_value("observe.observers", name, plugin_names(GROUP))
-            raise ObserverError(f"the observer {problem.finding} on this machine: {problem.remedy}", _REMEDY)
+            raise ObserverError(
+                f"the observer {problem.finding} on this machine: {problem.remedy}; {_REMEDY}", _REMEDY
+            )
         with self._guarded("its construction"):
             self._observer: Observer = make(training)
         if not isinstance(self._observer, Observer):
