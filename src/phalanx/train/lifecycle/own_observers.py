@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from phalanx.observe.ledger import Bucket
@@ -33,21 +33,27 @@ def open_observers(names: Sequence[str], training: Training) -> list[Observer]:
     return [NamedObserver(name, training) for name in names]
 
 
+def maker_of(name: str) -> Callable[[Training], Observer]:
+    """Return what makes the observer called ``name``. Imports its package. Raises ``ObserverError`` if this machine cannot."""
+    try:
+        make: Callable[[Training], Observer] | None = load_plugin(GROUP, name)
+    except PluginError as error:
+        raise ObserverError(f"the observer {error}; {_REMEDY}", _REMEDY) from error
+    if make is None:
+        problem = unknown_value("observe.observers", name, plugin_names(GROUP))
+        raise ObserverError(
+            f"the observer {problem.finding} on this machine: {problem.remedy}; {_REMEDY}", _REMEDY
+        )
+    return make
+
+
 class NamedObserver(Observer):
     """An observer of another package. Its errors get its name."""
 
     def __init__(self, name: str, training: Training) -> None:
         self._name, self._training = name, training
         self._parameters = list(named_parameters(training.built.model.parts).values())
-        try:
-            make = load_plugin(GROUP, name)
-        except PluginError as error:
-            raise ObserverError(f"the observer {error}; {_REMEDY}", _REMEDY) from error
-        if make is None:
-            problem = unknown_value("observe.observers", name, plugin_names(GROUP))
-            raise ObserverError(
-                f"the observer {problem.finding} on this machine: {problem.remedy}; {_REMEDY}", _REMEDY
-            )
+        make = maker_of(name)
         with self._guarded("its construction"):
             self._observer: Observer = make(training)
         if not isinstance(self._observer, Observer):
