@@ -224,8 +224,10 @@ class _RankStep:
     def _reduction(self, rounds: int) -> Calls:
         """Gradient reductions in one step."""
         calls: Calls = Counter()
-        reduction = self.spec.train.reduction
-        times = rounds if reduction == "reproducible" or self.spec.parallel.sharding == "zero3" else 1
+        reduction, sharding = self.spec.train.reduction, self.spec.parallel.sharding
+        # ZeRO-1 adds a rank's slots before it exchanges them.
+        by_slot = sharding == "zero3" or (reduction == "reproducible" and sharding != "zero1")
+        times = rounds if by_slot else 1
         over_shards, over_replicas = _EXCHANGES[reduction]
         for stage in self.holding.stages:
             for axis in self._units(stage).values():

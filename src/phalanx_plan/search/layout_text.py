@@ -57,18 +57,19 @@ _ZERO = {"none": 2, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def _zero(spec: RunSpec, job: TrainingJob) -> int:
-    """Return the ZeRO stage of the run's sharding, or the highest that the stack has."""
-    stage = _ZERO[spec.parallel.sharding]
-    return stage if stage in job.stack.zero_stages else max(job.stack.zero_stages)
+    """Return the ZeRO stage of the run's sharding, or the next one that the stack has: above it, else below."""
+    stage, stages = _ZERO[spec.parallel.sharding], job.stack.zero_stages
+    # Fast sums with ZeRO-1 are those with ZeRO-2: added on a rank, and exchanged once a step.
+    return min((other for other in stages if other >= stage), default=max(stages))
 
 
 def replaced_sharding(text: str, spec: RunSpec, job: TrainingJob) -> str:
     """Return a note if the layout of ``text`` has another ZeRO stage than the run file, since the stack lacks it; else ""."""
-    stage, stages = _ZERO[spec.parallel.sharding], job.stack.zero_stages
+    stage, planned = _ZERO[spec.parallel.sharding], _zero(spec, job)
     is_explicit = text.strip() != "file" and "zero" in _fields(text, job)
-    if is_explicit or spec.parallel.sharding == "none" or stage in stages:
+    if is_explicit or spec.parallel.sharding == "none" or stage == planned:
         return ""
-    return f"parallel.sharding: the stack {job.stack.name!r} has no ZeRO-{stage}; the layout is planned with ZeRO-{max(stages)}"
+    return f"parallel.sharding: the stack {job.stack.name!r} has no ZeRO-{stage}; the layout is planned with ZeRO-{planned}"
 
 
 def read_layout(text: str, spec: RunSpec, job: TrainingJob) -> PlannedLayout:

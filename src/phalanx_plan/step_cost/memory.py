@@ -8,7 +8,7 @@ The worst rank decides, and it is not always the first: the last has the logits.
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from phalanx.parallel.reduction.buckets import BUCKET_ELEMENTS
 from phalanx.run.spec import OptimizerSpec
 from phalanx_plan.step_cost.layer_costs import LayerCosts
+from phalanx_plan.step_cost.own_slots import held_bytes, of_each
 from phalanx_plan.step_cost.pipeline import Pipelines, in_flight
 from phalanx_plan.step_cost.rank_places import PlaceCounts, PlaceTable
 from phalanx_plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
@@ -71,9 +72,15 @@ def state_bytes(
         kinds["gradients"] = kinds["gradients"] * np.minimum(sums, 1.0)
         if stack.states.slot_tree:
             kinds["open sums"] = np.maximum(sums - 1.0, 0.0) * kinds["gradients"]
-            # The leaf among the whole sums of ZeRO-1 is as narrow as it is sent.
-            narrow = (candidates.zero == 1) & (_slot_bytes(job, candidates) == 2)
-            kinds["gradients"] = kinds["gradients"] - 2.0 * full * narrow * np.minimum(sums, 1.0)
+            # The leaves among the whole sums of ZeRO-1 are as narrow as they are sent.
+            adds_own, leaf = candidates.zero == 1, _slot_bytes(job, candidates)
+            slots = rounds(job, candidates)
+            sum_bytes = np.where(
+                leaf == 2, *(of_each(partial(held_bytes, leaf_bytes=b), slots) for b in (2, 4))
+            )
+            lowest = leaf * np.minimum(sums, 1.0)
+            kinds["gradients"] = np.where(adds_own, full * lowest, kinds["gradients"])
+            kinds["open sums"] = np.where(adds_own, full * (sum_bytes - lowest), kinds["open sums"])
     elif stack.states.slot_tree:
         kinds["open sums"] = (np.maximum(_whole_sums(job, candidates), 1.0) - 1) * kinds["gradients"]
     if stack.states.slot_gradient_bytes:

@@ -21,6 +21,7 @@ from phalanx.run.spec import OptimizerSpec
 from phalanx_plan.step_cost import collectives, kernels
 from phalanx_plan.step_cost.layer_costs import CATEGORIES, PHASES, LayerCosts
 from phalanx_plan.step_cost.memory import micro_batches_per_slot, times, total
+from phalanx_plan.step_cost.own_slots import exchanged, of_each
 from phalanx_plan.step_cost.pipeline import Pipelines, exposed_hops, idle_s, in_flight
 from phalanx_plan.step_cost.rank_places import PlaceTable
 from phalanx_plan.workload.architecture import KINDS
@@ -264,7 +265,7 @@ def data_terms(
     # Sums over shards are all-reduced over replicas once, with the last micro-batch of a slot.
     if stack.states.slot_tree:
         # ZeRO-1 adds a rank's slots first.
-        reductions = np.where(zero == 1, 1.0, reductions)
+        reductions = np.where(zero == 1, of_each(exchanged, reductions), reductions)
     gradients_s = reductions * exposed(scatter + among, window)
     if stack.data.reduces_once:
         last_s = exposed(scatter + among, window)

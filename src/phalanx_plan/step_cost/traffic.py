@@ -15,6 +15,7 @@ from typing import Literal
 from phalanx.run.kinds.operations import LayerExchange
 from phalanx_plan.step_cost.estimate import Evaluation, prepare
 from phalanx_plan.step_cost.memory import micro_batches_per_slot, times
+from phalanx_plan.step_cost.own_slots import exchanged
 from phalanx_plan.step_cost.step_time import slowest_place
 from phalanx_plan.workload.architecture import KINDS, layers
 from phalanx_plan.workload.candidates import PRECISIONS, PlannedLayout, candidates_of
@@ -140,7 +141,7 @@ def _weights(evaluation: Evaluation, layout: PlannedLayout, *, spread_sums: bool
     slots = passes / float(micro_batches_per_slot(job, candidates).ravel()[0])
     reductions = passes if data.reduces_each_micro_batch and layout.zero >= 2 else slots
     if job.stack.states.slot_tree and layout.zero == 1:
-        reductions = 1.0
+        reductions = exchanged(max(1, int(slots)))
     gathers = 2 * passes if layout.zero >= 3 else 1.0 if layout.zero else 0.0
     inside = layout.tensor * layout.context * layout.shard
     for axis, elements, size, stride in (

@@ -388,6 +388,18 @@ def test_a_worker_whose_node_has_another_dataset_says_so_instead_of_being_warm(m
         node.close()
 
 
+def test_a_worker_whose_machine_lacks_an_observer_says_so_instead_of_being_warm(
+    dataset: Path, tmp_path: Path
+) -> None:
+    spec = replace_at(a_run(dataset, tmp_path / "run"), "observe.observers", ("margin",))
+    driver = Driver(spec, 0)
+    driver.nodes.append(Node(driver.spec, 0))
+    try:
+        assert "the observer 'margin' is not known on this machine" in driver.nodes[0].hear(Unfit).evidence
+    finally:
+        driver.close()
+
+
 def test_a_worker_whose_machine_rounds_otherwise_than_the_first_one_says_so_instead_of_being_warm(
     make_driver: Any,
 ) -> None:

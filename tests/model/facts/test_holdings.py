@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +65,21 @@ def test_zero3_keeps_a_share_where_zero2_keeps_gathered_weights() -> None:
     assert sizes["zero2"]["compute copy"] == 2 * sum(p.numel for p in parameters(spec.model))
     assert sizes["zero3"]["compute copy"] < sizes["zero2"]["compute copy"]
     assert sizes["zero2"]["weights"] == sizes["zero3"]["weights"] < 4 * sizes["zero2"]["compute copy"]
+
+
+@pytest.mark.parametrize(
+    ("slots", "batch_size", "bytes_per_weight"),
+    [(16, 16, 2 + 4), (32, 32, 2 + 4 + 4), (32, 64, 4 + 4 + 4)],
+)
+def test_zero1_holds_a_whole_sum_for_each_level_of_a_ranks_own_slots(
+    slots: int, batch_size: int, bytes_per_weight: int
+) -> None:
+    """The lowest is a slot's gradient, as narrow as it is computed if the slot is one micro-batch."""
+    spec, layout = tiny(DENSE, ParallelSpec(sharding="zero1")), Layout(shard=4)
+    train = dataclasses.replace(spec.train, slots=slots, batch_size=batch_size, micro_batch_size=1)
+    spec = dataclasses.replace(spec, train=train)
+    sums = state_bytes(spec, layout, fullest(spec, layout, 0), 2)["open sums"]
+    assert sums == bytes_per_weight * sum(p.numel for p in parameters(spec.model))
 
 
 def test_narrow_moments_take_the_bytes_of_their_format() -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phalanx.hardware import catalog
 from phalanx.hardware.cluster import Fact
+from phalanx.parallel.reduction.slot_tree import SlotTree
 from phalanx.run.layout import Layout, layout_problems
 from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec, TrainSpec
-from phalanx_plan.search.layout_text import run_of_layout, written_layout
+from phalanx_plan.search.layout_text import estimate_written, run_of_layout, written_layout
 from phalanx_plan.search.options import Options
 from phalanx_plan.search.query import job_of
 from phalanx_plan.search.search import search
 from phalanx_plan.step_cost.estimate import Estimate, estimate
+from phalanx_plan.step_cost.own_slots import exchanged, held_bytes
 from phalanx_plan.step_cost.traffic import flows
 from phalanx_plan.workload.stacks import PHALANX
 from plan.jobs import job, planned
@@ -32,7 +36,7 @@ def predicted(zero: int, slots_per_rank: int, micro_batches: int = 1) -> Estimat
 
 @pytest.mark.parametrize(
     ("slots_per_rank", "micro_batches", "bytes_per_element"),
-    [(2, 1, 2), (4, 1, 2 + 4), (8, 1, 2 + 4 + 4), (2, 2, 4), (8, 2, 4 + 4 + 4)],
+    [(2, 1, 2), (4, 1, 2 + 4), (8, 1, 2 + 4 + 4), (2, 2, 4), (8, 2, 4 + 4 + 4), (3, 1, 2 + 2)],
 )
 def test_a_rank_holds_a_whole_sum_for_each_level_of_its_own_slots(
     slots_per_rank: int, micro_batches: int, bytes_per_element: int
@@ -44,6 +48,36 @@ def test_a_rank_holds_a_whole_sum_for_each_level_of_its_own_slots(
     assert sums == pytest.approx(bytes_per_element * elements)
     assert whole["master weights"] == shares["master weights"]
     assert whole["moments"] == shares["moments"]
+
+
+def kept_and_sent(slots: int, rank: int, leaf_bytes: int) -> tuple[int, int]:
+    """Bytes of an element of the whole sums of a rank: the most before one of its slots, and their number at the end."""
+    tree: SlotTree[None] = SlotTree(8 * RANKS * slots, lambda _left, _right: None)
+    most = 0
+    for slot in range(rank * slots, (rank + 1) * slots):
+        most = max(most, sum(4 if level else leaf_bytes for level, _ in tree.nodes))
+        tree.push(slot, None)
+    return most, len(tree.nodes)
+
+
+@given(st.integers(1, 300), st.sampled_from([2, 4]))
+def test_slots_that_are_no_whole_subtree_are_held_and_exchanged_as_several_sums(
+    slots: int, leaf_bytes: int
+) -> None:
+    kept, sent = zip(*(kept_and_sent(slots, rank, leaf_bytes) for rank in range(RANKS)), strict=True)
+    assert held_bytes(slots, leaf_bytes) == max(kept)
+    assert exchanged(slots) == max(sent)
+
+
+def test_a_rank_with_three_slots_exchanges_two_sums() -> None:
+    mine = job("llama-1b", "h100:8", batch=3 * RANKS, seq_len=1024, stack=PHALANX)
+    mine = replace(mine, workload=replace(mine.workload, slots=3 * RANKS))
+    sent = [
+        sum(flow.sent_bytes for flow in flows(mine, planned(Layout(shard=RANKS), zero=zero, micro_batch=1)))
+        for zero in (1, 2)
+    ]
+    gathered = 2 * mine.workload.counts.parameters * (RANKS - 1) / RANKS
+    assert (sent[1] - gathered) / (sent[0] - gathered) == pytest.approx(3 / 2)
 
 
 def test_the_search_takes_it_where_it_fits_and_exchanges_slot_by_slot_where_it_does_not() -> None:
@@ -83,3 +117,17 @@ def test_a_planned_layout_is_a_run_that_the_trainer_takes() -> None:
     run = run_of_layout(spec, mine, layout)
     assert run.parallel.sharding == "zero1"
     assert layout_problems(run, 64) == []
+
+
+def test_fast_sums_are_exchanged_once_a_step_by_zero2_too_and_are_planned_alike() -> None:
+    spec = RunSpec(
+        model=ModelSpec(preset="llama-1b"),
+        train=TrainSpec(batch_size=64, slots=64, seq_len=1024, micro_batch_size=1, reduction="fast"),
+    )
+    first, second = (
+        estimate_written(
+            replace(spec, parallel=ParallelSpec(sharding=sharding)), catalog.cluster("h100:8"), RANKS
+        )
+        for sharding in ("zero1", "zero2")
+    )
+    assert (first.step_s, first.memory) == (second.step_s, second.memory)

@@ -165,3 +165,17 @@ def test_what_is_no_observer_is_refused(ranks: Ranks, run: RunSpec, tmp_path: Pa
     package = installed(tmp_path / "package", "def make(training):\n    return training\n", "make")
     with pytest.raises(AssertionError, match="the observer 'own' is of type Training, and must be"):
         ranks.run(1, train_beside, package, run)
+
+
+@pytest.mark.parametrize("made", ["missing", "broken"])
+def test_one_that_a_machine_lacks_or_cannot_load_is_named_with_the_remedy(
+    ranks: Ranks, run: RunSpec, tmp_path: Path, made: str
+) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    if made == "broken":
+        installed(package, "1 / 0\n", "Own")
+    with pytest.raises(AssertionError) as failure:
+        ranks.run(1, train_beside, package, run)
+    assert "the observer 'own' " in str(failure.value)
+    assert "leave it out of observe.observers" in str(failure.value)

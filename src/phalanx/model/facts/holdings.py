@@ -227,6 +227,7 @@ def state_bytes(spec: RunSpec, layout: Layout, holding: Holding, compute_bytes: 
     - weights and gradients: fp32, the rank's share.
     - moments: the optimizer's state, see ``moment_bytes``.
     - open sums: nodes of the binary tree over the rank's slots while its last slot is computed: one share for each level but one.
+      With ZeRO-1, one full part for each level; the lowest, a slot's gradient, is in the compute dtype if the slot is one micro-batch.
     - slot gradients: fp32, of the full part, while the micro-batches of a slot accumulate.
     - compute copy: gathered weights in the compute dtype. ZeRO-3 keeps two blocks at a time, and embedding and head. ZeRO-2 keeps all.
     """
@@ -234,10 +235,16 @@ def state_bytes(spec: RunSpec, layout: Layout, holding: Holding, compute_bytes: 
     sizes["moments"] = moment_bytes(spec.optimizer, layout, holding)
     sizes["gradients"] = 4 * holding.elements
     rounds = max(spec.train.slots // layout.data_ranks, 1)
-    sizes["open sums"] = max(rounds.bit_length() - 2, 0) * sizes["gradients"]
+    full = sum(piece.gathered for piece in holding.pieces)
     sharded = [piece for piece in holding.pieces if _ranks_of(piece.parameter, layout) > 1]
+    adds_own = spec.parallel.sharding == "zero1" and spec.train.reduction == "reproducible"
+    if adds_own and layout.shard > 1 and rounds > 1:
+        leaf_bytes = compute_bytes if micro_batches_per_slot(spec) == 1 and not spec.model.factory else 4
+        sizes["open sums"] = (4 * (rounds.bit_length() - 2) + leaf_bytes) * full
+    else:
+        sizes["open sums"] = max(rounds.bit_length() - 2, 0) * sizes["gradients"]
     if micro_batches_per_slot(spec) > 1:
-        sizes["slot gradients"] = 4 * sum(piece.gathered for piece in holding.pieces)
+        sizes["slot gradients"] = 4 * full
     copied = holding.pieces if compute_bytes != 4 else sharded
     sizes["compute copy"] = compute_bytes * _gathered_at_once(copied, keep=spec.parallel.sharding != "zero3")
     return {kind: size for kind, size in sizes.items() if size}

@@ -10,7 +10,8 @@ sum is sent to each other machine, and the network carries that fraction of the 
 are sent side by side. The additions are nodes of the same tree, so the bits are the same.
 
 If a rank's slots are neighbors in the tree (a contiguous deal, ZeRO-1), it adds them itself, unsharded, and the exchange follows once
-a step in place of once a round. With ``s`` slots a rank holds up to ``log2(s)`` whole gradients for that.
+a step in place of once a round. With ``s`` slots, a power of two, a rank holds up to ``log2(s)`` whole gradients for that, and exchanges one.
+With another number it holds and exchanges a few more.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from phalanx.observe.ledger import Bucket
@@ -33,6 +33,20 @@ def open_observers(names: Sequence[str], training: Training) -> list[Observer]:
     return [NamedObserver(name, training) for name in names]
 
 
+def maker_of(name: str) -> Callable[[Training], Observer]:
+    """Return what makes the observer called ``name``. Imports its package. Raises ``ObserverError`` if this machine cannot."""
+    try:
+        make: Callable[[Training], Observer] | None = load_plugin(GROUP, name)
+    except PluginError as error:
+        raise ObserverError(f"the observer {error}; {_REMEDY}", _REMEDY) from error
+    if make is None:
+        problem = unknown_value("observe.observers", name, plugin_names(GROUP))
+        raise ObserverError(
+            f"the observer {problem.finding} on this machine: {problem.remedy}; {_REMEDY}", _REMEDY
+        )
+    return make
+
+
 class NamedObserver(Observer):
     """An observer of another package. Its errors get its name."""
 
@@ -40,13 +54,7 @@ class NamedObserver(Observer):
         """Load and construct the plugin ``name``. Raises ``ObserverError`` if there is none, it fails, or it makes no ``Observer``."""
         self._name, self._training = name, training
         self._parameters = list(named_parameters(training.built.model.parts).values())
-        try:
-            make = load_plugin(GROUP, name)
-        except PluginError as error:
-            raise ObserverError(f"the observer {error}", _REMEDY) from error
-        if make is None:
-            problem = unknown_value("observe.observers", name, plugin_names(GROUP))
-            raise ObserverError(f"the observer {problem.finding} on this machine: {problem.remedy}", _REMEDY)
+        make = maker_of(name)
         with self._guarded("its construction"):
             self._observer: Observer = make(training)
         if not isinstance(self._observer, Observer):

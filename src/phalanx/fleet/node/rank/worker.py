@@ -85,7 +85,7 @@ from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote
 from phalanx.train.assemble import EpochInputs, WarmState, make_deterministic, warm_up
 from phalanx.train.lifecycle.ending import RunFailedError
-from phalanx.train.lifecycle.own_observers import ObserverError
+from phalanx.train.lifecycle.own_observers import ObserverError, maker_of
 from phalanx.train.lifecycle.reporter import leave_own_machine
 from phalanx.train.lifecycle.worker import EXIT_FAILED, freeze_gc, known_errors, run_epoch
 from phalanx.train.measure.numerics import require_first
@@ -170,6 +170,8 @@ class RankWorker:
         self._warm = warm_up(self._spec, self._device, data)
         # An error that would end this worker's epoch shows now, before any rank depends on it.
         _check_machine(self._spec, self._directory, self._warm, args.node)
+        for name in self._spec.observe.observers:
+            maker_of(name)
         if args.local_rank == 0:
             leave_own_machine(self._directory, args.node)
             ThrottlingWatch(self._directory, args.node, Throttles().now).start()
