@@ -318,6 +318,14 @@ def _slot_bytes(job: TrainingJob, candidates: Candidates) -> Floats:
     return np.where(several, 4.0, 2.0)
 
 
+def exchanged_bytes(job: TrainingJob, candidates: Candidates) -> Floats:
+    """Return the bytes of each element that ranks exchange which share the weights: of a slot's gradient, or of a sum."""
+    if not job.stack.states.slot_tree:
+        return np.full(1, job.stack.data.reduce_bytes)
+    adds_own = (candidates.zero == 1) & (rounds(job, candidates) > 1)
+    return np.where(adds_own, 4.0, _slot_bytes(job, candidates))
+
+
 def _largest_block(holdings: Holdings, place: PlaceCounts) -> Floats:
     """Elements of the largest layer that a rank has."""
     blocks = [

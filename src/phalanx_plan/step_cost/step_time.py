@@ -20,7 +20,7 @@ from phalanx.model.facts.optimizer_state import UPDATE_BYTES
 from phalanx.run.spec import OptimizerSpec
 from phalanx_plan.step_cost import collectives, kernels
 from phalanx_plan.step_cost.layer_costs import CATEGORIES, PHASES, LayerCosts
-from phalanx_plan.step_cost.memory import micro_batches_per_slot, times, total
+from phalanx_plan.step_cost.memory import exchanged_bytes, micro_batches_per_slot, times, total
 from phalanx_plan.step_cost.own_slots import exchanged, of_each
 from phalanx_plan.step_cost.pipeline import Pipelines, exposed_hops, idle_s, in_flight
 from phalanx_plan.step_cost.rank_places import PlaceTable
@@ -314,7 +314,9 @@ def _weights_s(
         gather = gather + pieces * collectives.all_gather_s(
             cluster, size, stride, stack.data.gather_bytes * each
         )
-        reduce_s = collectives.reduce_scatter_s(cluster, size, stride, bytes_)
+        reduce_s = collectives.reduce_scatter_s(
+            cluster, size, stride, exchanged_bytes(job, candidates) * each
+        )
         if not divided.all():
             everyone = collectives.all_reduce_s(cluster, size * candidates.replicate, stride, bytes_)
             reduce_s = np.where(divided, reduce_s, everyone)

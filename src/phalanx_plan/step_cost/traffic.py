@@ -14,7 +14,7 @@ from typing import Literal
 
 from phalanx.run.kinds.operations import LayerExchange
 from phalanx_plan.step_cost.estimate import Evaluation, prepare
-from phalanx_plan.step_cost.memory import micro_batches_per_slot, times
+from phalanx_plan.step_cost.memory import exchanged_bytes, micro_batches_per_slot, times
 from phalanx_plan.step_cost.own_slots import exchanged
 from phalanx_plan.step_cost.step_time import slowest_place
 from phalanx_plan.workload.architecture import KINDS, layers
@@ -156,7 +156,7 @@ def _weights(evaluation: Evaluation, layout: PlannedLayout, *, spread_sums: bool
         parameters = float(times(counts, elements).ravel()[0])
         share = (size - 1) / size if size else 0.0
         yield Flow(axis, "ring", size, stride, gathers * data.gather_bytes * parameters * share)
-        sums = reductions * data.reduce_bytes * parameters
+        sums = reductions * float(exchanged_bytes(job, candidates).ravel()[0]) * parameters
         yield Flow(axis, "all_to_all" if spread_sums else "ring", size, stride, sums * share)
         if layout.replicate > 1:
             # An all-reduce is a reduce-scatter and an all-gather.
