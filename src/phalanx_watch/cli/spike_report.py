@@ -358,7 +358,8 @@ def _remedy(
         )
     if findings.cause == "format":
         # A run whose products are not narrow may not have the candidate "wide".
-        fork = " --set train.on_spike=skip" if "wide" in spec.spike.candidates else ""
+        forks = spec.train.on_spike == "fork" and "wide" in spec.spike.candidates
+        fork = " --set train.on_spike=skip" if forks else ""
         return f"compute in a wider format from before it: {back} --set precision.compute=fp32 --set precision.matmul=compute{fork}"
     if findings.cause == "layer":
         limit = (spec.optimizer.clip_norm or findings.grad_norm) / 2

@@ -122,7 +122,7 @@ def dial(host: str, port: int, within_s: float) -> socket.socket:
                 try:
                     attempts.append(_attempt(family, address))
                 except OSError as error:
-                    failure = error
+                    failure, next_s = error, now_s
             for attempt in _decided(attempts, (min(next_s, deadline_s) if remaining else deadline_s) - now_s):
                 attempts.remove(attempt)
                 code = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -130,7 +130,7 @@ def dial(host: str, port: int, within_s: float) -> socket.socket:
                     attempt.settimeout(within_s)
                     return attempt
                 attempt.close()
-                failure = OSError(code, os.strerror(code))
+                failure, next_s = OSError(code, os.strerror(code)), 0.0
         raise failure
     finally:
         for attempt in attempts:

@@ -328,7 +328,7 @@ def find_machines(device: torch.device, boot_id: Path = BOOT_ID) -> RankMachines
         digest = int.from_bytes(hashlib.sha256(boot_id.read_bytes()).digest()[:7], "big")
     except OSError:
         digest = _UNKNOWN  # not Linux, or a sandbox; take part in the collective anyway
-    name = platform.node().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    name = platform.node().encode(errors="replace")[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     own = torch.from_numpy(np.concatenate(([digest], np.frombuffer(name, np.int64)))).to(device)
     gathered = torch.empty(dist.get_world_size() * len(own), dtype=own.dtype, device=device)
     all_gather_single(gathered, own, None)
