@@ -270,6 +270,13 @@ def test_figures_of_tasks_and_of_observers_of_a_users_own_have_charts(
         page.close()
 
 
+def test_the_axis_of_a_share_that_is_always_zero_ends_at_one(open_page: Open) -> None:
+    ends = open_page().page.evaluate(
+        "async () => (await import('/static/chart.js')).Chart.prototype.range.call({ options: {} }, 0, 0)"
+    )
+    assert ends == [0, 1]
+
+
 def test_a_drag_over_a_curve_shows_these_steps_and_a_key_shows_all_again(open_page: Open) -> None:
     page = open_page().page
     go(page, "long")
