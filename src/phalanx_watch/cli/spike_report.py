@@ -209,8 +209,8 @@ def _states_before(
             else "it has no checkpoint at all"
         )
         raise RunDirectoryError(
-            f"{directory.path} has no checkpoint before step {step:,}; {those}, and all steps from its beginning with --from-start. "
-            "checkpoint.keep_every keeps more of them"
+            f"{directory.path} has no checkpoint before step {step:,}; {those}; --from-start replays all steps from its beginning, "
+            "and checkpoint.keep_every keeps more checkpoints"
         )
     taken = [event.body for event in read_events(directory.events) if isinstance(event.body, ChildTaken)]
     for fork in taken:
