@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from phalanx.observe.events import (
     Message,
     NonFinite,
     Step,
+    TaskEvaluated,
     Unknown,
     decode,
     encode,
@@ -91,6 +93,12 @@ def test_a_loss_that_is_not_a_number_is_not_a_number_again_after_reading() -> No
 def test_a_result_that_json_cannot_say_is_refused_when_it_is_written() -> None:
     with pytest.raises(TypeError):
         encode(Event(1.0, 0, Finished({"weights": object()})))
+
+
+@pytest.mark.parametrize("figure", ["high", None, [1.0]])
+def test_a_figure_of_a_task_that_is_no_number_is_refused_by_name(figure: Any) -> None:
+    with pytest.raises(TypeError, match=r"the figure 'margin' of 'own' is .* and must be an int or a float"):
+        TaskEvaluated(3, "own", "observer", items=1, figures={"margin": figure})
 
 
 @pytest.mark.parametrize(

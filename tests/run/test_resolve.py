@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.cli.train.show_command import resolved
 from phalanx.hardware.catalog import cluster
-from phalanx.run.resolve import compute_format, device_of
+from phalanx.run.resolve import compute_format, device_of, plugin_problems
 from phalanx.run.spec import ModelSpec, PrecisionSpec, RunSpec, RuntimeSpec
 from phalanx_plan.search.query import job_of
 from phalanx_plan.workload.stacks import stack_of
@@ -37,3 +37,8 @@ def test_show_and_the_planner_hold_what_the_trainer_would(device: Literal["cpu",
     assert stack_of(spec).states.copy_bytes == (2.0 if expected == "bf16" else 4.0)
     where = cluster("h100:1" if device == "cuda" else "cpu:1")
     assert job_of(spec, where).stack.states.copy_bytes == (2.0 if expected == "bf16" else 4.0)
+
+
+def test_a_plug_in_that_is_named_twice_is_a_mistake() -> None:
+    (problem,) = plugin_problems("observe.sinks", ("otel", "wandb", "otel"), "phalanx.sinks")
+    assert str(problem) == "observe.sinks: has 'otel' twice (name each once)"

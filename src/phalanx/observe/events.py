@@ -211,6 +211,14 @@ class TaskEvaluated:
     seconds: float = 0.0
     """Seconds of this task's evaluation."""
 
+    def __post_init__(self) -> None:
+        # Figures of a user's observer are of any type. Written as they are, no reader would take the line for this event.
+        for name, value in self.figures.items():
+            if not isinstance(value, int | float):
+                raise TypeError(
+                    f"the figure {name!r} of {self.task!r} is {value!r}, and must be an int or a float"
+                )
+
 
 @dataclass(frozen=True)
 class LayerStatistics:

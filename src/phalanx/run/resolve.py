@@ -118,6 +118,13 @@ def variable_problems(launch: LaunchSpec) -> Iterator[Problem]:
 
 
 def plugin_problems(path: str, names: Sequence[str], group: str) -> list[Problem]:
-    """Return a mistake for each of the ``names`` in the field ``path`` that a group does not have. No plug-in is imported."""
+    """Return a mistake for each of the ``names`` in the field ``path`` that a group does not have, or that is there twice. No plug-in is imported."""
     offered = plugin_names(group) if names else []
-    return [unknown_value(path, name, offered) for name in names if name not in offered]
+    return [
+        *(unknown_value(path, name, offered) for name in names if name not in offered),
+        *(
+            Problem(path, f"has {name!r} twice", "name each once")
+            for name in dict.fromkeys(names)
+            if names.count(name) > 1
+        ),
+    ]

@@ -137,7 +137,7 @@ def examine_spike(
             # The nearer the state, the less the weights of the two formats have parted before the step.
             progress(f"repeating steps {states[-1] + 1:,} to {step:,} in fp32")
             wide = replayed(Path(folder) / "fp32", states[-1], in_fp32=True)
-    findings = judge_spike_replay(step, replay, spec.train, wide)
+    findings = judge_spike_replay(step, replay, spec.train, spec.model.vocab_size, wide)
     assert replay.scores is not None
     readings = readings_of_step(spec, index, step, origin)
     return SpikeReport(
@@ -209,8 +209,8 @@ def _states_before(
             else "it has no checkpoint at all"
         )
         raise RunDirectoryError(
-            f"{directory.path} has no checkpoint before step {step:,}; {those}, and all steps from its beginning with --from-start. "
-            "checkpoint.keep_every keeps more of them"
+            f"{directory.path} has no checkpoint before step {step:,}; {those}; --from-start replays all steps from its beginning, "
+            "and checkpoint.keep_every keeps more checkpoints"
         )
     taken = [event.body for event in read_events(directory.events) if isinstance(event.body, ChildTaken)]
     for fork in taken:

@@ -59,6 +59,10 @@ def command(run_dir: Path, as_json: bool, follow: bool, notice_command: str | No
     """
     if notice_command is not None and not follow:
         raise click.UsageError("--exec is for --watch")
+    if notice_command is not None and not notice_command.strip():
+        raise click.UsageError(
+            "--exec: the command is empty, so that no notice would go anywhere; name one, or leave --exec out"
+        )
     demand_folder(run_dir, TroubleError)
     directory = RunDirectory(run_dir)
     if not (directory.events.exists() or directory.record.exists() or (run_dir / FOLDER).is_dir()):

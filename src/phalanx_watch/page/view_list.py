@@ -39,7 +39,7 @@ def runs_view(runs: PageRuns, parameters: Parameters) -> dict[str, object]:
 def settings_view(runs: PageRuns, parameters: Parameters) -> dict[str, object]:
     """Return the settings that differ between the newest runs of the filter, and the values of these and of ``names``.
 
-    ``differ`` lists the settings that belong to the run first. ``all`` lists the others that there are.
+    ``differ`` lists the settings that belong to the run first, lists after single values. ``all`` lists the others that there are.
     """
     rows, _ = _rows(runs, parameters)
     compared = sorted(rows, key=lambda row: row.updated or 0.0, reverse=True)[:_MOST_COMPARED]
@@ -81,9 +81,12 @@ def _settings_at(run_dir: Path, _changed_ns: int, _size: int) -> Mapping[str, Se
 
 
 @lru_cache(maxsize=1)
-def _owner_of_field() -> dict[str, str]:
-    return {path: owner for path, (_, owner) in all_fields(RunSpec())}
+def _defaults() -> dict[str, tuple[object, str]]:
+    """Return the default and the owner of each field, by its path."""
+    return dict(all_fields(RunSpec()))
 
 
-def _place(path: str) -> tuple[int, str]:
-    return _OWNERS.index(_owner_of_field().get(path, "run")), path
+def _place(path: str) -> tuple[int, bool, str]:
+    # Lists come after the settings with one value: they are too long for a column, and no axis of a sweep.
+    default, owner = _defaults().get(path, (None, "run"))
+    return _OWNERS.index(owner), isinstance(default, tuple), path

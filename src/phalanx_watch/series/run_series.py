@@ -136,8 +136,18 @@ def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
 
 
 def _spike(fields: Mapping[str, object]) -> str:
-    loss, usual, action = fields.get("loss"), fields.get("typical_loss"), fields.get("action")
-    return f"the loss jumped to {loss} from about {usual}" + (f": {action}" if action else "")
+    action = fields.get("action")
+    name, value, usual = (
+        ("gradient norm", "grad_norm", "typical_grad_norm")
+        if fields.get("what") == "gradient norm"
+        else ("loss", "loss", "typical_loss")
+    )
+    text = f"the {name} jumped to {_short(fields.get(value))} from about {_short(fields.get(usual))}"
+    return text + (f": {action}" if action else "")
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # The series.

@@ -13,6 +13,7 @@ from phalanx.train.compare.observation import BatchScores, Replay, StepMeasures
 from phalanx.train.compare.spike import judge_spike_replay
 
 TRAIN = TrainSpec(spike_window=8, slots=4)
+VOCABULARY = 20_000  # an untrained model has a loss of 9.9
 HISTORY = [[3.0 + 0.01 * (n % 3), 1.0 + 0.05 * (n % 2)] for n in range(8)]
 USUAL_SLOTS = (2.98, 3.0, 3.01, 3.03)
 LAYERS = {"embedding": 0.5, "blocks.0": 0.4, "blocks.1": 0.6, "head": 0.3}
@@ -37,7 +38,7 @@ def replayed(
 
 
 def cause(replay: Replay, **wide: Any) -> str:
-    return judge_spike_replay(SPIKE, replay, TRAIN, **wide).cause
+    return judge_spike_replay(SPIKE, replay, TRAIN, VOCABULARY, **wide).cause
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,24 @@ def test_each_cause_is_told_apart(replay: Replay, expected: str) -> None:
     assert cause(replay) == expected
 
 
+@pytest.mark.parametrize("slots", [(40.0, 50.0, 40.0, 40.0), (39.0, 39.0, 39.0, 39.0)])
+def test_a_run_whose_loss_was_above_an_untrained_models_before_has_too_high_a_rate(
+    slots: tuple[float, ...],
+) -> None:
+    history = [[40.0 + n, 1.0] for n in range(8)]
+    diverged = replayed(slots, 20.0, batch_before=40.0, **{"blocks.1": 19.9})
+    assert diverged.scores is not None
+    diverged = replace(diverged, scores=replace(diverged.scores, history=history))
+    assert cause(diverged) == "rate"
+
+
+def test_a_run_that_began_above_an_untrained_models_loss_has_not_diverged() -> None:
+    history = [[60.0 - n, 1.0] for n in range(9)]
+    early = replayed((52.0, 200.0, 52.0, 52.0), batch_before=52.0)
+    assert early.scores is not None
+    assert cause(replace(early, scores=replace(early.scores, history=history))) == "bad batch"
+
+
 def test_a_step_that_spikes_only_in_the_narrow_format_is_the_formats() -> None:
     narrow = replayed((9.0, 9.0, 9.0, 9.0))
     assert cause(narrow, in_fp32=replayed()) == "format"
@@ -64,7 +83,9 @@ def test_a_step_that_spikes_only_in_the_narrow_format_is_the_formats() -> None:
 
 
 def test_slots_are_listed_by_their_loss_and_layers_by_their_rise() -> None:
-    findings = judge_spike_replay(SPIKE, replayed((3.0, 9.0, 3.1, 3.0), **{"blocks.1": 6.0}), TRAIN)
+    findings = judge_spike_replay(
+        SPIKE, replayed((3.0, 9.0, 3.1, 3.0), **{"blocks.1": 6.0}), TRAIN, VOCABULARY
+    )
     assert [slot.slot for slot in findings.slots[:2]] == [1, 2]
     assert (findings.layers[0].layer, findings.layers[0].rise) == ("blocks.1", pytest.approx(10))
 
@@ -72,6 +93,6 @@ def test_slots_are_listed_by_their_loss_and_layers_by_their_rise() -> None:
 def test_without_a_replayed_step_before_slots_are_compared_by_the_losses_of_batches() -> None:
     replay = replayed((3.0, 9.0, 3.0, 3.0))
     alone = replace(replay, measures={SPIKE: replay.measures[SPIKE]}, numbers={SPIKE: replay.numbers[SPIKE]})
-    findings = judge_spike_replay(SPIKE, alone, TRAIN)
+    findings = judge_spike_replay(SPIKE, alone, TRAIN, VOCABULARY)
     assert [slot.slot for slot in findings.slots if slot.stands_out] == [1]
     assert all(layer.rise is None for layer in findings.layers)

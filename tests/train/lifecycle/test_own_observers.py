@@ -153,6 +153,16 @@ def test_an_observer_that_fails_is_named_with_its_hook_and_the_line(
     assert "line 12)" in str(failure.value)
 
 
+def test_an_observer_that_exits_is_named_as_one_that_fails(
+    ranks: Ranks, run: RunSpec, tmp_path: Path
+) -> None:
+    code = f"{BASE}    def after_step(self, end):\n        raise SystemExit(0)\n"
+    with pytest.raises(
+        AssertionError, match="the observer 'own' failed in after_step of step 1: SystemExit: 0"
+    ):
+        ranks.run(1, train_beside, installed(tmp_path / "package", code, "Own"), run)
+
+
 def test_an_evaluation_of_an_observers_own_may_be_stopped_after_a_save(
     ranks: Ranks, run: RunSpec, tmp_path: Path
 ) -> None:

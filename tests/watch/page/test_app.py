@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tomli_w
 from starlette.testclient import TestClient
 
 from observe.recorded import crashed_run, step
@@ -71,6 +73,19 @@ def test_settings_that_differ_between_runs_have_their_values(tmp_path: Path) -> 
     assert sorted(answer["values"]["optimizer.lr"].values()) == [0.001, 0.002]
     assert {*answer["values"]["train.steps"].values()} == {20}
     assert "train.batch_size" in answer["all"]
+
+
+def test_settings_of_one_value_come_before_lists(tmp_path: Path) -> None:
+    for number in range(2):
+        run = RecordedRun(tmp_path / f"run-{number}", "run", 20, lr=1e-3 * (number + 1))
+        run.train(1)
+        table = tomllib.loads(run.directory.run_file.read_text())
+        table["data"]["stages"] = [0, 5 + number]
+        run.directory.run_file.write_text(tomli_w.dumps(table))
+    client = TestClient(
+        application(PageRuns([tmp_path]), access_for("127.0.0.1", "")), base_url="http://127.0.0.1"
+    )
+    assert client.get("/api/settings").json()["differ"] == ["optimizer.lr", "data.stages"]
 
 
 def test_two_runs_of_one_name_have_addresses_of_their_own(folder: Path, tmp_path: Path) -> None:

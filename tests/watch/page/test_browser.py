@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from observe.served_runs import SERVED
-from phalanx.observe.events import TaskEvaluated
+from phalanx.observe.events import Sampled, TaskEvaluated
 from phalanx_watch.page.export import export_run
 from phalanx_watch.runs.row import run_id
 from recorded_runs import RecordedRun
@@ -268,6 +268,25 @@ def test_figures_of_tasks_and_of_observers_of_a_users_own_have_charts(
         )
         expect(page.locator("figcaption", has_text="error")).to_have_count(0)
         page.close()
+
+
+def test_a_sample_of_white_space_alone_is_marked_as_such(tmp_path: Path, browser: Browser) -> None:
+    run = RecordedRun(tmp_path / "run", "run", 20)
+    run.train(5)
+    for number, text in ((2, " \n "), (4, "a word")):
+        run.log.append(Sampled(number, "story", "Once", text, [1, 2]))
+    with serving(tmp_path) as port:
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{port}/#/run/{run_id(tmp_path / 'run')}")
+        expect(page.locator("ol.texts .sampled")).to_have_text(["a word", re.compile(r"\(white space\)")])
+        page.close()
+
+
+def test_the_axis_of_a_share_that_is_always_zero_ends_at_one(open_page: Open) -> None:
+    ends = open_page().page.evaluate(
+        "async () => (await import('/static/chart.js')).Chart.prototype.range.call({ options: {} }, 0, 0)"
+    )
+    assert ends == [0, 1]
 
 
 def test_a_drag_over_a_curve_shows_these_steps_and_a_key_shows_all_again(open_page: Open) -> None:

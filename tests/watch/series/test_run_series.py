@@ -7,6 +7,7 @@ import math
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +22,7 @@ from phalanx.observe.events import (
     Event,
     Forked,
     IncidentKind,
+    LossSpike,
     MemoryMeasured,
     Message,
     Restored,
@@ -68,6 +70,17 @@ def test_a_fork_marks_the_state_that_it_went_back_to_and_the_one_that_it_went_on
     assert [(mark.x, mark.mark.step) for mark in found.marks] == [(8, 8), (16, 16)]
     assert "skip, rate" in found.marks[0].mark.text
     assert "child rate of the fork at step 13" in found.marks[1].mark.text
+
+
+def test_the_mark_of_a_spike_names_the_figure_that_rose_in_four_digits(tmp_path: Path) -> None:
+    of_loss = LossSpike(3, 5.686061054468155, 4.9, 4.860533207654953, 18.9, "fork", 16, 8, 0.8541234567)
+    of_norm = msgspec.structs.replace(of_loss, step=4, figure="gradient norm")
+    bodies = [*(step(number, 18) for number in range(1, 5)), of_loss, of_norm]
+    write_events(tmp_path / "run", [Event(float(t), 0, body) for t, body in enumerate(bodies)])
+    assert [mark.mark.text for mark in curves(_read(tmp_path / "run"), ["loss"]).marks] == [
+        "the loss jumped to 5.686 from about 4.861: fork",
+        "the gradient norm jumped to 4.9 from about 0.8541: fork",
+    ]
 
 
 def test_reading_as_the_file_grows_gives_what_reading_it_whole_gives(tmp_path: Path) -> None:

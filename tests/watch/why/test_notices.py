@@ -85,6 +85,12 @@ def test_exec_without_watch_is_a_mistake(tmp_path: Path) -> None:
     assert "--watch" in done.output
 
 
+def test_an_empty_command_is_a_mistake(tmp_path: Path) -> None:
+    done = CliRunner().invoke(why_command.command, [str(tmp_path), "--watch", "--exec", " "])
+    assert done.exit_code == 2
+    assert "the command is empty" in done.output
+
+
 def test_the_command_of_a_watched_run_is_called_while_the_run_is_watched(tmp_path: Path) -> None:
     watched = Watched(tmp_path / "run", VOCABULARY)
     watched.write(steps(1, 60, lambda number: {"loss": 2.0 if number < 30 else 3900.0}))

@@ -69,7 +69,7 @@ def describe_statistics(body: LayerStatistics) -> str:
     }
     if gradients:
         layer, group = max(gradients, key=lambda cell: gradients[cell])
-        place = described_layer(layer) + ("" if group == layer else f" {group}")
+        place = described_layer(layer) + ("" if group == layer or layer == "norm" else f" {group}")
         parts.append(f"largest gradient {gradients[layer, group]:.3g} ({place})")
     for figure, name in (("residual.rms", "residual stream"), ("attention.largest_logit", "attention logit")):
         values = values_of(body, figure)

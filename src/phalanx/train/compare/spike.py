@@ -1,7 +1,8 @@
 """The cause of a loss spike, judged by the figures of its replay.
 
 1. *Format*: repeated in fp32, the step is no spike.
-2. *Rate*: the batch of the step before has a high loss too, under the same weights. So the updates raised the loss, not this batch.
+2. *Rate*: the batch of the step before has a high loss too, under the same weights: near that of the step, or above an untrained model's.
+   So the updates raised the loss, not this batch.
 3. *Bad batch*: that batch is as usual, and the slots of the step are not: a few of them, or all.
 4. *Layer*: the losses are as usual, and the gradient norm of one layer rose far more than that of the others.
 
@@ -29,6 +30,8 @@ _LOSS_DEVIATIONS = 3.0
 """Deviations from which the loss of the batch has risen at all, if the gradient norm made the step a spike."""
 _SHARE_OF_RATE = 0.5
 """Share of the rise that the batch before must have too, for the updates to be the cause."""
+_DIVERGED = 1.1
+"""Multiple of an untrained model's loss, above which the run had diverged before the step. What is usual is no measure then."""
 _LAYER_RISE = 3.0
 """Rise of a layer's norm, as a multiple of the median rise of all layers, from which the layer stands out."""
 _STEPS_OF_SLOTS = 32
@@ -100,9 +103,12 @@ class SpikeFindings:
 
 
 def judge_spike_replay(
-    step: int, replay: Replay, train: TrainSpec, in_fp32: Replay | None = None
+    step: int, replay: Replay, train: TrainSpec, vocab_size: int, in_fp32: Replay | None = None
 ) -> SpikeFindings:
-    """Return the findings on ``step``, the last of a measured ``replay``; ``in_fp32`` is the same replay in fp32."""
+    """Return the findings on ``step``, the last of a measured ``replay``; ``in_fp32`` is the same replay in fp32.
+
+    An untrained model gives each of ``vocab_size`` tokens the same probability.
+    """
     scores = replay.scores
     assert scores is not None, "the replay was measured"
     numbers, measures = replay.numbers[step], replay.measures[step]
@@ -134,6 +140,7 @@ def judge_spike_replay(
         is_spike=_is_spike(train, scores.history, loss, grad_norm),
         is_spike_of_loss=spike is not None and spike.figure == "loss",
         losses=losses,
+        untrained=_untrained_loss(step, losses, vocab_size),
         batch_before=scores.batch_before,
         slots=slots,
         layers=layers,
@@ -155,6 +162,12 @@ def judge_spike_replay(
         cause,
         sentence,
     )
+
+
+def _untrained_loss(step: int, losses: Sequence[float], vocab_size: int) -> float:
+    """Return the loss of a uniform prediction, or of the run's first step if ``losses`` has it and it is larger."""
+    first = losses[0] if losses and len(losses) >= step - 1 and math.isfinite(losses[0]) else 0.0
+    return max(math.log(vocab_size), first)
 
 
 def _is_spike(train: TrainSpec, history: Sequence[Sequence[float]], loss: float, grad_norm: float) -> bool:
@@ -228,6 +241,7 @@ def _cause(
     is_spike: bool,
     is_spike_of_loss: bool,
     losses: Sequence[float],
+    untrained: float,
     batch_before: float | None,
     slots: Sequence[SlotLoss],
     layers: Sequence[LayerNorm],
@@ -240,6 +254,11 @@ def _cause(
     if wide is not None and not wide.is_spike:
         return "format", (
             f"in fp32 the step has loss {wide.loss:.4g} and gradient norm {wide.grad_norm:.4g}, which are as usual: only the narrow format spikes"
+        )
+    if batch_before is not None and batch_before > _DIVERGED * untrained:
+        return "rate", (
+            f"the run had diverged before: under the same weights the batch of the step before has loss {batch_before:.4g}, and an "
+            f"untrained model has {untrained:.4g}"
         )
     out = [slot for slot in slots if slot.stands_out]
     usual = median(losses) if losses else math.nan

@@ -94,7 +94,7 @@ class NamedObserver(Observer):
                 yield
         except passed:
             raise
-        except Exception as error:  # of any kind: it is the other package's
+        except (Exception, SystemExit) as error:  # of any kind: it is the other package's
             traceback.print_exception(error, file=sys.stderr)
             frame = traceback.extract_tb(error.__traceback__)[-1]
             cause = f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"

@@ -151,6 +151,7 @@ export class Chart {
     }
     if (this.log) return /** @type {any} */ (uPlot).rangeLog(low, high, 10, false);
     if (this.options.zero) return [Math.min(0, low || 0), (high || 1) * 1.08];
+    if (low === 0 && high === 0) return [0, 1]; // uPlot's own is 0 to 100: a share of 10,000 %
     return /** @type {any} */ (uPlot).rangeNum(low, high, 0.06, false);
   }
 

@@ -52,7 +52,7 @@ function row(text, before) {
   return el(
     "li", {},
     el("span", { class: "muted", text: `step ${whole(text.step)}` }),
-    el("div", { class: "sampled" }, before && before.prompt !== text.prompt && el("p", { class: "muted", text: `another prompt: ${text.prompt}` }), parts.map((part) => (part.isNew ? el("mark", { text: part.text }) : part.text)), text.text === "" && el("span", { class: "muted", text: "(empty)" })),
+    el("div", { class: "sampled" }, before && before.prompt !== text.prompt && el("p", { class: "muted", text: `another prompt: ${text.prompt}` }), parts.map((part) => (part.isNew ? el("mark", { text: part.text }) : part.text)), text.text.trim() === "" && el("span", { class: "muted", text: text.text ? "(white space)" : "(empty)" })),
   );
 }
 
