@@ -38,7 +38,7 @@ AuthType=auth/munge
 AuthInfo=socket={munge}/sock,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool/%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -125,6 +125,8 @@ class SlurmCluster:
     """A running cluster."""
 
     folder: Path
+    spool: Path
+    """Folder of what the nodes' daemons keep. Its path is short: those of their sockets may have 108 characters (unix(7))."""
     environment: dict[str, str]
     """For its commands."""
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -157,7 +159,7 @@ class SlurmCluster:
 
     def start_node(self, number: int) -> None:
         """Starts the slurmd of a node."""
-        (self.folder / "spool" / f"n{number}").mkdir(parents=True, exist_ok=True)
+        (self.spool / f"n{number}").mkdir(parents=True, exist_ok=True)
         self.start_daemon(f"slurmd-n{number}", "slurmd", "-D", "-N", f"n{number}")
 
     def kill_node(self, name: str) -> None:
@@ -289,6 +291,7 @@ def _running(
     (folder / "slurm.conf").write_text(
         _SETTINGS.format(
             folder=folder,
+            spool=others / "spool",
             munge=munge,
             port=first,
             nodes=nodes,
@@ -312,7 +315,8 @@ def _running(
     ]
     (folder / "topology.conf").write_text("\n".join([*lines, ""]))
     path = f"{os.environ['PATH']}:/usr/sbin"
-    cluster = SlurmCluster(folder, {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}, nodes=nodes)
+    environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
+    cluster = SlurmCluster(folder, others / "spool", environment, nodes=nodes)
     try:
         words = [f"--socket={munge}/sock", f"--key-file={key}", f"--pid-file={munge}/pid"]
         words += [f"--log-file={munge}/log", f"--seed-file={munge}/seed"]
