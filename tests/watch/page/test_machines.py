@@ -63,13 +63,13 @@ def test_one_machine_has_its_line_three_have_theirs_and_twelve_a_band_whose_edge
         chart = page.locator("figure", has_text="Use of machines")
         go(page, "one")
         expect(chart.locator(".legend .entry")).to_have_count(1)
-        expect(chart.locator(".note:visible")).to_have_count(0)
+        expect(chart.locator(".foot:visible")).to_have_count(0)
         go(page, "three")
         expect(chart.locator(".legend .label")).to_have_text(
             [f"CPU node-{place}.cluster" for place in range(3)]
         )
         go(page, "twelve")
         expect(chart.locator(".legend .entry")).to_have_count(1)
-        expect(chart.locator(".note:visible")).to_contain_text("Median of 12 machines")
-        expect(chart.locator(".note:visible")).to_contain_text("greatest on node-11.cluster")
+        expect(chart.locator(".foot:visible")).to_contain_text("Median of 12 machines")
+        expect(chart.locator(".foot:visible")).to_contain_text("greatest on node-11.cluster")
         assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -90,7 +90,7 @@ export class Chart {
     this.plot = null;
     this.legend = el("div", { class: "legend" });
     this.note = el("p", { class: "note", hidden: true });
-    this.foot = el("p", { class: "note", hidden: true });
+    this.foot = el("p", { class: "foot", hidden: true });
     this.canvas = el("div", { class: "plot", role: "img" });
     this.tip = el("div", { class: "tip", hidden: true });
     const log = el("button", { type: "button", class: "quiet", text: "log", title: "Logarithmic axis", "aria-pressed": "false", on: { click: () => this.setLog(!this.log) } });
