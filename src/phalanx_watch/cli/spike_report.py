@@ -118,9 +118,10 @@ def examine_spike(
     spec, index = read_data_run(run, ())
     origin = data_origin(spec)
     step = newest_spike(directory) if step is None else step
+    log = _logged(directory, step)
+    _require_computed(directory, spec, log, step)
     states = _states_before(directory, spec, origin, step, from_start=from_start)
     start = replay_start(states, step)
-    log = _logged(directory, step)
 
     def replayed(folder: Path, state: int, *, in_fp32: bool) -> Replay:
         waits = _Waiting(folder, step, progress)
@@ -183,6 +184,19 @@ def newest_spike(directory: RunDirectory) -> int:
     return step
 
 
+def _require_computed(directory: RunDirectory, spec: RunSpec, log: Logged, step: int) -> None:
+    """Raise ``RunDirectoryError`` for a step that the run has not computed, as far as it has recorded its steps."""
+    if step > spec.train.steps:
+        raise RunDirectoryError(
+            f"{directory.path} ends after step {spec.train.steps:,}; give a step up to that"
+        )
+    newest = max([*log.steps, *directory.committed_steps()], default=0)
+    if step > newest + spec.observe.log_every_steps:
+        raise RunDirectoryError(
+            f"{directory.path} has not computed step {step:,}: the newest that it has recorded is {newest:,}; give a step up to that"
+        )
+
+
 def _states_before(
     directory: RunDirectory, spec: RunSpec, origin: DataOrigin, step: int, *, from_start: bool
 ) -> list[int]:
@@ -191,10 +205,6 @@ def _states_before(
         parent = Path(spec.checkpoint.init_from).parent.parent
         raise RunDirectoryError(
             f"step {step:,} was trained by the run that this one continues: phalanx spike {parent} {step}"
-        )
-    if step > spec.train.steps:
-        raise RunDirectoryError(
-            f"{directory.path} ends after step {spec.train.steps:,}; give a step up to that"
         )
     saved = directory.committed_steps()
     is_near = step - origin.step <= MOST_STEPS_FROM_THE_BEGINNING

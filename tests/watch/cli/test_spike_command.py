@@ -123,6 +123,13 @@ def test_without_a_spike_or_a_checkpoint_before_it_the_remedy_is_named(
     assert "ends after step 24" in late.stderr
 
 
+def test_a_step_that_a_run_has_not_reached_is_not_replayed(ranks: Ranks, dataset: Path, folder: Path) -> None:
+    ranks.run(1, train_on_this_rank, tiny_run(dataset, folder / "stopped", 24), 4)
+    beyond = run(["spike", "stopped", "20"], folder)
+    assert beyond.returncode == 1
+    assert "has not computed step 20: the newest that it has recorded is" in beyond.stderr
+
+
 @pytest.mark.parametrize(
     ("states", "start"),
     [
