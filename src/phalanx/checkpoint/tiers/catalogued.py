@@ -206,7 +206,12 @@ def leave_manifest(place: Path, catalog: Catalog) -> None:
 
 def leave_failure(folder: Path, rank: int, reason: str) -> None:
     """Record that ``rank`` cannot deliver, for the ranks that wait for it."""
-    (folder / f"rank-{rank:05d}.failed").write_text(reason)
+    file = folder / f"rank-{rank:05d}.failed"
+    try:
+        # Whole at once: the ranks that poll for it read it when its name appears.
+        write_atomically(file, reason.encode(errors="replace"), durable=False)
+    except OSError:
+        file.touch()  # a full disk has room for a name
 
 
 def require_size(path: Path, nbytes: int) -> None:
