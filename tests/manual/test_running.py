@@ -113,3 +113,9 @@ def test_what_a_block_leaves_in_the_background_ends_with_its_page(tmp_path: Path
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b""  # returns when no process holds the other end
     os.close(reader)
+
+
+def test_what_a_block_leaves_in_the_background_has_ended_when_its_page_has(tmp_path: Path) -> None:
+    run_blocks([_block("sleep 3600 &\necho $! > number\n")], tmp_path)
+    status = Path(f"/proc/{(tmp_path / 'number').read_text().strip()}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"

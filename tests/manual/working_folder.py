@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -84,7 +85,26 @@ def run_blocks(blocks: Sequence[Block], folder: Path, environment: Mapping[str, 
         try:
             code = shell.wait()
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(shell.pid, signal.SIGKILL)  # servers that a block has left in the background
+            end_group(shell.pid)  # servers that a block has left in the background
     text = (folder / "blocks.txt").read_text(encoding="utf-8", errors="replace")
     assert code == 0, f"exit code {code} in the last of these blocks:\n{text[-6000:]}"
+
+
+def end_group(group: int) -> None:
+    """Kill the processes of a group, and wait until none is left: the next page's server takes the same port.
+
+    Until a process has ended, its socket accepts connections, and resets them.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    while any(_is_of(group, stat) for stat in Path("/proc").glob("[0-9]*/stat")):
+        time.sleep(0.05)
+
+
+def _is_of(group: int, stat: Path) -> bool:
+    """Return True for a process of ``group`` that is no zombie; ``stat`` is its file of proc(5)."""
+    try:
+        state, _parent, own_group = stat.read_text().rpartition(")")[2].split()[:3]
+    except OSError:
+        return False
+    return int(own_group) == group and state not in "ZX"
