@@ -8,15 +8,16 @@ The worst rank decides, and it is not always the first: the last has the logits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import NamedTuple
 
 import numpy as np
 
+from phalanx.model.facts.own_slots import held_bytes
 from phalanx.parallel.reduction.buckets import BUCKET_ELEMENTS
 from phalanx.run.spec import OptimizerSpec
 from phalanx_plan.step_cost.layer_costs import LayerCosts
-from phalanx_plan.step_cost.own_slots import held_bytes, of_each
 from phalanx_plan.step_cost.pipeline import Pipelines, in_flight
 from phalanx_plan.step_cost.rank_places import PlaceCounts, PlaceTable
 from phalanx_plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
@@ -152,6 +153,13 @@ def _whole_sums(job: TrainingJob, candidates: Candidates) -> Floats:
 def rounds(job: TrainingJob, candidates: Candidates) -> Ints:
     """Slots that a rank computes in a step, at least one."""
     return np.maximum(job.workload.slots // candidates.data, 1)
+
+
+def of_each(function: Callable[[int], int], slots: Ints | Floats) -> Floats:
+    """Return the values of a function of a rank's slots, in the shape of ``slots``."""
+    numbers, places = np.unique(slots, return_inverse=True)
+    values = np.array([function(max(1, int(number))) for number in numbers], dtype=np.float64)
+    return values[places].reshape(np.shape(slots))
 
 
 def _gathered(job: TrainingJob, candidates: Candidates, holdings: Holdings, place: PlaceCounts) -> Floats:

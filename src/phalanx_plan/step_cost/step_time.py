@@ -17,11 +17,11 @@ from functools import cached_property, partial
 import numpy as np
 
 from phalanx.model.facts.optimizer_state import UPDATE_BYTES
+from phalanx.model.facts.own_slots import exchanged
 from phalanx.run.spec import OptimizerSpec
 from phalanx_plan.step_cost import collectives, kernels
 from phalanx_plan.step_cost.layer_costs import CATEGORIES, PHASES, LayerCosts
-from phalanx_plan.step_cost.memory import exchanged_bytes, micro_batches_per_slot, times, total
-from phalanx_plan.step_cost.own_slots import exchanged, of_each
+from phalanx_plan.step_cost.memory import exchanged_bytes, micro_batches_per_slot, of_each, times, total
 from phalanx_plan.step_cost.pipeline import Pipelines, exposed_hops, idle_s, in_flight
 from phalanx_plan.step_cost.rank_places import PlaceTable
 from phalanx_plan.workload.architecture import KINDS

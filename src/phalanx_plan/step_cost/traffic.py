@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from phalanx.model.facts.own_slots import exchanged
 from phalanx.run.kinds.operations import LayerExchange
 from phalanx_plan.step_cost.estimate import Evaluation, prepare
 from phalanx_plan.step_cost.memory import exchanged_bytes, micro_batches_per_slot, times
-from phalanx_plan.step_cost.own_slots import exchanged
 from phalanx_plan.step_cost.step_time import slowest_place
 from phalanx_plan.workload.architecture import KINDS, layers
 from phalanx_plan.workload.candidates import PRECISIONS, PlannedLayout, candidates_of

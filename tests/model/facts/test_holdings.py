@@ -69,12 +69,15 @@ def test_zero3_keeps_a_share_where_zero2_keeps_gathered_weights() -> None:
 
 @pytest.mark.parametrize(
     ("slots", "batch_size", "bytes_per_weight"),
-    [(16, 16, 2 + 4), (32, 32, 2 + 4 + 4), (32, 64, 4 + 4 + 4)],
+    [(16, 16, 2 + 4), (28, 28, 4 + 4 + 4), (32, 32, 2 + 4 + 4), (32, 64, 4 + 4 + 4)],
 )
 def test_zero1_holds_a_whole_sum_for_each_level_of_a_ranks_own_slots(
     slots: int, batch_size: int, bytes_per_weight: int
 ) -> None:
-    """The lowest is a slot's gradient, as narrow as it is computed if the slot is one micro-batch."""
+    """The lowest is a slot's gradient, as narrow as it is computed if the slot is one micro-batch.
+
+    Seven slots are no subtree: a rank may hold three sums of several at once.
+    """
     spec, layout = tiny(DENSE, ParallelSpec(sharding="zero1")), Layout(shard=4)
     train = dataclasses.replace(spec.train, slots=slots, batch_size=batch_size, micro_batch_size=1)
     spec = dataclasses.replace(spec, train=train)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from phalanx.hardware import catalog
 from phalanx.hardware.cluster import Fact
+from phalanx.model.facts.own_slots import exchanged, held_bytes
 from phalanx.parallel.reduction.slot_tree import SlotTree
 from phalanx.run.layout import Layout, layout_problems
 from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec, TrainSpec
@@ -18,7 +19,6 @@ from phalanx_plan.search.options import Options
 from phalanx_plan.search.query import job_of
 from phalanx_plan.search.search import search
 from phalanx_plan.step_cost.estimate import Estimate, estimate
-from phalanx_plan.step_cost.own_slots import exchanged, held_bytes
 from phalanx_plan.step_cost.traffic import flows
 from phalanx_plan.workload.stacks import PHALANX
 from plan.jobs import job, planned

@@ -58,7 +58,7 @@ class Watched:
                 log.append(body)
 
     def seen(self, after_s: float = 1.0, **changes: Any) -> Observed:
-        """What is observed so many seconds after the newest event: of a run whose processes are there, on a disk with room, unless told."""
+        """Observations ``after_s`` seconds after the newest event. Unless ``changes`` differ, processes hold the run and its disk has room."""
         found = observe(self.directory, self.t + after_s)
         return dataclasses.replace(found, **{"is_held": True, "spec": self.spec, "disk": None, **changes})
 

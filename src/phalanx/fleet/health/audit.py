@@ -131,7 +131,7 @@ def _shifts(count: int, seed: int, step: int) -> list[int]:
 
 
 def _draw(seed: int, step: int, purpose: str) -> int:
-    """Return a number of 64 bits that all ranks draw alike."""
+    """Return a random number of 64 bits, the same on all ranks."""
     digest = hashlib.blake2b(f"audit\0{seed}\0{step}\0{purpose}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 

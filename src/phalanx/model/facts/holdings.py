@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from phalanx.model.facts.optimizer_state import MatrixWork, adamw_state, matrix_work, takes_matrix
+from phalanx.model.facts.own_slots import held_bytes
 from phalanx.model.facts.shape import parameters, stage_layers
 from phalanx.run.kinds.operations import HEAD_UNIT, Parameter
 from phalanx.run.layout import SPLIT_BACKWARD, Layout, micro_batches_per_slot, stages_per_rank
@@ -240,7 +241,7 @@ def state_bytes(spec: RunSpec, layout: Layout, holding: Holding, compute_bytes: 
     adds_own = spec.parallel.sharding == "zero1" and spec.train.reduction == "reproducible"
     if adds_own and layout.shard > 1 and rounds > 1:
         leaf_bytes = compute_bytes if micro_batches_per_slot(spec) == 1 and not spec.model.factory else 4
-        sizes["open sums"] = (4 * (rounds.bit_length() - 2) + leaf_bytes) * full
+        sizes["open sums"] = held_bytes(rounds, leaf_bytes) * full
     else:
         sizes["open sums"] = max(rounds.bit_length() - 2, 0) * sizes["gradients"]
     if micro_batches_per_slot(spec) > 1:

@@ -69,7 +69,7 @@ class _Kept:
         self.state = state
 
     def field(self, name: str) -> object:
-        """Return a field of the unpickled state; ``None`` if it is missing."""
+        """Return a field of the kept attributes; ``None`` if it is missing."""
         state = getattr(self, "state", None)
         return state.get(name) if isinstance(state, dict) else None
 
@@ -191,7 +191,7 @@ def read_index(directory: Path) -> FolderIndex:
 
 
 def _index_of(directory: Path, metadata: object) -> FolderIndex:
-    """Return the index of unpickled metadata.
+    """Return the index of metadata that the restricted unpickler has read.
 
     Entries that are no tensors of a readable dtype are listed as others. Raises DcpError for metadata of another
     structure, and for pieces that cannot be read.

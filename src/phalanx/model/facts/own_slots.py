@@ -5,12 +5,8 @@ A rank's slots are a complete subtree only if their number is a power of two. Of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
-
-import numpy as np
-
-from phalanx_plan.workload.candidates import Floats, Ints
 
 _RANKS = 8
 """Ranks whose slots are looked at: those of more ranks are in the same places of their subtrees, or in better ones."""
@@ -40,13 +36,6 @@ def held_bytes(slots: int, leaf_bytes: int) -> int:
 def exchanged(slots: int) -> int:
     """Return the most whole sums that a rank of ``slots`` slots exchanges."""
     return max(len(list(_levels(first, first + slots))) for first in range(0, _RANKS * slots, slots))
-
-
-def of_each(function: Callable[[int], int], slots: Ints | Floats) -> Floats:
-    """Return the values of a function of a rank's slots, in the shape of ``slots``."""
-    numbers, places = np.unique(slots, return_inverse=True)
-    values = np.array([function(max(1, int(number))) for number in numbers], dtype=np.float64)
-    return values[places].reshape(np.shape(slots))
 
 
 def _levels(first: int, last: int) -> Iterator[int]:
