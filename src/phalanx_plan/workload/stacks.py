@@ -233,6 +233,7 @@ class Stack:
     name: str
     states: States
     zero_stages: tuple[int, ...]
+    """ZeRO stages; layouts with nothing to shard count as the first."""
     schedules: tuple[str, ...]
     """Pipeline schedules."""
     split: Literal["balanced", "even", "last"]

@@ -139,36 +139,33 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
             reducer.unsharded.push(current.slot, gradient if is_right else gradient.to(self._wire, copy=True))
         if not current.last:
             return
-        forests = reducer.leaves.forests_of_ranks(reducer.mesh.replica)
+        mesh = reducer.mesh
         machines, width = (self._levels.machines, self._levels.width) if self._levels else (1, group.size())
-        machine, rank = divmod(reducer.mesh.shard_rank, width)
-        plan = _plan_of_ranks(reducer.leaves, reducer.mesh.replica, machines, width, gradient.device)
-        counts = [len(forest) for forest in forests[machine * width : (machine + 1) * width]]
+        plan = _plan_of_ranks(reducer.leaves, mesh.replica, mesh.shard_rank, machines, width, gradient.device)
         # Inside the machine, rank p gets the shares of the ranks at position p of every machine: (width, own nodes, machines * share).
-        sums_only = any(level for forest in forests for level, _ in forest)
         sent = gradient.new_empty(
-            (width, counts[rank], gradient.numel() // width),
-            dtype=gradient.dtype if sums_only else self._wire,
+            (width, len(plan.own), gradient.numel() // width),
+            dtype=gradient.dtype if plan.has_sums else self._wire,
         )
-        for number, node in enumerate(forests[reducer.mesh.shard_rank]):
+        for number, node in enumerate(plan.own):
             value = reducer.unsharded.nodes.pop(node).view(machines, width, -1)
             sent[:, number] = value.transpose(0, 1).reshape(width, -1)
         piece = sent.shape[2]
-        received = sent.new_empty((sum(counts), piece))
+        received = sent.new_empty((sum(plan.counts), piece))
         with self.clock.measure():
             dist.all_to_all_single(
                 received.view(-1),
                 sent.view(-1),
-                [count * piece for count in counts],
-                [counts[rank] * piece] * width,
+                [count * piece for count in plan.counts],
+                [len(plan.own) * piece] * width,
                 group=self._levels.inside if self._levels else group,
             )
         del sent  # before the received ones are widened
         rows = received.to(gradient.dtype)  # (nodes of the machine, machines * share)
         if self._levels:
-            self._push_over_machines(rows, plan, self._levels)
+            self._push_over_machines(rows, plan.sums, self._levels)
         else:
-            reducer.push_nodes(plan.machines[0], rows)
+            reducer.push_nodes(plan.sums.machines[0], rows)
 
 
 @dataclass(frozen=True)
@@ -188,12 +185,32 @@ def _plan_of_round(
     return _plan(count, forests, machines, width, device)
 
 
+@dataclass(frozen=True)
+class _SubtreePlan:
+    """The one exchange of a step, for a rank whose slots are contiguous."""
+
+    own: tuple[TreeNode, ...]
+    """The nodes that this rank sends."""
+    counts: tuple[int, ...]
+    """The number of nodes that each rank of this machine sends."""
+    has_sums: bool
+    """True if some rank sends a sum, which needs fp32; else all send a slot's gradient."""
+    sums: _MachinePlan
+
+
 @functools.cache
 def _plan_of_ranks(
-    leaves: Leaves, replica: int, machines: int, width: int, device: torch.device
-) -> _MachinePlan:
-    """Plan the additions of the nodes that the ranks of a contiguous deal have left."""
-    return _plan(leaves.count, leaves.forests_of_ranks(replica), machines, width, device)
+    leaves: Leaves, replica: int, shard_rank: int, machines: int, width: int, device: torch.device
+) -> _SubtreePlan:
+    """Plan the exchange of the nodes that the ranks of a contiguous deal have left. Cached, as it goes over all ranks."""
+    forests = leaves.forests_of_ranks(replica)
+    first = shard_rank // width * width
+    return _SubtreePlan(
+        own=forests[shard_rank],
+        counts=tuple(len(forest) for forest in forests[first : first + width]),
+        has_sums=any(level for forest in forests for level, _ in forest),
+        sums=_plan(leaves.count, forests, machines, width, device),
+    )
 
 
 def _plan(
