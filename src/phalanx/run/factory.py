@@ -127,6 +127,14 @@ def describe_error(error: BaseException, factory: str) -> str:
 
     Ranks report an error's message without its traceback.
     """
+    return repr(error) + own_line(error, factory)
+
+
+def own_line(error: BaseException, factory: str) -> str:
+    """Return `` (FILE, line N)`` of the innermost line of a factory's own files that raised an error; empty if there is none.
+
+    Files of the same folder that are not installed count as its own. Raises ``FactoryError`` if the module is not found.
+    """
     root, top = search_folder(factory), factory.partition(":")[0].partition(".")[0]
 
     def is_own(file: Path) -> bool:
@@ -140,7 +148,7 @@ def describe_error(error: BaseException, factory: str) -> str:
     own = [
         frame for frame in frames if os.path.isfile(frame.filename) and is_own(Path(frame.filename).resolve())
     ]
-    return f"{error!r} ({own[-1].filename}, line {own[-1].lineno})" if own else repr(error)
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def require_trusted(factory: str, sha256: str, run_dir: Path) -> None:

@@ -153,6 +153,20 @@ def test_an_observer_that_fails_is_named_with_its_hook_and_the_line(
     assert "line 12)" in str(failure.value)
 
 
+def test_an_error_of_the_framework_is_named_with_the_observers_line_that_led_to_it(
+    ranks: Ranks, run: RunSpec, tmp_path: Path
+) -> None:
+    code = f"{BASE}    def after_step(self, end):\n        TaskEvaluated(end.step, 'own', 'observer', 1, {{'margin': None}})\n"
+    package = installed(
+        tmp_path / "package", f"from phalanx.observe.events import TaskEvaluated\n{code}", "Own"
+    )
+    with pytest.raises(AssertionError) as failure:
+        ranks.run(1, train_beside, package, run)
+    assert "'margin' of 'own' is None, and must be an int or a float (" in str(failure.value)
+    assert f"{tmp_path / 'package'}" in str(failure.value)
+    assert "line 13)" in str(failure.value)
+
+
 def test_an_observer_that_exits_is_named_as_one_that_fails(
     ranks: Ranks, run: RunSpec, tmp_path: Path
 ) -> None:

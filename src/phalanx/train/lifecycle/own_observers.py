@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from phalanx.observe.ledger import Bucket
 from phalanx.parallel.reduction.data_parallel import local, named_parameters
 from phalanx.plugins import PluginError, load_plugin, plugin_names
+from phalanx.run.factory import own_line
 from phalanx.run.fields import unknown_value
 from phalanx.train.assemble import Training
 from phalanx.train.evaluation.scoring import EvaluationStoppedError
@@ -55,6 +56,7 @@ class NamedObserver(Observer):
         self._name, self._training = name, training
         self._parameters = list(named_parameters(training.built.model.parts).values())
         make = maker_of(name)
+        self._maker = f"{make.__module__}:{name}"
         with self._guarded("its construction"):
             self._observer: Observer = make(training)
         if not isinstance(self._observer, Observer):
@@ -96,8 +98,7 @@ class NamedObserver(Observer):
             raise
         except (Exception, SystemExit) as error:  # of any kind: it is the other package's
             traceback.print_exception(error, file=sys.stderr)
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            cause = f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+            cause = f"{type(error).__name__}: {error}{own_line(error, self._maker)}"
             raise ObserverError(
                 f"the observer {self._name!r} failed in {hook}: {cause}; {_REMEDY}", _REMEDY
             ) from error
