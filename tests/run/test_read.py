@@ -216,6 +216,9 @@ def test_the_message_names_the_file_and_every_problem(tmp_path: Path) -> None:
         ),
         ("[model]\npreset = 8", "model.preset", "8 is not known", "one of 'toy-4m'"),
         ("zzz = 1", "zzz", "no such field", "known here: checkpoint, data"),
+        ("seed = 1", "seed", "no such field", "did you mean runtime.seed?"),
+        ("[train]\nseed = 1", "train.seed", "no such field", "did you mean runtime.seed?"),
+        ("[train]\ndim = 1", "train.dim", "no such field", "did you mean model.dim"),
     ],
 )
 def test_a_mistake_is_explained(text: str, path: str, found: str, remedy: str, tmp_path: Path) -> None:

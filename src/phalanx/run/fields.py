@@ -224,9 +224,16 @@ def _take_apart(hint: Any) -> FieldType:
 
 
 def read_section(
-    section: type[_Section], table: TomlTable, problems: list[Problem], path: str = ""
+    section: type[_Section],
+    table: TomlTable,
+    problems: list[Problem],
+    path: str = "",
+    root: type | None = None,
 ) -> _Section | None:
     """Read a ``section`` from ``table``; mistakes are added to ``problems``.
+
+    ``root`` is the section at the top of the file, whose other sections are searched for a field that stands in the wrong one. Without it,
+    ``section`` is the top itself.
 
     A field that cannot be read takes its default, so that rules for several fields can still be applied to the others. Returns ``None`` if a field
     without a default is missing or wrong.
@@ -241,9 +248,9 @@ def read_section(
             )
             break
         if key not in types:
-            problems.append(unknown_field(field_path, key, types))
+            problems.append(unknown_field(field_path, key, types, _paths_of_field(root or section, key)))
             continue
-        value = _value(types[key].plain, raw, field_path, problems)
+        value = _value(types[key].plain, raw, field_path, problems, root or section)
         bound = types[key].bound
         if bound is not None and isinstance(value, int | float) and not bound.holds(value):
             problems.append(Problem(field_path, f"{value!r} is out of range", f"must be {bound}"))
@@ -262,11 +269,20 @@ def _without_default(section: type) -> Iterator[str]:
             yield item.name
 
 
-def unknown_field(path: str, key: str, fields: Iterable[str]) -> Problem:
-    """Return the mistake for a field ``key`` that does not exist, with the nearest of the ``fields``."""
+def unknown_field(path: str, key: str, fields: Iterable[str], elsewhere: Sequence[str] = ()) -> Problem:
+    """Return the mistake for a field ``key`` that does not exist. The remedy is a field of this name ``elsewhere`` in the file, or else the
+    nearest of the ``fields`` of its section."""
     nearest = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"known here: {', '.join(sorted(fields))}"
+    if elsewhere:
+        hint = f"did you mean {' or '.join(elsewhere)}?"
+    else:
+        hint = f"did you mean {nearest[0]}?" if nearest else f"known here: {', '.join(sorted(fields))}"
     return Problem(path, "there is no such field", hint)
+
+
+def _paths_of_field(root: type, key: str) -> list[str]:
+    """Return the dotted paths of all fields named ``key`` in ``root`` and its sections."""
+    return [f"{name}.{key}".lstrip(".") for name, section, _ in sections(root) if key in field_types(section)]
 
 
 def unknown_value(path: str, raw: object, allowed: Iterable[str]) -> Problem:
@@ -283,15 +299,15 @@ def _is_utf8(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _value(kind: Any, raw: object, path: str, problems: list[Problem]) -> object:
+def _value(kind: Any, raw: object, path: str, problems: list[Problem], root: type) -> object:
     """Return ``raw`` as a value of the type ``kind``; or ``_INVALID``, with what is wrong added to ``problems``. A single string
     counts as a list."""
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         kinds = [option for option in get_args(kind) if option is not type(None)]
-        return None if raw is None else _value(kinds[0], raw, path, problems)
+        return None if raw is None else _value(kinds[0], raw, path, problems, root)
     if is_dataclass(kind) and isinstance(kind, type):
-        return _nested(kind, raw, path, problems)
+        return _nested(kind, raw, path, problems, root)
     if origin is Literal:
         allowed = get_args(kind)
         if raw in allowed and isinstance(raw, str):
@@ -302,26 +318,29 @@ def _value(kind: Any, raw: object, path: str, problems: list[Problem]) -> object
         items = [raw] if isinstance(raw, str) else raw
         if not isinstance(items, list | tuple):
             return _ill_typed(path, raw, "a list", problems)
-        read = [_value(get_args(kind)[0], item, f"{path}[{i}]", problems) for i, item in enumerate(items)]
+        read = [
+            _value(get_args(kind)[0], item, f"{path}[{i}]", problems, root) for i, item in enumerate(items)
+        ]
         return _INVALID if _INVALID in read else tuple(read)
     if origin is Mapping:
         if not isinstance(raw, Mapping):
             return _ill_typed(path, raw, f"a table [{path}]", problems)
         by_name = {
-            name: _value(get_args(kind)[1], item, f"{path}.{name}", problems) for name, item in raw.items()
+            name: _value(get_args(kind)[1], item, f"{path}.{name}", problems, root)
+            for name, item in raw.items()
         }
         return _INVALID if _INVALID in by_name.values() else by_name
     return _scalar(kind, raw, path, problems)
 
 
-def _nested(kind: type, raw: object, path: str, problems: list[Problem]) -> object:
+def _nested(kind: type, raw: object, path: str, problems: list[Problem], root: type) -> object:
     """Return ``raw`` as a section; a table is read as one. Return ``_INVALID`` if that fails, with what is wrong added to
     ``problems``."""
     if isinstance(raw, kind):
         return raw
     if not isinstance(raw, Mapping):
         return _ill_typed(path, raw, f"a table [{path}]", problems)
-    section = read_section(kind, raw, problems, path)
+    section = read_section(kind, raw, problems, path, root)
     return _INVALID if section is None else section
 
 
