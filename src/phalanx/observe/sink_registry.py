@@ -14,7 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from phalanx.observe.event_log import EventLogError, lines_from_the_end
+from phalanx.observe.event_log import EventLogError, lines_from_the_end, read_events
 from phalanx.observe.events import Evaluated, Event, LayerStatistics, Sampled, Step, TaskEvaluated, decode
 from phalanx.observe.sinks import Background, Sink, none_missing, point_of
 from phalanx.plugins import PluginError, load_plugin, plugin_names
@@ -29,13 +29,9 @@ from phalanx.run.fields import unknown_value
 _BLOCK_BYTES = 1 << 16
 _MOST_LINES = 20_000
 """If more lines are missing, the stream is read from its beginning instead of being kept in memory."""
-_KINDS = (
-    b'"kind":"Step"',
-    b'"kind":"Evaluated"',
-    b'"kind":"TaskEvaluated"',
-    b'"kind":"LayerStatistics"',
-    b'"kind":"Sampled"',
-)
+_POINTS = (Step, Evaluated, TaskEvaluated, LayerStatistics, Sampled)
+"""The events that a tracker draws."""
+_KINDS = tuple(b'"kind":"%s"' % kind.__name__.encode() for kind in _POINTS)
 _SEARCHED = 120
 """In so many first bytes a line of ours has its kind."""
 
@@ -50,8 +46,8 @@ def missing_points(
         holds: Return True if the tracker has the point of an event.
         most_lines: Largest number of missing lines that are kept in memory.
     """
+    lines: list[bytes] = []
     with suppress(OSError), open_regular(path) as file:
-        lines: list[bytes] = []
         for line in lines_from_the_end(file, _BLOCK_BYTES):
             point = next(_points([line]), None)
             if point is None:
@@ -60,10 +56,14 @@ def missing_points(
                 break
             lines.append(line)
             if len(lines) > most_lines:
-                file.seek(0)
-                yield from (point for point in _points(file) if not holds(point))
-                return
+                break
+    if len(lines) <= most_lines:
         yield from (point for point in _points(reversed(lines)) if not holds(point))
+        return
+    with suppress(EventLogError):
+        yield from (
+            event for event in read_events(path) if isinstance(event.body, _POINTS) and not holds(event)
+        )
 
 
 def _points(lines: Iterable[bytes]) -> Iterator[Event]:
@@ -72,7 +72,7 @@ def _points(lines: Iterable[bytes]) -> Iterator[Event]:
         if any(kind in line[:_SEARCHED] for kind in _KINDS):
             with suppress(ValueError, RecursionError):
                 event = decode(line)
-                if isinstance(event.body, Step | Evaluated | TaskEvaluated | LayerStatistics | Sampled):
+                if isinstance(event.body, _POINTS):
                     yield event
 
 

@@ -1,6 +1,7 @@
 """A tracker may hang, fail or be missing: training does not notice."""
 
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from phalanx.observe.sinks import (
     scalars,
     step_of,
 )
+from traced_memory import peak_and_found
 
 PATIENCE_S = 100.0
 
@@ -317,6 +319,22 @@ def test_a_tracker_that_holds_nothing_gets_a_long_run_from_its_beginning(tmp_pat
         49,
         50,
     ]
+
+
+def test_a_line_without_end_in_a_long_stream_takes_no_memory(tmp_path: Path) -> None:
+    path = stream(tmp_path, steps(50)) / "events.jsonl"
+    whole = path.read_bytes()
+    with path.open("wb") as file:
+        file.truncate(1 << 28)  # one line of zeros, which takes no disk
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + whole)
+    peak, found = peak_and_found(
+        tmp_path,
+        "from pathlib import Path; from phalanx.observe.sink_registry import missing_points",
+        f"found = sum(1 for _ in missing_points(Path({str(path)!r}), lambda _: False, most_lines=10))",
+    )
+    assert found == 50
+    assert peak < 1 << 26
 
 
 def test_a_fill_sends_what_is_missing_in_the_middle_and_no_step_twice(tmp_path: Path) -> None:
