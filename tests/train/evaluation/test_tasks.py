@@ -63,6 +63,11 @@ def test_items_are_read_in_order_and_only_as_many_as_asked_for(tmp_path: Path) -
         ("choice", {"context": "a", "choices": ["b", "c"], "answer": 2}, "answer 2"),
         ("choice", {"context": "a", "choices": ["b", "c"], "anser": 0}, "anser"),
         ("choice", "{", "truncated"),
+        (
+            "completion",
+            '{"context": "a", "completion": "b", "completion": "c"}',
+            "'completion' stands there twice",
+        ),
         ("choice", "[" * 5000, "line 2"),
         ("completion", {"context": "a", "completion": ""}, "empty"),
         ("completion", {"context": "a"}, "completion"),
