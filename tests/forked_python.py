@@ -313,10 +313,10 @@ if __name__ == "__main__":
     gc.disable()
     for name in _PRELOADED:
         importlib.import_module(name)
-    from phalanx.cli.main import _COMMANDS
+    from phalanx.cli.main import _COMMANDS, load_command
 
-    for name, (folder, _) in _COMMANDS.items():
-        importlib.import_module(f"{folder}.{name}_command")
+    for name in _COMMANDS:
+        load_command(name)
     gc.enable()
     gc.freeze()  # a collection in a child would copy the pages of all that was imported
     assert len(os.listdir("/proc/self/task")) == 1, "what is imported has started threads"

@@ -83,7 +83,7 @@ QUICK = (
         f"phalanx.checkpoint.tiers.{name}"
         for name in ("tier", "disk", "retention", "gather", "verify", "digest")
     ),
-    "phalanx.cli.weights.checkpoint_command",
+    "phalanx.cli.weights",
     *(f"phalanx.store.{name}" for name in ("store", "open_store", "local_folder")),
     "phalanx.cli.main",
     *(f"phalanx.cli.launch.{name}_command" for name in ("submit", "cancel", "logs")),

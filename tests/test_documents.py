@@ -197,8 +197,10 @@ def test_every_optimizer_is_in_the_files_that_its_walk_names() -> None:
 
 
 def test_every_command_is_in_the_file_that_its_walk_names() -> None:
-    for name, (package, _) in _COMMANDS.items():
-        assert (SOURCE / package.replace(".", "/") / f"{name}_command.py").exists()
+    for name, (place, _) in _COMMANDS.items():
+        package, _, function = place.partition(":")
+        module = SOURCE / (package if function else f"{package}.{name}_command").replace(".", "/")
+        assert f"\ndef {function or 'command'}(" in module.with_suffix(".py").read_text()
 
 
 def test_every_fault_is_in_the_files_that_its_walk_names() -> None:

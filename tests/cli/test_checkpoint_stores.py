@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from checkpoint.worlds import save_state
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.cli.weights.checkpoint_command import command
+from phalanx.cli.weights import checkpoint_command as command
 from store.scripted_server import scripted
 from store.servers import CREDENTIALS, Server
 

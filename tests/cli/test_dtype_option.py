@@ -13,7 +13,7 @@ COMMANDS = {
     "serve": serve_command.command,
     "generate": generate_command.command,
     "score": score_command.command,
-    "export": export_command.command,
+    "export": export_command,
 }
 
 

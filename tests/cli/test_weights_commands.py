@@ -20,7 +20,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_llama3(folder / "llama3")
     (folder / "llama3" / "README.md").write_text("# Llama")
     done = CliRunner().invoke(
-        import_command.command, [str(folder / "llama3"), "--out", str(folder / "run"), "--json"]
+        import_command, [str(folder / "llama3"), "--out", str(folder / "run"), "--json"]
     )
     assert done.exit_code == 0, done.output
     assert json.loads(done.output)["notes"] == []
@@ -66,7 +66,7 @@ def test_an_export_prints_what_it_leaves_out_and_takes_another_context(
 ) -> None:
     out = tmp_path / "hf"
     done = CliRunner().invoke(
-        export_command.command, [str(imported), "--to", "hf", "--max-seq-len", "4096", str(out)]
+        export_command, [str(imported), "--to", "hf", "--max-seq-len", "4096", str(out)]
     )
     assert done.exit_code == 0, done.output
     assert "note: left out of what was published: README.md" in done.output
@@ -75,10 +75,8 @@ def test_an_export_prints_what_it_leaves_out_and_takes_another_context(
 
 def test_a_folder_that_leads_to_itself_is_named(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    done = CliRunner().invoke(
-        import_command.command, [str(tmp_path / "loop"), "--out", str(tmp_path / "run")]
-    )
+    done = CliRunner().invoke(import_command, [str(tmp_path / "loop"), "--out", str(tmp_path / "run")])
     assert done.exit_code == 1
     assert "loop/config.json" in done.output
-    done = CliRunner().invoke(import_command.command, [str(tmp_path / "loop")])
+    done = CliRunner().invoke(import_command, [str(tmp_path / "loop")])
     assert (done.exit_code, type(done.exception)) == (1, SystemExit)

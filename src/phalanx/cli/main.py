@@ -1,7 +1,7 @@
 """``phalanx``: the commands, loaded only when they are called.
 
-``phalanx --help`` must answer at once, so nothing heavier than click is imported here; each command lives in a module
-of its own name, which is imported when the command is used.
+``phalanx --help`` must answer at once, so nothing heavier than click is imported here. The module of a command is imported when the
+command is used.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ TASKS = {
         ),
     },
     "Weights": {
-        "checkpoint": ("phalanx.cli.weights", "List, verify and export checkpoints."),
-        "hash": ("phalanx.cli.weights", "SHA-256 of all weights of a run or checkpoint."),
-        "export": ("phalanx.cli.weights", "Write a run's weights for other software."),
-        "import": ("phalanx.cli.weights", "Read a Hugging Face model into a run directory."),
+        "checkpoint": ("phalanx.cli.weights:checkpoint_command", "List, verify and export checkpoints."),
+        "hash": ("phalanx.cli.weights:hash_command", "SHA-256 of all weights of a run or checkpoint."),
+        "export": ("phalanx.cli.weights:export_command", "Write a run's weights for other software."),
+        "import": ("phalanx.cli.weights:import_command", "Read a Hugging Face model into a run directory."),
         "pack": (
             "phalanx_serve.cli",
             "A run's weights as one file, in the order in which serving reads them.",
@@ -107,7 +107,10 @@ TASKS = {
         "score": ("phalanx_serve.cli", "Log-probabilities of given text, by the trainer's arithmetic."),
     },
 }
-"""The commands by task, as ``phalanx --help`` lists them: the package of each, and its help."""
+"""The commands by task, as ``phalanx --help`` lists them, each with its help.
+
+``PACKAGE`` stands for ``PACKAGE.NAME_command:command``; modules of several commands name the function.
+"""
 _COMMANDS = {name: entry for commands in TASKS.values() for name, entry in commands.items()}
 _LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
 """Libraries that packages beside the core need and the core does not."""
@@ -124,15 +127,12 @@ class _Lazy(CommandGroup):
         if cmd_name not in _COMMANDS:
             other: click.Command | None = load_plugin("phalanx.commands", cmd_name)
             return other
-        package, _ = _COMMANDS[cmd_name]
         try:
-            module = importlib.import_module(f"{package}.{cmd_name}_command")
+            return load_command(cmd_name)
         except ModuleNotFoundError:
             if ctx.resilient_parsing:  # Completing words: commands that are not installed are left out.
                 return None
             raise
-        command: click.Command = module.command
-        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -150,6 +150,14 @@ class _Lazy(CommandGroup):
         for task, commands in TASKS.items():
             with formatter.section(task):
                 formatter.write_dl([(f"{name:<{width}}", text) for name, (_, text) in commands.items()])
+
+
+def load_command(name: str) -> click.Command:
+    """Import and return a command of this project."""
+    package, _, function = _COMMANDS[name][0].partition(":")
+    module = importlib.import_module(package if function else f"{package}.{name}_command")
+    command: click.Command = getattr(module, function or "command")
+    return command
 
 
 @click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})

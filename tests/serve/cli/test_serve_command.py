@@ -67,7 +67,7 @@ def test_a_published_model_is_generated_from_scored_hashed_and_packed_as_its_imp
                 ["--prompt", "the cat", "--tokens", "8", "--dtype", "bfloat16", "--json"],
             ),
             (score_command.command, [str(tmp_path / "texts.jsonl"), "--json"]),
-            (hash_command.command, []),
+            (hash_command, []),
             (pack_command.command, ["--out", str(tmp_path / f"{place.name}.pack")]),
         ):
             done = CliRunner().invoke(command, [str(place), *words])

@@ -1,1 +1,0 @@
-"""Commands for weights: checkpoints, conversion, hashes and text generation."""
