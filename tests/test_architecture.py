@@ -312,7 +312,7 @@ def test_what_runs_a_model_imports_no_compiler() -> None:
     starts = (
         "phalanx.fleet.node.rank.worker_main",
         "phalanx.train.lifecycle.loop",
-        "phalanx_serve.workers.worker_main",
+        "phalanx_serve.workers.worker_process",
         "phalanx_serve.workers.serving_worker",
         "phalanx_serve.served.of_run",
         "phalanx_serve.cli.generate_command",

@@ -3,7 +3,7 @@
 The measurements are those of NVIDIA's ai-dynamo/aiconfigurator (Apache-2.0, github.com/ai-dynamo/aiconfigurator), tables
 ``gemm_perf``, ``nccl_perf`` and ``wideep_deepep_normal_perf``, as parquet files in one folder. A third of the points, drawn
 with a fixed seed, is held out. The fitted law is the one that plans use: this script calls
-``phalanx_plan.step_cost.kernels`` and ``phalanx_plan.step_cost.collectives``. Needs pyarrow beside the development requirements.
+``phalanx_plan.step_cost.hardware_times`` and ``phalanx_plan.step_cost.hardware_times``. Needs pyarrow beside the development requirements.
 
     python -m bench.plan.fit_kernels FOLDER h100          # prints the fitted tables as TOML
 """
@@ -24,8 +24,7 @@ from bench.running import require_catalog_peer, run_bench
 from phalanx.hardware.catalog import accelerator, system
 from phalanx.hardware.cluster import Accelerator, Domain, System
 from phalanx.hardware.profile import CollectiveFit, MatmulFit, Profile, Provenance, profile_of
-from phalanx_plan.step_cost.collectives import inside_s
-from phalanx_plan.step_cost.kernels import matmul_s
+from phalanx_plan.step_cost.hardware_times import inside_s, matmul_s
 
 Array = npt.NDArray[Any]
 _GEMM = {"bf16": "bfloat16", "fp8": "fp8", "fp4": "nvfp4"}

@@ -17,9 +17,8 @@ import time
 
 from bench.running import record, run_bench
 from phalanx_serve.traffic.events import WorkerIdentity
-from phalanx_serve.workers.over_nixl.agent_process import AgentProcess, NixlError, require_installed
-from phalanx_serve.workers.page_client import Way, pull
-from phalanx_serve.workers.page_server import OfferedPages, PageServer
+from phalanx_serve.workers.nixl_client import AgentProcess, NixlError, require_installed
+from phalanx_serve.workers.page_transfer import OfferedPages, PageServer, Way, pull
 
 PAGE_BYTES, PAGES, ROUNDS = 1 << 20, 256, 9
 IDENTITY = WorkerIdentity("weights", "numerics")

@@ -1,6 +1,6 @@
 """Fit of the cost formulas' constants to measurements of a machine, with the errors on points that were not fitted.
 
-The formulas are those of plans (``phalanx_plan.step_cost.kernels``, ``phalanx_plan.step_cost.collectives``). A search along the
+The formulas are those of plans (``phalanx_plan.step_cost.hardware_times``, ``phalanx_plan.step_cost.hardware_times``). A search along the
 coordinates minimizes the mean absolute logarithmic error: the constants are few, and the points at most some hundred. Every third
 point is held out; with few points, each of them in turn. The errors in a profile are those of the held-out points.
 """
@@ -26,7 +26,7 @@ from phalanx.hardware.profile import (
     Provenance,
     profile_of,
 )
-from phalanx_plan.step_cost.kernels import matmul_s
+from phalanx_plan.step_cost.hardware_times import matmul_s
 from phalanx_plan.workload.candidates import Floats
 
 if TYPE_CHECKING:

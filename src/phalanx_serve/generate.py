@@ -34,8 +34,8 @@ from phalanx_serve.prompt import (
     stop_tokens,
     template_folder,
 )
-from phalanx_serve.traffic.block_table import PAGE
 from phalanx_serve.traffic.events import Ended, Request, Sampling, Token
+from phalanx_serve.traffic.scheduler import PAGE
 
 # The Python interface.
 

@@ -15,7 +15,7 @@ from phalanx.observe.record.notes import Throttling
 from phalanx.run.identity import FieldDifference
 from phalanx_serve.engine.sampler import SamplingRequest
 from phalanx_serve.traffic.events import Request, Sampling
-from phalanx_watch.runs.then_and_now import Changed
+from phalanx_watch.runs.reproduce import Changed
 
 SNAPSHOT = messages.RankSnapshot(2, 0, 5, "own", 1, 0)
 SNAPSHOT_JSON = '{"ranks":2,"rank":0,"step":5,"kind":"own","nbytes":1,"epoch":0}'

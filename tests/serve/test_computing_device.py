@@ -24,7 +24,6 @@ from phalanx_serve.numerics import computing_on, device_named, numerics_id, show
 from phalanx_serve.served.of_run import open_engine
 from phalanx_serve.served.opened import TurnsEngine
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.block_table import page_names
 from phalanx_serve.traffic.events import (
     DeviceMemoryError,
     Ended,
@@ -35,8 +34,9 @@ from phalanx_serve.traffic.events import (
     ServeError,
     WorkerIdentity,
 )
+from phalanx_serve.traffic.scheduler import page_names
 from phalanx_serve.workers.messages import RunJob
-from phalanx_serve.workers.page_client import Pulled
+from phalanx_serve.workers.page_transfer import Pulled
 from phalanx_serve.workers.service import WorkerDivision, devices_of
 from phalanx_serve.workers.serving_worker import ServingWorker, _Came
 from serve.engine.test_engine import built, run

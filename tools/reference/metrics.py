@@ -10,8 +10,8 @@ from phalanx.fleet.node import node_metrics
 from phalanx.observe.metrics.exporter import EXPORTER_METRICS
 from phalanx.observe.metrics.run_metrics import RUN_METRICS
 from phalanx.observe.metrics.samples import Metric
+from phalanx_serve.http.admission import Key, KeyUse
 from phalanx_serve.http.counts import Counts
-from phalanx_serve.http.keys import Key, KeyUse
 from phalanx_serve.http.worker import Streaming, WorkerFacts, WorkerLoad
 from phalanx_watch.lookout import SERVING_METRICS, WATCHED_METRICS
 from tools.reference.markdown import table

@@ -13,7 +13,7 @@ import click
 
 from phalanx.command import command_options
 from phalanx.command_help import DefaultGroup
-from phalanx_plan.cli.plan_options import (
+from phalanx_plan.cli.plan_request import (
     BudgetOptions,
     FitOptions,
     GivenOnce,
@@ -22,8 +22,6 @@ from phalanx_plan.cli.plan_options import (
     ServiceOptions,
     SizeOptions,
     StackOptions,
-)
-from phalanx_plan.cli.plan_request import (
     budget_question,
     mistakes,
     refuse_beside,
@@ -37,7 +35,6 @@ from phalanx_plan.cli.plan_request import (
     require_one_run_file,
     require_service,
 )
-from phalanx_plan.cli.what_to_train import answer_budget, answer_fit
 
 if TYPE_CHECKING:
     from phalanx.run.spec import RunSpec
@@ -230,6 +227,8 @@ def _list_stacks(options: StackOptions) -> None:
 
 
 def _fit_law(budget: str | None, options: FitOptions | PlanOptions) -> None:
+    from phalanx_plan.cli.what_to_train import answer_fit
+
     answer_fit(
         options.files,
         overrides=options.overrides,
@@ -241,6 +240,8 @@ def _fit_law(budget: str | None, options: FitOptions | PlanOptions) -> None:
 
 def _answer_budget(budget: str, options: SizeOptions) -> None:
     """Check the options, find the best model for a budget, print it and write the files."""
+    from phalanx_plan.cli.what_to_train import answer_budget
+
     refuse_repeated(options.overrides)
     refuse_outputs(options)
     question = budget_question(budget, options)
@@ -249,7 +250,7 @@ def _answer_budget(budget: str, options: SizeOptions) -> None:
 
 def _answer_service(options: ServiceOptions) -> None:
     """Plan workers that serve the model, and print them. Raises UsageError or ``DemandError``."""
-    from phalanx_plan.cli.serving_table import answer_service
+    from phalanx_plan.cli.plan_tables import answer_service
 
     refuse_repeated(options.overrides)
     traffic, slo = require_service(options), options.slo or ""

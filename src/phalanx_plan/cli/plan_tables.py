@@ -1,11 +1,12 @@
 """Terminal output of ``phalanx plan``.
 
-Ranked layouts, their runners-up, one layout term by term, and the run as a whole; models for a budget, and a law fitted to runs; and
-the software that the planner knows, with its published runs.
+Ranked layouts, their runners-up, one layout term by term, and the run as a whole; the software that the planner knows, with its
+published runs; and workers that serve a model's traffic.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.output import text_console
+from phalanx.hardware.cluster import Cluster
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import RunSpec
 from phalanx_plan.evidence import learned
 from phalanx_plan.report.elements import (
     BETWEEN,
@@ -31,13 +35,13 @@ from phalanx_plan.report.elements import (
     unit_for,
     written,
 )
-from phalanx_plan.scaling.answer import BudgetAnswer
-from phalanx_plan.scaling.fit import FittedLaw
-from phalanx_plan.scaling.words import changes, comparison, count, sentence, tables
 from phalanx_plan.search.alternatives import NetworkCost, short
 from phalanx_plan.search.plan import Plan
 from phalanx_plan.search.query import OWN
 from phalanx_plan.search.search import RunnerUp
+from phalanx_plan.serving.fleet import ServingFleet, describe, nearest, plan_service
+from phalanx_plan.serving.step_cost import rank_token_bytes, requests_held, token_bytes, weight_bytes
+from phalanx_plan.serving.workers import DemandError, Service, read_objectives, read_traffic
 from phalanx_plan.step_cost.estimate import Estimate
 from phalanx_plan.whole_run.estimate import Percentiles, RunEstimate
 from phalanx_plan.workload.software import SOFTWARE, STACKS
@@ -331,65 +335,6 @@ def _failures(run: RunEstimate) -> str:
     return f"one every {written(run.mtti_s, BETWEEN)}, {in_all} in all"
 
 
-# ``phalanx plan budget`` and ``phalanx plan fit``.
-
-
-def print_answer(answer: BudgetAnswer) -> None:
-    """Print the recommended models of a budget as sentences and tables. Also what would change the answer, and its evidence."""
-    console = text_console()
-    for index, recommendation in enumerate(answer.recommendations):
-        console.print(
-            Text.assemble(("train" if index == 0 else "or", "bold"), f" {sentence(answer, recommendation)}")
-        )
-    for text in (*answer.left_out, *comparison(answer)):
-        console.print(text)
-    for recommendation in answer.recommendations:
-        for title, columns, rows in tables(recommendation):
-            table = Table(title=title, title_justify="left", box=None)
-            for index, column in enumerate(columns):
-                table.add_column(column, justify="right" if index else "left")
-            for row in rows:
-                table.add_row(*row)
-            console.print(table)
-    console.print("What would change the answer", style="bold")
-    for text in changes(answer):
-        console.print(f"  {text}")
-    for recommendation in answer.recommendations:
-        if recommendation.plan is not None:
-            console.print(str(recommendation.plan.evidence), style="dim")
-            for caveat in recommendation.plan.caveats:
-                caution = (f"caution, {recommendation.shape.name}:", "bold yellow")
-                console.print(Text.assemble(caution, f" {caveat.text}"))
-
-
-def print_fit(law: FittedLaw, targets: Mapping[str, tuple[float, float]]) -> None:
-    """Print a fitted law run by run, and its predictions."""
-    console = text_console(soft_wrap=True)
-    table = Table(box=None)
-    for column in ("run", "parameters", "tokens", "loss", "fitted", "off"):
-        table.add_column(column, justify="left" if column == "run" else "right")
-    for run, residual in zip(law.runs, law.residuals, strict=True):
-        fitted = law.loss(run.parameters, run.tokens)
-        sizes = count(run.parameters), count(run.tokens)
-        table.add_row(run.name, *sizes, f"{run.loss:.4f}", f"{fitted:.4f}", f"{math.expm1(residual):+.2%}")
-    console.print(table)
-    (floors, alphas, betas), fitted_law = map(law.constants_band, ("floor", "alpha", "beta")), law.law
-    console.print(
-        f"loss = {fitted_law.floor:.3f} + {fitted_law.a:.4g} / N^{fitted_law.alpha:.3f} + {fitted_law.b:.4g} / D^{fitted_law.beta:.3f} "
-        f"(P5-P95: floor {floors[0]:.2f} to {floors[1]:.2f}, exponents {alphas[0]:.2f} to {alphas[1]:.2f} and {betas[0]:.2f} to "
-        f"{betas[1]:.2f}); typical error {law.typical_error:.2%}"
-    )
-    for title, (parameters, tokens) in targets.items():
-        low, high = law.band(parameters, tokens)
-        console.print(
-            Text.assemble(
-                (title, "bold"),
-                f": {count(parameters)} parameters on {count(tokens)} tokens: predicted loss {law.loss(parameters, tokens):.3f} "
-                f"(P5-P95 {low:.3f} to {high:.3f}), {law.beyond(parameters, tokens):.3g} times the compute of the largest run fitted",
-            )
-        )
-
-
 # ``phalanx plan stacks``.
 
 
@@ -430,3 +375,126 @@ def _rows(name: str) -> Iterator[tuple[str, str, str, str]]:
             f"{unseen.left_out_error:.0%}",
             f"{low:+.0%} to {high:+.0%}",
         )
+
+
+# ``phalanx plan serve``: workers that serve a model's traffic, their cost, and the limits of the rejected ones.
+
+
+def answer_service(
+    spec: RunSpec, cluster: Cluster, traffic: str, slo: str, weight_format: str, *, top: int, as_json: bool
+) -> None:
+    """Plan and print a service. Raises ``DemandError``, with the nearest possible fleet, if none meets the objectives."""
+    demand, objectives = read_traffic(traffic), read_objectives(slo)
+    service, name = Service(resolve(spec.model), cluster, demand, objectives, weight_format), spec.name
+    good, bad = plan_service(service)
+    if not good:
+        raise DemandError(nearest(service, bad))
+    if as_json:
+        click.echo(json.dumps(_json(service, name, good[:top], bad[:top]), allow_nan=False))
+        return
+    _print(service, name, good, bad[:4], top)
+
+
+def _json(
+    service: Service, name: str, good: list[ServingFleet], bad: list[ServingFleet]
+) -> dict[str, object]:
+    demand = {
+        key: value
+        for part in (service.traffic, service.objectives)
+        for key, value in dataclasses.asdict(part).items()
+        if math.isfinite(value)
+    }
+    return {
+        "model": name,
+        "cluster": service.cluster.key,
+        "format": service.format,
+        "asked": demand,
+        "token_bytes": token_bytes(service.model),
+        "evidence": _EVIDENCE,
+        "answers": [_answer_json(fleet) for fleet in good],
+        "refused": [_answer_json(fleet) for fleet in bad],
+    }
+
+
+def _answer_json(answer: ServingFleet) -> dict[str, object]:
+    """Return a fleet as plain values for JSON, times by name."""
+    facts = dataclasses.asdict(answer)
+    facts["ttft_s"] = dict(zip(("median", "percentile"), answer.ttft_s, strict=True))
+    facts["tpot_s"] = dict(zip(("median", "percentile"), answer.tpot_s, strict=True))
+    return _finite(facts)
+
+
+def _finite(values: dict[str, object]) -> dict[str, object]:
+    """Return the values with ``None`` for infinite ones, for which JSON has no number."""
+    return {
+        key: _finite(value)
+        if isinstance(value, dict)
+        else None
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for key, value in values.items()
+    }
+
+
+_EVIDENCE = (
+    "times are of well-tuned software on these kernels' measured constants; python -m bench.serve.planner prints how far published "
+    "services were from them"
+)
+
+
+def _print(service: Service, name: str, good: list[ServingFleet], bad: list[ServingFleet], top: int) -> None:
+    """Print the best fleet, a table of others, the parts of a step, and fleets that do not meet the objectives."""
+    console, best, traffic = text_console(), good[0], service.traffic
+    context_tokens = traffic.prompt + traffic.text
+    console.print(_EVIDENCE, style="dim")
+    console.print(
+        Text.assemble(
+            (name, "bold"),
+            f" in {service.format} on {service.cluster.key}: {describe(best)}; {best.accelerators:,} accelerators carry "
+            f"{best.rate:,.4g} requests/s ({best.rate * traffic.text:,.4g} tokens/s)",
+        )
+    )
+    weights = weight_bytes(service.model, best.decode, service.format) / 1e9
+    room = requests_held(service.model, service.cluster, best.decode, service.format, 8192, context_tokens)
+    more = 10e9 / (rank_token_bytes(service.model, best.decode) * context_tokens) * best.decode.data
+    console.print(
+        f"a rank of decode holds {weights:,.1f} GB of weights; a token's pages take {token_bytes(service.model):,} bytes; a worker has "
+        f"room for {room:,} requests of {context_tokens:,.0f} tokens, "
+        f"and with 10 GB more on each rank for {more:,.0f} more"
+    )
+    table = Table()
+    for column in ("workers", "gpus", "req/s", "TTFT p50", f"p{100 * service.objectives.percentile:g}"):
+        table.add_column(column, justify="left" if column == "workers" else "right", overflow="fold")
+    for column in ("TPOT p50", f"p{100 * service.objectives.percentile:g}", "$/M", "J/token"):
+        table.add_column(column, justify="right")
+    for fleet in good[:top]:
+        table.add_row(*_row(fleet))
+    console.print(table)
+    parts = ", ".join(f"{part} {seconds * 1e3:.3g} ms" for part, seconds in best.parts_s.items())
+    console.print(f"the best one's step of decode, nothing overlapped: {parts}")
+    other = next((fleet for fleet in good if fleet.roles != best.roles), None)
+    if other is not None:
+        console.print(
+            f"the best with roles {other.roles}: {describe(other)}, {other.accelerators:,} gpus, {other.rate:,.4g} requests/s"
+        )
+    for fleet in bad:
+        console.print(f"not {describe(fleet)}: {fleet.killed}", style="dim")
+
+
+def _row(answer: ServingFleet) -> tuple[str, ...]:
+    """Return a fleet's row of the table."""
+    workers = f"{answer.decode_workers} x {answer.decode}"
+    if answer.roles == "apart":
+        workers = f"{answer.prefill_workers} x {answer.prefill} > {workers}"
+    return (
+        workers,
+        f"{answer.accelerators:,}",
+        f"{answer.rate:,.4g}",
+        *(_time(seconds) for seconds in (*answer.ttft_s, *answer.tpot_s)),
+        f"{answer.dollars_per_million:,.3g}",
+        f"{answer.joules_per_token:,.3g}",
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"

@@ -2,42 +2,272 @@
 
 A law covers runs that differ in size and tokens alone: the same text, tokenizer, sequence length, held-out text and kind of
 model. No field shows whether a run was trained well (learning rate, complete schedule); a badly trained run biases the law.
+
+The terminal and the report describe an answer in the same words: a sentence for each kind of model, the laws' range, and the
+sensitivity of the answer. The keys of JSON, also of a fitted law, are stable.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
+import tomli_w
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from phalanx.run.directory.paths import RunDirectory
-    from phalanx.run.spec import RunSpec
-    from phalanx_plan.scaling.answer import BudgetAnswer, Question
-    from phalanx_plan.scaling.fit import SmallRun
+from phalanx.cli.output import text_console
+from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import count as count_model
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.read import read_run, to_table
+from phalanx.run.spec import RunSpec
+from phalanx_plan.api import plan_json
+from phalanx_plan.report.elements import DAYS, DOLLARS, ENERGY, html_table, written
+from phalanx_plan.report.page import report_page
+from phalanx_plan.scaling.answer import BudgetAnswer, Question, Recommended, answer
+from phalanx_plan.scaling.fit import FitError, FittedLaw, SmallRun, fit
+from phalanx_plan.scaling.optimum import read_budget
+from phalanx_plan.search.layout_text import run_of_layout
+from phalanx_plan.search.query import read_tokens
+
+_HARDLY = 0.01
+"""Loss gain below which half of a budget is hardly worth spending: less than the laws' own standard error."""
+_FAR = 3.0
+"""Factor beyond its largest run from which a law is reported as extrapolated."""
+
+LAW_COLUMNS = ("law", "parameters", "tokens", "per parameter", "loss", "of its largest run")
+SMALLER_COLUMNS = ("size", "parameters", "tokens", "loss", "penalty", "serving", "cost of the same loss")
+
+
+def sentence(answer: BudgetAnswer, recommendation: Recommended) -> str:
+    """Describe the recommended model of one kind."""
+    shape = recommendation.shape
+    size = f"{count(shape.parameters)} parameters"
+    if shape.kind == "mixture":
+        size = f"a mixture of {size}, {count(shape.active)} active,"
+    else:
+        size = f"a dense model of {size}"
+    band = f" (P5-P95 {recommendation.loss_band[0]:.3f} to {recommendation.loss_band[1]:.3f})"
+    served = answer.question.inference_tokens
+    spent = f"{answer.question.budget}" + (f", {count(served)} tokens served included" if served else "")
+    text = f"{size} on {count(recommendation.tokens)} tokens for {spent}: predicted loss {recommendation.loss:.3f}{band}"
+    if recommendation.plan is None:
+        return f"{text}; give --cluster for days, dollars and energy"
+    run = recommendation.plan.run
+    return (
+        f"{text}; {written(run.days, DAYS)} on {recommendation.plan.job.cluster.key} "
+        f"(P5-P95 {written(run.finish_days.p5, DAYS)} to {written(run.finish_days.p95, DAYS)}), "
+        f"{written(run.cost.total_usd, DOLLARS)}, {written(run.energy.total_kwh, ENERGY)}, goodput {run.goodput:.1%}, "
+        f"in {recommendation.plan.chosen.layout}"
+    )
+
+
+def comparison(answer: BudgetAnswer) -> Iterator[str]:
+    """Compare the two kinds of models, by the laws that sized them and by the joint law.
+
+    Also how far unique tokens suffice, if they are limited.
+    """
+    if len(answer.recommendations) > 1:
+        first, second = answer.recommendations
+        agrees = "agrees" if first.joint_loss < second.joint_loss else "disagrees"
+        yield (
+            f"The {first.shape.kind} model is predicted to be better by {second.loss - first.loss:.3f}; the joint law of both kinds "
+            f"(Ludziejewski et al. 2025) {agrees}: {first.joint_loss:.3f} against {second.joint_loss:.3f}. Losses of different laws are of "
+            "different text."
+        )
+    unique = answer.question.unique_tokens
+    if math.isfinite(unique):
+        for recommendation in answer.recommendations:
+            if recommendation.tokens <= unique:
+                yield f"{recommendation.shape.name}: the {count(unique)} unique tokens do not run out."
+                continue
+            yield (
+                f"{recommendation.shape.name} reads the {count(unique)} unique tokens {recommendation.tokens / unique:.3g} times, which costs "
+                f"{recommendation.loss - recommendation.new_text_loss:.3f} of loss against as much new text (Muennighoff et al. 2023)."
+            )
+            if recommendation.halved.loss - recommendation.loss < _HARDLY:
+                yield (
+                    f"{recommendation.shape.name}: the text is used up: half the budget reaches {recommendation.halved.loss:.3f} with {count(recommendation.halved.parameters)} "
+                    f"parameters on {count(recommendation.halved.tokens)} tokens. Spend less, or spend it on new text."
+                )
+
+
+def law_rows(recommendation: Recommended) -> Iterator[tuple[str, ...]]:
+    """Yield the optima of all laws, by ``LAW_COLUMNS``."""
+    for row in recommendation.laws:
+        yield (
+            f"{row.law}: {row.source.citation.split(' (')[0]}",
+            count(row.parameters),
+            count(row.tokens),
+            f"{row.tokens / row.parameters:.3g}",
+            "-" if row.loss is None else f"{row.loss:.3f}",
+            times(row.beyond) if row.beyond > 1 else "within",
+        )
+
+
+def smaller_rows(recommendation: Recommended) -> Iterator[tuple[str, ...]]:
+    """Yield over-trained models for the same budget, by ``SMALLER_COLUMNS``."""
+    for row in recommendation.smaller:
+        yield (
+            f"{row.smaller:g} x smaller",
+            count(row.parameters),
+            count(row.tokens),
+            f"{row.loss:.3f}",
+            f"+{row.penalty:.3f}",
+            f"{-(1 - 1 / row.smaller):.0%}",
+            f"{row.same_loss_cost:.3g} x" if math.isfinite(row.same_loss_cost) else "not at any cost",
+        )
+
+
+def tables(recommendation: Recommended) -> Iterator[tuple[str, tuple[str, ...], Iterator[tuple[str, ...]]]]:
+    """Yield title, columns and rows of the tables of one kind of model."""
+    yield f"{recommendation.shape.kind}: the optimum of each law", LAW_COLUMNS, law_rows(recommendation)
+    title = f"{recommendation.shape.kind}: smaller models, cheaper to serve, for the same budget"
+    yield title, SMALLER_COLUMNS, smaller_rows(recommendation)
+
+
+def changes(answer: BudgetAnswer) -> Iterator[str]:
+    """Yield sentences on the figures that the answer depends on."""
+    for recommendation in answer.recommendations:
+        name, sizes = (
+            recommendation.shape.name,
+            [row.parameters for row in recommendation.laws if row.loss is not None],
+        )
+        yield f"{name}: the laws' optimal sizes are {count(min(sizes))} to {count(max(sizes))} active parameters"
+        if recommendation.size_band is not None:
+            low, high = recommendation.size_band
+            yield f"{name}: by the law's own standard errors, {count(low)} to {count(high)} (P5-P95)"
+        main = recommendation.laws[0]
+        if main.beyond > _FAR:
+            yield (
+                f"{name}: this is {times(main.beyond)} the compute that the law was fitted to; small runs of your own "
+                "(phalanx plan fit) are better evidence"
+            )
+        for times_budget, other in (("half", recommendation.halved), ("twice", recommendation.doubled)):
+            yield (
+                f"{name}: {times_budget} the budget is for {count(other.parameters)} parameters on {count(other.tokens)} tokens, "
+                f"loss {other.loss:.3f}"
+            )
+        if recommendation.plan is not None:
+            run = recommendation.plan.run
+            yield (
+                f"{name}: steps {recommendation.plan.band.p5 - 1:+.0%} to {recommendation.plan.band.p95 - 1:+.0%} of the planned (P5-P95) make the same tokens "
+                f"cost {written(run.usd.p5, DOLLARS)} to {written(run.usd.p95, DOLLARS)}"
+            )
+    if not answer.question.inference_tokens:
+        yield "tokens to be served (--inference-tokens) make the best model smaller; text that runs out (--unique-tokens) too"
+
+
+def report_section(answer: BudgetAnswer) -> str:
+    """Return the answer as a section of a report. HTML."""
+    paragraphs = [
+        f"{'Train' if index == 0 else 'Or'} {sentence(answer, recommendation)}."
+        for index, recommendation in enumerate(answer.recommendations)
+    ]
+    paragraphs += [*answer.left_out, *comparison(answer)]
+    text = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
+    for recommendation in answer.recommendations:
+        for title, columns, rows in tables(recommendation):
+            text += f"<p>{escape(title)}</p>{html_table(columns, rows)}"
+    listed = "".join(f"<li>{escape(change)}</li>" for change in changes(answer))
+    return f"{text}<p>What would change the answer</p><ul>{listed}</ul>"
+
+
+def times(factor: float) -> str:
+    """Format a factor: ``1,200 times``."""
+    return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.2g} times"
+
+
+def count(number: float) -> str:
+    """Format a count with three digits and its letter."""
+    for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return f"{number:.3g}"
+
+
+# JSON.
+
+
+def answer_json(answer: BudgetAnswer) -> dict[str, object]:
+    """Return plain values of the complete answer, the better kind of model first. Infinities are ``None``."""
+    question = answer.question
+    return {
+        "budget": asdict(question.budget),
+        "cluster": question.cluster.key if question.cluster else None,
+        "unique_tokens": _finite(question.unique_tokens),
+        "inference_tokens": question.inference_tokens,
+        "left_out": answer.left_out,
+        "found": [_recommended(recommendation) for recommendation in answer.recommendations],
+    }
+
+
+def fit_json(law: FittedLaw, targets: Mapping[str, tuple[float, float]]) -> dict[str, object]:
+    """Return plain values of a law fitted to runs, and of its predictions for the sizes and tokens in ``targets``."""
+    return {
+        "law": asdict(law.law),
+        "p5_p95": {name: law.constants_band(name) for name in ("floor", "alpha", "beta")},
+        "typical_error": law.typical_error,
+        "runs": [
+            {**asdict(run), "residual": residual}
+            for run, residual in zip(law.runs, law.residuals, strict=True)
+        ],
+        "predicted": [
+            {
+                "what": title,
+                "parameters": parameters,
+                "tokens": tokens,
+                "loss": law.loss(parameters, tokens),
+                "loss_p5_p95": law.band(parameters, tokens),
+                "beyond": law.beyond(parameters, tokens),
+            }
+            for title, (parameters, tokens) in targets.items()
+        ],
+    }
+
+
+def _recommended(recommendation: Recommended) -> dict[str, object]:
+    return {
+        "kind": recommendation.shape.kind,
+        "name": recommendation.shape.name,
+        "parameters": recommendation.shape.parameters,
+        "active_parameters": recommendation.shape.active,
+        "model": asdict(recommendation.shape.model),
+        "tokens": recommendation.tokens,
+        "loss": recommendation.loss,
+        "loss_p5_p95": recommendation.loss_band,
+        "parameters_p5_p95": recommendation.size_band,
+        "new_text_loss": recommendation.new_text_loss,
+        "joint_law_loss": recommendation.joint_loss,
+        "laws": [asdict(row) for row in recommendation.laws],
+        "smaller": [
+            {name: _finite(value) for name, value in asdict(row).items()} for row in recommendation.smaller
+        ],
+        "half_the_budget": asdict(recommendation.halved),
+        "twice_the_budget": asdict(recommendation.doubled),
+        "planned": [
+            {"active_parameters": size, "cost_per_token": cost} for size, cost in recommendation.planned
+        ],
+        "plan": plan_json(recommendation.plan) if recommendation.plan else None,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# The commands.
+
 
 _TO_CHOOSE = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "schedule.warmup_steps")
 """Fields that decide what is learned, which a budget does not determine."""
-
-
-def refuse_model_fields(overrides: Sequence[str]) -> None:
-    """Raise ``UsageError`` for fields that the answer decides."""
-    for text in overrides:
-        field = text.partition("=")[0].strip()
-        if field.startswith("model.") or field in (
-            "train.steps",
-            "train.batch_size",
-            "train.seq_len",
-            "name",
-        ):
-            raise click.UsageError(
-                f"--set {text}: of a budget the model, its steps and its batch are the answer; --batch and --seq-len set the latter, "
-                "and a model of yours is planned by itself (phalanx plan layout --model NAME --tokens T)"
-            )
 
 
 def answer_budget(question: Question, *, out: Path | None, report: Path | None, as_json: bool) -> None:
@@ -45,9 +275,6 @@ def answer_budget(question: Question, *, out: Path | None, report: Path | None, 
 
     Progress goes to standard error. Raises UsageError for output files without a cluster.
     """
-    from phalanx_plan.cli.plan_tables import print_answer
-    from phalanx_plan.scaling.answer import answer
-    from phalanx_plan.scaling.words import answer_json
 
     recommended = answer(question, on_progress=lambda text: click.echo(f"{text} ...", err=True))
     if (out is not None or report is not None) and recommended.best.plan is None:
@@ -65,18 +292,10 @@ def _write(recommended: BudgetAnswer, out: Path | None, report: Path | None) -> 
     if best.plan is None:
         return
     if report is not None:
-        from phalanx_plan.report.page import report_page
-        from phalanx_plan.scaling.words import report_section
-
         page = report_page(best.plan, [("What to train", report_section(recommended))])
         report.write_text(page, encoding="utf-8")
         click.echo(f"wrote {report}", err=True)
     if out is not None:
-        import tomli_w
-
-        from phalanx.run.read import to_table
-        from phalanx_plan.search.layout_text import run_of_layout
-
         winner = run_of_layout(best.spec, best.plan.job, best.plan.chosen.layout, best.tokens)
         unfilled = tuple(field for field in _TO_CHOOSE if field not in best.stated)
         out.write_text(tomli_w.dumps(to_table(replace(winner, unfilled=unfilled))), encoding="utf-8")
@@ -89,9 +308,6 @@ def answer_fit(
     """Fit a law to the run directories among ``places``; predict the run file among them, or the best model for a FLOP
     budget. Prints the law and the predictions. Raises UsageError for more than one run file, and ``FitError``.
     """
-    from phalanx_plan.cli.plan_tables import print_fit
-    from phalanx_plan.scaling.fit import fit
-    from phalanx_plan.scaling.words import fit_json
 
     files = [place for place in places if place.suffix == ".toml"]
     if len(files) > 1:
@@ -112,9 +328,6 @@ def answer_fit(
 
 def _asked_run(path: Path, overrides: Sequence[str], tokens: str | None) -> tuple[float, float]:
     """Return the parameters and tokens of the run file to predict, with its overrides."""
-    from phalanx.model.facts.presets import PRESETS
-    from phalanx.run.read import read_run
-    from phalanx_plan.search.query import read_tokens
 
     spec = read_run(path, PRESETS, tuple(overrides))
     trained = read_tokens(tokens) if tokens else spec.train.steps * spec.train.batch_size * spec.train.seq_len
@@ -123,7 +336,6 @@ def _asked_run(path: Path, overrides: Sequence[str], tokens: str | None) -> tupl
 
 def _flops(text: str) -> float:
     """Return a budget in FLOP; raises UsageError for another unit."""
-    from phalanx_plan.scaling.optimum import read_budget
 
     budget = read_budget(text)
     if budget.unit != "flop":
@@ -136,8 +348,6 @@ def _flops(text: str) -> float:
 
 def read_runs(places: Sequence[Path]) -> tuple[SmallRun, ...]:
     """Return the runs in these directories. Raises ``FitError`` for an unfinished run, a run of another kind, or no run."""
-    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-    from phalanx_plan.scaling.fit import FitError
 
     if len({place.resolve() for place in places}) < len(places):
         raise FitError("fit: a run directory is given twice")
@@ -162,17 +372,14 @@ def read_runs(places: Sequence[Path]) -> tuple[SmallRun, ...]:
 
 def size_of(spec: RunSpec) -> int:
     """Return the model size that laws use: active parameters of a token, embedding included."""
-    from phalanx.model.facts.shape import count
-    from phalanx.run.kinds.whole_model import resolve
 
-    return count(resolve(spec.model, spec.data.vocab_size), spec.train.seq_len).active_parameters
+    return count_model(resolve(spec.model, spec.data.vocab_size), spec.train.seq_len).active_parameters
 
 
 def _small_run(place: Path, directory: RunDirectory, spec: RunSpec) -> SmallRun:
     """Return the size, tokens and held-out loss of a finished run; raises ``FitError`` if it is not finished or has no
     such loss.
     """
-    from phalanx_plan.scaling.fit import FitError, SmallRun
 
     result = directory.finished_result()
     if result is None:
@@ -196,3 +403,62 @@ def _kind(spec: RunSpec, fingerprint: str) -> dict[str, object]:
         "schedule.kind": spec.schedule.kind,
         "optimizer.name": spec.optimizer.name,
     }
+
+
+# Terminal output.
+
+
+def print_answer(answer: BudgetAnswer) -> None:
+    """Print the recommended models of a budget as sentences and tables. Also what would change the answer, and its evidence."""
+    console = text_console()
+    for index, recommendation in enumerate(answer.recommendations):
+        console.print(
+            Text.assemble(("train" if index == 0 else "or", "bold"), f" {sentence(answer, recommendation)}")
+        )
+    for text in (*answer.left_out, *comparison(answer)):
+        console.print(text)
+    for recommendation in answer.recommendations:
+        for title, columns, rows in tables(recommendation):
+            table = Table(title=title, title_justify="left", box=None)
+            for index, column in enumerate(columns):
+                table.add_column(column, justify="right" if index else "left")
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+    console.print("What would change the answer", style="bold")
+    for text in changes(answer):
+        console.print(f"  {text}")
+    for recommendation in answer.recommendations:
+        if recommendation.plan is not None:
+            console.print(str(recommendation.plan.evidence), style="dim")
+            for caveat in recommendation.plan.caveats:
+                caution = (f"caution, {recommendation.shape.name}:", "bold yellow")
+                console.print(Text.assemble(caution, f" {caveat.text}"))
+
+
+def print_fit(law: FittedLaw, targets: Mapping[str, tuple[float, float]]) -> None:
+    """Print a fitted law run by run, and its predictions."""
+    console = text_console(soft_wrap=True)
+    table = Table(box=None)
+    for column in ("run", "parameters", "tokens", "loss", "fitted", "off"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for run, residual in zip(law.runs, law.residuals, strict=True):
+        fitted = law.loss(run.parameters, run.tokens)
+        sizes = count(run.parameters), count(run.tokens)
+        table.add_row(run.name, *sizes, f"{run.loss:.4f}", f"{fitted:.4f}", f"{math.expm1(residual):+.2%}")
+    console.print(table)
+    (floors, alphas, betas), fitted_law = map(law.constants_band, ("floor", "alpha", "beta")), law.law
+    console.print(
+        f"loss = {fitted_law.floor:.3f} + {fitted_law.a:.4g} / N^{fitted_law.alpha:.3f} + {fitted_law.b:.4g} / D^{fitted_law.beta:.3f} "
+        f"(P5-P95: floor {floors[0]:.2f} to {floors[1]:.2f}, exponents {alphas[0]:.2f} to {alphas[1]:.2f} and {betas[0]:.2f} to "
+        f"{betas[1]:.2f}); typical error {law.typical_error:.2%}"
+    )
+    for title, (parameters, tokens) in targets.items():
+        low, high = law.band(parameters, tokens)
+        console.print(
+            Text.assemble(
+                (title, "bold"),
+                f": {count(parameters)} parameters on {count(tokens)} tokens: predicted loss {law.loss(parameters, tokens):.3f} "
+                f"(P5-P95 {low:.3f} to {high:.3f}), {law.beyond(parameters, tokens):.3g} times the compute of the largest run fitted",
+            )
+        )

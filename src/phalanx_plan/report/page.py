@@ -42,7 +42,7 @@ from phalanx_plan.report.elements import (
 from phalanx_plan.search.plan import Plan
 from phalanx_plan.step_cost.estimate import Estimate, Evaluation, prepare
 from phalanx_plan.step_cost.memory import memory_at
-from phalanx_plan.step_cost.rank_places import PlaceCounts
+from phalanx_plan.step_cost.pipeline import PlaceCounts
 from phalanx_plan.whole_run.estimate import LEVELS, Percentiles, goodput_plan
 from phalanx_plan.whole_run.failures import RateLevel
 from phalanx_plan.workload.candidates import candidates_of

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from phalanx.hardware.cluster import Cluster
-from phalanx.run.spec import RunSpec
+from phalanx.run.read import override
+from phalanx.run.spec import RunSpec, TrainSpec
 from phalanx_plan.scaling.laws import (
     CHINCHILLA,
     DENSE_LAWS,
@@ -28,19 +30,24 @@ from phalanx_plan.scaling.laws import (
     routed_law,
 )
 from phalanx_plan.scaling.optimum import (
+    EXPANSION,
+    MODEL_KINDS,
     BudgetError,
     CostPerToken,
+    ModelKind,
+    ModelShape,
     Optimum,
     OverTrained,
     TrainingBudget,
     flops_per_token,
     optimum,
     over_trained,
+    shape_of,
     size_band,
+    step_tokens,
     straight,
     tokens_for,
 )
-from phalanx_plan.scaling.shapes import EXPANSION, MODEL_KINDS, ModelKind, ModelShape, run_of_shape, shape_of
 from phalanx_plan.search.plan import Plan, make_plan
 from phalanx_plan.search.query import Aim, PlanRequestError
 
@@ -373,3 +380,19 @@ def _unit_cost(question: Question, plan: Plan) -> float:
             "(failures that no run survives, or a price of 0): give a budget of days or FLOP, or another cluster"
         )
     return cost
+
+
+def run_of_shape(
+    shape: ModelShape, tokens: float, seq_len: int, batch: int | None, overrides: Sequence[str]
+) -> RunSpec:
+    """Return the run that trains ``shape`` on ``tokens``, with other fields from ``overrides``.
+
+    Without ``batch``, a step has a power of two of sequences near ``step_tokens``. Raises ``RunFileError`` for invalid overrides.
+    """
+    sequences = batch or 2 ** max(0, round(math.log2(step_tokens(shape.active, tokens) / seq_len)))
+    train = TrainSpec(batch_size=sequences, slots=sequences, seq_len=seq_len)
+    spec = RunSpec(name=shape.name, model=shape.model, train=train)
+    steps = max(1, min(10**9, math.ceil(tokens / (sequences * seq_len))))
+    return override(
+        replace(spec, train=replace(train, steps=steps)), tuple(overrides), Path("--budget, by its model")
+    )

@@ -58,9 +58,8 @@ from phalanx_plan.search.query import (
 from phalanx_plan.search.search import NothingFitsError, SearchResult, search
 from phalanx_plan.step_cost.estimate import Estimate, estimate
 from phalanx_plan.whole_run.assumptions import RunAssumptions, RunInputs, assumed
-from phalanx_plan.whole_run.cost import Activity
-from phalanx_plan.whole_run.data_reading import DataNeed, stored_sample_bytes
 from phalanx_plan.whole_run.estimate import RunEstimate, estimate_run
+from phalanx_plan.whole_run.resources import Activity, DataNeed, stored_sample_bytes
 from phalanx_plan.workload.candidates import PlannedLayout
 from phalanx_plan.workload.stacks import TrainingJob
 

@@ -41,7 +41,7 @@ from phalanx.run.kinds.operations import (
     Rotation,
 )
 from phalanx.run.spec import ModelSpec
-from phalanx_plan.step_cost import collectives, kernels
+from phalanx_plan.step_cost import hardware_times
 
 # Bytes.
 
@@ -257,7 +257,7 @@ def step_parts(step: ServingStep) -> dict[str, float]:
     if stages > 1:
         stride = step.division.tensor * step.division.data
         carried = step.rows * step.model.dim * 2 / step.division.tensor
-        hop = collectives.point_to_point_s(step.cluster, stride, carried, stages)
+        hop = hardware_times.point_to_point_s(step.cluster, stride, carried, stages)
         part_seconds["exchange"] += (stages - 1) * float(hop)
     return part_seconds
 
@@ -301,7 +301,7 @@ def _copies(step: ServingStep) -> int:
 
 
 def _moved_s(step: ServingStep, elements: float) -> float:
-    return float(kernels.memory_bound_s(step.profile, 2 * step.rows * elements))
+    return float(hardware_times.memory_bound_s(step.profile, 2 * step.rows * elements))
 
 
 def _product_s(step: ServingStep, product: MatrixProduct) -> float:
@@ -312,7 +312,7 @@ def _product_s(step: ServingStep, product: MatrixProduct) -> float:
     copies = _copies(step) / step.division.tensor if product.experts else 1.0
     inner = product.inner / (step.division.tensor if product.inner_over == "tensor" else 1)
     # It is read in 16 bits and written in eight.
-    return seconds + float(kernels.memory_bound_s(step.profile, 3 * step.rows * copies * inner))
+    return seconds + float(hardware_times.memory_bound_s(step.profile, 3 * step.rows * copies * inner))
 
 
 def _multiplied_s(step: ServingStep, product: MatrixProduct) -> float:
@@ -325,7 +325,7 @@ def _multiplied_s(step: ServingStep, product: MatrixProduct) -> float:
         local = max(touched / product.experts * experts_held(product.experts, division), 1e-9)
         routed = step.rows * division.data * _copies(step) / min(ranks, product.experts)
         return float(
-            kernels.grouped_matmul_s(
+            hardware_times.grouped_matmul_s(
                 step.profile, format_, local, routed / local, product.columns, product.inner
             )
         )
@@ -333,7 +333,7 @@ def _multiplied_s(step: ServingStep, product: MatrixProduct) -> float:
     own = product.columns - product.key_columns
     columns = own / (division.tensor if product.columns_over == "tensor" else 1) + product.key_columns / heads
     inner = product.inner / (division.tensor if product.inner_over == "tensor" else 1)
-    return float(kernels.matmul_s(step.profile, format_, step.rows, columns, inner))
+    return float(hardware_times.matmul_s(step.profile, format_, step.rows, columns, inner))
 
 
 def _attention_s(step: ServingStep, core: AttentionCore) -> float:
@@ -343,15 +343,15 @@ def _attention_s(step: ServingStep, core: AttentionCore) -> float:
     if step.prefill:  # causal: half of the square
         flops = step.rows * keys * heads * core.widths
         return float(
-            kernels.attention_s(
+            hardware_times.attention_s(
                 step.profile, "bf16", flops, False, widths=core.widths, latent=core.latent, tokens=keys
             )
         )
     kept, first, second = attention_kind(step.model).cache_row(step.model)
     widths = 2 * first + second if core.latent else core.widths
     pages = step.rows / step.queries * keys * kept / min(step.division.tensor, kept) * (first + second)
-    reading = float(kernels.memory_bound_s(step.profile, PAGE_BYTES * pages))
-    rate = kernels.sustained_flops(step.profile, "bf16") * step.profile.constants.attention.forward
+    reading = float(hardware_times.memory_bound_s(step.profile, PAGE_BYTES * pages))
+    rate = hardware_times.sustained_flops(step.profile, "bf16") * step.profile.constants.attention.forward
     return max(reading, 2 * step.rows * keys * heads * widths / rate)
 
 
@@ -360,13 +360,13 @@ def _exchange_s(step: ServingStep, exchange: LayerExchange) -> float:
     division, model = step.division, step.model
     if exchange.kind == "scatter" and division.tensor > 1:  # beside the next gather: an all-reduce
         carried = step.rows * exchange.width * 2
-        return float(collectives.all_reduce_s(step.cluster, division.tensor, 1, carried))
+        return float(hardware_times.all_reduce_s(step.cluster, division.tensor, 1, carried))
     if exchange.kind in ("dispatch", "combine") and model.moe is not None:
         ranks = division.data * division.tensor
         width = exchange.width * (1 if exchange.kind == "dispatch" and step.format == "fp8" else 2)
         limit = model.moe.groups_per_token if model.moe.groups > 1 else np.inf
         return float(
-            collectives.dispatch_s(
+            hardware_times.dispatch_s(
                 step.cluster, ranks, 1, step.rows / division.tensor, width, model.moe.per_token, limit
             )
         )

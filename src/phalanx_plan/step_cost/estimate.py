@@ -26,8 +26,15 @@ from phalanx_plan.step_cost.memory import (
     state_columns,
     total,
 )
-from phalanx_plan.step_cost.pipeline import Pipelines, StageTimes, flush_s, legal
-from phalanx_plan.step_cost.rank_places import PlaceCounts, PlaceTable, place_table
+from phalanx_plan.step_cost.pipeline import (
+    Pipelines,
+    PlaceCounts,
+    PlaceTable,
+    StageTimes,
+    flush_s,
+    legal,
+    place_table,
+)
 from phalanx_plan.step_cost.step_time import (
     PassTimes,
     Slowest,

@@ -22,7 +22,7 @@ from phalanx.run.kinds.operations import (
     Pointwise,
     Rows,
 )
-from phalanx_plan.step_cost import collectives, kernels
+from phalanx_plan.step_cost import hardware_times
 from phalanx_plan.workload.architecture import KINDS, Layer, LayerOperation, layers
 from phalanx_plan.workload.candidates import (
     PARTS,
@@ -278,11 +278,13 @@ class _RankShare:
         )
         groups = self._local(product.experts)
         casts = self._casts(format_, (rows * inner, rows * columns), groups)
-        seconds: Callable[..., Floats] = partial(kernels.matmul_s, self.job.profile, format_)
+        seconds: Callable[..., Floats] = partial(hardware_times.matmul_s, self.job.profile, format_)
         each = rows
         if product.experts:
             streams = self.job.stack.experts.streams
-            seconds = partial(kernels.grouped_matmul_s, self.job.profile, format_, groups, streams=streams)
+            seconds = partial(
+                hardware_times.grouped_matmul_s, self.job.profile, format_, groups, streams=streams
+            )
             each = rows / groups
         adding = self.job.stack.kernels.accumulating_bytes
         products = np.stack(
@@ -305,7 +307,7 @@ class _RankShare:
             + 2 * self.precision.operand_bytes
         )
         forward, backward = (
-            kernels.memory_bound_s(self.job.profile, moved * elements, starts) for elements in operands
+            hardware_times.memory_bound_s(self.job.profile, moved * elements, starts) for elements in operands
         )
         return np.stack([forward, backward, np.zeros_like(forward)])
 
@@ -321,7 +323,7 @@ class _RankShare:
         if self.job.stack.attention.narrow and self.precision.matmul in ("fp8", "fp4"):
             format_ = "fp8"
         seconds = partial(
-            kernels.attention_s,
+            hardware_times.attention_s,
             self.job.profile,
             format_,
             widths=attention.widths,
@@ -352,7 +354,7 @@ class _RankShare:
         each = self._kernels(operation)[0]
         starts = each, self._kernels(operation)[1] if operation.backward_kernels else each
         forward, backward = (
-            kernels.memory_bound_s(self.job.profile, elements * passes * count, number)
+            hardware_times.memory_bound_s(self.job.profile, elements * passes * count, number)
             for count, number in zip((operation.forward, operation.backward), starts, strict=True)
         )
         return np.stack([forward, backward, np.zeros_like(forward)])
@@ -368,9 +370,11 @@ class _RankShare:
         size = self.keys.tensor if dense else self.keys.expert_tensor
         elements = self.rows("tokens" if dense else "routed") * exchange.width
         # Operands of narrow products are cast before they are gathered (Transformer Engine); sums are not narrow.
-        gather = self._collective(collectives.all_gather_s, size, 1, elements * self.precision.operand_bytes)
+        gather = self._collective(
+            hardware_times.all_gather_s, size, 1, elements * self.precision.operand_bytes
+        )
         scatter = self._collective(
-            collectives.reduce_scatter_s, size, 1, elements * self.precision.activation_bytes
+            hardware_times.reduce_scatter_s, size, 1, elements * self.precision.activation_bytes
         )
         forward, backward = (gather, scatter) if "gather" in exchange.kind else (scatter, gather)
         if exchange.kind == "gather" and not self.job.stack.activations.gathered_inputs:
@@ -387,13 +391,13 @@ class _RankShare:
         if self.job.stack.attention.exchange == "gather":
             gather, scatter = (
                 self._collective(seconds, keys.context, keys.tensor, block * keys.context)
-                for seconds in (collectives.all_gather_s, collectives.reduce_scatter_s)
+                for seconds in (hardware_times.all_gather_s, hardware_times.reduce_scatter_s)
             )
             return np.stack([gather, gather + scatter, np.zeros_like(gather)])
         # Backward passes round keys and values, and with them their gradients.
         forward, backward = (
             (keys.context - 1)
-            * collectives.point_to_point_s(self.job.cluster, keys.tensor, times * block, keys.context)
+            * hardware_times.point_to_point_s(self.job.cluster, keys.tensor, times * block, keys.context)
             for times in (1, 2)
         )
         return np.stack([forward, backward, np.zeros_like(forward)])
@@ -411,7 +415,7 @@ class _RankShare:
         )
         if once:
             return np.asarray(
-                collectives.dispatch_s(
+                hardware_times.dispatch_s(
                     job.cluster,
                     keys.expert,
                     keys.expert_tensor,
@@ -422,7 +426,7 @@ class _RankShare:
                 )
             )
         copies = tokens * moe.per_token * bytes_
-        return np.asarray(collectives.all_to_all_s(job.cluster, keys.expert, keys.expert_tensor, copies))
+        return np.asarray(hardware_times.all_to_all_s(job.cluster, keys.expert, keys.expert_tensor, copies))
 
     def _collective(
         self, seconds: Callable[..., Floats], size: Ints, stride: Ints | int, bytes_: Floats

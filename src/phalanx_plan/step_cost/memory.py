@@ -18,8 +18,7 @@ from phalanx.model.facts.own_slots import held_bytes
 from phalanx.parallel.reduction.buckets import BUCKET_ELEMENTS
 from phalanx.run.spec import OptimizerSpec
 from phalanx_plan.step_cost.layer_costs import LayerCosts
-from phalanx_plan.step_cost.pipeline import Pipelines, in_flight
-from phalanx_plan.step_cost.rank_places import PlaceCounts, PlaceTable
+from phalanx_plan.step_cost.pipeline import Pipelines, PlaceCounts, PlaceTable, in_flight
 from phalanx_plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
 from phalanx_plan.workload.holdings import Holdings, owned_matrices
 from phalanx_plan.workload.stacks import ParameterState, TrainingJob

@@ -19,11 +19,10 @@ import numpy as np
 from phalanx.model.facts.optimizer_state import UPDATE_BYTES
 from phalanx.model.facts.own_slots import exchanged
 from phalanx.run.spec import OptimizerSpec
-from phalanx_plan.step_cost import collectives, kernels
+from phalanx_plan.step_cost import hardware_times
 from phalanx_plan.step_cost.layer_costs import CATEGORIES, PHASES, LayerCosts
 from phalanx_plan.step_cost.memory import exchanged_bytes, micro_batches_per_slot, of_each, times, total
-from phalanx_plan.step_cost.pipeline import Pipelines, exposed_hops, idle_s, in_flight
-from phalanx_plan.step_cost.rank_places import PlaceTable
+from phalanx_plan.step_cost.pipeline import Pipelines, PlaceTable, exposed_hops, idle_s, in_flight
 from phalanx_plan.workload.architecture import KINDS
 from phalanx_plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
 from phalanx_plan.workload.holdings import Holdings, owned_matrices
@@ -226,10 +225,10 @@ def hop_s(job: TrainingJob, candidates: Candidates) -> Floats:
     scatters = job.stack.overlap.scattered_sends
     pieces = np.where((candidates.sequence_parallel > 0) | scatters, candidates.tensor, 1)
     stride = candidates.tensor * candidates.context * candidates.data
-    seconds = collectives.point_to_point_s(job.cluster, stride, carried / pieces, candidates.pipeline)
+    seconds = hardware_times.point_to_point_s(job.cluster, stride, carried / pieces, candidates.pipeline)
     if scatters:
         gathers = (candidates.sequence_parallel == 0) & (candidates.tensor > 1)
-        gather_s = collectives.all_gather_s(job.cluster, candidates.tensor, 1, carried)
+        gather_s = hardware_times.all_gather_s(job.cluster, candidates.tensor, 1, carried)
         seconds = seconds + np.where(gathers, gather_s, 0.0)
     paired = np.where(candidates.schedule == SCHEDULES.index("dualpipev"), job.stack.overlap.paired, 0)
     exposed: Floats = np.asarray(seconds) * (1 - paired)
@@ -273,7 +272,7 @@ def data_terms(
         gradients_s = last_s + further_s
     if stack.data.add_bytes:
         elements = times(counts, holdings.dense) + times(counts, holdings.experts)
-        gradients_s = gradients_s + reductions * kernels.memory_bound_s(
+        gradients_s = gradients_s + reductions * hardware_times.memory_bound_s(
             job.profile, stack.data.add_bytes * elements
         )
     if stack.data.reduces_each_micro_batch:
@@ -311,18 +310,18 @@ def _weights_s(
             continue
         each = times(counts, elements) / pieces
         bytes_ = stack.data.reduce_bytes * each
-        gather = gather + pieces * collectives.all_gather_s(
+        gather = gather + pieces * hardware_times.all_gather_s(
             cluster, size, stride, stack.data.gather_bytes * each
         )
-        reduce_s = collectives.reduce_scatter_s(
+        reduce_s = hardware_times.reduce_scatter_s(
             cluster, size, stride, exchanged_bytes(job, candidates) * each
         )
         if not divided.all():
-            everyone = collectives.all_reduce_s(cluster, size * candidates.replicate, stride, bytes_)
+            everyone = hardware_times.all_reduce_s(cluster, size * candidates.replicate, stride, bytes_)
             reduce_s = np.where(divided, reduce_s, everyone)
         scatter = scatter + pieces * reduce_s
         if (candidates.replicate > 1).any():
-            replicas_s = collectives.all_reduce_s(
+            replicas_s = hardware_times.all_reduce_s(
                 cluster, candidates.replicate, inside, bytes_ / np.maximum(size, 1)
             )
             among = among + pieces * np.where(divided, replicas_s, 0.0)
@@ -336,13 +335,13 @@ def optimizer_s(
     optimizer = job.stack.states.optimizer
     if optimizer is None:
         elements = _updated(job, candidates, holdings, counts)
-        return np.asarray(kernels.memory_bound_s(job.profile, _ADAM_BYTES * elements))
+        return np.asarray(hardware_times.memory_bound_s(job.profile, _ADAM_BYTES * elements))
     moments = times(counts, holdings.moment_bytes_share)
     if optimizer.name == "adamw":
         moved = UPDATE_BYTES * _updated(job, candidates, holdings, counts) + 2 * moments
-        return np.asarray(kernels.memory_bound_s(job.profile, moved))
+        return np.asarray(hardware_times.memory_bound_s(job.profile, moved))
     # What an optimizer of matrices leaves to AdamW has fp32 moments: eight bytes an element.
-    rest_s = kernels.memory_bound_s(job.profile, (UPDATE_BYTES / 8 + 2) * moments)
+    rest_s = hardware_times.memory_bound_s(job.profile, (UPDATE_BYTES / 8 + 2) * moments)
     return np.asarray(rest_s + _owners_s(optimizer, job, candidates, counts))
 
 
@@ -358,13 +357,13 @@ def _owners_s(
     # Muon's iterations are in bf16 on every GPU, whatever precision.compute says (phalanx.train.optimizers.matrix_rules).
     narrow = optimizer.name == "muon" and job.cluster.accelerator.vendor != "any"
     formats = ("bf16", "fp32", "tf32") if narrow else ("fp32", "tf32", "bf16")
-    rate = kernels.sustained_flops(
+    rate = hardware_times.sustained_flops(
         job.profile, next(name for name in (*formats, *format_flops) if name in format_flops)
     )
     products = (owned.product_flops + owned.decomposition_flops) / rate
     ranks = candidates.dense_shard * candidates.tensor
-    way = collectives.all_to_all_s(job.cluster, ranks, 1, owned.crossing_bytes)
-    updates = kernels.memory_bound_s(job.profile, owned.moved_bytes)
+    way = hardware_times.all_to_all_s(job.cluster, ranks, 1, owned.crossing_bytes)
+    updates = hardware_times.memory_bound_s(job.profile, owned.moved_bytes)
     return np.asarray(updates + products + 2 * np.where(ranks > 1, way, 0.0))
 
 
@@ -389,7 +388,9 @@ def offload_waits(
         return np.zeros(1), np.zeros(1)
     forward, inputs, weights = (costs.of(costs.by_phase, kind, phase) for phase in range(3))
     again = costs.by_mode(costs.recompute_s, kind, candidates.recompute)
-    copy = kernels.host_copy_s(job.profile, costs.by_mode(costs.kept_bytes, kind, candidates.recompute))
+    copy = hardware_times.host_copy_s(
+        job.profile, costs.by_mode(costs.kept_bytes, kind, candidates.recompute)
+    )
     copy = copy * candidates.offload_activations
     accelerator = job.cluster.accelerator
     taken = min(1.0, accelerator.host_bytes_per_s.value / accelerator.memory_bytes_per_s.value)
@@ -402,7 +403,7 @@ def state_copy_s(
 ) -> Floats:
     """Seconds to fetch the optimizer's state from the host's memory for the update, and to put it back."""
     moved = sum(state.bytes for state in job.stack.states.kept if state.optimizer)
-    seconds = 2 * kernels.host_copy_s(job.profile, moved * _updated(job, candidates, holdings, counts))
+    seconds = 2 * hardware_times.host_copy_s(job.profile, moved * _updated(job, candidates, holdings, counts))
     return np.asarray(candidates.offload_optimizer * seconds)
 
 

@@ -15,15 +15,17 @@ import msgspec
 from phalanx.hardware.cluster import Cluster
 from phalanx.run.spec import RunSpec
 from phalanx_plan.evidence import EXACT, Band
-from phalanx_plan.whole_run.cost import (
+from phalanx_plan.whole_run.failures import CLASSES, DAY_S, FailureClass, RateLevel, classes_at_node_rate
+from phalanx_plan.whole_run.recovery import RecoveryMethod
+from phalanx_plan.whole_run.resources import (
     ELECTRICITY_USD_PER_KWH,
     GRID_KG_PER_KWH,
     STORAGE_USD_PER_GB_MONTH,
+    STORE_LATENCY_S,
+    STORE_REQUESTS_PER_S,
     Activity,
+    DataNeed,
 )
-from phalanx_plan.whole_run.data_reading import STORE_LATENCY_S, STORE_REQUESTS_PER_S, DataNeed
-from phalanx_plan.whole_run.failures import CLASSES, DAY_S, FailureClass, RateLevel, classes_at_node_rate
-from phalanx_plan.whole_run.recovery import RecoveryMethod
 
 
 class RunEstimateError(ValueError):

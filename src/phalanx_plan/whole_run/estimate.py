@@ -18,17 +18,6 @@ import numpy as np
 from phalanx.checkpoint.save.interval import daly_interval_s, optimal_interval_s, young_interval_s
 from phalanx.hardware.cluster import Fact
 from phalanx_plan.whole_run.assumptions import RunAssumptions, RunInputs
-from phalanx_plan.whole_run.cost import (
-    ELECTRICITY_USD_PER_KWH,
-    GRID_KG_PER_KWH,
-    J_PER_KWH,
-    STORAGE_USD_PER_GB_MONTH,
-    Energy,
-    RunCost,
-    cost,
-    energy,
-)
-from phalanx_plan.whole_run.data_reading import DataReading, data_reading, waiting_note
 from phalanx_plan.whole_run.failures import (
     CORRELATED_DOMAINS,
     DAY_S,
@@ -46,6 +35,19 @@ from phalanx_plan.whole_run.recovery import (
     host_bytes_per_node,
     recovery_phases,
     tiers,
+)
+from phalanx_plan.whole_run.resources import (
+    ELECTRICITY_USD_PER_KWH,
+    GRID_KG_PER_KWH,
+    J_PER_KWH,
+    STORAGE_USD_PER_GB_MONTH,
+    DataReading,
+    Energy,
+    RunCost,
+    cost,
+    data_reading,
+    energy,
+    waiting_note,
 )
 from phalanx_plan.workload.candidates import Floats
 

@@ -105,7 +105,7 @@ class ServePrinter:
 
 def make_key(file: Path, name: str, limits: str) -> None:
     """Add a new key's hash to ``file``, and print the key."""
-    from phalanx_serve.http.keys import KeyFileError, add_key, parse_limits
+    from phalanx_serve.http.admission import KeyFileError, add_key, parse_limits
 
     with explained(KeyFileError):
         click.echo(add_key(file, name, parse_limits(limits)))
@@ -118,8 +118,7 @@ def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
     """
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.wire.messages import WireError
-    from phalanx_serve.stages.door import address, read_token
-    from phalanx_serve.stages.stage_main import StageTask, join
+    from phalanx_serve.stages.door import StageTask, address, join, read_token
     from phalanx_serve.traffic.events import ServeError
 
     with explained(CheckpointError, ServeError, WireError, OSError):
@@ -173,9 +172,8 @@ def _start(options: ServeOptions, served: ServedRun, output: ServePrinter, sock:
     from phalanx.observe.record.notes import ServingNote
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
     from phalanx.run.peers import loopback_names
-    from phalanx_serve.http.admission import Limits
+    from phalanx_serve.http.admission import KeyFileError, Limits, read_keys
     from phalanx_serve.http.app import Gateway
-    from phalanx_serve.http.keys import KeyFileError, read_keys
     from phalanx_serve.http.server import serve, serving_of
     from phalanx_serve.served.of_run import served_folder
     from phalanx_serve.traffic.events import ServeError

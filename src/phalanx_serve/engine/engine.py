@@ -1,7 +1,7 @@
 """One worker's engine: each step schedules rows of the submitted requests, computes them and returns outputs.
 
 All requests of a step share the matrix products. Attention runs for each request over its own text
-(``phalanx_serve.kv_cache.layer_cache``). Exact numerics use portable kernels (``phalanx.hardware.portable``), whose
+(``phalanx_serve.kv_cache.memory``). Exact numerics use portable kernels (``phalanx.hardware.portable``), whose
 result for a row does not depend on the other rows of the step. So batching, chunked prefill, preemption and prefix
 caching change no token and no log-probability.
 """
@@ -31,18 +31,17 @@ from phalanx_serve.engine.model_runner import (
     require_supported,
 )
 from phalanx_serve.engine.sampler import SampledToken, SamplerOutput, require_sampling
-from phalanx_serve.kv_cache.layer_cache import Rule
 from phalanx_serve.kv_cache.manager import Batch, InFlightBatch, KVCacheManager, RunningText, build_batch
 from phalanx_serve.kv_cache.memory import (
     KVFormatName,
     PageBytes,
+    Rule,
     copy_bytes,
     kv_format,
     page_bytes,
     pages_within,
 )
 from phalanx_serve.numerics import Numerics, begin_exact, computing_on, numerics_id, require_device
-from phalanx_serve.traffic.block_table import PAGE
 from phalanx_serve.traffic.events import (
     Ended,
     EngineOutput,
@@ -53,7 +52,7 @@ from phalanx_serve.traffic.events import (
     ServeError,
     Token,
 )
-from phalanx_serve.traffic.scheduler import SchedulerOutput, schedule, youngest
+from phalanx_serve.traffic.scheduler import PAGE, SchedulerOutput, schedule, youngest
 
 
 @dataclass(frozen=True)
@@ -262,7 +261,7 @@ class Engine:
 
     @property
     def root(self) -> bytes:
-        """Root of the names of this engine's pages (``phalanx_serve.traffic.block_table.page_names``)."""
+        """Root of the names of this engine's pages (``phalanx_serve.traffic.scheduler.page_names``)."""
         return self._pages.root
 
     def read_page(self, name: bytes) -> bytes:

@@ -1,16 +1,32 @@
-"""Admission of requests: accept one now, or refuse it with a time to retry. A pure decision.
+"""Admission of requests: accept one now, or refuse it with a time to retry; and the keys of clients, with their rate limits.
 
 Texts wait for KV pages, and for the prompts before them. Both waits are predicted in seconds, from the throughput
-measured while the server was busy.
+measured while the server was busy. The decision is pure.
+
+Keys are salted hashes in a file that only its owner reads.
+They are 256 random bits, so one hash is enough: there is no dictionary to try. All lines are compared, each in constant time.
+A line is ``SALT:SHA-256 name=NAME requests=60 tokens=100000 concurrent=4``; what is left out is not limited.
+
+A bucket holds a minute's worth and is full at first, so that a client may send bursts but not more than its limit in the long run
+(the token bucket, RFC 2697). Admission takes the most tokens that a request may
+need, and the end of the request puts the unused ones back.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import math
-from dataclasses import dataclass
+import os
+import re
+import secrets
+import stat
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from phalanx_serve.http.protocol import RefusedError
-from phalanx_serve.traffic.block_table import PAGE
+from phalanx_serve.traffic.scheduler import PAGE
 
 # Admitted requests in flight, and their completion rate, which admission reads.
 #
@@ -201,3 +217,255 @@ def _seconds(amount: float, pace: float) -> float:
 
 def _whole_seconds(seconds: float) -> int:
     return max(1, min(_LONGEST_S, math.ceil(seconds)))
+
+
+# Keys of clients, and their limits.
+
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class KeyFileError(ValueError):
+    """The file of keys cannot be used; the message has the remedy."""
+
+
+@dataclass(frozen=True)
+class KeyLimits:
+    """Limits of one key; 0 limits nothing."""
+
+    requests: int = 0
+    """Requests per minute."""
+    tokens: int = 0
+    """Tokens per minute: those of prompts, and the requested new ones. Tokens that were not generated are put
+    back.
+    """
+    concurrent: int = 0
+    """Requests at a time."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A client's key. The server has only its hash."""
+
+    name: str
+    salt: str
+    digest: str
+    limits: KeyLimits = KeyLimits()
+
+
+class Keys:
+    """The keys that the server accepts."""
+
+    def __init__(self, keys: list[Key]) -> None:
+        self._keys = keys
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all keys."""
+        return {key.name for key in self._keys}
+
+    def find(self, key: str) -> Key | None:
+        """Return the entry of a client's ``key``, or None. All entries are compared, so that the time reveals nothing."""
+        match = None
+        for entry in self._keys:  # all of them, so that the time does not depend on the key
+            if hmac.compare_digest(_hash(entry.salt, key), entry.digest):
+                match = entry
+        return match
+
+
+def read_keys(file: Path) -> Keys:
+    """Read the keys in ``file``.
+
+    Raises KeyFileError for a file that others can read, a malformed line, a repeated name, or no key. Blank lines and
+    comments are skipped.
+    """
+    try:
+        mode = file.stat().st_mode
+        lines = file.read_text().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeyFileError(
+            f"{file}: cannot be read ({error}); make one with phalanx serve --new-key"
+        ) from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise KeyFileError(f"{file}: others can read or write it; chmod 600 {file}")
+    keys: dict[str, Key] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        key = _parsed(line, f"{file}, line {number}")
+        if key.name in keys:
+            raise KeyFileError(
+                f"{file}, line {number}: a second key of the name {key.name!r}; give each its own"
+            )
+        keys[key.name] = key
+    if not keys:
+        raise KeyFileError(f"{file}: has no key; make one with phalanx serve --new-key {file}")
+    return Keys(list(keys.values()))
+
+
+def add_key(file: Path, name: str = "", limits: KeyLimits | None = None) -> str:
+    """Make a key, append its hash to ``file``, and return the key, which is not stored.
+
+    Creates the file for its owner alone. Raises KeyFileError for a name that is malformed or taken.
+    """
+    if name and not _NAME.fullmatch(name):
+        raise KeyFileError(f"the key's name {name!r}: 1 to 64 letters, digits, dots, dashes or underscores")
+    if name and file.exists() and name in read_keys(file).names:
+        raise KeyFileError(f"{file} has a key of the name {name!r}; choose another")
+    key, salt = f"sk-{secrets.token_urlsafe(32)}", secrets.token_hex(16)
+    words = [f"{salt}:{_hash(salt, key)}"]
+    words += [f"name={name}"] if name else []
+    if limits is not None:
+        values = {field.name: getattr(limits, field.name) for field in fields(limits)}
+        words += [f"{field}={value}" for field, value in values.items() if value]
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(handle, "rb+") as out:
+        # An editor may have left the last line without its end.
+        ended = out.seek(0, os.SEEK_END) == 0 or os.pread(handle, 1, out.tell() - 1) == b"\n"
+        out.write(("" if ended else "\n").encode() + " ".join(words).encode() + b"\n")
+    return key
+
+
+def parse_limits(text: str) -> KeyLimits:
+    """Parse limits of the form ``requests=60,tokens=100000,concurrent=4``. Raises KeyFileError."""
+    return _limits(text.replace(",", " ").split(), "limits")
+
+
+def _parsed(line: str, where: str) -> Key:
+    """Parse a line that is not blank: ``SALT:SHA-256``, then ``name=NAME`` (made of the salt if absent) and limits in any order.
+
+    Raises KeyFileError, also for two names.
+    """
+    first, *words = line.split()
+    salt, _, digest = first.partition(":")
+    if len(digest) != 64:
+        raise KeyFileError(f"{where}: not SALT:SHA-256; make keys with phalanx serve --new-key")
+    named = [word for word in words if word.startswith("name=")]
+    name = named[0].removeprefix("name=") if named else f"key-{salt[:6]}"
+    if len(named) > 1 or not _NAME.fullmatch(name):
+        raise KeyFileError(f"{where}: one name=NAME of letters, digits, dots, dashes or underscores")
+    return Key(name, salt, digest, _limits([word for word in words if word not in named], where))
+
+
+def _limits(words: list[str], where: str) -> KeyLimits:
+    """Parse ``field=number`` words. Raises KeyFileError for an unknown or repeated field, or no positive number."""
+    names = [field.name for field in fields(KeyLimits)]
+    values: dict[str, int] = {}
+    for word in words:
+        field, _, value = word.partition("=")
+        if field not in names or field in values:
+            raise KeyFileError(f"{where}: {word!r}: one each of {', '.join(names)}, such as requests=60")
+        if not value.isdecimal() or int(value) < 1:
+            raise KeyFileError(f"{where}: {word!r}: a whole number above 0; leave {field} out for no limit")
+        values[field] = int(value)
+    return KeyLimits(**values)
+
+
+def _hash(salt: str, key: str) -> str:
+    return hashlib.sha256(f"{salt}:{key}".encode("utf-8", "surrogateescape")).hexdigest()
+
+
+# Rate limits: decisions on values alone.
+
+
+@dataclass
+class TokenBucket:
+    """Token bucket of one rate limit; ``limit`` is the refill per minute."""
+
+    limit: int
+    left: float
+    at: float
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Return the seconds until ``amount`` can be taken, which is at most ``limit``."""
+        self._fill(now)
+        # Rounding must not refuse a request that the bucket has just enough for.
+        lacking = amount - self.left
+        return 60 * lacking / self.limit if lacking > 1e-6 else 0.0
+
+    def take(self, amount: float, now: float) -> None:
+        """Take an amount. A negative amount is put back."""
+        self._fill(now)
+        self.left = min(float(self.limit), self.left - amount)
+
+    def _fill(self, now: float) -> None:
+        """Add what the time since the last call gives, up to the limit."""
+        self.left = min(float(self.limit), self.left + max(0.0, now - self.at) * self.limit / 60)
+        self.at = max(self.at, now)
+
+
+@dataclass
+class KeyUse:
+    """Requests of one key since the start, and its remaining limits."""
+
+    key: Key
+    requests: TokenBucket | None = None
+    tokens: TokenBucket | None = None
+    running: int = 0
+    admitted: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    """Refused requests, by limit."""
+
+    @classmethod
+    def of(cls, key: Key, now: float) -> KeyUse:
+        """Return the record of a key that has not been used."""
+
+        def full(limit: int) -> TokenBucket | None:
+            return TokenBucket(limit, float(limit), now) if limit else None
+
+        return cls(key, full(key.limits.requests), full(key.limits.tokens))
+
+    def begin(self, now: float) -> None:
+        """Take a request from the limits, before any work is done for it.
+
+        Raises RefusedError, which names the limit and the time. Counts it as running.
+        """
+        limits = self.key.limits
+        if limits.concurrent and self.running >= limits.concurrent:
+            raise self._over("concurrent", f"{limits.concurrent} requests at a time", 1)
+        self._take("requests", self.requests, 1, now)
+        self.running += 1
+        self.admitted += 1
+
+    def take_tokens(self, tokens: int, now: float) -> None:
+        """Take the most tokens that a request may need from the limits.
+
+        Raises RefusedError, which names the limit and the time. A request that would never fit is refused for good.
+        """
+        if self.tokens is not None and tokens > self.tokens.limit:
+            self.refused["tokens"] += 1
+            raise RefusedError(
+                f"the request may take {tokens} tokens, and the key {self.key.name!r} has {self.tokens.limit} in a minute: "
+                "shorten the prompt, or ask for fewer tokens",
+                "max_tokens",
+                code="request_exceeds_rate_limit",
+            )
+        self._take("tokens", self.tokens, tokens, now)
+
+    def _take(self, name: str, bucket: TokenBucket | None, amount: int, now: float) -> None:
+        """Take ``amount`` from a limit, if there is one. Raises RefusedError with the time to wait."""
+        if bucket is None:
+            return
+        if wait := bucket.wait_s(amount, now):
+            raise self._over(name, f"{bucket.limit} {name} in a minute", math.ceil(wait))
+        bucket.take(amount, now)
+
+    def ended(self, taken: int, prompt_tokens: int, generated_tokens: int, now: float) -> None:
+        """Record the end of a request that had reserved ``taken`` tokens; those not used are given back."""
+        self.running -= 1
+        self.prompt_tokens += prompt_tokens
+        self.generated_tokens += generated_tokens
+        if self.tokens is not None:
+            self.tokens.take(prompt_tokens + generated_tokens - taken, now)
+
+    def _over(self, limit: str, words: str, wait: int) -> RefusedError:
+        """Count a refusal by a limit, and return its error."""
+        self.refused[limit] += 1
+        return RefusedError(
+            f"the key {self.key.name!r} has {words}: retry in {wait} s",
+            status=429,
+            code="rate_limit_exceeded",
+            retry_after=wait,
+        )

@@ -20,9 +20,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx.run.peers import host_name
-from phalanx_serve.http.admission import AdmittedLoad, Demand, LengthLimit, Limits, retry_after
+from phalanx_serve.http.admission import AdmittedLoad, Demand, Keys, KeyUse, LengthLimit, Limits, retry_after
 from phalanx_serve.http.counts import CONTENT_TYPE, Counts
-from phalanx_serve.http.keys import Keys, KeyUse
 from phalanx_serve.http.protocol import Chat, Completion, RefusedError, read_body
 from phalanx_serve.http.request import GenerationRequest, detokenize, parse_request, tokenize
 from phalanx_serve.http.response import GenerationResponse, error_body

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 
-from phalanx_serve.http.keys import KeyUse
+from phalanx_serve.http.admission import KeyUse
 from phalanx_serve.http.worker import WorkerLoad
 
 __all__ = ["CONTENT_TYPE", "Counts"]

@@ -19,11 +19,18 @@ from phalanx.run.spec import ModelSpec
 from phalanx_serve.engine.drafts import DraftState
 from phalanx_serve.engine.model_runner import FarLayers
 from phalanx_serve.engine.sampler import SampledToken, SamplerOutput, SamplingRequest
-from phalanx_serve.kv_cache.layer_cache import RowSpan
-from phalanx_serve.kv_cache.memory import KVFormat, PageBox, PageBytes, PageMemory, PageShape, TextKV
-from phalanx_serve.traffic.block_table import PAGE, BlockTable, next_name, page_names, root_name
+from phalanx_serve.kv_cache.memory import KVFormat, PageBox, PageBytes, PageMemory, PageShape, RowSpan, TextKV
 from phalanx_serve.traffic.events import Request
-from phalanx_serve.traffic.scheduler import RequestProgress, ScheduledRows, SchedulerOutput
+from phalanx_serve.traffic.scheduler import (
+    PAGE,
+    BlockTable,
+    RequestProgress,
+    ScheduledRows,
+    SchedulerOutput,
+    next_name,
+    page_names,
+    root_name,
+)
 
 
 @dataclass(eq=False)

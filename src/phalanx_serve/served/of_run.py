@@ -46,8 +46,8 @@ from phalanx_serve.prompt import ModelText, read_model_text
 from phalanx_serve.served.opened import OpenedEngine, TurnsEngine, context_of, device_of, open_divided
 from phalanx_serve.served.served_run import ServedRun
 from phalanx_serve.stages.shares import tensor_digests
-from phalanx_serve.traffic.block_table import PAGE
 from phalanx_serve.traffic.events import DeviceMemoryError, PartLostError, ServeError
+from phalanx_serve.traffic.scheduler import PAGE
 from phalanx_serve.weights.budget import LIBRARIES, Computing, MemoryBudget, divide_budget, text_bytes
 from phalanx_serve.weights.open_model import (
     empty_model,

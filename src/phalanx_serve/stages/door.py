@@ -1,5 +1,8 @@
-"""Connection of a server's stages: processes started on its machine, or joined from others. Each proves that it
-knows the token.
+"""Connections between a server and its stages, from both sides. Each stage proves that it knows the token.
+
+Stages are processes that the server starts on its machine, or that join from others.
+``python -m phalanx_serve.stages.door`` is one that a server started. It reads the address and the token as JSON from standard input, so
+that neither command line nor environment shows them, and ends with the connection.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ import logging
 import math
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -19,19 +23,75 @@ from queue import SimpleQueue
 from threading import Thread
 
 import msgspec
+from msgspec import Struct
 
-from phalanx.hardware.local.network import join_address
-from phalanx.process.child import Child, describe_exit, end_all
+from phalanx.hardware.local.network import dial, join_address
+from phalanx.process.child import Child, describe_exit, die_with_parent, end_all
 from phalanx.run.peers import AddressError, read_host, read_port
 from phalanx.wire.messages import WireError
 from phalanx.wire.port import Doorway, Newcomer
 from phalanx_serve.stages import messages as m
 from phalanx_serve.stages.messages import PROOF_S, StageLink
-from phalanx_serve.stages.stage_main import StageTask
 from phalanx_serve.traffic.events import ServeError
 
+# The process of a stage.
+
+
+_WAIT_S = 600.0
+_AGAIN_S = 0.5
+
+
+class StageTask(Struct, frozen=True):
+    """Address, token and number of a stage process."""
+
+    host: str
+    port: int
+    token: str
+    number: int
+
+
+def main() -> None:
+    """Run the stage process by the task on standard input, until the server ends; exit with code 1 and a message for an error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command that serves
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=StageTask)
+    die_with_parent()
+    try:
+        reason = join(task, None)
+    except (WireError, OSError) as error:
+        reason = str(error) or type(error).__name__
+    if reason:
+        print(f"stage {task.number}: {reason}", file=sys.stderr, flush=True)
+    os._exit(1 if reason else 0)
+
+
+def join(task: StageTask, run_dir: Path | None) -> str:
+    """Run a stage of the server until the server ends. Return why that failed, or an empty string. Raises OSError
+    and WireError if there is no such server.
+    """
+    from phalanx_serve.stages.far_part import run_stage
+
+    with _connected(task.host, task.port) as connection:
+        link = StageLink(connection, task.token, "client", f"{task.host}:{task.port}")
+        return run_stage(link, task.number, os.getpid(), run_dir)
+
+
+def _connected(host: str, port: int) -> socket.socket:
+    """Connect to the server, which may start after its stages. Raises OSError; ConnectionRefusedError only after some seconds."""
+    end = time.monotonic() + _WAIT_S
+    while True:
+        try:
+            return dial(host, port, PROOF_S)
+        except ConnectionRefusedError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_AGAIN_S)
+
+
+# The server.
+
+
 BEGIN_S = 600.0
-_COMMAND = (sys.executable, "-P", "-m", "phalanx_serve.stages.stage_main")
+_COMMAND = (sys.executable, "-P", "-m", "phalanx_serve.stages.door")
 _LOOK_S = 0.05
 _MOST_PROVING = 64
 """Most connections that authenticate at a time; a further one closes the oldest."""
@@ -187,3 +247,7 @@ def opened_stages(links: Sequence[StageLink]) -> list[m.StageReady]:
             raise ServeError(f"stage {number} ({link.peer}) sent an unknown message")
         ready.append(message)
     return ready
+
+
+if __name__ == "__main__":
+    main()

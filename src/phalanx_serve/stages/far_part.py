@@ -16,8 +16,7 @@ from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec
 from phalanx.wire.messages import WireError
 from phalanx_serve.engine.model_runner import ModelRunner, RunnerOutput, require_supported
-from phalanx_serve.kv_cache.layer_cache import RowSpan, Rule
-from phalanx_serve.kv_cache.memory import PageMemory, TextKV, kv_format
+from phalanx_serve.kv_cache.memory import PageMemory, RowSpan, Rule, TextKV, kv_format
 from phalanx_serve.numerics import begin_exact, numerics_id
 from phalanx_serve.stages import messages as m
 from phalanx_serve.stages.far_layers import NearShare, bytes_of, tensor_of
@@ -30,8 +29,8 @@ from phalanx_serve.stages.shares import (
     restored_part,
     restored_share,
 )
-from phalanx_serve.traffic.block_table import PAGE
 from phalanx_serve.traffic.events import ServeError
+from phalanx_serve.traffic.scheduler import PAGE
 
 _log = logging.getLogger(__name__)
 

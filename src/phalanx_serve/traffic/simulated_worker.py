@@ -15,8 +15,8 @@ from typing import Protocol
 
 from phalanx.fleet.core.simulated_clock import SimulatedClock
 from phalanx_serve.traffic import events as e
-from phalanx_serve.traffic.block_table import Leases
 from phalanx_serve.traffic.events import Ended, EngineOutput, Outcome, PromptScored, Token
+from phalanx_serve.traffic.scheduler import Leases
 
 # Tokens of a simulated model.
 

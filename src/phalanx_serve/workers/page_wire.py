@@ -4,7 +4,7 @@ share.
 The order is: identity, an offer of names, digests and a place in memory, pages, done. Both sides prove that they know
 the service's token, with a purpose of its own, so a proof for one port is invalid at another. Messages are short
 (msgpack) and sealed. A reader that can open the offered memory (``SharedPages``) reads the pages there. Others
-request raw bytes, or have the pages written where their NIXL agent can read them (``over_nixl``). A sealed message
+request raw bytes, or have the pages written where their NIXL agent can read them (``nixl_client``). A sealed message
 then carries the SHA-256 of each page, so any change on the way is detected. Nothing is encrypted.
 
 The source writes the pages of a job into an anonymous file (memfd_create(2)) and seals it (fcntl(2), F_ADD_SEALS).
@@ -34,7 +34,7 @@ from msgspec import Meta, Struct, field
 
 from phalanx.wire.messages import MessageDecoder
 from phalanx_serve.traffic.events import WorkerIdentity
-from phalanx_serve.workers.over_nixl.agent import Address, NixlAgent
+from phalanx_serve.workers.nixl_agent import Address, NixlAgent
 
 # Shared memory.
 

@@ -16,9 +16,9 @@ from phalanx.wire.messages import WireError
 from phalanx.wire.stream import SealedStream, sealed_stream
 from phalanx_serve.traffic import dispatch
 from phalanx_serve.traffic import events as e
-from phalanx_serve.traffic.block_table import page_names
 from phalanx_serve.traffic.events import Ended, EngineOutput, Request
 from phalanx_serve.traffic.pools import Link, Pool, PoolSettings
+from phalanx_serve.traffic.scheduler import page_names
 from phalanx_serve.workers import messages as m
 
 _PROOF_S = 5.0

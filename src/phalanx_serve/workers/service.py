@@ -39,11 +39,10 @@ from phalanx_serve.served.opened import (
 from phalanx_serve.served.served_run import ServedRun
 from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Role, ServeError
 from phalanx_serve.weights.open_model import free_to_use, packed
-from phalanx_serve.workers.over_nixl.agent_process import require_installed
-from phalanx_serve.workers.page_client import PageWay
-from phalanx_serve.workers.processes import Seat, WorkerEnded, WorkerProcesses
+from phalanx_serve.workers.nixl_client import require_installed
+from phalanx_serve.workers.page_transfer import PageWay
 from phalanx_serve.workers.router import Peer, RequestRouter, RouterSettings, Watcher
-from phalanx_serve.workers.worker_main import WorkerTask
+from phalanx_serve.workers.worker_process import Seat, WorkerEnded, WorkerProcesses, WorkerTask
 
 # Client of the router: the worker processes behind the HTTP server's ``WorkerPort``.
 

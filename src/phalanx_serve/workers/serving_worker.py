@@ -22,7 +22,6 @@ from phalanx.wire.connection import SealedConnection
 from phalanx.wire.messages import WireError
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.http.worker import Streaming, explained
-from phalanx_serve.traffic.block_table import page_names
 from phalanx_serve.traffic.events import (
     DeviceMemoryError,
     Ended,
@@ -31,10 +30,10 @@ from phalanx_serve.traffic.events import (
     Request,
     WorkerIdentity,
 )
+from phalanx_serve.traffic.scheduler import page_names
 from phalanx_serve.workers import messages as m
-from phalanx_serve.workers.over_nixl.agent_process import AgentProcess
-from phalanx_serve.workers.page_client import PageWay, Pulled, Way, pull
-from phalanx_serve.workers.page_server import OfferedPages
+from phalanx_serve.workers.nixl_client import AgentProcess
+from phalanx_serve.workers.page_transfer import OfferedPages, PageWay, Pulled, Way, pull
 
 _log = logging.getLogger(__name__)
 BEAT_S = 0.5

@@ -48,12 +48,18 @@ from phalanx_watch.page.http import (
 )
 from phalanx_watch.page.live import LiveUpdates
 from phalanx_watch.page.runs import PageRuns, RunPlace, StoredSeries, default_folder
-from phalanx_watch.page.view_curves import compare_view, curves_view
+from phalanx_watch.page.view_curves import compare_view, curves_view, layers_view
 from phalanx_watch.page.view_fleet import fleet_view, goodput_view
-from phalanx_watch.page.view_layers import layers_view
-from phalanx_watch.page.view_list import runs_view, settings_view
 from phalanx_watch.page.view_ranks import profile_view, profiles_view, rank_view, ranks_view, trace_file
-from phalanx_watch.page.view_run import checkpoints_view, logs_view, samples_view, summary, why_view
+from phalanx_watch.page.view_run import (
+    checkpoints_view,
+    logs_view,
+    runs_view,
+    samples_view,
+    settings_view,
+    summary,
+    why_view,
+)
 from phalanx_watch.runs.index import RunIndex, found_in
 
 # Responses to simultaneous requests are computed once: fifty open pages of one run cost little more than one.

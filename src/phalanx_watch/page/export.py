@@ -32,9 +32,8 @@ import msgspec
 from phalanx.run.directory.files import write_atomically
 from phalanx_watch.page.http import PageRequestError, Parameters, json_bytes
 from phalanx_watch.page.runs import PageRuns, RunPlace
-from phalanx_watch.page.view_curves import AXES, curves_view
+from phalanx_watch.page.view_curves import AXES, curves_view, exported_figures, layers_view
 from phalanx_watch.page.view_fleet import fleet_view, goodput_view
-from phalanx_watch.page.view_layers import exported_figures, layers_view
 from phalanx_watch.page.view_ranks import (
     HEAT_COLUMNS,
     heat_table,

@@ -1,6 +1,8 @@
-"""Views of one run: ``/api/run/ID`` and below it ``/why``, ``/checkpoints`` and ``/logs``.
+"""Views of the list of runs (``/api/runs``, and ``/api/settings``, in which settings these differ) and of one run: ``/api/run/ID`` and
+below it ``/why``, ``/checkpoints`` and ``/logs``.
 
-The summary has the run's row, its starts, its origin, and the views that have content. Checkpoints are described from
+A filter of the list has the conditions of ``phalanx runs list --where``, with "and" between them.
+The summary of a run has its row, its starts, its origin, and the views that have content. Checkpoints are described from
 their indexes; no tensor is read. Log lines are merged by time, filtered, and grouped if many processes log the same
 line.
 """
@@ -11,7 +13,9 @@ import os
 import re
 import time
 import tomllib
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 
 from msgspec import UNSET, structs, to_builtins
@@ -33,11 +37,15 @@ from phalanx.observe.logs.read_lines import (
     told_failure,
 )
 from phalanx.observe.record.notes import read_serving
+from phalanx.observe.sinks import Setting, hyperparameters
 from phalanx.run.directory.files import files_below, open_regular
 from phalanx.run.directory.lineage import read_lineage
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory, read_small_json, step_folder
+from phalanx.run.identity import all_fields
+from phalanx.run.spec import RunSpec
 from phalanx_watch.page.http import PageRequestError, Parameters
-from phalanx_watch.page.runs import PageRuns, RunPlace
+from phalanx_watch.page.runs import MOST_RUNS, PageRuns, RunPlace
+from phalanx_watch.runs.index import RunRow, SelectionError, read_conditions, selected
 from phalanx_watch.series.run_series import RunSeries
 from phalanx_watch.why.reasons import reasons
 
@@ -358,3 +366,80 @@ def _said(line: LogLine) -> dict[str, object]:
     shortened = structs.replace(line, text=text, goes_on=UNSET)
     facts: dict[str, object] = to_builtins(shortened)
     return facts
+
+
+# The list of runs.
+
+
+_MOST_COMPARED = 500
+"""Runs whose run files are read for one view, the newest ones."""
+_MOST_NAMES = 64
+_NO_SETTING = ("name", "run_dir")
+"""Fields that have columns of their own in a list."""
+_OWNERS = ("run", "layout", "fleet")
+
+
+def runs_view(runs: PageRuns, parameters: Parameters) -> dict[str, object]:
+    """Return the rows of the runs that the filter ``where`` selects, and the number of all."""
+    rows, total = _rows(runs, parameters)
+    return {
+        "folders": [str(folder) for folder in runs.folders],
+        "runs": [asdict(row) for row in rows],
+        "total": total,
+    }
+
+
+def settings_view(runs: PageRuns, parameters: Parameters) -> dict[str, object]:
+    """Return the settings that differ between the newest runs of the filter, and the values of these and of ``names``.
+
+    ``differ`` lists the settings that belong to the run first, lists after single values. ``all`` lists the others that there are.
+    """
+    rows, _ = _rows(runs, parameters)
+    compared = sorted(rows, key=lambda row: row.updated or 0.0, reverse=True)[:_MOST_COMPARED]
+    tables = {row.id: _settings(Path(row.path)) for row in compared}
+    paths = dict.fromkeys(path for table in tables.values() for path in table if path not in _NO_SETTING)
+    values = {path: {run: table.get(path) for run, table in tables.items()} for path in paths}
+    differ = sorted((path for path in paths if len(set(map(str, values[path].values()))) > 1), key=_place)
+    shown = dict.fromkeys((*differ[:_MOST_NAMES], *parameters.names("names", most=_MOST_NAMES)))
+    return {
+        "differ": differ,
+        "all": sorted(set(paths) - set(differ)),
+        "values": {path: values[path] for path in shown if path in values},
+        "left_out": len(rows) - len(compared),
+    }
+
+
+def _rows(runs: PageRuns, parameters: Parameters) -> tuple[list[RunRow], int]:
+    """Return the runs that pass the filter ``where``, at most ``MOST_RUNS``, and the number of all. Raises ``PageRequestError``."""
+    rows = runs.rows()
+    try:
+        return selected(rows, read_conditions(parameters.text("where")), ())[:MOST_RUNS], len(rows)
+    except SelectionError as error:
+        raise PageRequestError(f"where: {error}") from None
+
+
+def _settings(run_dir: Path) -> Mapping[str, Setting]:
+    """Return the settings of a run's resolved run file by path, without secrets; empty if it cannot be read. Cached until the file
+    changes."""
+    try:
+        status = RunDirectory(run_dir).run_file.stat()
+    except OSError:
+        return {}
+    return _settings_at(run_dir, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=4 * _MOST_COMPARED)
+def _settings_at(run_dir: Path, _changed_ns: int, _size: int) -> Mapping[str, Setting]:
+    return hyperparameters(run_dir)
+
+
+@lru_cache(maxsize=1)
+def _defaults() -> dict[str, tuple[object, str]]:
+    """Return the default and the owner of each field, by its path."""
+    return dict(all_fields(RunSpec()))
+
+
+def _place(path: str) -> tuple[int, bool, str]:
+    # Lists come after the settings with one value: they are too long for a column, and no axis of a sweep.
+    default, owner = _defaults().get(path, (None, "run"))
+    return _OWNERS.index(owner), isinstance(default, tuple), path

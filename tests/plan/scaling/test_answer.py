@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.read import read_run
 from phalanx_plan.cli.plan_command import command
-from phalanx_plan.scaling.shapes import MODEL_KINDS, run_of_shape, shape_of
+from phalanx_plan.scaling.answer import run_of_shape
+from phalanx_plan.scaling.optimum import MODEL_KINDS, shape_of
 
 
 def plan(*arguments: str) -> Result:

@@ -18,11 +18,11 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_plan.whole_run.assumptions import RunAssumptions, RunInputs
-from phalanx_plan.whole_run.cost import J_PER_KWH, cost, energy
 from phalanx_plan.whole_run.estimate import estimate_run
 from phalanx_plan.whole_run.failures import FailureClass, failures_per_s, mtti_s
 from phalanx_plan.whole_run.goodput import RecoveryPhase, Risk, breakdown
 from phalanx_plan.whole_run.recovery import tiers
+from phalanx_plan.whole_run.resources import J_PER_KWH, cost, energy
 
 DOC = Path(__file__).parents[3] / "docs" / "evidence" / "planner-articles.md"
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from phalanx.hardware.catalog import cluster
 from phalanx.hardware.cluster import Cluster, FabricLevel, with_value
-from phalanx_plan.step_cost.collectives import (
+from phalanx_plan.step_cost.hardware_times import (
     all_gather_s,
     all_reduce_s,
     all_to_all_s,

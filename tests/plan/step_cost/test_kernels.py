@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from phalanx.hardware.catalog import accelerator, accelerators
 from phalanx.hardware.cluster import Accelerator, Fact, HardwareError
 from phalanx.hardware.profile import Profile, profile_of
-from phalanx_plan.step_cost.kernels import (
+from phalanx_plan.step_cost.hardware_times import (
     attention_s,
     fitted_format,
     grouped_matmul_s,

@@ -14,7 +14,7 @@ from phalanx.hardware.cluster import Cluster, Fact
 from phalanx.hardware.profile import profile_of
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec
-from phalanx_plan.step_cost import kernels
+from phalanx_plan.step_cost import hardware_times
 from phalanx_plan.step_cost.estimate import estimate, prepare
 from phalanx_plan.step_cost.memory import total
 from phalanx_plan.step_cost.step_time import scale_tax
@@ -56,7 +56,7 @@ def test_the_closed_form_is_near_the_exact_schedule_and_no_term_is_negative(name
 
 def test_products_of_a_small_gpt_are_three_for_each_of_its_matrices() -> None:
     mine, tokens, width, depth, vocab = small_gpt(), 128, 256, 4, 512
-    matmul_s = partial(kernels.matmul_s, mine.profile, "bf16")
+    matmul_s = partial(hardware_times.matmul_s, mine.profile, "bf16")
 
     def matrix_s(columns: int, inner: int) -> float:
         """Forward, gradient of the input, and gradient of the weights, which is added to a sum in fp32."""

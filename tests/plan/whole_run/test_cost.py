@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_plan.whole_run.cost import MONTH_S, CostError, cost
+from phalanx_plan.whole_run.resources import MONTH_S, CostError, cost
 
 HOUR_S = 3600.0
 

@@ -15,14 +15,14 @@ from phalanx.data.reading import cached_shard
 from phalanx.data.stored.shard_writer import BLOCK_BYTES as STORED_BLOCK_BYTES
 from phalanx_plan.cli.plan_command import command
 from phalanx_plan.whole_run.assumptions import RunAssumptions, RunEstimateError, RunInputs, assumed
-from phalanx_plan.whole_run.data_reading import (
+from phalanx_plan.whole_run.estimate import estimate_run
+from phalanx_plan.whole_run.resources import (
     BLOCK_BYTES,
     REQUESTS_AT_ONCE,
     DataNeed,
     data_reading,
     stored_sample_bytes,
 )
-from phalanx_plan.whole_run.estimate import estimate_run
 
 TRILLION = DataNeed(samples=512, sample_bytes=stored_sample_bytes(8192, 128_000), remote=True)
 RATES = st.floats(0.1, 1e9)

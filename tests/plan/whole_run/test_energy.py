@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from example_clusters import H100, fact, h100s
-from phalanx_plan.whole_run.cost import DRAW, GRID_KG_PER_KWH, EnergyError, accelerator_power_w, energy
+from phalanx_plan.whole_run.resources import DRAW, GRID_KG_PER_KWH, EnergyError, accelerator_power_w, energy
 
 HOUR_S = 3600.0
 COMPUTE = {"compute": 1.0}

@@ -21,7 +21,7 @@ from phalanx.run.spec import (
     TrainSpec,
 )
 from phalanx_plan.step_cost import memory
-from phalanx_plan.step_cost.rank_places import place_table
+from phalanx_plan.step_cost.pipeline import place_table
 from phalanx_plan.workload import stacks
 from phalanx_plan.workload.holdings import holdings, places
 from plan.jobs import job, one

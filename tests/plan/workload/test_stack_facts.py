@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.run.layout import Layout
-from phalanx_plan.step_cost import kernels
+from phalanx_plan.step_cost import hardware_times
 from phalanx_plan.step_cost.estimate import Estimate, estimate
 from phalanx_plan.workload.candidates import PlannedLayout, Recompute
 from phalanx_plan.workload.software import MEGATRON, MEGATRON_2022
@@ -168,16 +168,16 @@ def test_operands_of_eight_bits_are_cast_and_gathered_in_eight_bits() -> None:
 @given(rows=st.integers(128, 8192), columns=st.integers(256, 8192), inner=st.integers(128, 8192))
 def test_adding_to_a_sum_is_never_faster_than_writing_it(rows: int, columns: int, inner: int) -> None:
     profile = job().profile
-    written = kernels.matmul_s(profile, "bf16", rows, columns, inner)
-    added = kernels.matmul_s(profile, "bf16", rows, columns, inner, result_bytes=8)
+    written = hardware_times.matmul_s(profile, "bf16", rows, columns, inner)
+    added = hardware_times.matmul_s(profile, "bf16", rows, columns, inner, result_bytes=8)
     assert added >= written
 
 
 @given(groups=st.integers(1, 64), streams=st.integers(1, 8))
 def test_experts_on_streams_start_one_after_the_other(groups: int, streams: int) -> None:
     profile = job().profile
-    at_once = kernels.grouped_matmul_s(profile, "bf16", groups, 512, 1024, 1024)
-    in_turn = kernels.grouped_matmul_s(profile, "bf16", groups, 512, 1024, 1024, streams=streams)
+    at_once = hardware_times.grouped_matmul_s(profile, "bf16", groups, 512, 1024, 1024)
+    in_turn = hardware_times.grouped_matmul_s(profile, "bf16", groups, 512, 1024, 1024, streams=streams)
     launch = profile.constants.matmul["bf16"].launch_s
     assert in_turn - at_once == pytest.approx(launch * (max(groups / streams, 1) - 1), abs=1e-12)
 

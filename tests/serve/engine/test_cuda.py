@@ -14,7 +14,6 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.numerics import computing_on
-from phalanx_serve.traffic.block_table import page_names
 from phalanx_serve.traffic.events import (
     DeviceMemoryError,
     EngineOutput,
@@ -24,6 +23,7 @@ from phalanx_serve.traffic.events import (
     ServeError,
     Token,
 )
+from phalanx_serve.traffic.scheduler import page_names
 from serve.engine.test_engine import KINDS, prompt, run
 
 pytestmark = [

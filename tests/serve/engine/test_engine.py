@@ -18,7 +18,6 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
 from phalanx.train.step.loss import log_probabilities
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.traffic.block_table import page_names
 from phalanx_serve.traffic.events import (
     Ended,
     EngineOutput,
@@ -29,6 +28,7 @@ from phalanx_serve.traffic.events import (
     ServeError,
     Token,
 )
+from phalanx_serve.traffic.scheduler import page_names
 
 pytestmark = pytest.mark.usefixtures("portable_kernels")
 SEQUENCE = 192

@@ -18,8 +18,8 @@ from phalanx.data.chat.template import ChatTemplate
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, train_bpe
 from phalanx.run.peers import loopback_names
 from phalanx_serve.cli.serve_command import command
+from phalanx_serve.http.admission import add_key, parse_limits, read_keys
 from phalanx_serve.http.app import Gateway, application
-from phalanx_serve.http.keys import add_key, parse_limits, read_keys
 from phalanx_serve.http.worker import ModelIdentity, WorkerLoad
 from phalanx_serve.prompt import ModelText
 from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Token

@@ -16,8 +16,8 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.kv_cache.memory import kv_format
-from phalanx_serve.traffic.block_table import page_names
 from phalanx_serve.traffic.events import ServeError
+from phalanx_serve.traffic.scheduler import page_names
 from serve.engine.test_engine import DENSE, asked, built, engine, logprobs_of, prompt, run
 
 WIDE = replace(DENSE, heads=2, kv_heads=1, head_dim=32)

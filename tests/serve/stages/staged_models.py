@@ -13,7 +13,7 @@ from phalanx.run.spec import ModelSpec
 from phalanx_serve.served.of_run import open_engine
 from phalanx_serve.served.opened import OpenedEngine
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.stages.stage_main import StageTask, join
+from phalanx_serve.stages.door import StageTask, join
 from serve.packed_runs import DENSE, LATENT, MIXTURE
 
 TOKEN = "a token that nobody else has"

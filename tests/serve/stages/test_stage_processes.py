@@ -68,7 +68,7 @@ def stages_of(pid: int) -> list[int]:
     for child in children(pid):
         with suppress(OSError):  # a process that has ended since it was listed
             name = Path(f"/proc/{child}/cmdline").read_bytes()
-            stages += [child] if b"stage_main" in name else stages_of(child)
+            stages += [child] if b"stages.door" in name else stages_of(child)
     return stages
 
 

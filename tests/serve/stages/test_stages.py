@@ -22,7 +22,6 @@ from phalanx_serve.served.of_run import open_engine
 from phalanx_serve.served.opened import OpenedEngine
 from phalanx_serve.stages import far_part
 from phalanx_serve.stages.shares import Share, divided, restored_part, restored_share
-from phalanx_serve.traffic.block_table import page_names
 from phalanx_serve.traffic.events import (
     EngineOutput,
     PartLostError,
@@ -31,8 +30,8 @@ from phalanx_serve.traffic.events import (
     ServeError,
     WorkerIdentity,
 )
-from phalanx_serve.workers.page_client import pull
-from phalanx_serve.workers.page_server import OfferedPages, PageServer
+from phalanx_serve.traffic.scheduler import page_names
+from phalanx_serve.workers.page_transfer import OfferedPages, PageServer, pull
 from serve.packed_runs import DENSE, make_run
 from serve.stages.staged_models import KINDS, TOKEN, served, shared, staged
 

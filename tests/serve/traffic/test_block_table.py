@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from phalanx_serve.traffic.block_table import PAGE, BlockTable, next_name, page_names, root_name
+from phalanx_serve.traffic.scheduler import PAGE, BlockTable, next_name, page_names, root_name
 
 ROOT = root_name("weights", "numerics")
 COUNT = 6

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from phalanx.wire import port
 from phalanx_serve.traffic.events import WorkerIdentity
-from phalanx_serve.workers import page_client, page_server
-from phalanx_serve.workers.page_client import Pulled, Way, pull
-from phalanx_serve.workers.page_server import UNLEASED, OfferedPages, PageServer
+from phalanx_serve.workers import page_transfer
+from phalanx_serve.workers.page_transfer import UNLEASED, OfferedPages, PageServer, Pulled, Way, pull
 from phalanx_serve.workers.page_wire import SharedMemoryPlace, SharedPages, opened
 from serve.workers.services import until
 
@@ -86,10 +85,13 @@ def test_a_damaged_page_and_all_behind_it_are_left_to_be_computed(
     way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "fast_digest" if way == "memory" else "digest"
-    real = getattr(page_server, name)
-    monkeypatch.setattr(
-        page_server, name, lambda page: real(page)[::-1] if page == PAGES[NAMES[2]] else real(page)
-    )
+    real, wrong = getattr(page_transfer, name), iter([True])
+
+    def source_is_wrong(page: bytes | memoryview) -> bytes:
+        """The source hashes a page before its reader does."""
+        return real(page)[::-1] if page == PAGES[NAMES[2]] and next(wrong, False) else real(page)
+
+    monkeypatch.setattr(page_transfer, name, source_is_wrong)
     with serving(offered()) as server:
         got = asked(server, way)
     assert tuple(got.pages) == NAMES[:2]
@@ -125,7 +127,7 @@ def test_a_lease_that_ends_while_pages_are_read_leaves_them_to_the_reader(
         gc.collect()
         return opened(place, nbytes)
 
-    monkeypatch.setattr(page_client, "opened", late)
+    monkeypatch.setattr(page_transfer, "opened", late)
     with serving(pages) as server:
         got = asked(server, way)
     pages.forget()
@@ -196,10 +198,10 @@ def test_memory_is_the_way_where_it_can_be_and_a_socket_where_it_cannot(
     elsewhere = offered()
     with serving(elsewhere) as server:
         # As in another container, where a number is that of another process.
-        monkeypatch.setattr(page_client, "opened", lambda place, n: opened(_of_parent(place), n))
+        monkeypatch.setattr(page_transfer, "opened", lambda place, n: opened(_of_parent(place), n))
         got = asked(server)
         assert got.unreached
-        monkeypatch.setattr(page_client, "this_machine", lambda: "another")
+        monkeypatch.setattr(page_transfer, "this_machine", lambda: "another")
         assert asked(server).unreached == ""  # nothing to be told: there is no shared memory between machines
     assert (got.pages, got.way, got.failure) == (PAGES, "socket", "")
 
@@ -271,7 +273,7 @@ def _is_page_file(descriptor: str) -> bool:
 
 SOURCE = """
 import sys
-from phalanx_serve.workers.page_server import OfferedPages, PageServer
+from phalanx_serve.workers.page_transfer import OfferedPages, PageServer
 from phalanx_serve.traffic.events import WorkerIdentity
 pages = OfferedPages()
 pages.offer(7, {bytes([number]) * 16: bytes([number]) * 10_000 for number in range(4)})
@@ -294,7 +296,7 @@ def test_a_source_that_is_killed_takes_nothing_from_its_readers_and_leaves_nothi
             source.wait()
             return memory
 
-        monkeypatch.setattr(page_client, "opened", opened_last)
+        monkeypatch.setattr(page_transfer, "opened", opened_last)
         assert source.stdout is not None
         port = int(source.stdout.readline())
         got = pull("127.0.0.1", port, "token", IDENTITY, 7, NAMES, only="memory")

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from phalanx.process.restarts import RestartPolicy
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.workers.processes import WorkerEnded, WorkerProcesses
-from phalanx_serve.workers.worker_main import WorkerTask
+from phalanx_serve.workers.worker_process import WorkerEnded, WorkerProcesses, WorkerTask
 
 TASK = WorkerTask("127.0.0.1", 1, "token", 0, "both", ServedRun("run", 1, "float32", None, 1, 64, "exact"))
 

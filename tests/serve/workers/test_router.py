@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -39,10 +40,9 @@ from phalanx_serve.traffic.events import (
     WorkerIdentity,
 )
 from phalanx_serve.workers import messages as m
-from phalanx_serve.workers import page_client, serving_worker
+from phalanx_serve.workers import page_transfer, serving_worker
 from phalanx_serve.workers import router as router_module
-from phalanx_serve.workers.page_client import PageWay, Way, pull
-from phalanx_serve.workers.page_server import PageServer
+from phalanx_serve.workers.page_transfer import PageServer, PageWay, Way, pull
 from phalanx_serve.workers.router import Peer, RequestRouter, RouterSettings, Watcher
 from phalanx_serve.workers.serving_worker import ServingWorker
 
@@ -292,9 +292,10 @@ def test_a_decode_worker_pulls_the_pages_of_a_prompt_or_computes_them_and_the_te
         raise PermissionError("another user's")
 
     if trouble == "unreachable":
-        monkeypatch.setattr(page_client, "opened", elsewhere)
+        monkeypatch.setattr(page_transfer, "opened", elsewhere)
     elif trouble == "damaged":
-        monkeypatch.setattr(page_client, "fast_digest", lambda _: b"another")
+        digests = map(str.encode, map(str, count()))  # the reader's is never the source's
+        monkeypatch.setattr(page_transfer, "fast_digest", lambda _: next(digests))
     model = built()
     (request,) = [request for request in requests() if len(request.prompt) == 260]
     asked = [request, structs.replace(request, id="backwards", prompt=request.prompt[::-1])]

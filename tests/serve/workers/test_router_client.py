@@ -9,9 +9,9 @@ import pytest
 from phalanx.wire.messages import encode
 from phalanx_serve.http.worker import Streaming
 from phalanx_serve.workers import messages as m
-from phalanx_serve.workers.processes import WorkerEnded
 from phalanx_serve.workers.router import RequestRouter, RouterSettings, Watcher
 from phalanx_serve.workers.service import Notice, RouterClient
+from phalanx_serve.workers.worker_process import WorkerEnded
 
 
 @pytest.mark.parametrize("link_first", [True, False])

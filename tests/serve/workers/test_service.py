@@ -12,9 +12,8 @@ from checkpoint.saved_models import save_models
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx_serve.served.served_run import ServedRun
 from phalanx_serve.traffic.events import Role, ServeError
-from phalanx_serve.workers import service
-from phalanx_serve.workers.over_nixl import agent_process
-from phalanx_serve.workers.page_client import PageWay
+from phalanx_serve.workers import nixl_client, service
+from phalanx_serve.workers.page_transfer import PageWay
 from phalanx_serve.workers.service import ServiceConfig, WorkerDivision
 from serve.packed_runs import DENSE, make_run, random_model
 
@@ -98,7 +97,7 @@ def test_drafts_of_a_run_that_is_streamed_are_refused_before_it_is_packed(
 def test_pages_over_nixl_are_refused_where_it_is_not_installed_before_anything_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agent_process, "find_spec", lambda _: None)
+    monkeypatch.setattr(nixl_client, "find_spec", lambda _: None)
     served = ServedRun("nowhere", None, "float32", None, 1 << 20, 64, "exact")
     with pytest.raises(ServeError, match=r"--pages nixl needs the package nixl.*phalanx-train\[nixl\]"):
         started(served, monkeypatch, ("both", "both"), pages="nixl")
@@ -108,7 +107,7 @@ def test_pages_over_nixl_are_refused_where_it_is_not_installed_before_anything_i
 def test_all_workers_take_pages_in_the_way_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: PageWay
 ) -> None:
-    monkeypatch.setattr(agent_process, "find_spec", lambda name: name)
+    monkeypatch.setattr(nixl_client, "find_spec", lambda name: name)
     served = ServedRun(str(make_run(tmp_path / "run", DENSE)), None, "float32", None, 1 << 20, 64, "exact")
     found = started(served, monkeypatch, ("prefill", "decode"), pages=pages)
     assert [found.task_of(role).pages for role in found.roles] == [pages, pages]

@@ -30,7 +30,7 @@ from phalanx.train.measure.calibrate import (
     product_sizes,
 )
 from phalanx_plan.fit_profile import CalibrationOrigin, fit_profile, to_tables
-from phalanx_plan.step_cost.kernels import matmul_s
+from phalanx_plan.step_cost.hardware_times import matmul_s
 
 QUICK = Settings(torch.device("cpu"), "cpu", quick=True)
 ORIGIN = CalibrationOrigin("a test", "2026-01", "none")

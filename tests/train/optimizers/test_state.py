@@ -25,7 +25,7 @@ from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, OptimizerSpec, Paralle
 from phalanx.train.compose import make_optimizer
 from phalanx.train.optimizers.matrix_optimizer import matrices_of, owners_of
 from phalanx_plan.step_cost import memory
-from phalanx_plan.step_cost.rank_places import place_table
+from phalanx_plan.step_cost.pipeline import place_table
 from phalanx_plan.workload import stacks
 from phalanx_plan.workload.holdings import holdings
 from plan.jobs import job, one

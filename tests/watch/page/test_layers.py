@@ -15,7 +15,7 @@ from phalanx_watch.page.app import application
 from phalanx_watch.page.export import export_run
 from phalanx_watch.page.http import access_for
 from phalanx_watch.page.runs import PageRuns
-from phalanx_watch.page.view_layers import MOST_STEPS
+from phalanx_watch.page.view_curves import MOST_STEPS
 from phalanx_watch.runs.row import run_id
 from recorded_runs import RecordedRun
 from watch.made_runs import crashed, write_events

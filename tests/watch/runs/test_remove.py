@@ -9,8 +9,7 @@ import pytest
 
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.train.start.open_run import take_lock
-from phalanx_watch.runs.index import RunIndex
-from phalanx_watch.runs.remove import removal, remove
+from phalanx_watch.runs.index import RunIndex, removal, remove
 from watch.runs.some_runs import make_run
 
 

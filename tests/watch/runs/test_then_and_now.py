@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from phalanx_watch.runs.then_and_now import Changed, RunEnvironment, changes, parse_packages, requirements
+from phalanx_watch.runs.reproduce import Changed, RunEnvironment, changes, parse_packages, requirements
 
 THEN = RunEnvironment(
     code={"version": "0.1.0", "git_commit": "c0ffee", "git_dirty": True, "patch_sha256": "ab" * 32},

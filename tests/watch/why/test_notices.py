@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx_watch.cli import why_command
-from phalanx_watch.why.notices import NoticeCommand
+from phalanx_watch.cli.why_command import NoticeCommand
 from phalanx_watch.why.observed import Reason
 from watch.why.test_ends_and_divergence import VOCABULARY
 from watch.why.watched import Watched, steps

@@ -15,7 +15,7 @@ from phalanx.observe.record.records import usable_cores
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
 from phalanx_watch.runs.recorded import RunRecording, read_recorded
-from phalanx_watch.runs.then_and_now import Changed, changes, now, then
+from phalanx_watch.runs.reproduce import Changed, changes, now, then
 
 _LONGEST = 100
 _MOST_RANKS = 8

@@ -21,16 +21,18 @@ from phalanx.run.fields import POSITIVE
 from phalanx_watch.cli.runs.show import compare_command, show_command
 from phalanx_watch.runs.index import (
     HEADINGS,
+    Removal,
     RunIndex,
     SelectionError,
     checked_name,
     is_run,
     ordered,
     read_conditions,
+    removal,
+    remove,
     selected,
     value_of,
 )
-from phalanx_watch.runs.remove import Removal, removal, remove
 from phalanx_watch.runs.row import LabelError, RunLabels, RunRow, read_labels, write_labels
 
 # ``phalanx runs list``: the runs in folders, how far each is, and which goes on from which.

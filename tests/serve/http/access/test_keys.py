@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_serve.http.keys import Key, KeyFileError, KeyLimits, KeyUse, add_key, parse_limits, read_keys
+from phalanx_serve.http.admission import (
+    Key,
+    KeyFileError,
+    KeyLimits,
+    KeyUse,
+    add_key,
+    parse_limits,
+    read_keys,
+)
 from phalanx_serve.http.protocol import RefusedError
 
 

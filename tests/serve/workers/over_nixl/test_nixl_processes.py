@@ -74,7 +74,7 @@ def agent_of(pid: int) -> int:
                 words = Path(f"/proc/{one}/cmdline").read_bytes()
             except OSError:
                 continue
-            if parent == pid and b"agent_main" in words:
+            if parent == pid and b"nixl_agent" in words:
                 return int(one)
     return 0
 

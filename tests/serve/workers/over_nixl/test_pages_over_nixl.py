@@ -13,10 +13,9 @@ from importlib.util import find_spec
 import pytest
 
 from phalanx_serve.traffic.events import WorkerIdentity
-from phalanx_serve.workers.over_nixl.agent import NixlAgent
-from phalanx_serve.workers.over_nixl.agent_process import AgentProcess, Laying, StagingRange
-from phalanx_serve.workers.page_client import Pulled, pull
-from phalanx_serve.workers.page_server import OfferedPages, PageServer
+from phalanx_serve.workers.nixl_agent import NixlAgent
+from phalanx_serve.workers.nixl_client import AgentProcess, Laying, StagingRange
+from phalanx_serve.workers.page_transfer import OfferedPages, PageServer, Pulled, pull
 from phalanx_serve.workers.page_wire import Laid
 from serve.workers.services import until
 
@@ -216,8 +215,8 @@ def test_what_an_agent_cannot_read_is_an_error_and_the_next_reading_goes_well(
 
 SOURCE = """
 import os, sys
-from phalanx_serve.workers.over_nixl.agent_process import AgentProcess
-from phalanx_serve.workers.page_server import OfferedPages, PageServer
+from phalanx_serve.workers.nixl_client import AgentProcess
+from phalanx_serve.workers.page_transfer import OfferedPages, PageServer
 from phalanx_serve.traffic.events import WorkerIdentity
 pages, nixl = OfferedPages(share=False), AgentProcess(64 << 20)
 pages.offer(7, {bytes([number]) * 16: bytes([number]) * (3 << 20) for number in range(7)})

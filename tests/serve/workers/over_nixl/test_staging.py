@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_serve.workers.over_nixl import agent_process
-from phalanx_serve.workers.over_nixl.agent_process import (
+from phalanx_serve.workers import nixl_client
+from phalanx_serve.workers.nixl_client import (
     AgentProcess,
     Laying,
     NixlError,
@@ -62,7 +62,7 @@ def test_a_worker_without_nixl_lays_nothing_and_says_so() -> None:
 def test_nixl_that_is_not_installed_is_told_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agent_process, "find_spec", lambda _: None)
+    monkeypatch.setattr(nixl_client, "find_spec", lambda _: None)
     with pytest.raises(NixlError, match=r"pip install 'phalanx-train\[nixl\]'.*--no-deps nixl nixl-cu13"):
         require_installed()
 

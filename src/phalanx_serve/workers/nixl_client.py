@@ -37,7 +37,7 @@ from phalanx.process.child import Child, describe_exit
 from phalanx.wire.connection import FramedConnection, SealedConnection
 from phalanx.wire.messages import WireError
 from phalanx_serve.traffic.events import ServeError
-from phalanx_serve.workers.over_nixl.agent import (
+from phalanx_serve.workers.nixl_agent import (
     TO_WORKER,
     AgentUnable,
     Begun,
@@ -298,7 +298,7 @@ class AgentProcess:
         """Start the agent's process with its end of the link and the staging memory."""
         link, staging = far.fileno(), self.staging.descriptor
         words = [str(link), str(staging), str(self.staging.nbytes)]
-        command = [sys.executable, "-P", "-m", "phalanx_serve.workers.over_nixl.agent_main", *words]
+        command = [sys.executable, "-P", "-m", "phalanx_serve.workers.nixl_agent", *words]
         return Child.start(command, _ENVIRONMENT | os.environ, keep_open=(link, staging))
 
 
