@@ -86,14 +86,15 @@ QUICK = (
     "phalanx.cli.weights",
     *(f"phalanx.store.{name}" for name in ("store", "open_store", "local_folder")),
     "phalanx.cli.main",
-    *(f"phalanx.cli.launch.{name}_command" for name in ("submit", "cancel", "logs")),
+    "phalanx.cli.launch.submit",
+    "phalanx.cli.launch.logs_command",
     *(
         f"phalanx.launch.engines.{name}"
         for name in ("slurm", "slurm_script", "submission", "hosts", "bare", "standing")
     ),
     "phalanx.cli.launch.joining_hosts",
     "phalanx.cli.train.show_command",
-    "phalanx.cli.train.spec_command",
+    "phalanx.cli.train.run_file",
     "phalanx.cli.data.data_command",
     "phalanx.cli.train.train_command",
     *(

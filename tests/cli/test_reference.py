@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli.train.spec_command import command
+from phalanx.cli.train.run_file import spec_command as command
 from phalanx.run.fields import Problem, read_section, sections
 from phalanx.run.read import read_run
 from phalanx.run.spec import RunSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from click.testing import CliRunner
 
-from phalanx.cli.train.spec_command import command
+from phalanx.cli.train.run_file import spec_command as command
 
 _INTRODUCTION = """\
 # The run file

@@ -27,9 +27,12 @@ from phalanx.version import __version__
 TASKS = {
     # Other projects add commands by entry points of the group "phalanx.commands".
     "Train": {
-        "new": ("phalanx.cli.train", "Write a first run file, each field explained."),
+        "new": ("phalanx.cli.train.run_file:new_command", "Write a first run file, each field explained."),
         "train": ("phalanx.cli.train", "Train a run on this machine, or as a rank of torchrun or srun."),
-        "spec": ("phalanx.cli.train", "Every field of a run file, with its default and meaning."),
+        "spec": (
+            "phalanx.cli.train.run_file:spec_command",
+            "Every field of a run file, with its default and meaning.",
+        ),
         "show": ("phalanx.cli.train", "Parameters, FLOPs per token and state bytes of a run's model."),
     },
     "Data": {
@@ -82,11 +85,11 @@ TASKS = {
         "sinks": ("phalanx_watch.cli", "Send a run's trackers the events that they missed."),
     },
     "Fleet": {
-        "submit": ("phalanx.cli.launch", "Start a run on a cluster."),
-        "cancel": ("phalanx.cli.launch", "End a submitted run, saved."),
+        "submit": ("phalanx.cli.launch.submit:submit_command", "Start a run on a cluster."),
+        "cancel": ("phalanx.cli.launch.submit:cancel_command", "End a submitted run, saved."),
         "fleet": ("phalanx.cli.fleet", "Requests to a running fleet: drain, add, stop."),
-        "agent": ("phalanx.cli.fleet", "Take part in a run with this node of a cluster."),
-        "pod": ("phalanx.cli.fleet", "Take part in a run as a pod of a Kubernetes job."),
+        "agent": ("phalanx.cli.fleet.agent:agent_command", "Take part in a run with this node of a cluster."),
+        "pod": ("phalanx.cli.fleet.agent:pod_command", "Take part in a run as a pod of a Kubernetes job."),
         "health": ("phalanx.cli.fleet", "Check that this machine is fit to train."),
         "place": (
             "phalanx_plan.cli",

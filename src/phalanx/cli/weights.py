@@ -7,19 +7,20 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import click
 
 from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.object_tier import ObjectTier
+from phalanx.checkpoint.tiers.object_tier import ObjectTier, require_conditional_store
 from phalanx.cli.errors import DtypeName, explained
 from phalanx.cli.run_places import checkpoint_place, is_store, open_checkpoints, open_object_tier
 from phalanx.command import Argument, Heading, Option, command_options
 from phalanx.command_help import Command, CommandGroup
 from phalanx.data.errors import DataError
+from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.throughput import format_bytes
 from phalanx.plugins import load_plugin
 from phalanx.run.directory.lineage import lineage_table, read_lineage
@@ -27,14 +28,13 @@ from phalanx.run.directory.paths import (
     RunDirectory,
     RunDirectoryError,
     is_published,
+    locate_checkpoints,
     read_resolved,
     read_small_json,
 )
-from phalanx.run.fields import POSITIVE
-
-if TYPE_CHECKING:
-    from phalanx.run.fields import JsonObject
-    from phalanx.run.spec import ModelSpec
+from phalanx.run.fields import POSITIVE, JsonObject
+from phalanx.run.read import read_run, read_table
+from phalanx.run.spec import ModelSpec
 
 
 @click.group("checkpoint", cls=CommandGroup)
@@ -122,8 +122,6 @@ def copy_command(source: str, target: str, step: int | None, as_json: bool) -> N
       phalanx checkpoint copy runs/quickstart-1f3a9c04 s3://bucket/kept --step 100
     """
     from phalanx.checkpoint.committed.copying import copy_step
-    from phalanx.checkpoint.tiers.object_tier import require_conditional_store
-    from phalanx.run.directory.paths import locate_checkpoints
 
     with explained(CheckpointError):
         checkpoints = open_checkpoints(source, step)
@@ -357,9 +355,6 @@ def import_command(directory: Path, out: Path | None, model: str | None, as_json
 
 def _imported_model(place: str) -> ModelSpec:
     """Return the model of a run file, a run directory or a preset. Raises ``RunFileError``."""
-    from phalanx.model.facts.presets import PRESETS
-    from phalanx.run.read import read_run, read_table
-
     path = Path(place)
     if path.suffix == ".toml":
         return read_run(path, PRESETS).model

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli.fleet.agent_command import _wait_for, command
+from phalanx.cli.fleet.agent import _wait_for
+from phalanx.cli.fleet.agent import agent_command as command
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, fleet_file, read_fleet_file
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import CoreSettings, Formation

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 
 from launch.engines.bare_runs import PATIENCE_S
 from phalanx.cli.fleet import fleet_command, status_command
-from phalanx.cli.launch import cancel_command, submit_command
+from phalanx.cli.launch import submit as commands
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.fleet.core.messages import StopRun
 from phalanx.fleet.core.state import FleetPhase
@@ -63,8 +63,8 @@ def test_nodes_of_a_job_that_slurm_does_not_take_are_not_given_back_as_those_of_
 
     spec = RunSpec(name="urgent", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again"):
-        queue_job(spec, tmp_path, Lender(lender, partial(submit_command._take_nodes, lender)))
-    cancel_command._give_back(run_dir, earlier)
+        queue_job(spec, tmp_path, Lender(lender, partial(commands._take_nodes, lender)))
+    commands._give_back(run_dir, earlier)
     assert grown == []
 
 
@@ -113,7 +113,7 @@ def test_a_disk_that_fills_up_once_nodes_were_given_back_is_told_with_what_takes
     monkeypatch.setattr(fleet_command, "wait_until_released", fill if early else lambda *_: {})
     spec = RunSpec(name="urgent", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again") as told:
-        queue_job(spec, tmp_path, Lender(lender, partial(submit_command._take_nodes, lender)))
+        queue_job(spec, tmp_path, Lender(lender, partial(commands._take_nodes, lender)))
     assert "No space left on device" in str(told.value)
     assert cancelled == ([] if early else ["7"])
     assert ("scancel 7" in str(told.value)) == ("scancel" in full)
@@ -147,7 +147,7 @@ def test_a_job_whose_submitter_was_killed_is_told_and_cancelled_and_not_an_earli
     here = order_of(replace(spec, launch=LaunchSpec(engine="local")), tmp_path)
     with pytest.raises(EngineError, match=r"is job 9 already"):
         LOCAL.verified(here, spec, [], [])
-    told = CliRunner().invoke(cancel_command.command, [str(run_dir)])
+    told = CliRunner().invoke(commands.cancel_command, [str(run_dir)])
     assert told.output == "job 9 (slurm) is cancelled\n"
     assert (tmp_path / "cancelled").read_text() == "9\n"
     assert (
@@ -193,7 +193,7 @@ def test_a_dry_run_prints_the_lines_that_give_borrowed_nodes_back(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm, "idle_nodes", lambda _: 1)
     words = ["tiny.toml", "--on", "slurm", "--nodes", "3", "--dry-run", "--take-from", "lender"]
-    shown = CliRunner().invoke(submit_command.command, words)
+    shown = CliRunner().invoke(commands.submit_command, words)
     assert f"fleet grow {tmp_path / 'lender'} --by 2" in shown.output
     assert not (tmp_path / "runs").exists()
 
@@ -216,14 +216,14 @@ def test_a_run_that_somebody_else_has_submitted_is_not_said_to_have_ended(
     line = f"7|RUNNING|None|2|n[1-2]|N/A|1:00|phalanx-shared|main|phalanx:{run_dir}"
     denied = "echo Access/permission denied >&2; exit 1"
     with_slurm(tmp_path, monkeypatch, f"[ \"$2\" = --me ] || echo '{line}'", denied)
-    ended = CliRunner().invoke(cancel_command.command, [str(run_dir), "--no-wait", *now])
+    ended = CliRunner().invoke(commands.cancel_command, [str(run_dir), "--no-wait", *now])
     assert ended.exit_code == 1
     assert "Access/permission denied" in ended.output
     assert not (run_dir / FOLDER / "returned").exists()
 
 
 def test_a_folder_that_is_not_there_is_not_called_a_run_that_nobody_has_submitted(tmp_path: Path) -> None:
-    told = CliRunner().invoke(cancel_command.command, [str(tmp_path / "nowhere")])
+    told = CliRunner().invoke(commands.cancel_command, [str(tmp_path / "nowhere")])
     assert told.exit_code == 1
     assert f"there is no folder {tmp_path / 'nowhere'}" in told.output
 
@@ -234,7 +234,7 @@ def test_a_lender_that_does_not_answer_can_be_asked_once_more(
     (tmp_path / FOLDER).mkdir()
     lender = tmp_path / "lender"
     made = Submitted("slurm", "7", "urgent", 2, 0, 0.0, str(tmp_path), taken_from=str(lender), taken=2)
-    cancel_command._give_back(tmp_path, made)
+    commands._give_back(tmp_path, made)
     assert f"phalanx fleet grow {lender} --by 2 repeats the request" in capsys.readouterr().err
 
 
@@ -286,7 +286,7 @@ def test_a_job_whose_batch_shell_was_lost_is_cancelled_by_its_coordinator(
     os.utime(nonce, (now_s, now_s - 60 if of_this_job else now_s + 60))
     line = f"3|RUNNING|None|2|n[1-2]|N/A|1:00|phalanx-run|main|phalanx:{run_dir}"
     with_slurm(tmp_path, monkeypatch, f"echo '{line}'", f'echo "$@" >> {tmp_path}/cancelled')
-    told = CliRunner().invoke(cancel_command.command, [str(run_dir), "--no-wait"])
+    told = CliRunner().invoke(commands.cancel_command, [str(run_dir), "--no-wait"])
     assert told.exit_code == 0, told.output
     assert asked == ([run_dir] if answered_by == "coordinator" else [])
     cancelled = tmp_path / "cancelled"
@@ -352,7 +352,7 @@ def test_a_run_that_is_cancelled_while_it_is_being_started_does_not_run(
     monkeypatch.setattr(bare, "start", started)
     monkeypatch.setattr(bare, "write_atomically", written)
     words = ["tiny.toml", "--on", "local", "--set", f'run_dir="{run_dir}"']
-    submitted = CliRunner().invoke(submit_command.command, words)
+    submitted = CliRunner().invoke(commands.submit_command, words)
     (cancelled,) = cancels
     said, _ = cancelled.communicate()
     try:
@@ -378,7 +378,7 @@ def test_a_cancellation_is_not_forgotten_by_the_submission_or_the_job_that_begin
     # A job that is told to end and finds no mark queues itself again.
     with_slurm(tmp_path, monkeypatch, f"cat {queue}", f'[ ! -e {stopped} ] || echo "$@" >> {ended}')
     words = {"args": [str(run_dir), "--no-wait"], "standalone_mode": False}
-    cancel = threading.Thread(target=cancel_command.command.main, kwargs=words)
+    cancel = threading.Thread(target=commands.cancel_command.main, kwargs=words)
 
     def until_noted() -> None:
         while not stopped.exists() and cancel.is_alive():
@@ -433,7 +433,7 @@ def test_a_run_is_ended_also_where_that_cannot_be_noted_unless_it_would_queue_it
 
     monkeypatch.setattr(fleet_command, "send_request", accepted)
     refused = engine == "slurm"
-    for command in (fleet_command.command.commands["stop"], cancel_command.command):
+    for command in (fleet_command.command.commands["stop"], commands.cancel_command):
         told = CliRunner().invoke(command, [str(run_dir)])
         assert told.exit_code == refused, told.output
         assert f"cannot write {run_dir / FOLDER / 'stopped'}" in told.output
@@ -442,7 +442,7 @@ def test_a_run_is_ended_also_where_that_cannot_be_noted_unless_it_would_queue_it
     # A process that ends has no command line any more for a moment before its parent can see its end.
     assert (session.poll() if refused else session.wait(PATIENCE_S)) == (None if refused else -signal.SIGTERM)
     assert not (tmp_path / "cancelled").exists()
-    assert CliRunner().invoke(cancel_command.command, [str(run_dir), "--now"]).exit_code == 0
+    assert CliRunner().invoke(commands.cancel_command, [str(run_dir), "--now"]).exit_code == 0
     assert (tmp_path / "cancelled").exists() == refused
     with suppress(ProcessLookupError):
         os.killpg(session.pid, signal.SIGKILL)
@@ -458,7 +458,7 @@ def test_nodes_whose_return_cannot_be_noted_are_said_to_be_lent_still(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    cancel_command._give_back(tmp_path, made)
+    commands._give_back(tmp_path, made)
     said = capsys.readouterr().err
     assert "/lender does not take its 2 nodes again: " in said
     assert "No space left on device" in said
@@ -478,7 +478,7 @@ def test_a_run_that_is_started_again_is_cancelled_before_its_fleet_has_formed(
     starting = subprocess.Popen(["bash", "-c", "sleep 900; true", str(tmp_path)], start_new_session=True)
     session = bare.Started(Host("host", HERE, 0, "127.0.0.1"), starting.pid)
     (tmp_path / FOLDER / "hosts.json").write_text(json.dumps([asdict(session)]))
-    told = CliRunner().invoke(cancel_command.command, [str(tmp_path)])
+    told = CliRunner().invoke(commands.cancel_command, [str(tmp_path)])
     assert told.exit_code == 0, told.output
     assert starting.wait() == -signal.SIGTERM
 
@@ -497,6 +497,6 @@ def test_a_run_is_cancelled_by_its_coordinator_also_after_hosts_were_to_join_it(
         os.utime(tmp_path / FOLDER / "go", (then_s, then_s + 60))
     asked = asked_in(monkeypatch)
     monkeypatch.setattr(bare, "sentence", lambda _: "running on 2 of 2 hosts")
-    told = CliRunner().invoke(cancel_command.command, [str(tmp_path), "--no-wait"])
+    told = CliRunner().invoke(commands.cancel_command, [str(tmp_path), "--no-wait"])
     assert told.exit_code == 0, told.output
     assert asked == [tmp_path]

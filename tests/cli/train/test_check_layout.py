@@ -12,8 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from phalanx.cli.output import left_out_lines
-from phalanx.cli.train import check_layout
-from phalanx.cli.train.train_command import command
+from phalanx.cli.train import train_command
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
 from phalanx.train.compare.observation import Compared, RankReplay, Replay, ReplayOrder
@@ -35,12 +34,13 @@ def checked(folder: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Any:
         seen = ranks.run(count, replayed, spec, order, place)
         return Replay(seen[0].layout, [one.observed for one in seen], seen[0].numbers)
 
-    monkeypatch.setattr(check_layout, "replay_locally", on_shared_ranks)
+    monkeypatch.setattr(train_command, "replay_locally", on_shared_ranks)
     monkeypatch.chdir(folder)
 
     def run(layout: str, *words: str) -> Result:
         return CliRunner().invoke(
-            command, ["tiny.toml", "--ranks", "1", "--check-layout", layout, "--check-steps", "1", *words]
+            train_command.command,
+            ["tiny.toml", "--ranks", "1", "--check-layout", layout, "--check-steps", "1", *words],
         )
 
     return run
@@ -76,7 +76,7 @@ def test_the_module_is_named_where_a_layout_of_other_sums_parts(checked: Any) ->
 def test_layouts_of_one_run_that_part_are_said_to_break_its_promise(
     checked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = check_layout.replay_locally
+    honest = train_command.replay_locally
 
     def of_another_seed_on_two_ranks(
         spec: RunSpec, order: ReplayOrder, count: int, place: Path, fingerprint: str
@@ -84,7 +84,7 @@ def test_layouts_of_one_run_that_part_are_said_to_break_its_promise(
         other = replace(spec, runtime=replace(spec.runtime, seed=spec.runtime.seed + count - 1))
         return honest(other, order, count, place, fingerprint)
 
-    monkeypatch.setattr(check_layout, "replay_locally", of_another_seed_on_two_ranks)
+    monkeypatch.setattr(train_command, "replay_locally", of_another_seed_on_two_ranks)
     assert "its promise is broken here" in checked("ranks=2").stdout
 
 

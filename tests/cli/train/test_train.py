@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from phalanx.cli.train.session import event_display
-from phalanx.cli.train.train_as_rank import train_as_rank
+from phalanx.cli.train.train_command import train_as_rank
 from phalanx.cli.train.train_fleet import fleet_story, train_fleet
 from phalanx.fleet.fault import fault_marker
 from phalanx.hardware.catalog import cluster
@@ -104,7 +104,7 @@ def test_a_rank_that_fails_where_nothing_can_be_printed_still_ends_at_once(
     monkeypatch.setattr(os, "_exit", exit_at_once)
     # The signals and the variables would be this process's.
     monkeypatch.setattr(StopRequest, "end_at_once", lambda _self: None)
-    monkeypatch.setattr("phalanx.cli.train.train_as_rank.set_for_rank", lambda: None)
+    monkeypatch.setattr("phalanx.cli.train.train_command.set_for_rank", lambda: None)
     monkeypatch.setattr("sys.stderr", ClosedPipe())
     monkeypatch.setenv("RANK", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -17,7 +17,7 @@ import tomli_w
 from click.testing import CliRunner
 
 from launch.engines.bare_runs import processes_of, wait_until
-from phalanx.cli.launch import submit_command
+from phalanx.cli.launch import submit
 from phalanx.cli.launch.joining_hosts import hosts_in, verified_hosts
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.launch.engines.bare import Started, end, on_host, preflight, start, started_on
@@ -110,7 +110,7 @@ def test_a_run_of_which_nothing_could_be_noted_is_not_left_running(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(RUN_FILE.format(data="words"))
     words = ["tiny.toml", "--on", "local", "--set", f'run_dir="{tmp_path}/run"']
-    told = CliRunner().invoke(submit_command.command, words)
+    told = CliRunner().invoke(submit.submit_command, words)
     assert told.exit_code == 1
     assert "cannot write" in told.output, told.exception
     # A killed session takes a while to end on a busy machine. One that nobody kills waits for its start for two minutes, twice as long as this.

@@ -30,7 +30,7 @@ from launch.engines.slurm_runs import (
     whole_pairs,
     write_run_file,
 )
-from phalanx.cli.launch import submit_command
+from phalanx.cli.launch import submit
 from phalanx.launch.engines.submission import read_record
 
 pytestmark = [
@@ -262,7 +262,7 @@ def test_a_job_that_could_never_start_is_refused_with_every_reason(
         sets = ["--set", 'run_dir="never"', "--set", "fleet.nodes=1"]
         # In this process: nine starts of Python would take longer than all that is asked of Slurm.
         told = CliRunner(env=environment).invoke(
-            submit_command.command, ["tiny.toml", "--on", "slurm", *sets, *words]
+            submit.submit_command, ["tiny.toml", "--on", "slurm", *sets, *words]
         )
         assert told.exit_code == 1, told.output
         return told.output

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from phalanx.cli.launch.submit_command import command
+from phalanx.cli.launch.submit import submit_command as command
 from phalanx_process import RUN_FILE
 
 

@@ -9,15 +9,24 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from phalanx.cli.errors import HostName, explained, full_disk
+from phalanx.cli.launch.joining_hosts import verified_hosts
 from phalanx.command_help import CommandGroup
-
-if TYPE_CHECKING:
-    from phalanx.fleet.core.messages import OperatorRequest
+from phalanx.fleet.control.coordinator_link import operate
+from phalanx.fleet.control.credentials import credentials_of
+from phalanx.fleet.control.fleet_file import ClaimError, FleetFileError, read_fleet_file
+from phalanx.fleet.control.security import TOKEN_VARIABLES, SecurityError, make_token
+from phalanx.fleet.control.succession.reign import CoordinatorArgs, SupersededError
+from phalanx.fleet.control.transport import DescriptorLimitError, TransportError
+from phalanx.fleet.core.invariants import JournalError
+from phalanx.fleet.core.messages import Admit, Drain, Grow, OperatorRequest, RotateTokens, Shrink, StopRun
+from phalanx.launch.engines import bare
+from phalanx.launch.engines.engine import prevent_restart, recorded_run
+from phalanx.launch.engines.order import EngineError
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
 
 @click.group("fleet", cls=CommandGroup)
@@ -54,13 +63,6 @@ def operation_options(function: Callable[..., None]) -> Callable[..., None]:
 
 def send_request(run_dir: Path, operation: OperatorRequest, certificates: Path | None) -> str:
     """Send a request and return the coordinator's answer. Raises ``click.ClickException`` if there is none, or the run is over."""
-    from phalanx.fleet.control.coordinator_link import operate
-    from phalanx.fleet.control.credentials import credentials_of
-    from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
-    from phalanx.fleet.control.security import SecurityError
-    from phalanx.fleet.control.transport import TransportError
-    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-
     with explained(FleetFileError, SecurityError, TransportError, RunDirectoryError):
         fleet = read_fleet_file(run_dir)
         if fleet.over:
@@ -92,8 +94,6 @@ def drain(run_dir: Path, node: str, certificates: Path | None, as_json: bool) ->
     \b
       phalanx fleet drain runs/quickstart-1f3a9c04 node-2
     """
-    from phalanx.fleet.core.messages import Drain
-
     send_and_print(run_dir, Drain(node), certificates, as_json)
 
 
@@ -107,8 +107,6 @@ def add(run_dir: Path, node: str, certificates: Path | None, as_json: bool) -> N
     \b
       phalanx fleet add runs/quickstart-1f3a9c04 node-2
     """
-    from phalanx.fleet.core.messages import Admit
-
     send_and_print(run_dir, Admit(node), certificates, as_json)
 
 
@@ -128,10 +126,6 @@ def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool)
     \b
       phalanx fleet stop runs/quickstart-1f3a9c04
     """
-    from phalanx.fleet.core.messages import StopRun
-    from phalanx.launch.engines.engine import prevent_restart
-    from phalanx.launch.engines.order import EngineError
-
     if not for_now:
         with explained(EngineError):
             if unnoted := prevent_restart(run_dir):
@@ -161,8 +155,6 @@ def rotate_tokens(run_dir: Path, grace_s: float, certificates: Path | None, as_j
       phalanx fleet rotate-tokens runs/quickstart-1f3a9c04
       phalanx fleet rotate-tokens runs/quickstart-1f3a9c04 --grace-s 30
     """
-    from phalanx.fleet.core.messages import RotateTokens
-
     send_and_print(run_dir, RotateTokens(grace_s), certificates, as_json)
 
 
@@ -188,12 +180,6 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
       phalanx fleet serve runs/big --host head --port 29400
     """
     from phalanx.fleet.control.coordinator import run_coordinator
-    from phalanx.fleet.control.fleet_file import ClaimError, read_fleet_file
-    from phalanx.fleet.control.security import TOKEN_VARIABLES, SecurityError, make_token
-    from phalanx.fleet.control.succession.reign import CoordinatorArgs, SupersededError
-    from phalanx.fleet.control.transport import DescriptorLimitError, TransportError
-    from phalanx.fleet.core.invariants import JournalError
-    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
     from phalanx.train.start.open_run import take_lock
 
     refusals = (ClaimError, DescriptorLimitError, JournalError, RunDirectoryError, SecurityError)
@@ -245,9 +231,6 @@ def shrink(
       phalanx fleet shrink runs/big-1f3a9c04 --by 2
       phalanx fleet shrink runs/big-1f3a9c04 --node n17 --node n18
     """
-    from phalanx.launch.engines.engine import recorded_run
-    from phalanx.launch.engines.order import EngineError
-
     if (by is None) == (not nodes):
         raise click.UsageError("which nodes? --by N, or --node NAME")
     with explained(EngineError):
@@ -277,10 +260,6 @@ def request_release(
 
     Raises ``click.ClickException`` with its text if it refuses, or if the run's job cannot be made smaller.
     """
-    from phalanx.fleet.core.messages import Shrink
-    from phalanx.launch.engines.engine import recorded_run
-    from phalanx.launch.engines.order import EngineError
-
     with explained(EngineError):
         run = recorded_run(run_dir)
         if run is not None:
@@ -296,9 +275,6 @@ def wait_until_released(run_dir: Path, names: list[str]) -> dict[str, tuple[str,
 
     Return job -> its nodes. Raises ``EngineError``, and ``click.ClickException`` if a node stays in the fleet after all.
     """
-    from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
-    from phalanx.launch.engines.engine import recorded_run
-
     notice_s, leaving = time.monotonic() + _TELL_S, set[str]()
     with explained(FleetFileError):
         while True:
@@ -343,8 +319,6 @@ def grow(run_dir: Path, by: int, hosts: Path | None, certificates: Path | None, 
       phalanx fleet grow runs/big-1f3a9c04 --by 2
       phalanx fleet grow runs/big-1f3a9c04 --by 2 --hosts more-hosts.txt
     """
-    from phalanx.launch.engines.order import EngineError
-
     if hosts is not None:
         _grow_on_hosts(run_dir, by, hosts, certificates, as_json)
         return
@@ -367,9 +341,6 @@ def request_nodes(run_dir: Path, by: int, certificates: Path | None = None) -> s
 
     Raises ``EngineError`` or ``click.ClickException``.
     """
-    from phalanx.fleet.core.messages import Grow
-    from phalanx.launch.engines.engine import recorded_run
-
     run = recorded_run(run_dir)
     queue_joining = None if run is None else run.prepare_joining(by, partial(click.echo, err=True))
     answer = send_request(run_dir, Grow(by), certificates)
@@ -389,14 +360,6 @@ def _grow_on_hosts(
 
     Raises ``click.ClickException`` if the run has no hosts, the hosts do not fit, or the coordinator refuses.
     """
-    from phalanx.cli.launch.joining_hosts import verified_hosts
-    from phalanx.fleet.control.fleet_file import FleetFileError
-    from phalanx.fleet.core.messages import Grow
-    from phalanx.launch.engines import bare
-    from phalanx.launch.engines.engine import recorded_run
-    from phalanx.launch.engines.order import EngineError
-    from phalanx.run.directory.paths import RunDirectoryError
-
     with explained(EngineError, FleetFileError, RunDirectoryError):
         run = recorded_run(run_dir)
         if run is None or not run.has_hosts:

@@ -14,6 +14,7 @@ from phalanx.command_help import Command
 from phalanx.fleet.health import checks as health_checks
 from phalanx.fleet.health import node_health
 from phalanx.fleet.health.checks import CheckResult, HealthLimits, fit, guarded
+from phalanx.hardware.local.detect import gpu_count
 
 _COLORS = {"good": "green", "bad": "red", "slow": "yellow", "not checked": None}
 
@@ -82,8 +83,6 @@ def command(
 
 
 def _device() -> str:
-    from phalanx.hardware.local.detect import gpu_count
-
     return "cuda" if gpu_count() else "cpu"
 
 

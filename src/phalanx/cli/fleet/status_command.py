@@ -13,9 +13,12 @@ import msgspec
 
 from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.cli.errors import demand_folder, explained, full_disk, refuse_unused
+from phalanx.cli.launch.submit import leading_log, print_status
 from phalanx.cli.output import moment, text_console
 from phalanx.command_help import Command
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
+from phalanx.launch.engines.engine import submission_of
+from phalanx.launch.engines.order import FOLDER, EngineError
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step
 from phalanx.run.directory.files import read_small
@@ -115,9 +118,6 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
       phalanx status big-1f3a9c04 --on kubernetes
     """
     if engine is not None:
-        from phalanx.cli.launch.on_kubernetes import print_status
-        from phalanx.launch.engines.order import EngineError
-
         with explained(EngineError):
             print_status(str(run_dir), namespace, last, as_json=as_json)
         return
@@ -162,10 +162,6 @@ def _progress(summary: RunSummary, directory: RunDirectory) -> str:
 
 def _job_line(run_dir: Path) -> str | None:
     """Return a line on the job of a submitted run: why it waits, or that it has ended; ``None`` if no engine has the run."""
-    from phalanx.cli.launch.formed_fleet import leading_log
-    from phalanx.launch.engines.engine import submission_of
-    from phalanx.launch.engines.order import EngineError
-
     try:
         run = submission_of(run_dir)
     except EngineError as error:
@@ -183,8 +179,6 @@ def _job_line(run_dir: Path) -> str | None:
 
 def _placement_lines(run_dir: Path) -> str:
     """Return lines on the step cost of nodes that an engine assigned, or that joined later; empty if none is recorded."""
-    from phalanx.launch.engines.order import FOLDER
-
     verdicts: dict[str, list[str]] = {}
     for path in (run_dir / FOLDER / "given", *sorted((run_dir / FOLDER).glob("given-*"))):
         try:

@@ -12,13 +12,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal
+from typing import Annotated, BinaryIO, Literal
 
 import click
 
 from phalanx.cli.errors import demand_folder, explained, refuse_unused
+from phalanx.cli.launch.submit import leading_log, print_log
 from phalanx.command import Argument, AsJson, Heading, Option, command_options, written_options
 from phalanx.command_help import Command
+from phalanx.launch.engines.engine import SubmittedRun, submission_of
+from phalanx.launch.engines.order import EngineError
+from phalanx.launch.engines.submission import read_record
 from phalanx.observe.logs.assemble import clean
 from phalanx.observe.logs.line import LogLine, encode, what_happened, who
 from phalanx.observe.logs.read_lines import (
@@ -34,10 +38,6 @@ from phalanx.observe.logs.read_lines import (
 )
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.fields import NOT_NEGATIVE
-
-if TYPE_CHECKING:
-    from phalanx.launch.engines.engine import SubmittedRun
-
 
 _Decoder = codecs.getincrementaldecoder("utf-8")
 _BLOCK_BYTES = 1 << 20
@@ -253,14 +253,9 @@ def command(options: LogsOptions) -> None:
       phalanx logs runs/big-1f3a9c04 --job --last 0 | grep '^3:'
       phalanx logs big-1f3a9c04 --on kubernetes --index 3
     """
-    from phalanx.launch.engines.order import EngineError
-    from phalanx.launch.engines.submission import read_record
-
     run_dir, job = options.run_dir, options.job
     line_options = written_options(options, *_OF_LINES)
     if options.engine is not None:
-        from phalanx.cli.launch.on_kubernetes import print_log
-
         refuse_unused(
             [*line_options, *written_options(options, "job")],
             "kubectl prints the log of a pod as it is: leave it out, or kubectl exec POD -- python -m phalanx logs RUN_DIR",
@@ -289,10 +284,6 @@ def command(options: LogsOptions) -> None:
 
 def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
     """Print the log of a submitted run's job, or the job's state if it has none yet. Raises ``click.ClickException``."""
-    from phalanx.cli.launch.formed_fleet import leading_log
-    from phalanx.launch.engines.engine import submission_of
-    from phalanx.launch.engines.order import EngineError
-
     with explained(EngineError):
         run = submission_of(run_dir)
         if run is None:
@@ -313,8 +304,6 @@ def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
 def _print(path: Path, run: SubmittedRun, last: int, *, follow: bool) -> None:
     """Print a job's log, its ``last`` lines (0: all) first. With ``follow``, continue until the job has ended, in the log of the
     node that leads."""
-    from phalanx.cli.launch.formed_fleet import leading_log
-
     place, asked_s, ended = 0, 0.0, not follow
     first, decoder = True, _Decoder("replace")
     while True:

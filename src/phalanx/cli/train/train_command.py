@@ -1,17 +1,26 @@
-"""``phalanx train``: from a run file to weights."""
+"""``phalanx train``: from a run file to weights; as a rank of an external launcher, or on two layouts that are compared."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Annotated
 
 import click
+import msgspec
 
 from phalanx.cli.errors import explained, refuse_unused, trouble
+from phalanx.cli.output import left_out_lines, number_text
 from phalanx.cli.train.session import (
     conclude,
     console_for,
@@ -36,13 +45,25 @@ from phalanx.command import (
 )
 from phalanx.command_help import Command
 from phalanx.data.errors import DataError
+from phalanx.data.reading.sources import index_of_places
+from phalanx.hardware.local.detect import set_for_rank
 from phalanx.launch.foreign import started_as_rank
+from phalanx.launch.local import ReplayError, ranks_on_this_machine, replay_locally, run_locally
 from phalanx.model.facts.presets import PRESETS
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.fields import NOT_NEGATIVE, POSITIVE
+from phalanx.observe.logs.capture import also_log
+from phalanx.observe.logs.log_file import order_for
+from phalanx.process.stop_signals import StopRequest
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
+from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, RunFileError
+from phalanx.run.identity import identity
+from phalanx.run.layout import Layout, layout_of
 from phalanx.run.read import RUN_FILE, override, read_run, read_table
 from phalanx.run.spec import RunSpec
+from phalanx.train.compare.observation import Compared, Replay, ReplayOrder, compare_replays
+from phalanx.train.compare.runs import bits
+from phalanx.train.lifecycle.worker import EXIT_FAILED, EXIT_STOPPED, group_timeout_s, known_errors, run_rank
 from phalanx.train.start.origins import child_run, fields_from_model
+from phalanx.train.start.prepare import prepare_run, resolve_with_data
 
 _NEWEST = "newest"
 _MOST_DIGITS = 15
@@ -118,12 +139,8 @@ def command(options: TrainOptions) -> None:
     with shown(DataError, RunDirectoryError):
         spec, run_file = _read_requested_run(place, options)
     if options.check_layout is not None:
-        from phalanx.cli.train.check_layout import compare_layouts
-
         sys.exit(compare_layouts(spec, run_file, options.check_layout, options.check_steps, options.as_json))
     if started_as_rank(os.environ):
-        from phalanx.cli.train.train_as_rank import train_as_rank
-
         sys.exit(train_as_rank(spec, run_file, options.as_json))
     if spec.fleet.nodes:
         from phalanx.cli.train.train_fleet import train_fleet
@@ -175,8 +192,6 @@ def _read_requested_run(place: Path | None, options: TrainOptions) -> tuple[RunS
 
 def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     """Train a run on this machine, or report it if it is complete. Return the exit code."""
-    from phalanx.launch.local import ranks_on_this_machine, run_locally
-    from phalanx.train.start.prepare import prepare_run
 
     console = console_for(as_json)
     with explained(DataError, RunDirectoryError):
@@ -198,3 +213,208 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     ending = run_locally(run, ranks, event_display(run, console), print_on(console))
     os.close(run.lock_fd)
     return conclude(run, ending, console, as_json, None)
+
+
+def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
+    """Join the other ranks, let rank 0 prepare the run, and train. Return the exit code; after an error, exit the process at once.
+
+    Rank 0 shows the events, and prints the result if ``as_json``.
+    """
+    set_for_rank()
+    from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_from_environment
+
+    first, stop = False, StopRequest((signal.SIGTERM, signal.SIGINT))
+    stop.end_at_once()
+    try:
+        place = rank_from_environment(os.environ)
+        assert place is not None
+        first = place.rank == 0
+        if place.local_rank == 0 and place.ranks > 1:
+            whom = "the other ranks" if first else "rank 0"
+            where = place.meeting_point.removeprefix("tcp://")
+            print(
+                f"rank {place.rank} of {place.ranks} waits for {whom} at {where}", file=sys.stderr, flush=True
+            )
+        join(place, device_for(spec.runtime.device, place.local_rank), group_timeout_s(spec))
+        run_dir, attempt = _agree(spec, run_file, first)
+        log = RunDirectory(run_dir).log(attempt, place.rank)
+        also_log(order_for(log, f"rank-{place.rank:05d}", attempt, spec.observe)).rank = place.rank
+        follower = _follow(run_dir, attempt, as_json) if first else None
+        result = run_rank(run_dir, attempt, stop)
+        if follower is not None:
+            follower()
+        leave()
+    except BaseException as error:
+        try:
+            if isinstance(error, (RunFileError, *known_errors())):
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            else:
+                traceback.print_exc()
+        finally:  # Also if the error cannot be printed.
+            os._exit(EXIT_FAILED)  # A clean exit would wait for ranks that wait for this one.
+    if result is None:
+        return EXIT_STOPPED
+    if first and as_json:
+        print(json.dumps(result.to_json()), flush=True)
+    return 0
+
+
+def _agree(spec: RunSpec, run_file: Path, first: bool) -> tuple[Path, int]:
+    """Return the run directory and attempt that rank 0 has prepared. If it could not, every rank exits."""
+    from phalanx.parallel.process_group.typed_gather import broadcast_typed
+
+    run_dir, attempt = "", 0
+    if first:
+        try:
+            run = prepare_run(spec, run_file, lambda _label, _done, _total: None)
+            run_dir, attempt = str(run.directory.path), run.attempt
+        except Exception as error:
+            # Print the error, if possible, before the other ranks, which wait for an answer, end.
+            with suppress(OSError):
+                print(f"error: {error}", file=sys.stderr, flush=True)
+    run_dir, attempt = broadcast_typed((run_dir, attempt), tuple[str, int])
+    if not run_dir:
+        os._exit(EXIT_FAILED)  # Rank 0 has printed the reason.
+    return Path(run_dir), attempt
+
+
+def _follow(run_dir: Path, attempt: int, as_json: bool) -> Callable[[], None]:
+    """Show the run's events as plain lines, from a thread. Return a function that ends it."""
+    from phalanx.observe.display.terminal import show_events
+    from phalanx.observe.event_log import follow
+
+    ended = False
+    events = RunDirectory(run_dir).events
+    events.touch()
+    own_events = (event for event in follow(events, lambda: ended) if event.attempt >= attempt)
+    console = console_for(as_json)
+    thread = Thread(target=show_events, args=(own_events, console, False), daemon=True)
+    thread.start()
+
+    def end() -> None:
+        nonlocal ended
+        ended = True
+        thread.join(timeout=5.0)
+
+    return end
+
+
+def compare_layouts(spec: RunSpec, run_file: Path, layout: str, steps: int, as_json: bool) -> int:
+    """Train ``steps`` steps on the layout of ``spec``, and on it with the fields of ``layout``, and print whether all bits agree.
+
+    Return 0 if they do, else 1. ``layout`` is a list of fields of [parallel], such as "tensor=2,ranks=4". No files are left on the
+    disk.
+    Raises ``TroubleError`` if a side cannot be trained.
+    """
+    kinds = (DataError, ReplayError, RunDirectoryError)
+    with trouble(*kinds):
+        sides = [_side(spec, run_file), _other_side(spec, layout, run_file)]
+        replays: list[Replay] = []
+        with tempfile.TemporaryDirectory(prefix="phalanx-check-") as folder:
+            for name, side in zip("AB", sides, strict=True):
+                click.echo(
+                    f"{name}: {'1 step' if steps == 1 else f'{steps} steps'} on {_text(side.layout)}",
+                    err=True,
+                )
+                before = side.spec.checkpoint
+                origin = before.init_from if before.init_with == "training" else ""
+                order = ReplayOrder((step_of(Path(origin)) or 0) + steps)
+                place = Path(folder) / name
+                replays.append(replay_locally(side.spec, order, side.layout.ranks, place, side.data))
+    layouts = [side.layout for side in sides]
+    compared = compare_replays(*replays)
+    numbers = list(_numbers(*replays))
+    equal = compared.parting is None and not numbers
+    if as_json:
+        parting = (
+            None
+            if compared.parting is None
+            else msgspec.to_builtins(compared.parting) | {"text": str(compared.parting)}
+        )
+        report = {"equal": equal, "steps": steps, "layouts": layouts, "parting": parting, "numbers": numbers}
+        click.echo(
+            msgspec.json.encode(report | {"compared": compared.observations, "left_out": compared.left_out})
+        )
+    else:
+        one_run = identity(sides[0].spec) == identity(sides[1].spec)
+        for line in _lines(compared, layouts, numbers, one_run=one_run):
+            click.echo(line)
+    return 0 if equal else 1
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A resolved run, its layout, and the fingerprint of its data."""
+
+    spec: RunSpec
+    layout: Layout
+    data: str
+
+
+def _side(spec: RunSpec, run_file: Path) -> _Side:
+    ranks = ranks_on_this_machine(spec, run_file)
+    resolved, places = resolve_with_data(spec, run_file, progress_on(console_for(True)))
+    return _Side(resolved, layout_of(resolved.parallel, ranks), index_of_places(places).fingerprint)
+
+
+def _other_side(spec: RunSpec, layout: str, run_file: Path) -> _Side:
+    """Return the run on the other layout. Errors in it are reported for the option, not for the file."""
+    try:
+        return _side(override(spec, list(_fields(layout)), run_file), run_file)
+    except RunFileError as error:
+        raise click.ClickException(f'--check-layout "{layout}": {error}') from error
+
+
+def _fields(layout: str) -> Iterator[str]:
+    """Yield the fields of a layout such as "tensor=2, pipeline_split=[3, 1]", each with its section. Raises ``click.ClickException``."""
+    words = [word.strip(" ,") for word in re.split(r",(?=\s*[\w.]+\s*=)", layout)]
+    if not any(words):
+        raise click.ClickException('--check-layout names no field of [parallel], such as "tensor=2,ranks=4"')
+    for word in filter(None, words):
+        name, sign, _ = word.removeprefix("parallel.").partition("=")
+        if not sign:
+            raise click.ClickException(
+                f'--check-layout: "{word}" is not of the form field=value, such as "tensor=2,ranks=4"'
+            )
+        if "." in name:
+            raise click.ClickException(
+                f"--check-layout: {name} is no field of [parallel]; it is the same on both layouts, and --set gives it to both"
+            )
+        yield f"parallel.{word.removeprefix('parallel.')}"
+
+
+def _lines(
+    compared: Compared, layouts: list[Layout], numbers: list[tuple[int, str, float, float]], one_run: bool
+) -> Iterator[str]:
+    """Yield the lines of the report: layouts, where they part, and why that may be."""
+    yield from (f"{name}  {_text(layout)}" for name, layout in zip("AB", layouts, strict=True))
+    yield f"{compared.observations:,} tensors compared" + (
+        "" if compared.parting is None else ", up to the first that differs"
+    )
+    if compared.parting is None and not numbers:
+        yield "the layouts agree in every bit"
+    if compared.parting is not None:
+        yield f"the layouts part at {compared.parting}"
+        if one_run:
+            yield "they are layouts of one run, so every bit should be equal: its promise is broken here"
+        else:
+            yield "they divide the model in other ways (context, tensor or expert degrees), which decides how sums are split; model.lanes frees the bits of tensor and expert degrees, model.context_tiles of context degrees"
+    for step, name, left, right in numbers:
+        yield f"  step {step}: {name} {number_text(left)} on A, {number_text(right)} on B"
+    yield from left_out_lines(compared)
+
+
+def _numbers(first: Replay, other: Replay) -> Iterator[tuple[int, str, float, float]]:
+    """Yield the losses and gradient norms that differ, with their steps."""
+    for step in sorted(first.numbers.keys() & other.numbers.keys()):
+        for name, left in first.numbers[step].items():
+            right = other.numbers[step][name]
+            if bits(left) != bits(right):
+                yield step, name, left, right
+
+
+def _text(layout: Layout) -> str:
+    degrees = layout.degrees | {"expert": layout.expert}
+    divided = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+    ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
+    return f"{ranks}: {divided}" if divided else ranks

@@ -1,4 +1,4 @@
-"""``phalanx spec``: the reference of the run file, read from the code that reads run files."""
+"""``phalanx new`` and ``phalanx spec``: a first run file with the meaning of every field beside it, and the reference of all fields."""
 
 from __future__ import annotations
 
@@ -9,13 +9,52 @@ import textwrap
 import typing
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from pathlib import Path
 
 import click
 import tomli_w
 
+from phalanx.cli.errors import explained
 from phalanx.command_help import Command
-from phalanx.run.fields import FieldType, field_docs, field_types, is_tables, sections
+from phalanx.model.facts.presets import PRESETS
+from phalanx.run.fields import FieldType, RunFileError, field_docs, field_types, is_tables, sections
+from phalanx.run.read import first_run_file, read_table, shipped_names
 from phalanx.run.spec import RunSpec
+
+
+@click.command("new", cls=Command)
+@click.argument("name")
+@click.option(
+    "--from",
+    "source",
+    type=click.Choice(shipped_names()),
+    default="quickstart",
+    show_default=True,
+    help="The run file to begin with.",
+)
+def new_command(name: str, source: str) -> None:
+    """Write NAME.toml, a run file to begin with: a copy of one that comes with Phalanx, each field explained.
+
+    \b
+      phalanx new first
+      phalanx new mixture --from quickstart-moe
+      phalanx train first.toml
+    """
+    name = name.removesuffix(".toml")
+    target = Path(f"{name}.toml")
+    with explained(RunFileError):
+        text = first_run_file(source, name)
+        read_table({}, PRESETS, [f'name="{name}"'], target)  # A name that no run can have.
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise click.ClickException(f"{target} is there already; give another name, or remove it") from None
+    except OSError as error:
+        raise click.ClickException(f"{target} cannot be written: {error.strerror}") from None
+    click.echo(f"{target}: written from {source}")
+    click.echo(f"  all fields: phalanx spec; the resulting model: phalanx show {target}")
+    click.echo(f"  to train it: phalanx train {target}")
 
 
 @click.command("spec", cls=Command)
@@ -23,7 +62,7 @@ from phalanx.run.spec import RunSpec
 @click.option(
     "--markdown", is_flag=True, help="Print Markdown tables (docs/reference/run-file.md is made so)."
 )
-def command(section: str | None, markdown: bool) -> None:
+def spec_command(section: str | None, markdown: bool) -> None:
     """Show every field of a run file, or those of one SECTION: type, default, meaning.
 
     The output is itself a run file.

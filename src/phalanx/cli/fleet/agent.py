@@ -1,4 +1,4 @@
-"""``phalanx agent``: starts the agent of one node of a cluster."""
+"""``phalanx agent`` and ``phalanx pod``: start the agent of one node of a cluster; the manifest of a Kubernetes job calls ``pod``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,38 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import click
 
 from phalanx.cli.errors import HostAndPort, HostName, explained
-from phalanx.command import AsJson, ExistingFolder, Heading, Option, Overrides, command_options
+from phalanx.cli.launch.joining_hosts import join_refusal
+from phalanx.command import Argument, AsJson, ExistingFolder, Heading, Option, Overrides, command_options
 from phalanx.command_help import Command
-from phalanx.hardware.local.network import dial, family_of, split_address
-
-if TYPE_CHECKING:
-    from phalanx.run.spec import RunSpec
+from phalanx.fleet.control.coordinator_link import answers
+from phalanx.fleet.control.credentials import credentials_of
+from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+from phalanx.fleet.control.security import SecurityError
+from phalanx.fleet.control.succession.reign import successor_in
+from phalanx.hardware.local.network import dial, family_of, join_address, split_address
+from phalanx.launch.engines.order import EngineError
+from phalanx.launch.foreign import in_slurm_step, slurm_domains
+from phalanx.launch.kubernetes.in_pod import (
+    begin_submission,
+    exit_code,
+    is_over,
+    made_directory,
+    node_domains,
+    show_life,
+)
+from phalanx.launch.kubernetes.request import TASK
+from phalanx.model.facts.presets import PRESETS
+from phalanx.observe.logs.capture import also_log
+from phalanx.observe.logs.log_file import order_for
+from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.fields import NOT_NEGATIVE
+from phalanx.run.read import read_run
+from phalanx.run.spec import RunSpec
 
 _LOOK_AGAIN_S, _SAY_AGAIN_S = 0.5, 30.0
 
@@ -53,7 +74,7 @@ class AgentOptions:
 
 @click.command("agent", cls=Command)
 @command_options(AgentOptions)
-def command(options: AgentOptions) -> None:
+def agent_command(options: AgentOptions) -> None:
     """Train with this node as part of a fleet: once on every node, in torchrun's place.
 
     The node that is HOST leads: it prepares the data and the run directory, coordinates, and shows the run's
@@ -75,7 +96,6 @@ def command(options: AgentOptions) -> None:
     if not re.fullmatch(r"[^*\s/][^\s/]{0,127}", name):
         rule = "no spaces or slashes, no star first, at most 128 characters"
         raise click.BadParameter(f"{name!r} is no name of a node: {rule}", param_hint="--node")
-    from phalanx.launch.foreign import slurm_domains
 
     options = replace(options, domain=options.domain or slurm_domains(os.environ))
     code, led = take_part(name, options)
@@ -91,9 +111,6 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
 
     Return the exit code, and whether this node led.
     """
-    from phalanx.launch.foreign import in_slurm_step
-    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-
     run = options.run
     folder = run.parent if run.name == "run.toml" and (run.parent / "record.json").exists() else run
     # The batch script of a job names the run file. An agent with the run directory joins a fleet from outside
@@ -123,11 +140,8 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
                 )
     if joins and not in_slurm_step(os.environ):
         _refuse_too_far(folder, node, options.domain)
-    from phalanx.fleet.control.security import SecurityError
     from phalanx.fleet.node.agent import AgentError, run_agent
     from phalanx.fleet.node.launcher import AgentArgs, own_host
-    from phalanx.observe.logs.capture import also_log
-    from phalanx.observe.logs.log_file import order_for
 
     with explained(RunDirectoryError, SecurityError):
         args = AgentArgs(
@@ -155,9 +169,6 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
 
 def _refuse_too_far(run_dir: Path, node: str, domain: tuple[str, ...]) -> None:
     """Raise ``click.ClickException`` if this node would slow the fleet's step down more than allowed."""
-    from phalanx.cli.launch.joining_hosts import join_refusal
-    from phalanx.run.directory.paths import RunDirectoryError
-
     with explained(RunDirectoryError):
         reason = join_refusal(run_dir, node, domain)
     if reason:
@@ -166,9 +177,6 @@ def _refuse_too_far(run_dir: Path, node: str, domain: tuple[str, ...]) -> None:
 
 def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:
     """Read a run file, and check that it can run on a cluster. Raises ``click.UsageError`` without ``run_dir``, nodes or coordinator."""
-    from phalanx.model.facts.presets import PRESETS
-    from phalanx.run.read import read_run
-
     with explained():
         spec = read_run(run, PRESETS, list(overrides))
     if not spec.run_dir:
@@ -188,7 +196,6 @@ def _leads(lead: bool | None, coordinator: str) -> bool:
     """Return True if this node runs the coordinator: by the option ``lead``, or if the coordinator's host is this machine."""
     if lead is not None:
         return lead
-    from phalanx.launch.foreign import in_slurm_step
 
     if in_slurm_step(os.environ):
         # Nodes of a test cluster share a host; the batch script runs on the first node and passes its name.
@@ -208,13 +215,6 @@ def _is_succeeded(folder: Path, certificates: Path | None) -> bool:
     This node then joins it, which is printed.
     """
     import asyncio
-
-    from phalanx.fleet.control.coordinator_link import answers
-    from phalanx.fleet.control.credentials import credentials_of
-    from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
-    from phalanx.fleet.control.security import SecurityError
-    from phalanx.fleet.control.succession.reign import successor_in
-    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
     directory = RunDirectory(folder)
     claim = successor_in(directory)
@@ -237,8 +237,6 @@ def _is_succeeded(folder: Path, certificates: Path | None) -> bool:
 
 def _coordinator_of(folder: Path) -> str:
     """Return the address of the coordinator by fleet.json; empty if that cannot be read."""
-    from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
-
     with suppress(FleetFileError):
         return read_fleet_file(folder).coordinator
     return ""
@@ -280,11 +278,76 @@ def _wait_for(coordinator: str, folder: Path, patience_s: float, is_succeeded: C
 
 def _has_begun(folder: Path) -> bool:
     """Return True if a start of the run has locked its directory."""
-    from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError
-
     try:
         return RunDirectory(folder).newest_attempt() >= 0
     except DamagedRecordError:
         return True  # Its next reader reports the error.
     except RunDirectoryError:
         return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodOptions:
+    run_file: Annotated[Path, Argument()]
+    index: Annotated[int, NOT_NEGATIVE]
+    """The pod's index in its job, which a replacement keeps: its node is node-INDEX, and 0 leads."""
+    coordinator: Annotated[str, HostAndPort()]
+    """The stable DNS name of the pod that leads."""
+    host: Annotated[str, HostName(for_others=True)]
+    """This pod's own address."""
+    submission: str
+    """Name of this start of the run, different from all others."""
+    alive: Path | None = None
+    """A file to touch for as long as this process lives."""
+    labels: Annotated[tuple[str, ...], Option("--domain-label")] = ()
+    """A label of the node that names its domain in the network, the widest first; may be repeated."""
+
+
+@click.command("pod", cls=Command)
+@command_options(PodOptions)
+def pod_command(options: PodOptions) -> None:
+    """Train with this pod as one node of the run of RUN_FILE; phalanx submit --on kubernetes writes the
+    manifest that calls this.
+
+    Exit codes determine the job's reaction. 0: the run is finished. 75: it was saved and is not finished,
+    start the pod again. 76: the run was stopped for good or has failed, end the job. Any other: the pod has
+    failed, try again.
+
+    \b
+      phalanx pod /etc/phalanx/run.toml --index 3 --coordinator big-1f3a9c04-node-0-0.big-1f3a9c04:29400 --host 10.0.0.7 --submission word
+    """
+    from phalanx.fleet.node.agent import leave
+
+    if options.alive is not None:
+        show_life(options.alive)
+    leads = options.index == 0
+    with explained(EngineError):
+        run_dir = made_directory(Path(read_run(options.run_file, PRESETS, []).run_dir))
+        code = exit_code(run_dir, 1, leads=False)
+        if code == 0:
+            click.echo(f"the run in {run_dir} is finished")
+            leave(0)
+        if leads:
+            begin_submission(run_dir, options.submission)
+        domains = node_domains(options.labels, os.environ)
+    # The leading pod listens at its own address: its DNS name may not exist yet, or still be that of the
+    # previous pod.
+    where = (
+        join_address(options.host, split_address(options.coordinator)[1]) if leads else options.coordinator
+    )
+    part = AgentOptions(
+        run=options.run_file, coordinator=where, lead=leads, host=options.host, domain=domains
+    )
+    try:
+        code, led = take_part(f"{TASK}-{options.index}", part)
+        # Another pod may lead by now, with this one as its member; then fleet.json shows whether the run is
+        # over.
+        leads = leads and (led or is_over(run_dir))
+    except click.ClickException as error:
+        error.show()
+        # An error of a directory or file system may be gone in a moment; an error in the run file stays.
+        leads = leads and not isinstance(error.__cause__, (RunDirectoryError, OSError))
+        code = error.exit_code
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    leave(exit_code(run_dir, code, leads=leads))
