@@ -7,7 +7,7 @@ and docs/evidence/mutation.md says what became of it.
 
     python -m bench.mutation                                   # all targets: an hour
     python -m bench.mutation fleet/core/decide.py --sample 50
-    python -m bench.mutation mesh/slots.py --results lived.jsonl   # the next run with this file judges only what lived
+    python -m bench.mutation parallel/divisions.py --results lived.jsonl   # the next run with this file judges only what lived
 """
 
 from __future__ import annotations
@@ -45,14 +45,12 @@ CORE = tuple(
 WORLDS = ("tests/plan/simulate/hostile",)
 # Module -> its own tests, quickest first, and the wider ones that judge what these let live.
 TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "parallel/mesh/slots.py": ((SLOTS,), ()),
-    "parallel/reduction/slot_tree.py": ((SLOTS,), ()),
+    "parallel/divisions.py": ((SLOTS,), ()),
     "parallel/reduction/tree.py": (
-        ("tests/parallel/reduction/test_tree.py", "tests/parallel/reduction/test_level_sums.py", SLOTS),
+        (SLOTS, "tests/parallel/reduction/test_tree.py", "tests/parallel/reduction/test_level_sums.py"),
         ("tests/train/test_reproducibility.py",),
     ),
     "checkpoint/format/boxes.py": (("tests/checkpoint/format/test_boxes.py", RESTORE), ()),
-    "checkpoint/format/restore_plan.py": ((RESTORE,), ()),
     "fleet/core/epochs/epoch_plan.py": (CORE, WORLDS),
     "fleet/core/decide.py": (CORE, WORLDS),
     "fleet/core/epochs/life_cycle.py": (CORE, WORLDS),

@@ -114,7 +114,7 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2, piece_bytes: int = 8000) -
     import torch.distributed as dist
 
     from phalanx.observe.ledger import Ledger
-    from phalanx.parallel.mesh.mesh import build_mesh
+    from phalanx.parallel.mesh import build_mesh
     from phalanx.parallel.reduction.data_parallel import named_parameters
     from phalanx.train.assemble import make_deterministic
     from phalanx.train.compose import build_model

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from phalanx.parallel.mesh.local_slice import LocalSlice, intersection
+from phalanx.parallel.divisions import LocalSlice, intersection
 from phalanx.train.optimizers.matrix_optimizer import Holders, Matrix
 
 

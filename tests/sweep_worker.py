@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.fleet.node.rank import worker, worker_main
 from phalanx.fleet.node.worker_link import JoinEpoch
-from phalanx.parallel.pipeline.stage_links import StageLinks
-from phalanx.parallel.reduction import exact_sum, tree
+from phalanx.parallel.pipeline import StageLinks
+from phalanx.parallel.reduction import reproducible_sums, tree
 from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
 from phalanx.run.directory.paths import RunResult
-from phalanx.train.evaluation.held_out import evaluate
+from phalanx.train.evaluation.scoring import evaluate
 from phalanx.train.lifecycle.loop import Trainer
 from phalanx.train.lifecycle.saving import Saving
 from phalanx.train.step.slot import LoopRunner, PipelineRunner
@@ -46,7 +46,7 @@ _PHASES = {
         evaluate: "evaluation",
         weights_sha256: "hash of the weights",
         Saving.settle: "checkpoint",
-        exact_sum.norm: "clipping",
+        reproducible_sums.norm: "clipping",
         Stepper._reduce_losses: "loss",
         Stepper._balance_experts: "balance",
         TreeReduceScatter.__call__: "reduction",

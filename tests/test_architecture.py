@@ -29,8 +29,7 @@ PURE = (
     "phalanx_serve/traffic",
     "phalanx/checkpoint/format/boxes.py",
     "phalanx/checkpoint/format/image.py",
-    "phalanx/checkpoint/format/restore_plan.py",
-    "phalanx/parallel/pipeline/schedules.py",
+    "phalanx/parallel/pipeline_schedules.py",
     "phalanx/process/restarts.py",
     "phalanx/run/pieces.py",
     "phalanx/run/kinds",
@@ -76,13 +75,11 @@ IMPURE = frozenset(
 QUICK = (
     *(
         f"phalanx.checkpoint.format.{name}"
-        for name in ("boxes", "restore_plan", "image", "manifest", "blocks")
+        for name in ("boxes", "image", "manifest", "blocks")
     ),
     *(f"phalanx.checkpoint.snapshot.{name}" for name in ("data_port", "segments")),
-    *(
-        f"phalanx.checkpoint.tiers.{name}"
-        for name in ("tier", "disk", "retention", "gather", "verify", "digest")
-    ),
+    *(f"phalanx.checkpoint.tiers.{name}" for name in ("tier", "disk")),
+    *(f"phalanx.checkpoint.committed.{name}" for name in ("copying", "digest")),
     "phalanx.cli.weights",
     *(f"phalanx.store.{name}" for name in ("store", "open_store", "local_folder")),
     "phalanx.cli.main",
@@ -109,7 +106,7 @@ QUICK = (
     "phalanx.fleet.node.agent",
     "phalanx.launch.local",
     "phalanx.launch.topology_files",
-    "phalanx.parallel.pipeline.schedules",
+    "phalanx.parallel.pipeline_schedules",
     "phalanx_plan",
     "phalanx.train.start.prepare",
     "phalanx.fleet.core",
@@ -269,8 +266,8 @@ def pickling(tree: ast.Module) -> set[str]:
 
 
 OTHERS_PICKLES = {
-    "phalanx.checkpoint.interop.dcp.metadata": {"pickle"},
-    "phalanx.checkpoint.interop.dcp.import_folder": {"torch.load", "weights_only="},
+    "phalanx.checkpoint.interop.dcp_metadata": {"pickle"},
+    "phalanx.checkpoint.interop.dcp": {"torch.load", "weights_only="},
 }
 """What reads PyTorch's distributed checkpoints, which are pickles: by a list of what these may name (``test_dcp_import.py``)."""
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Literal
 
 from phalanx.model.facts.shape import ModelCounts, count
-from phalanx.parallel.pipeline.schedules import ScheduleName
+from phalanx.parallel.pipeline_schedules import ScheduleName
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx_plan.workload.candidates import PlannedLayout, divisors

@@ -33,9 +33,8 @@ from torch.distributed.tensor import Shard as OnDim
 from bench.checkpoint.store import Bench, Cost, cost_of, server
 from bench.running import record, run_bench
 from phalanx.checkpoint.committed.copying import copy_step
-from phalanx.checkpoint.committed.restore import restore
+from phalanx.checkpoint.committed.restore import Shard, dtype_name, restore
 from phalanx.checkpoint.format.boxes import Box, full_box
-from phalanx.checkpoint.format.shards import Shard, dtype_name
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier

@@ -26,9 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.running import run_bench
-from phalanx.checkpoint.format.box_table import BoxTable, encode_table
-from phalanx.checkpoint.format.boxes import Box, full_box
-from phalanx.checkpoint.format.image import ImageEntry, image_layout
+from phalanx.checkpoint.format.boxes import Box, full_box, plan_restore
+from phalanx.checkpoint.format.image import BoxTable, ImageEntry, encode_table, image_layout
 from phalanx.checkpoint.format.manifest import (
     Catalog,
     Manifest,
@@ -37,7 +36,6 @@ from phalanx.checkpoint.format.manifest import (
     checksum,
     encode_catalog,
 )
-from phalanx.checkpoint.format.restore_plan import plan_restore
 from phalanx.checkpoint.tiers.catalogued import CATALOG_RANKS, SUMMARIES, leave_manifest
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, StepRecord

@@ -20,11 +20,10 @@ import torch
 
 from bench.checkpoint.write import State, make_state, memcpy_s, timed
 from bench.running import record, require_memory, run_bench
-from phalanx.checkpoint.committed.restore import restore
+from phalanx.checkpoint.committed.restore import Shard, dtype_name, restore
 from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.boxes import full_box
 from phalanx.checkpoint.format.image import ByteArray
-from phalanx.checkpoint.format.shards import Shard, dtype_name
 from phalanx.checkpoint.snapshot.data_port import SnapshotServer, push
 from phalanx.checkpoint.snapshot.segments import SnapshotMemory
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier

@@ -25,11 +25,10 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from bench.running import record, require_memory, run_bench
-from phalanx.checkpoint.committed.restore import restore
+from phalanx.checkpoint.committed.restore import Shard, dtype_name, restore
 from phalanx.checkpoint.format.blocks import BLOCK_BYTES, page_aligned
 from phalanx.checkpoint.format.boxes import full_box
 from phalanx.checkpoint.format.image import ByteArray
-from phalanx.checkpoint.format.shards import Shard, dtype_name
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 

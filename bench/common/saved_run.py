@@ -6,8 +6,8 @@ from pathlib import Path
 
 import tomli_w
 
+from phalanx.checkpoint.committed.restore import Shard
 from phalanx.checkpoint.format.boxes import full_box
-from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.transformer import Transformer

@@ -19,9 +19,9 @@ from phalanx.hardware.kernels.choose import fused_kernels
 from phalanx.hardware.kernels.reference import REFERENCE
 from phalanx.hardware.local.device import on_gpu, wait_for_device
 from phalanx.model.layers.dense import Linear
-from phalanx.model.layers.experts.expert_groups import Groups, groups_of_one_slot, groups_of_slots
-from phalanx.model.layers.experts.moe import Experts
-from phalanx.parallel.pipeline.runner import postpone_weight_gradients
+from phalanx.model.layers.expert_groups import Groups, groups_of_one_slot, groups_of_slots
+from phalanx.model.layers.moe import Experts
+from phalanx.parallel.pipeline import postpone_weight_gradients
 from phalanx.run.spec import MemorySpec, MlaSpec, ModelSpec, MoeSpec, RunSpec
 from phalanx.train.step.state import state_shards
 

@@ -16,8 +16,8 @@ from bench.train.step import build_stepper, seconds_of
 from phalanx.hardware.kernels.choose import fused_kernels
 from phalanx.hardware.kernels.reference import REFERENCE, Kernels, UpdateFactors
 from phalanx.hardware.local.device import on_gpu
-from phalanx.model.layers.experts.expert_groups import groups_of_slots
-from phalanx.model.layers.experts.moe import Experts
+from phalanx.model.layers.expert_groups import groups_of_slots
+from phalanx.model.layers.moe import Experts
 from phalanx.run.spec import ModelSpec, MoeSpec
 from phalanx.train.step.meters import MemoryMeter
 

@@ -32,8 +32,7 @@ from bench.running import run_bench
 from parity.hf_models import CONFIGS, LLAMA3_ROPE, LONGROPE, YARN, hf_model
 from phalanx import load_weights, read_run_file
 from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError
-from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import export_hf, import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.transformer import Transformer
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bench.running import run_bench
-from phalanx.model.layers.experts.moe import make_rows_independent
+from phalanx.model.layers.moe import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec

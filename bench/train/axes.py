@@ -42,8 +42,8 @@ from phalanx.model.facts.shape import parameters
 from phalanx.model.init import fill
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Bucket, Ledger
-from phalanx.parallel.mesh.mesh import build_mesh
-from phalanx.parallel.pipeline.schedules import bubble
+from phalanx.parallel.mesh import build_mesh
+from phalanx.parallel.pipeline_schedules import bubble
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import micro_batches_per_slot, stages_per_rank

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from bench.running import run_bench
-from phalanx.parallel.reduction.bins import BinFormat, Bins
-from phalanx.parallel.reduction.buckets import share_layout
+from phalanx.parallel.divisions import share_layout
+from phalanx.parallel.reduction.reproducible_sums import BinFormat, Bins
 
 SPAN = 128
 

@@ -57,7 +57,7 @@ def timed(specs: list[RunSpec], steps: int, seconds: float) -> list[list[tuple[f
     import torch.distributed as dist
 
     from phalanx.observe.ledger import Ledger
-    from phalanx.parallel.mesh.mesh import build_mesh
+    from phalanx.parallel.mesh import build_mesh
     from phalanx.train.assemble import make_deterministic
     from phalanx.train.compose import build_model
     from phalanx.train.step.state import fill_initial

@@ -48,10 +48,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.checkpoint import scale as scale_checkpoint
 from bench.running import run_bench
+from phalanx.checkpoint.committed.restore import Shard
 from phalanx.checkpoint.format.boxes import full_box
 from phalanx.checkpoint.format.image import ImageEntry
 from phalanx.checkpoint.format.manifest import Manifest, encode_manifest
-from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.snapshot.data_port import SnapshotServer
 from phalanx.checkpoint.snapshot.segments import Snapshot, SnapshotKey, SnapshotMemory, encode_record
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, restore_from_holders
@@ -60,18 +60,17 @@ from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.commands import Bind
 from phalanx.fleet.core.epochs.epoch_plan import Order, deliveries
 from phalanx.fleet.core.settings import CoreSettings, Formation
+from phalanx.hardware.local.device import CommClock
 from phalanx.model.facts.optimizer_state import matrix_work, takes_matrix
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import parameters
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import Mesh, build_mesh
-from phalanx.parallel.mesh.slots import Deal, Round, rounds_of
-from phalanx.parallel.mesh.torch_compat import group_sizes, join_fake
+from phalanx.parallel.divisions import Deal, Round, rounds_of
+from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.parallel.process_group.rendezvous import backends_for
 from phalanx.parallel.reduction import tree
 from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
-from phalanx.parallel.reduction.slot_tree import Leaves
-from phalanx.parallel.reduction.tree import Intake, TreeReducer, exchange
+from phalanx.parallel.reduction.tree import Intake, Leaves, TreeReducer, exchange
+from phalanx.parallel.torch_compat import group_sizes, join_fake
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.optimizers.matrix_optimizer import Holders, MatrixExchange, matrices_of

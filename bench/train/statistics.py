@@ -70,10 +70,10 @@ def time_steps(specs: list[RunSpec], steps: int) -> tuple[list[list[tuple[float,
     from torch._dynamo.utils import counters
 
     from phalanx.observe.ledger import Ledger
-    from phalanx.parallel.mesh.mesh import build_mesh
+    from phalanx.parallel.mesh import build_mesh
     from phalanx.train.assemble import make_deterministic
     from phalanx.train.compose import build_model
-    from phalanx.train.statistics.collect import LayerMeter
+    from phalanx.train.statistics import LayerMeter
     from phalanx.train.step.state import fill_initial
     from phalanx.train.step.step import Stepper
 

@@ -47,9 +47,9 @@ from phalanx.model.facts.shape import count, parameters
 from phalanx.model.init import fill
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Ledger
-from phalanx.parallel.mesh.mesh import build_mesh
+from phalanx.parallel.mesh import build_mesh
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
-from phalanx.parallel.reduction import exact_sum
+from phalanx.parallel.reduction import reproducible_sums as exact_sum
 from phalanx.parallel.reduction.summation import TreeSummation
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec

@@ -22,14 +22,13 @@ import torch.distributed as dist
 
 from bench.common.started_ranks import on_ranks
 from bench.running import record, run_bench
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import build_mesh
-from phalanx.parallel.mesh.slots import rounds_of
-from phalanx.parallel.mesh.torch_compat import reduce_scatter_single
+from phalanx.hardware.local.device import CommClock
+from phalanx.parallel.divisions import rounds_of
+from phalanx.parallel.mesh import build_mesh
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
 from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
-from phalanx.parallel.reduction.slot_tree import Leaves
-from phalanx.parallel.reduction.tree import Intake, TreeReducer
+from phalanx.parallel.reduction.tree import Intake, Leaves, TreeReducer
+from phalanx.parallel.torch_compat import reduce_scatter_single
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec, TrainSpec
 

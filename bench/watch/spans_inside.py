@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.hardware.local.device import CommClock
 from phalanx.observe.ledger import Bucket, Ledger
-from phalanx.parallel.mesh.comm_clock import CommClock
 
 WAITING = ("step.comm_exposed", "step.wait_straggler", "step.data_wait", "step.bubble")
 """How the names of the ledger's buckets of waiting begin."""

@@ -119,10 +119,10 @@ def install(order: Order) -> None:
     """Has this process turn what watches it off and on, if it is a rank."""
     if _WORKER not in sys.orig_argv:
         return
+    from phalanx.hardware.local.device import CommClock
     from phalanx.observe.ledger import Ledger
-    from phalanx.observe.profile_request import ProfileDesk
+    from phalanx.observe.profile import ProfileDesk
     from phalanx.observe.record.notes import ThrottlingWatch
-    from phalanx.parallel.mesh.comm_clock import CommClock
     from phalanx.train.lifecycle.loop import Trainer
     from phalanx.train.lifecycle.observers import StepLog
     from phalanx.train.lifecycle.progress import TrainProgress

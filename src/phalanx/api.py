@@ -234,8 +234,7 @@ def load_weights(place: Path | str, step: int | None = None) -> dict[str, Tensor
     """
     import torch
 
-    from phalanx.checkpoint.committed.restore import restore
-    from phalanx.checkpoint.format.shards import Shard, torch_dtype
+    from phalanx.checkpoint.committed.restore import Shard, restore, torch_dtype
 
     tier, step = _checkpoint(place, step)
     boxes = {entry.box.name: entry.box for entry in tier.boxes(step) if entry.box.name.startswith(WEIGHTS)}

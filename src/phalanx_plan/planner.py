@@ -23,7 +23,7 @@ from phalanx.hardware.catalog import cluster as cluster_named
 from phalanx.hardware.cluster import Cluster
 from phalanx.launch.placing import Order, Shape, Topology, TopologyError
 from phalanx.launch.planner import FirstHalved, Planner, PricedNodes
-from phalanx.parallel.mesh.slots import Deal
+from phalanx.parallel.divisions import Deal
 from phalanx.run.fields import listing
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout, layout_of, layout_problems, replica_ranks

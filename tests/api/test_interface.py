@@ -27,7 +27,7 @@ from forked_python import Popen, children, in_place_of_execution
 from phalanx.api import _launch, _result
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Event, Message, Restored, RunStarted, Step
-from phalanx.parallel.pipeline.schedules import ScheduleName
+from phalanx.parallel.pipeline_schedules import ScheduleName
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.fields import RunFileError
 from phalanx.run.read import to_table

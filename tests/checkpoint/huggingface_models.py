@@ -15,7 +15,7 @@ from transformers import (
 from checkpoint.shards import shards_of
 from parity.hf_models import JOINED, MIXTURES, QWEN3_MOE, SMALL, YARN, hf_model
 from phalanx.checkpoint.committed.restore import restore
-from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
+from phalanx.checkpoint.interop.huggingface.convert import export_hf
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.transformer import Transformer

@@ -5,16 +5,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from phalanx.checkpoint.format.boxes import Box
-from phalanx.checkpoint.format.errors import AbandonedError, NoSuchStepError
-from phalanx.checkpoint.format.image import ByteArray, Image, RawArray, spans, view_of
-from phalanx.checkpoint.format.restore_plan import (
+from phalanx.checkpoint.format.boxes import (
     OWN_MEMORY,
+    Box,
     BoxLocation,
     PlannedRead,
     StoredBox,
     require_complete,
 )
+from phalanx.checkpoint.format.errors import AbandonedError, NoSuchStepError
+from phalanx.checkpoint.format.image import ByteArray, Image, RawArray, spans, view_of
 from phalanx.checkpoint.tiers.tier import Draft, StepRecord, always, never
 
 POLL_S = 0.02

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from phalanx.checkpoint.committed.restore import Copies, Shard, dtype_name
 from phalanx.checkpoint.format.boxes import Box, full_box
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.format.shards import Copies, Shard, dtype_name
-from phalanx.parallel.mesh.torch_compat import local_slice_of
+from phalanx.parallel.torch_compat import local_slice_of
 
 
 def shards_of(tensors: Mapping[str, torch.Tensor], *, replica: int = 0, replicas: int = 1) -> list[Shard]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from phalanx.checkpoint.committed.restore import Shard, dtype_name
 from phalanx.checkpoint.format.boxes import Box, full_box
-from phalanx.checkpoint.format.shards import Shard, dtype_name
 from phalanx.checkpoint.save.saver import AsyncSaver, SaveOutcome
 from phalanx.checkpoint.tiers.tier import Tier
 

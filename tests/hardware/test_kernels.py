@@ -21,7 +21,7 @@ from torch import Tensor
 from phalanx.hardware.kernels import choose, compiler
 from phalanx.hardware.kernels.choose import fused_kernels, kernels_for
 from phalanx.hardware.kernels.reference import REFERENCE, Kernels, TorchKernels, UpdateFactors
-from phalanx.parallel.reduction.exact_sum import extraction_constants, largest
+from phalanx.parallel.reduction.reproducible_sums import extraction_constants, largest
 from phalanx.run.directory.files import temporary_home
 
 CPU = torch.device("cpu")
@@ -245,7 +245,7 @@ from phalanx.hardware.kernels.choose import differences
 from phalanx.hardware.kernels.gpu import GpuKernels
 from phalanx.hardware.kernels.gpu_bins import add_to_bins
 from phalanx.hardware.kernels.reference import TorchKernels
-from phalanx.parallel.reduction.bins import matches_operations
+from phalanx.parallel.reduction.reproducible_sums import matches_operations
 # A GPU's roots are rounded correctly, and so are these: fp64 has more than twice the bits.
 exact = TorchKernels(lambda tensors: [tensor.double().sqrt().float() for tensor in tensors])
 device = torch.device("cpu")

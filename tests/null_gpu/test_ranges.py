@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from null_gpu.kinds import DENSE
 from null_gpu.steps import stepper_of
-from phalanx.train.profile.nvtx import NvtxRanges, nvtx_ranges
+from phalanx.train.profile.instruments import NvtxRanges, nvtx_ranges
 
 
 def test_a_step_runs_in_ranges_of_pytorch() -> None:

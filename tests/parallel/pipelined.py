@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from model.initialized import initialized
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.pipeline.runner import Forward, Pipeline
-from phalanx.parallel.pipeline.schedules import Schedule, ScheduleName, stages_of_rank
+from phalanx.parallel.pipeline import Forward, Pipeline
+from phalanx.parallel.pipeline_schedules import Schedule, ScheduleName, stages_of_rank
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.train.step.loss import summed_cross_entropy
 

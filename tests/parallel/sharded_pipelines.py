@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from parallel.pipelined import DENSE, DIM, SCALE, SEQ, batches, losses_of, stages_here, whole_model
 from phalanx.model.transformer import Block
-from phalanx.parallel.mesh.torch_compat import ReduceScatter, finish_backward
-from phalanx.parallel.pipeline.runner import Pipeline
-from phalanx.parallel.pipeline.schedules import Schedule, ScheduleName
+from phalanx.parallel.pipeline import Pipeline
+from phalanx.parallel.pipeline_schedules import Schedule, ScheduleName
 from phalanx.parallel.reduction.reduce_scatter import PlainBuffers
+from phalanx.parallel.torch_compat import ReduceScatter, finish_backward
 
 MICRO_BATCHES = 4
 SHARDS = 2

@@ -17,7 +17,7 @@ from checkpoint.saved_models import save_models
 from model.initialized import initialized
 from phalanx.checkpoint.format.errors import MismatchError, NoSuchStepError
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.model.layers.experts.router import routers
+from phalanx.model.layers.moe import routers
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.kinds.whole_model import resolve

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from parity.llama3_folder import CHAT_TEMPLATE, TEXT, save_llama3
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import import_hf
 from phalanx.checkpoint.interop.huggingface.stored_folder import stand_in
 from phalanx.data.chat.template import ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from parity.llama3_folder import save_llama3
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import import_hf
 from phalanx_serve.cli import eval_command
 
 CLIENTS = Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-clients") / "bin"

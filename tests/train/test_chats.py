@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from parity.llama3_folder import save_llama3
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import import_hf
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
 from phalanx.data.chat.messages import conversation_text
 from phalanx.data.chat.template import read_chat_template

@@ -16,7 +16,7 @@ from phalanx.data.preparing.prepare import prepare
 from phalanx.data.reading.sources import open_places
 from phalanx.data.stored.index import read_index
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.mesh.mesh import build_mesh
+from phalanx.parallel.mesh import build_mesh
 from phalanx.run.fields import RunFileError
 from phalanx.run.identity import identity
 from phalanx.run.kinds import whole_model

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.parallel.mesh import mesh
-from phalanx.parallel.reduction.slot_tree import SlotTree
+from phalanx.parallel import mesh
+from phalanx.parallel.reduction.tree import SlotTree
 from phalanx.run.spec import RunSpec
 from quick_cases import quick
 from ranks import Ranks

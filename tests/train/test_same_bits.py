@@ -21,9 +21,9 @@ import torch.distributed as dist
 from covering import covering, new_choices_first
 from layouts import Whole, legal_layouts, merged, steps_on_this_rank
 from one_hash import same
-from phalanx.parallel.mesh.mesh import build_mesh
-from phalanx.parallel.reduction.bins import BinFormat
+from phalanx.parallel.mesh import build_mesh
 from phalanx.parallel.reduction.integer_summation import IntegerSummation
+from phalanx.parallel.reduction.reproducible_sums import BinFormat
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import MemorySpec, ModelSpec, ParallelSpec, RunSpec
 from phalanx.train.compose import build_model

@@ -275,11 +275,11 @@ def export_to(
         tier = DiskTier(checkpoints.root)
         chosen = checkpoints.newest(tier.steps())
         if kind == "dcp":
-            from phalanx.checkpoint.interop.dcp.export_folder import export_dcp
+            from phalanx.checkpoint.interop.dcp import export_dcp
 
             export_dcp(tier, chosen, out)
         else:
-            from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
+            from phalanx.checkpoint.interop.huggingface.convert import export_hf
 
             run = RunDirectory(checkpoints.root.parent)
             spec = read_resolved(run)
@@ -332,8 +332,8 @@ def import_command(directory: Path, out: Path | None, model: str | None, as_json
       phalanx generate imported/llama --prompt "Once"
       phalanx import outputs/checkpoint/step-1000 --model llama3-8b
     """
-    from phalanx.checkpoint.interop.dcp.import_folder import import_dcp
-    from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+    from phalanx.checkpoint.interop.dcp import import_dcp
+    from phalanx.checkpoint.interop.huggingface.convert import import_hf
 
     target = out or Path("imported") / Path(os.path.abspath(directory)).name
     with explained(CheckpointError, DataError):

@@ -24,7 +24,7 @@ from phalanx.model.layers.attention.attention import Attention, Cache, Documents
 from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.layers.attention.rotary import rotation
 from phalanx.model.layers.dense import FeedForward, Linear, RMSNorm
-from phalanx.model.layers.experts.moe import MoE
+from phalanx.model.layers.moe import MoE
 from phalanx.run.kinds import grouped_attention, latent_attention
 from phalanx.run.kinds.attention import AttentionKind, attention_kind
 from phalanx.run.kinds.grouped_attention import window_of

@@ -18,9 +18,8 @@ from functools import cached_property
 
 from phalanx.model.facts.holdings import HeldParameter, Holding
 from phalanx.model.facts.shape import stage_layers
-from phalanx.parallel.mesh.slots import Deal
-from phalanx.parallel.pipeline.schedules import Action, Schedule
-from phalanx.parallel.reduction.buckets import in_buckets
+from phalanx.parallel.divisions import Deal, in_buckets
+from phalanx.parallel.pipeline_schedules import Action, Schedule
 from phalanx.run.kinds.operations import HEAD_UNIT, Parameter
 from phalanx.run.kinds.prediction_ahead import depths
 from phalanx.run.layout import Layout, micro_batches_per_slot, stages_per_rank

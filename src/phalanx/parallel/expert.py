@@ -16,23 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.hardware.local.device import on_gpu
+from phalanx.hardware.local.device import CommClock, on_gpu
 from phalanx.model.autograd import FunctionContext, apply_function, uncompiled
-from phalanx.model.layers.experts.expert_groups import groups_of_slots
-from phalanx.model.layers.experts.moe import (
+from phalanx.model.layers.expert_groups import groups_of_slots
+from phalanx.model.layers.moe import (
     Exchange,
     Experts,
     LocalExchange,
     MoE,
+    Routing,
     combine,
     copies_by_expert,
     order_by_expert,
     permute,
 )
-from phalanx.model.layers.experts.router import Routing
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import DimSplit, Mesh, Partition
+from phalanx.parallel.mesh import DimSplit, Mesh, Partition
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.run.spec import RunSpec
 
@@ -117,7 +116,7 @@ def _splits(inner: int, mesh: Mesh) -> Iterator[DimSplit]:
 # are recomputed. Backward reuses the sizes and does not wait.
 #
 # The ranks may belong to a team that computes several slots at once (``phalanx.run.layout``). The result of a slot must not depend
-# on the other slots. So the rows of one expert and one slot are a *group* (``phalanx.model.layers.experts.expert_groups``), in the
+# on the other slots. So the rows of one expert and one slot are a *group* (``phalanx.model.layers.expert_groups``), in the
 # order of source rank, then token. One permutation orders all rows by expert, slot, position. They go through the experts as one set
 # of grouped products, so the number of GPU launches does not grow with the team.
 

@@ -451,7 +451,7 @@ def _ranks(spec: RunSpec, ranks: int) -> Iterator[Problem]:
 
 # Positions and groups of ranks in the mesh: functions on integers, for users who look for the neighbors of a slow rank.
 #
-# The mesh with its process groups is ``phalanx.parallel.mesh.mesh``; a test compares both.
+# The mesh with its process groups is ``phalanx.parallel.mesh``; a test compares both.
 
 
 def rank_place(layout: Layout, rank: int) -> dict[str, int]:

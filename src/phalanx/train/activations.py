@@ -41,13 +41,13 @@ from torch.utils.checkpoint import (
 from phalanx.hardware.local.device import on_gpu
 from phalanx.model.autograd import uncompiled
 from phalanx.model.custom import blocks_of
-from phalanx.parallel.mesh.torch_compat import (
+from phalanx.parallel.reduction.data_parallel import local
+from phalanx.parallel.torch_compat import (
     cuda_stream,
     keep_activations_within,
     keep_selected_tensors_from_hooks,
     leave_profiler_out_of_selective_checkpoints,
 )
-from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.spec import MemorySpec, RunSpec
 
 if TYPE_CHECKING:

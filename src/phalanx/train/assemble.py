@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.checkpoint.committed.restore import restore
+from phalanx.checkpoint.committed.restore import Shard, restore
 from phalanx.checkpoint.format.errors import NoSuchStepError
-from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.interval import Retention
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.save.store_uploader import CopyRules, CopyShare, RankCopies
@@ -31,9 +30,9 @@ from phalanx.hardware.portable.operations import end as end_portable
 from phalanx.observe.events import IncidentKind
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
-from phalanx.observe.logs.recorder import Place
-from phalanx.observe.profile_request import ProfileDesk
-from phalanx.parallel.mesh.mesh import BOOT_ID, Mesh, RankMachines, build_mesh, find_machines
+from phalanx.observe.logs.log_file import Place
+from phalanx.observe.profile import ProfileDesk
+from phalanx.parallel.mesh import BOOT_ID, Mesh, RankMachines, build_mesh, find_machines
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.lineage import Origin, lineage_table, read_lineage

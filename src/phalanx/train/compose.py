@@ -17,21 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.hardware.local.device import CommClock
 from phalanx.model.custom import Chain, blocks_of, custom_facts
 from phalanx.model.facts.optimizer_state import takes_matrix
 from phalanx.model.facts.shape import buffers, count, parameters, stage_layers
-from phalanx.model.layers.experts.moe import make_rows_independent
+from phalanx.model.layers.moe import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Bucket
 from phalanx.parallel.context.apply import apply_context
-from phalanx.parallel.context.rank_tiles import rank_tiles
+from phalanx.parallel.context.fixed_tiles import rank_tiles
+from phalanx.parallel.divisions import LocalSlice, rounds_of
 from phalanx.parallel.expert import apply_experts
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.local_slice import LocalSlice
-from phalanx.parallel.mesh.mesh import Mesh, Partition
-from phalanx.parallel.mesh.slots import rounds_of
-from phalanx.parallel.pipeline.runner import Pipeline
-from phalanx.parallel.pipeline.schedules import Schedule, stages_of_rank
+from phalanx.parallel.mesh import Mesh, Partition
+from phalanx.parallel.pipeline import Pipeline
+from phalanx.parallel.pipeline_schedules import Schedule, stages_of_rank
 from phalanx.parallel.reduction.data_parallel import DataParallel, named_parameters, spread
 from phalanx.parallel.tensor.apply import apply_tensor, vocabulary_piece
 from phalanx.run.kinds.operations import Parameter

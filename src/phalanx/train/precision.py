@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from phalanx.hardware.local.device import on_gpu
 from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.model.layers.dense import Linear
-from phalanx.model.layers.experts.expert_groups import Groups
-from phalanx.model.layers.experts.moe import Experts
+from phalanx.model.layers.expert_groups import Groups
+from phalanx.model.layers.moe import Experts
 from phalanx.model.narrow import SHARING, Quantized, Scaling, dequantize, quantize
 from phalanx.model.transformer import Block
 from phalanx.run.spec import RunSpec
@@ -96,7 +96,7 @@ class NarrowProduct:
 
 @dataclass(frozen=True)
 class NarrowGroupedProduct:
-    """``phalanx.model.layers.experts.moe.GroupedProduct`` with operands of a narrow format, forward and for the gradient of the rows.
+    """``phalanx.model.layers.moe.GroupedProduct`` with operands of a narrow format, forward and for the gradient of the rows.
 
     The matrices' gradient is a sum over each expert's tokens, whose number only the accelerator knows; it is computed in the
     compute format, as in torchao's recipes with a high-precision weight gradient.

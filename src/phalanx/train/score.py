@@ -4,7 +4,7 @@ A text is a row of a micro-batch of the run's own shape, padded to the training 
 that the trainer builds and the arithmetic of the loss (``phalanx.train.step.loss``). On a CPU all is computed by portable kernels
 (``phalanx.hardware.portable``), whatever the run was trained with, so a text's bits do not depend on the texts beside it. On a GPU, and for a model of
 the user's own, each text has a micro-batch of its own, with padding in the other rows, and experts have independent rows
-(``phalanx.model.layers.experts.moe``).
+(``phalanx.model.layers.moe``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from phalanx.checkpoint.interop.huggingface.stored_folder import weights_tier
 from phalanx.hardware.local.device import brought, fetched, on_gpu
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.model.custom import Chain
-from phalanx.model.layers.experts.moe import make_rows_independent
-from phalanx.model.layers.experts.router import routers
+from phalanx.model.layers.moe import make_rows_independent, routers
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds import prediction_ahead

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.model.facts.own_slots import held_bytes
-from phalanx.parallel.reduction.buckets import BUCKET_ELEMENTS
+from phalanx.model.facts.holdings import held_bytes
+from phalanx.parallel.divisions import BUCKET_ELEMENTS
 from phalanx.run.spec import OptimizerSpec
 from phalanx_plan.step_cost.layer_costs import LayerCosts
 from phalanx_plan.step_cost.pipeline import Pipelines, PlaceCounts, PlaceTable, in_flight

@@ -3,7 +3,7 @@
 Times are closed forms of idle time, exposed transfers and micro-batches in flight, and the exact makespan.
 With R_i the time of one micro-batch on rank i (all its stages, forward and backward), a flush of m micro-batches takes about
 ``m max R + idle``. The idle times, for stages that are alike, are exact for the schedules as this project builds them
-(``phalanx.parallel.pipeline.schedules``). A flush is a step, since slots follow each other without a pause; with ``gpipe``, a slot.
+(``phalanx.parallel.pipeline_schedules``). A flush is a step, since slots follow each other without a pause; with ``gpipe``, a slot.
 
 - ``gpipe``, ``1f1b``: the time of one micro-batch on all other ranks, ``sum R - max R`` (arXiv 1811.06965, 2104.04473).
 - ``interleaved``: that time over v, the stages of a rank (arXiv 2104.04473, section 2.2.2).
@@ -12,7 +12,7 @@ With R_i the time of one micro-batch on rank i (all its stages, forward and back
   are (p - 1) F. (Papers count less, because their steps overlap: arXiv 2401.10241; DeepSeek's DualPipe.)
 
 The closed form assumes stages of nearly equal time. The finalists of a search are timed exactly:
-each rank's actions are those of ``phalanx.parallel.pipeline.schedules``, which the trainer itself follows; an action starts when its rank
+each rank's actions are those of ``phalanx.parallel.pipeline_schedules``, which the trainer itself follows; an action starts when its rank
 is free and its input has arrived. The dependencies depend on the schedule alone, so actions are dealt once into *waves* of at most one
 action for each rank, none of which needs another; a wave is a row of arrays, for any number of layouts at once.
 
@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.parallel.pipeline.schedules import Action, Schedule, ScheduleName
+from phalanx.parallel.pipeline_schedules import Action, Schedule, ScheduleName
 from phalanx.run.layout import SPLIT_BACKWARD
 from phalanx.run.pieces import STAGES_PER_RANK
 from phalanx_plan.workload.candidates import SCHEDULES, Bools, Candidates, Floats, Ints, distinct

@@ -16,8 +16,8 @@ from functools import cached_property, partial
 
 import numpy as np
 
+from phalanx.model.facts.holdings import exchanged
 from phalanx.model.facts.optimizer_state import UPDATE_BYTES
-from phalanx.model.facts.own_slots import exchanged
 from phalanx.run.spec import OptimizerSpec
 from phalanx_plan.step_cost import hardware_times
 from phalanx_plan.step_cost.layer_costs import CATEGORIES, PHASES, LayerCosts

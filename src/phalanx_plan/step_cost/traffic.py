@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.model.facts.own_slots import exchanged
+from phalanx.model.facts.holdings import exchanged
 from phalanx.run.kinds.operations import LayerExchange
 from phalanx_plan.step_cost.estimate import Evaluation, prepare
 from phalanx_plan.step_cost.memory import exchanged_bytes, micro_batches_per_slot, times

@@ -24,7 +24,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.parallel.pipeline.schedules import ScheduleName
+from phalanx.parallel.pipeline_schedules import ScheduleName
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec
 

@@ -20,7 +20,7 @@ from phalanx.hardware.cluster import Cluster
 from phalanx.hardware.profile import Profile
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.model.facts.shape import ModelCounts, count, parameters
-from phalanx.parallel.reduction.buckets import LONGEST_SPAN, word_bytes
+from phalanx.parallel.divisions import LONGEST_SPAN, word_bytes
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import ModelSpec, OptimizerSpec, RunSpec

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from phalanx.data.tokenizers.tokenizer import Tokenizer
-    from phalanx.train.evaluation.generation import EncodedTask
-    from phalanx.train.evaluation.tasks import ScoredSequence, SequenceScore, Task
+    from phalanx.train.evaluation.tasks import EncodedTask, ScoredSequence, SequenceScore, Task
     from phalanx.train.score import Scorer
 
 
@@ -69,7 +68,7 @@ def command(options: EvalOptions) -> None:
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
     from phalanx.run.directory.paths import RunDirectoryError
-    from phalanx.train.evaluation.generation import encode_task
+    from phalanx.train.evaluation.tasks import encode_task
     from phalanx_serve.numerics import computing_on
     from phalanx_serve.prompt import load_run_tokenizer
 
@@ -145,9 +144,8 @@ def _evaluate(
     encoded: EncodedTask, scorer: Scorer, tokenizer: Tokenizer
 ) -> tuple[dict[str, float], list[dict[str, object]]]:
     """Return the figures of a task, and for each item what ``--scores`` writes."""
-    from phalanx.train.evaluation.generation import generated_answers, generation_figures
-    from phalanx.train.evaluation.samples import continue_prompts
-    from phalanx.train.evaluation.tasks import figures, scores_by_item
+    from phalanx.train.evaluation.scoring import continue_prompts
+    from phalanx.train.evaluation.tasks import figures, generated_answers, generation_figures, scores_by_item
 
     task, sequences = encoded.task, encoded.sequences
     if task.kind == "generation":

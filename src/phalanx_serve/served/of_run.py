@@ -26,9 +26,8 @@ import torch
 from torch import nn
 
 from phalanx.checkpoint.committed.digest import combine
-from phalanx.checkpoint.committed.restore import candidates
+from phalanx.checkpoint.committed.restore import candidates, dtype_name
 from phalanx.checkpoint.format.errors import CheckpointError, StorageError, StorageFullError
-from phalanx.checkpoint.format.shards import dtype_name
 from phalanx.checkpoint.pack.layout import PackIndex
 from phalanx.checkpoint.pack.reader import PackFile, is_pack, open_pack
 from phalanx.checkpoint.tiers.disk import DiskTier

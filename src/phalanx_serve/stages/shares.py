@@ -35,16 +35,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.checkpoint.committed.digest import TensorDigest, tensor_digest
-from phalanx.checkpoint.committed.restore import Rows
+from phalanx.checkpoint.committed.restore import Rows, dtype_name
 from phalanx.checkpoint.format.manifest import encode_index
-from phalanx.checkpoint.format.shards import dtype_name
 from phalanx.checkpoint.interop.huggingface.stored_folder import FolderTier, weights_tier
 from phalanx.model.facts.shape import balance, parameters
 from phalanx.model.layers.attention.attention import Attention
 from phalanx.model.layers.dense import Affine, FeedForward, Linear
-from phalanx.model.layers.experts.expert_groups import groups_of_one_slot
-from phalanx.model.layers.experts.moe import Experts, MoE, combine, copies_by_expert, order_by_expert
-from phalanx.model.layers.experts.router import Routing
+from phalanx.model.layers.expert_groups import groups_of_one_slot
+from phalanx.model.layers.moe import Experts, MoE, Routing, combine, copies_by_expert, order_by_expert
 from phalanx.model.transformer import Block, OutputProjection, Transformer
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.kinds import grouped_attention

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from phalanx.checkpoint.committed.restore import dtype_name
 from phalanx.checkpoint.format.errors import MismatchError
-from phalanx.checkpoint.format.shards import dtype_name
 from phalanx.checkpoint.interop.huggingface.stored_folder import published_folder
 from phalanx.checkpoint.pack.layout import PackFormat, PackIndex
 from phalanx.checkpoint.pack.reader import PackFile, is_pack, open_pack

@@ -22,8 +22,8 @@ from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.pack.layout import PackedTensor
 from phalanx.checkpoint.pack.reader import PackFile, read_section
 from phalanx.checkpoint.pack.writer import tensor_in, write_wide
-from phalanx.model.layers.experts.expert_groups import Groups, grouped_product, groups_of_one_slot
-from phalanx.model.layers.experts.moe import Experts, GroupedProduct, MoE
+from phalanx.model.layers.expert_groups import Groups, grouped_product, groups_of_one_slot
+from phalanx.model.layers.moe import Experts, GroupedProduct, MoE
 from phalanx_serve.weights.budget import Residency
 from phalanx_serve.weights.ring import ExpertCache, ReadPool, Ring, StreamStatistics
 

@@ -12,19 +12,17 @@ from typing import Any
 
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.events import IncidentKind, Message, Step
-from phalanx.observe.profile_request import (
-    ProfileRequest,
-    is_profile_name,
-    new_name,
-    request_path,
-    write_request,
-)
-from phalanx.observe.recorded_step import (
+from phalanx.observe.profile import (
     ORDER_FILE,
     ProfileFileError,
+    ProfileRequest,
     RankTrace,
+    is_profile_name,
+    new_name,
     rank_file,
     read_rank_trace,
+    request_path,
+    write_request,
 )
 from phalanx.run.directory.files import plain_json, read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from phalanx.observe.recorded_step import RankTrace
+from phalanx.observe.profile import RankTrace
 from phalanx.observe.throughput import format_bytes
 from phalanx_watch.profile.chrome import memory_line, merged
 from phalanx_watch.profile.operations import (

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from phalanx.observe.display.layers import described_layer, groups_of, values_of
+from phalanx.observe.display.state import described_layer, groups_of, values_of
 from phalanx.observe.events import LayerStatistics
 from phalanx_watch.why.observed import (
     DEAD_SHARE,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from phalanx.observe.display.layers import described_layer, first_nonfinite
+from phalanx.observe.display.state import described_layer, first_nonfinite
 from phalanx.observe.events import Event, LayerStatistics, LossSpike, NonFinite, Step
 from phalanx_watch.why.layers import collapsed_router
 from phalanx_watch.why.observed import (

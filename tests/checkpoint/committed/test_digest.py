@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from checkpoint.memory_tier import MemoryTier
 from checkpoint.worlds import State, folder_in_memory, holdings, save_by_all, shards_from, states
 from phalanx.checkpoint.committed.digest import combine, digest_checkpoint, tensor_digest
-from phalanx.checkpoint.format.shards import dtype_name
+from phalanx.checkpoint.committed.restore import dtype_name
 from phalanx.checkpoint.tiers.disk import DiskTier
 
 

@@ -8,11 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.worlds import holdings, states
-from phalanx.checkpoint.format.box_table import BoxTable, decode_table, encode_table, joined, table_of
-from phalanx.checkpoint.format.boxes import Box, full_box
+from phalanx.checkpoint.format.boxes import DISK, Box, BoxLocation, StoredBox, full_box, require_complete
 from phalanx.checkpoint.format.errors import CheckpointError, MismatchError, NotCoveredError
-from phalanx.checkpoint.format.image import image_layout
-from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, StoredBox, require_complete
+from phalanx.checkpoint.format.image import (
+    BoxTable,
+    decode_table,
+    encode_table,
+    image_layout,
+    joined,
+    table_of,
+)
 
 
 def table_of_ranks(held: Sequence[Sequence[Box]]) -> BoxTable:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from checkpoint.worlds import DTYPES, box_of, grids, random_tensor, same_bits, shapes, shards_from, states
+from phalanx.checkpoint.committed.restore import Shard
 from phalanx.checkpoint.format.boxes import full_box
 from phalanx.checkpoint.format.image import PAGE_BYTES, image_layout, spans, view_of
-from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.staging import StagingBuffers
 
 

@@ -7,18 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.worlds import box_of, grids, holdings, random_tensor, states
-from phalanx.checkpoint.format.boxes import Box, full_box
-from phalanx.checkpoint.format.errors import MismatchError, NotCoveredError
-from phalanx.checkpoint.format.restore_plan import (
+from phalanx.checkpoint.format.boxes import (
     DISK,
     OWN_MEMORY,
     PEER,
+    Box,
     BoxLocation,
     StoredBox,
+    full_box,
     plan_restore,
     require_complete,
     share_of,
 )
+from phalanx.checkpoint.format.errors import MismatchError, NotCoveredError
 
 FULL = full_box("t", "float32", (8, 6))
 

@@ -22,9 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from checkpoint.shards import shards_of
 from checkpoint.worlds import box_of, folder_in_memory, save_by_all
-from phalanx.checkpoint.committed.restore import restore
+from phalanx.checkpoint.committed.restore import Copies, Shard, restore
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.format.shards import Copies, Shard
 from phalanx.checkpoint.tiers.disk import DiskTier
 
 

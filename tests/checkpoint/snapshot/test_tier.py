@@ -20,11 +20,9 @@ from checkpoint.worlds import (
     shards_from,
     states,
 )
-from phalanx.checkpoint.committed.restore import restore
-from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.committed.restore import Shard, restore
+from phalanx.checkpoint.format.boxes import NODE_AGENT, PEER, Box, plan_restore
 from phalanx.checkpoint.format.errors import CorruptError, NotCoveredError
-from phalanx.checkpoint.format.restore_plan import NODE_AGENT, PEER, plan_restore
-from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.snapshot.data_port import SnapshotClient, SnapshotServer, push
 from phalanx.checkpoint.snapshot.segments import Segment, SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, describe, restore_from_holders

@@ -37,7 +37,7 @@ from phalanx.checkpoint.committed.copying import (
     verify,
     verify_tier,
 )
-from phalanx.checkpoint.committed.restore import restore
+from phalanx.checkpoint.committed.restore import Shard, restore
 from phalanx.checkpoint.format.errors import (
     AbandonedError,
     CorruptError,
@@ -45,7 +45,6 @@ from phalanx.checkpoint.format.errors import (
     NoSuchStepError,
     StorageError,
 )
-from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.store.open_store import open_store

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from checkpoint.worlds import State, box_of, same_bits, save_state
 from phalanx.checkpoint.committed.copying import copy_step
-from phalanx.checkpoint.committed.restore import restore
+from phalanx.checkpoint.committed.restore import Shard, restore
 from phalanx.checkpoint.format.manifest import Manifest, checksum
-from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.tiers import object_tier
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier, SharedBlocks

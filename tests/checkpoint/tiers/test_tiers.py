@@ -26,8 +26,8 @@ from checkpoint.worlds import (
     states,
 )
 from phalanx.checkpoint.committed.copying import verify
-from phalanx.checkpoint.committed.restore import candidates, restore
-from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.committed.restore import Shard, candidates, restore
+from phalanx.checkpoint.format.boxes import OWN_MEMORY, Box
 from phalanx.checkpoint.format.errors import (
     AbandonedError,
     MismatchError,
@@ -35,8 +35,6 @@ from phalanx.checkpoint.format.errors import (
     NoSuchStepError,
     NotCoveredError,
 )
-from phalanx.checkpoint.format.restore_plan import OWN_MEMORY
-from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.staging import StagingBuffers
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, StepRecord, Tier

@@ -9,9 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from parity.llama3_folder import CHAT_TEMPLATE, save_llama3
-from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
+from phalanx.checkpoint.interop.huggingface.convert import export_hf, import_hf
 from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json, write_json
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.chat.encode import ChatLayout, save_template, saved_template, turn_ends
 from phalanx.data.chat.messages import conversation_text

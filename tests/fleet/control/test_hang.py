@@ -210,7 +210,7 @@ def sleeping(sleeper: int) -> bytes:
     import torch
     import torch.distributed as dist
 
-    from phalanx.parallel.mesh.torch_compat import flight_record
+    from phalanx.parallel.torch_compat import flight_record
 
     begin_ns = time.time_ns()
     rank, ranks = dist.get_rank(), dist.get_world_size()

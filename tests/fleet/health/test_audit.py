@@ -23,7 +23,7 @@ from phalanx.fleet.health.audit import (
     team_ranks,
     teams,
 )
-from phalanx.parallel.mesh.slots import Deal
+from phalanx.parallel.divisions import Deal
 from phalanx.run.layout import Layout
 
 

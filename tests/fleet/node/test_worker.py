@@ -35,7 +35,7 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Finished
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import FleetSpec, ParallelSpec, RunSpec
-from phalanx.train.lifecycle.own_observers import ObserverError
+from phalanx.train.lifecycle.observers import ObserverError
 from run.specs import replace_at
 from tiny_runs import make_dataset, tiny_run, train_on_this_rank
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.hardware.local.device import QueueEvent, QueueTimes
-from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.hardware.local.device import CommClock, QueueEvent, QueueTimes
 
 
 class Device:

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count, fleet_state_bytes
-from phalanx.model.layers.experts.expert_groups import Groups
-from phalanx.model.layers.experts.moe import Experts
+from phalanx.model.layers.expert_groups import Groups
+from phalanx.model.layers.moe import Experts
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, OptimizerSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.observe.display.layers import describe_statistics
+from phalanx.observe.display.state import describe_statistics
 from phalanx.observe.events import LayerStatistics
 
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from model.initialized import initialized
+from phalanx.hardware.local.device import CommClock
 from phalanx.model.layers.attention.attend import Score
 from phalanx.model.layers.attention.attention import Documents
 from phalanx.model.transformer import Transformer
@@ -30,8 +31,7 @@ from phalanx.parallel.context.exchange import (
     own_pieces,
 )
 from phalanx.parallel.context.tiles import DividedCore
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import Mesh, build_mesh
+from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.run.spec import MlaSpec, ModelSpec, ParallelSpec, RunSpec, TrainSpec
 from quick_cases import quick
 from ranks import Ranks

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.parallel.context.exchange import context_positions
-from phalanx.parallel.context.rank_tiles import by_position, by_tile, tiled_positions
+from phalanx.parallel.context.fixed_tiles import by_position, by_tile, tiled_positions
 
 
 @st.composite

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from phalanx.model.layers.experts.moe import Experts
-from phalanx.model.layers.experts.router import routers
+from phalanx.hardware.local.device import CommClock
+from phalanx.model.layers.moe import Experts, routers
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context.apply import apply_context
 from phalanx.parallel.context.exchange import context_positions
 from phalanx.parallel.expert import apply_experts
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import Mesh, Partition, build_mesh
+from phalanx.parallel.mesh import Mesh, Partition, build_mesh
 from phalanx.parallel.reduction.data_parallel import local
-from phalanx.parallel.reduction.slot_tree import SlotTree
+from phalanx.parallel.reduction.tree import SlotTree
 from phalanx.parallel.tensor.apply import VocabularyPiece, apply_tensor, vocabulary_piece
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec, ParallelSpec, RunSpec, TrainSpec

@@ -12,11 +12,10 @@ from hypothesis import given
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.model.layers.experts.moe import Exchange, Experts, LocalExchange
-from phalanx.model.layers.experts.router import Routing
+from phalanx.hardware.local.device import CommClock
+from phalanx.model.layers.moe import Exchange, Experts, LocalExchange, Routing
 from phalanx.parallel.expert import DividedExperts, ExpertExchange, by_expert
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.reduction.slot_tree import SlotTree
+from phalanx.parallel.reduction.tree import SlotTree
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.mesh.mesh import equal_runs, ranks_in_a_machine
+from phalanx.parallel.mesh import equal_runs, ranks_in_a_machine
 
 few = st.integers(1, 6)
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from layouts import DENSE, MIXTURE, steps_on_this_rank, tiny
-from phalanx.parallel.mesh.mesh import build_mesh
-from phalanx.parallel.mesh.torch_compat import device_of_messages, group_sizes
+from phalanx.parallel.mesh import build_mesh
+from phalanx.parallel.torch_compat import device_of_messages, group_sizes
 from phalanx.run.spec import ParallelSpec, RunSpec
 from ranks import Ranks
 

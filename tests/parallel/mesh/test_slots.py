@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.mesh.slots import Deal, Round, rounds_of
-from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
-from phalanx.parallel.reduction.tree import leaf_sums
+from phalanx.parallel.divisions import Deal, Round, rounds_of
+from phalanx.parallel.reduction.tree import Leaves, SlotTree, leaf_sums
 
 slots_counts = st.integers(1, 40)
 

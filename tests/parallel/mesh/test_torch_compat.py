@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch.utils import flop_counter
 
-from phalanx.parallel.mesh.torch_compat import AllGather, ReduceScatter, count_grouped_attention
+from phalanx.parallel.torch_compat import AllGather, ReduceScatter, count_grouped_attention
 from ranks import Ranks
 
 
 def gathered() -> list[float]:
     import torch.distributed as dist
 
-    from phalanx.parallel.mesh.torch_compat import all_gather_single
+    from phalanx.parallel.torch_compat import all_gather_single
 
     assert dist.group.WORLD is not None
     out = torch.empty(dist.get_world_size() * 2)
@@ -31,7 +31,7 @@ def boxes_of_five_rows() -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from phalanx.parallel.mesh.torch_compat import local_slice_of
+    from phalanx.parallel.torch_compat import local_slice_of
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(10).view(5, 2)
@@ -50,7 +50,7 @@ def test_box_of_says_where_a_ranks_rows_lie_in_the_whole(ranks: Ranks) -> None:
 
 
 def test_box_of_a_plain_tensor_is_the_whole() -> None:
-    from phalanx.parallel.mesh.torch_compat import local_slice_of
+    from phalanx.parallel.torch_compat import local_slice_of
 
     assert local_slice_of(torch.zeros(3, 4)) == ((0, 0), (3, 4))
 
@@ -69,7 +69,7 @@ def fsdp_calls_our_collectives() -> tuple[int, int]:
 
         def __call__(self, output_tensor, input_tensor, group, async_op=False):  # type: ignore[no-untyped-def]  # noqa: ARG002
             counts[0] += 1
-            from phalanx.parallel.mesh.torch_compat import all_gather_single
+            from phalanx.parallel.torch_compat import all_gather_single
 
             all_gather_single(output_tensor, input_tensor, group)
 
@@ -104,7 +104,7 @@ def waits_for_fsdp() -> list[tuple[bool, bool]]:
     from torch.distributed.fsdp import FSDPModule, fully_shard
     from torch.distributed.tensor import DTensor
 
-    from phalanx.parallel.mesh.torch_compat import measure_waits
+    from phalanx.parallel.torch_compat import measure_waits
 
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     mesh = init_device_mesh("cpu", (2,))
@@ -135,7 +135,7 @@ def test_waits_for_a_units_weights_and_for_its_sums_are_measured(ranks: Ranks) -
 def along(batch: int) -> tuple[list[list[float]], list[list[float]], list[float]]:
     import torch.distributed as dist
 
-    from phalanx.parallel.mesh.torch_compat import gather_along, sum_over, sum_scatter_along
+    from phalanx.parallel.torch_compat import gather_along, sum_over, sum_scatter_along
 
     group = dist.group.WORLD
     assert group is not None
@@ -159,7 +159,7 @@ def asked_for_overlap() -> tuple[bool, bool]:
     from torch._inductor import config
     from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 
-    from phalanx.parallel.mesh.torch_compat import overlap_with_products
+    from phalanx.parallel.torch_compat import overlap_with_products
 
     group = dist.group.WORLD
     assert group is not None
@@ -179,7 +179,7 @@ def reduced_outside_of_a_backward_pass() -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from phalanx.parallel.mesh.torch_compat import finish_backward
+    from phalanx.parallel.torch_compat import finish_backward
 
     module = nn.Linear(2, 2, bias=False)
     fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
@@ -198,7 +198,7 @@ def test_finish_backward_shares_out_what_earlier_backward_passes_have_left(ranks
 def test_a_compiled_block_with_a_budget_keeps_less_and_computes_the_same() -> None:
     from torch._functorch import config
 
-    from phalanx.parallel.mesh.torch_compat import keep_activations_within
+    from phalanx.parallel.torch_compat import keep_activations_within
 
     def deep(x: torch.Tensor) -> torch.Tensor:
         for _ in range(6):
@@ -233,7 +233,7 @@ def test_a_rank_of_a_fleet_that_does_not_exist_gathers_and_its_group_can_be_name
     import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from phalanx.parallel.mesh.torch_compat import group_of, join_fake, sum_over
+    from phalanx.parallel.torch_compat import group_of, join_fake, sum_over
 
     class Seen(TorchDispatchMode):
         groups: ClassVar[list[str]] = []
@@ -261,7 +261,7 @@ def record_of_a_pair() -> tuple[dict[str, Any], str]:
 
     import torch.distributed as dist
 
-    from phalanx.parallel.mesh.torch_compat import flight_record
+    from phalanx.parallel.torch_compat import flight_record
 
     pair = dist.new_group([0, 1])
     dist.all_reduce(torch.ones(2), group=pair)
@@ -288,8 +288,8 @@ def patience_of_new_and_changed_groups() -> tuple[float, float, bool]:
     import torch.distributed as dist
 
     from layouts import DENSE, tiny
-    from phalanx.parallel.mesh.mesh import build_mesh
-    from phalanx.parallel.mesh.torch_compat import group_timeout, set_group_timeouts
+    from phalanx.parallel.mesh import build_mesh
+    from phalanx.parallel.torch_compat import group_timeout, set_group_timeouts
     from phalanx.run.spec import ParallelSpec
 
     mesh = build_mesh(tiny(DENSE, ParallelSpec(tensor=2)), 2, torch.device("cpu"))

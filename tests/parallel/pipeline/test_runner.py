@@ -19,7 +19,7 @@ from parallel.pipelined import (
     waiting_ns,
 )
 from parallel.sharded_pipelines import pipelined, undivided
-from phalanx.parallel.pipeline.schedules import ScheduleName
+from phalanx.parallel.pipeline_schedules import ScheduleName
 from phalanx.run.spec import ModelSpec
 from quick_cases import quick
 from ranks import Ranks

@@ -9,7 +9,7 @@ import torch.distributed.pipelining.schedules as torch_schedules
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.pipeline.schedules import (
+from phalanx.parallel.pipeline_schedules import (
     Action,
     PassKind,
     Schedule,

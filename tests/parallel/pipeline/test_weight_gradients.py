@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.model.layers.dense import Linear
-from phalanx.model.layers.experts.expert_groups import groups_of_slots
-from phalanx.model.layers.experts.moe import Experts, MoE
-from phalanx.parallel.pipeline.runner import postpone_weight_gradients
+from phalanx.model.layers.expert_groups import groups_of_slots
+from phalanx.model.layers.moe import Experts, MoE
+from phalanx.parallel.pipeline import postpone_weight_gradients
 from phalanx.parallel.tensor.lanes.layers import LaneParameter
 from phalanx.parallel.tensor.lanes.shares import in_place_of
 from phalanx.run.spec import ModelSpec, MoeSpec

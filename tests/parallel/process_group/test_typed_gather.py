@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.parallel.mesh.local_slice import LocalSlice
+from phalanx.parallel.divisions import LocalSlice
 from ranks import Ranks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.reduction.buckets import BUCKET_ELEMENTS, in_buckets
+from phalanx.parallel.divisions import BUCKET_ELEMENTS, in_buckets
 
 
 @given(st.lists(st.integers(1, 2 * BUCKET_ELEMENTS)))

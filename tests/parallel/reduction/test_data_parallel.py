@@ -19,11 +19,10 @@ def gathers_and_routers() -> list[str]:
 
     import torch.distributed as dist
 
-    from phalanx.model.layers.experts.moe import Experts
-    from phalanx.model.layers.experts.router import routers
+    from phalanx.hardware.local.device import CommClock
+    from phalanx.model.layers.moe import Experts, routers
     from phalanx.observe.ledger import Ledger
-    from phalanx.parallel.mesh.comm_clock import CommClock
-    from phalanx.parallel.mesh.mesh import build_mesh
+    from phalanx.parallel.mesh import build_mesh
     from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
     from phalanx.train.compose import build_model
     from phalanx.train.step.state import fill_initial
@@ -72,12 +71,12 @@ def gathers_and_exchanges(sharding: str, tied: bool) -> tuple[list[str], list[st
 
     import torch.distributed as dist
 
+    from phalanx.hardware.local.device import CommClock
     from phalanx.observe.ledger import Ledger
-    from phalanx.parallel.mesh.comm_clock import CommClock
-    from phalanx.parallel.mesh.mesh import build_mesh
-    from phalanx.parallel.mesh.torch_compat import group_shapes
+    from phalanx.parallel.mesh import build_mesh
     from phalanx.parallel.reduction.data_parallel import _fsdp_modules
     from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
+    from phalanx.parallel.torch_compat import group_shapes
     from phalanx.train.compose import build_model
     from phalanx.train.step.state import fill_initial
     from phalanx.train.step.step import Stepper

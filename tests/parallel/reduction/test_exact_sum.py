@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.parallel.reduction.exact_sum import extracted_sums, extraction_constants, largest
+from phalanx.parallel.reduction.reproducible_sums import extracted_sums, extraction_constants, largest
 from ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def test_a_number_that_is_not_finite_makes_the_peak_infinite() -> None:
 def norm_on_ranks(cuts: tuple[int, ...], values: list[float]) -> str:
     import torch.distributed as dist
 
-    from phalanx.parallel.reduction.exact_sum import norm
+    from phalanx.parallel.reduction.reproducible_sums import norm
 
     bounds = (0, *cuts, len(values))
     rank = dist.get_rank()

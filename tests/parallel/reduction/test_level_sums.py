@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.parallel.mesh.slots import Deal
-from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
-from phalanx.parallel.reduction.tree import level_sums
+from phalanx.parallel.divisions import Deal
+from phalanx.parallel.reduction.tree import Leaves, SlotTree, level_sums
 
 CPU = torch.device("cpu")
 

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel.reduction.thread_groups import Group, all_gather, all_to_all, in_one_place, leaves_of, on_ranks
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import TwoLevels
-from phalanx.parallel.mesh.slots import Deal, rounds_of
+from phalanx.hardware.local.device import CommClock
+from phalanx.parallel.divisions import Deal, rounds_of
+from phalanx.parallel.mesh import TwoLevels
 from phalanx.parallel.reduction import reduce_scatter as scattering
 from phalanx.parallel.reduction import tree as reduction
 from phalanx.parallel.reduction.reduce_scatter import TimedAllGather, TreeReduceScatter
-from phalanx.parallel.reduction.slot_tree import Leaves
-from phalanx.parallel.reduction.tree import Intake, TreeReducer
+from phalanx.parallel.reduction.tree import Intake, Leaves, TreeReducer
 
 SHARE = 3
 

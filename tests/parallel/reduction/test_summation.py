@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from parallel.reduction.thread_groups import in_one_place
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.slots import Deal, rounds_of
+from phalanx.hardware.local.device import CommClock
+from phalanx.parallel.divisions import Deal, rounds_of
 from phalanx.parallel.reduction.data_parallel import Unsharded
 from phalanx.parallel.reduction.summation import TreeSummation
 

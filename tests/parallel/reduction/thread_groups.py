@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.parallel.reduction.slot_tree import SlotTree
+from phalanx.parallel.reduction.tree import SlotTree
 
 
 class Group:

@@ -14,12 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.hardware.local.device import CommClock
 from phalanx.model.facts.shape import parameters
 from phalanx.model.layers.dense import Linear
-from phalanx.model.layers.experts.router import routers
+from phalanx.model.layers.moe import routers
 from phalanx.model.transformer import Transformer, targets_ahead, training_loss
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import Partition, build_mesh
+from phalanx.parallel.mesh import Partition, build_mesh
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.parallel.tensor.apply import VocabularyPiece, apply_tensor, vocabulary_piece
 from phalanx.run.kinds.whole_model import resolve

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.pipeline.schedules import Schedule, ScheduleName
+from phalanx.parallel.pipeline_schedules import Schedule, ScheduleName
 from phalanx_plan.step_cost.pipeline import (
     Pipelines,
     StageTimes,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from phalanx.hardware import catalog
 from phalanx.hardware.cluster import Fact
-from phalanx.model.facts.own_slots import exchanged, held_bytes
-from phalanx.parallel.reduction.slot_tree import SlotTree
+from phalanx.model.facts.holdings import exchanged, held_bytes
+from phalanx.parallel.reduction.tree import SlotTree
 from phalanx.run.layout import Layout, layout_problems
 from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx_plan.search.layout_text import estimate_written, run_of_layout, written_layout

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.parallel.reduction.buckets import BUCKET_ELEMENTS
+from phalanx.parallel.divisions import BUCKET_ELEMENTS
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec
 from phalanx_plan.step_cost.estimate import estimate

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from phalanx.parallel.mesh.slots import Deal
+from phalanx.parallel.divisions import Deal
 from phalanx.run.layout import Layout
 from phalanx_plan.planner import MUCH, better_slots, lost_node, lost_node_notes
 

@@ -11,7 +11,7 @@ import tomli_w
 from click.testing import CliRunner
 
 from parity.llama3_folder import save_llama3
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import import_hf
 from phalanx.cli.weights import hash_command
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx_serve.cli import generate_command, pack_command, score_command, serve_command

@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from parity.llama3_folder import save_llama3
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import import_hf
 from serve.http.served import server
 
 OTHER_SERVER = "PHALANX_TEST_SERVER"

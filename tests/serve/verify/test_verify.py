@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from parity.llama3_folder import save_llama3
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import import_hf
 from phalanx.cli.weights import export_command as command
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
 from phalanx.data.chat.messages import conversation_text

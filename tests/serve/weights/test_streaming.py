@@ -17,8 +17,8 @@ from phalanx.checkpoint.format.errors import CorruptError, MismatchError
 from phalanx.checkpoint.pack.layout import PackFormat
 from phalanx.checkpoint.pack.reader import PackFile, open_pack
 from phalanx.checkpoint.pack.writer import pack
-from phalanx.model.layers.experts.expert_groups import Groups, grouped_product
-from phalanx.model.layers.experts.moe import Experts
+from phalanx.model.layers.expert_groups import Groups, grouped_product
+from phalanx.model.layers.moe import Experts
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.train.score import Compute, Scorer

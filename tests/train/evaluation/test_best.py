@@ -13,7 +13,7 @@ from phalanx.observe.events import Evaluated, Message, TaskEvaluated
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.sections.evaluation import evaluation_problems
 from phalanx.run.spec import EvalSpec, RunSpec
-from phalanx.train.evaluation.best import BestRule, BestStep
+from phalanx.train.evaluation.observers import BestRule, BestStep
 from ranks import Ranks
 from run.specs import replace_at
 from tiny_runs import tiny_run, train_on_this_rank

@@ -13,7 +13,7 @@ from phalanx.observe.events import EndedEarly, Evaluated, Finished
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.sections.evaluation import EvalSpec, evaluation_problems
 from phalanx.run.spec import RunSpec
-from phalanx.train.evaluation.best import BestRule, without_better
+from phalanx.train.evaluation.observers import BestRule, without_better
 from ranks import Ranks
 from run.specs import replace_at
 from tiny_runs import on_layout, tiny_run, train_on_this_rank

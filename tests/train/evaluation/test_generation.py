@@ -17,15 +17,19 @@ from phalanx.data.reading.sources import open_place
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.resolve import ONLY
 from phalanx.run.spec import RunSpec, TaskSpec
-from phalanx.train.evaluation.generation import (
+from phalanx.train.evaluation.scoring import continue_prompts
+from phalanx.train.evaluation.tasks import (
     GeneratedAnswer,
+    Item,
+    ScoredSequence,
+    SequenceScore,
+    Task,
+    TaskError,
     answer_in,
     encode_task,
     generated_answers,
     generation_figures,
 )
-from phalanx.train.evaluation.samples import continue_prompts
-from phalanx.train.evaluation.tasks import Item, ScoredSequence, SequenceScore, Task, TaskError
 from phalanx.train.start.checks import start_problems
 from ranks import Ranks
 from run.specs import replace_at

@@ -16,9 +16,8 @@ from phalanx.observe.events import Sampled
 from phalanx.run.directory.paths import RunDirectory, step_folder
 from phalanx.run.sections.evaluation import EvalSpec, PromptSpec, evaluation_problems
 from phalanx.run.spec import RunSpec
-from phalanx.train.evaluation.prompts import Prompt
-from phalanx.train.evaluation.samples import Score, continue_prompts
-from phalanx.train.evaluation.tasks import SequenceScore
+from phalanx.train.evaluation.scoring import Score, continue_prompts
+from phalanx.train.evaluation.tasks import Prompt, SequenceScore
 from ranks import Ranks
 from run.specs import replace_at
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
@@ -47,7 +46,7 @@ def score_by_initial_weights(spec: RunSpec) -> Score:
     """Scores by the run's initial weights, on this rank of the process group."""
     import torch.distributed as dist
 
-    from phalanx.parallel.mesh.mesh import build_mesh
+    from phalanx.parallel.mesh import build_mesh
     from phalanx.train.assemble import make_deterministic
     from phalanx.train.compose import build_model
     from phalanx.train.evaluation.scoring import score_sequences

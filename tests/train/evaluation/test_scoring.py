@@ -49,7 +49,7 @@ def scores_on_this_rank(spec: RunSpec) -> list[SequenceScore]:
     """The scores by the run's initial weights, on this rank of the process group."""
     import torch.distributed as dist
 
-    from phalanx.parallel.mesh.mesh import build_mesh
+    from phalanx.parallel.mesh import build_mesh
     from phalanx.train.assemble import make_deterministic
     from phalanx.train.compose import build_model
     from phalanx.train.evaluation.scoring import score_sequences

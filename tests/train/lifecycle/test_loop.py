@@ -25,7 +25,8 @@ from phalanx.observe.events import (
 from phalanx.observe.goodput import goodput
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.spec import CheckpointSpec, EvalSpec, RunSpec
-from phalanx.train.lifecycle import evaluations, loop
+from phalanx.train.evaluation import observers
+from phalanx.train.lifecycle import loop
 from ranks import Ranks
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
 
@@ -164,7 +165,7 @@ def train_without_memory_for(what: str, spec: RunSpec) -> Any:
     def no_memory(*_args: object) -> Any:
         raise MemoryError(what)
 
-    user = loop if what == "weights_sha256" else evaluations
+    user = loop if what == "weights_sha256" else observers
     kept = getattr(user, what)
     setattr(user, what, no_memory)
     try:

@@ -15,8 +15,8 @@ from layouts import DENSE, MIXTURE, legal_layouts
 from layouts import tiny as tiny_run
 from phalanx.model.facts.holdings import holding, place_of
 from phalanx.parallel.collectives import collectives
-from phalanx.parallel.mesh.mesh import LayoutError, build_mesh
-from phalanx.parallel.mesh.torch_compat import join_fake
+from phalanx.parallel.mesh import LayoutError, build_mesh
+from phalanx.parallel.torch_compat import join_fake
 from phalanx.run.layout import layout_of, layout_problems
 from phalanx.run.spec import ModelSpec, ParallelSpec, PrecisionSpec
 from phalanx.train.measure.dry_run import Comparison, counted, dry_run, tiny

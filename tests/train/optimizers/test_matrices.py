@@ -10,8 +10,8 @@ from matrix_holders import holders_of, shares_of
 from phalanx.model.facts.optimizer_state import takes_matrix
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import parameters
-from phalanx.parallel.mesh.local_slice import LocalSlice
-from phalanx.parallel.mesh.mesh import piece
+from phalanx.parallel.divisions import LocalSlice
+from phalanx.parallel.mesh import piece
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import OptimizerSpec

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.model.facts.optimizer_state import INT8_BLOCK
 from phalanx.model.init import random_words, stream_key
-from phalanx.parallel.mesh.local_slice import LocalSlice
+from phalanx.parallel.divisions import LocalSlice
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.compose import make_optimizer

@@ -76,8 +76,8 @@ class Model:
     def shards(self) -> list[Any]:
         """Weights and state, as a checkpoint takes them."""
         from checkpoint.shards import shards_of
+        from phalanx.checkpoint.committed.restore import Shard, dtype_name
         from phalanx.checkpoint.format.boxes import Box
-        from phalanx.checkpoint.format.shards import Shard, dtype_name
 
         shards = shards_of({f"model/{name}": p.detach() for name, p in self.parameters.items()})
         for name, parts in self.optimizer.state().items():

@@ -16,8 +16,8 @@ from phalanx.model.facts.optimizer_state import matrix_work, state_tensors, take
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import fleet_state_bytes, parameters
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.mesh.local_slice import LocalSlice
-from phalanx.parallel.mesh.mesh import piece
+from phalanx.parallel.divisions import LocalSlice
+from phalanx.parallel.mesh import piece
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from layouts import random_batches
 from phalanx.observe.ledger import Ledger
-from phalanx.parallel.mesh.mesh import build_mesh
+from phalanx.parallel.mesh import build_mesh
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.compose import build_model
-from phalanx.train.profile.nvtx import NvtxRanges, nvtx_ranges
+from phalanx.train.profile.instruments import NvtxRanges, nvtx_ranges
 from phalanx.train.step.state import fill_initial, weights_sha256
 from phalanx.train.step.step import Stepper
 from ranks import Ranks

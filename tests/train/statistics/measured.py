@@ -50,11 +50,11 @@ def measure_on_this_rank(
     import torch.distributed as dist
 
     from phalanx.observe.ledger import Ledger
-    from phalanx.parallel.mesh.mesh import build_mesh
+    from phalanx.parallel.mesh import build_mesh
     from phalanx.parallel.reduction.data_parallel import local, named_parameters
     from phalanx.train.assemble import make_deterministic
     from phalanx.train.compose import build_model
-    from phalanx.train.statistics.collect import LayerMeter
+    from phalanx.train.statistics import LayerMeter
     from phalanx.train.step.state import fill_initial, weights_sha256
     from phalanx.train.step.step import Stepper
 

@@ -17,10 +17,10 @@ from phalanx.model.layers.attention.attend import Score
 from phalanx.model.layers.attention.attention import Documents
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import LayerStatistics
-from phalanx.parallel.context.rank_tiles import by_tile
+from phalanx.parallel.context.fixed_tiles import by_tile
 from phalanx.run.sections.statistics import StatisticsSpec
 from phalanx.run.spec import OptimizerSpec, RunSpec
-from phalanx.train.statistics.forward import largest_logit
+from phalanx.train.statistics import largest_logit
 from ranks import Ranks
 from run.specs import replace_at
 from tiny_runs import on_layout, tiny_run, train_on_this_rank

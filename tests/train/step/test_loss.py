@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import piece
+from phalanx.hardware.local.device import CommClock
+from phalanx.parallel.mesh import piece
 from phalanx.parallel.tensor.apply import VocabularyPiece
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.train.step.loss import IGNORE, summed_cross_entropy

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from phalanx.observe.events import MachineUsed
 from phalanx.observe.ledger import Ledger
-from phalanx.parallel.mesh.mesh import RankMachines, build_mesh, find_machines
+from phalanx.parallel.mesh import RankMachines, build_mesh, find_machines
 from phalanx.run.spec import RunSpec
 from phalanx.train.compose import build_model
 from phalanx.train.step.machines import FEW_MACHINES, MACHINE_FIGURES, MachineTable, machines_used

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from observe.rank_frames import read
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.fleet.health.stragglers import StragglerWatch
-from phalanx.hardware.local.device import QueueEvent, QueueTimes
+from phalanx.hardware.local.device import CommClock, QueueEvent, QueueTimes
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.rank_stream import RankFrame
-from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.run.spec import ObserveSpec, RunSpec
 from phalanx.train.lifecycle.guardian import NoGuardian, Samples
 from phalanx.train.step.state import Built

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from layouts import DENSE, tiny
-from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.mesh import Mesh
 from phalanx.run.spec import ParallelSpec
 from phalanx.train.step.slot import Losses
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from phalanx.model.layers.dense import Linear
-from phalanx.model.layers.experts.expert_groups import groups_of_one_slot, groups_of_slots
-from phalanx.model.layers.experts.moe import Experts, MoE
+from phalanx.model.layers.expert_groups import groups_of_one_slot, groups_of_slots
+from phalanx.model.layers.moe import Experts, MoE
 from phalanx.model.narrow import Quantized, dequantize, quantize
 from phalanx.run.spec import MemorySpec, PrecisionSpec, RunSpec
 from phalanx.train.activations import apply_recompute

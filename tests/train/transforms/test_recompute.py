@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.model.layers.attention.attention import Documents
-from phalanx.model.layers.experts.router import routers
+from phalanx.model.layers.moe import routers
 from phalanx.run.spec import MemorySpec, RunSpec
 from phalanx.train.activations import apply_recompute
 from phalanx.train.compose import compile_blocks
@@ -158,9 +158,9 @@ def test_compiled_blocks_can_keep_to_a_budget() -> None:
 
 def gradients_on_two_tensor_ranks(kinds: tuple[Any, ...]) -> list[dict[str, torch.Tensor]]:
     """This rank's part of the gradients of a mixture, for each kind of recomputation."""
+    from phalanx.hardware.local.device import CommClock
     from phalanx.model.transformer import Transformer
-    from phalanx.parallel.mesh.comm_clock import CommClock
-    from phalanx.parallel.mesh.mesh import build_mesh
+    from phalanx.parallel.mesh import build_mesh
     from phalanx.parallel.tensor.apply import apply_tensor
     from phalanx.run.kinds.whole_model import resolve
     from phalanx.run.spec import ParallelSpec, TrainSpec

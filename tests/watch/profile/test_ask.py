@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.observe.profile_request import ProfileRequest, request_path, write_request
+from phalanx.observe.profile import ProfileRequest, request_path, write_request
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.profile import read
 from phalanx_watch.profile.read import ProfileError

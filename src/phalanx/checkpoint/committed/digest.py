@@ -17,10 +17,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.checkpoint.format.boxes import Box, Extent, full_box
+from phalanx.checkpoint.format.boxes import Box, Extent, StoredBox, full_box, plan_restore
 from phalanx.checkpoint.format.errors import NotCoveredError
 from phalanx.checkpoint.format.image import RAW_DTYPE, RawArray, spans
-from phalanx.checkpoint.format.restore_plan import StoredBox, plan_restore
 from phalanx.checkpoint.tiers.tier import ReadableTier, Tier
 
 # Boxes of a committed step as NumPy arrays, for code that reads checkpoints without torch.

@@ -1,4 +1,4 @@
-"""Restore a rank's tensors, or the weights alone, from a checkpoint of any layout (resharding)."""
+"""A rank's shards, and their restoration, or that of the weights alone, from a checkpoint of any layout (resharding)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from phalanx.checkpoint.committed.digest import WEIGHTS
-from phalanx.checkpoint.format.boxes import Box, Extent, full_box
+from phalanx.checkpoint.format.boxes import Box, Extent, PlannedRead, StoredBox, full_box, plan_restore
 from phalanx.checkpoint.format.errors import (
     CorruptError,
     MismatchError,
@@ -23,10 +23,48 @@ from phalanx.checkpoint.format.errors import (
     StorageError,
 )
 from phalanx.checkpoint.format.image import RawArray
-from phalanx.checkpoint.format.restore_plan import PlannedRead, StoredBox, plan_restore
-from phalanx.checkpoint.format.shards import Shard, torch_dtype
 from phalanx.checkpoint.tiers.tier import ReadableTier
 from phalanx.run.directory.paths import RunDirectoryError
+
+# Shards: a rank's boxes with their tensors, and the other ranks that have the same boxes.
+#
+# Training makes them from its parameters and optimizer state (``train/step/state.py``).
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The ranks with the same box: this is copy ``index`` of ``count``; ``group`` distinguishes sets of ranks."""
+
+    index: int = 0
+    count: int = 1
+    group: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box and the tensor with its elements, of the box's shape and dtype, on any device."""
+
+    box: Box
+    tensor: torch.Tensor
+    copies: Copies = Copies()
+
+    def part(self, box: Box) -> torch.Tensor:
+        """Return the elements of ``box``, which is within this shard, as a view."""
+        return self.tensor if box == self.box else self.tensor[box.slices_in(self.box)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype: ``torch.bfloat16`` -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Inverse of ``dtype_name``, for the dtypes of ``boxes.ITEMSIZE``. Raises AttributeError or TypeError for another name."""
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is not a torch dtype")
+    return dtype
+
 
 _RAW_TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.format.boxes import Box, PlannedRead
 from phalanx.checkpoint.format.errors import (
     AbandonedError,
     CheckpointError,
@@ -40,7 +40,6 @@ from phalanx.checkpoint.format.image import (
     view_of,
 )
 from phalanx.checkpoint.format.manifest import Manifest, checksum
-from phalanx.checkpoint.format.restore_plan import PlannedRead
 
 BLOCK_BYTES = 8 << 20
 _WRITE_THREADS, _READ_THREADS = 2, 3

@@ -1,14 +1,18 @@
-"""Boxes: rectangular parts of named tensors, the unit in which checkpoints are described.
+"""Boxes, rectangular parts of named tensors in which checkpoints are described, and plans of which box is read from where.
 
 A rank of a sharded job has, of each tensor, a box: an offset into the full tensor and a shape. All code that moves or stores tensors
 (files, a peer's memory, another layout after a restart) works with boxes, so resharding is just the intersection of boxes. This module
-has only the geometry: no torch, no bytes.
+has only the geometry and the plans (``plan_restore``, ``share_of``): no torch, no bytes.
 """
 
 import math
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from phalanx.parallel.mesh.local_slice import LocalSlice, intersection, slices_in
+from phalanx.checkpoint.format.errors import MismatchError, NotCoveredError
+from phalanx.parallel.divisions import LocalSlice, intersection, slices_in
 
 Extent = tuple[int, ...]
 
@@ -137,3 +141,205 @@ class Box:
 def full_box(name: str, dtype: str, shape: Extent) -> Box:
     """Return the box that is the full tensor."""
     return Box(name, dtype, shape, (0,) * len(shape), shape)
+
+
+# Restore and share plans: pure functions of boxes that assign the source of every byte.
+#
+# Every rank derives its needed boxes from the run file, and gets the stored boxes from each tier. The plan covers each needed element
+# exactly once from the nearest holder. The holder's part is cut out, and the remainder (at most two boxes per dimension) is looked up
+# further away. No rank plans for another, so only the list of holders grows with the world size. ``share_of`` is the counterpart for
+# saving: equal ranks divide the boxes that all of them have.
+
+OWN_MEMORY, NODE_AGENT, PEER, DISK, REMOTE = range(5)
+"""Distances of tiers, nearest first: of several holders of an element, the nearest is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoxLocation:
+    """Location of boxes: the name of a tier, a holder within it (a rank, an address), and its distance."""
+
+    tier: str
+    holder: str
+    distance: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """A box, and its location."""
+
+    box: Box
+    location: BoxLocation
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRead:
+    """One read of a restore plan: ``part`` is read from ``source``, and is within ``source.box``."""
+
+    source: StoredBox
+    part: Box
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """Holders of one tensor at one distance, sorted by their first row so that overlaps are found by bisection."""
+
+    entries: list[tuple[int, StoredBox]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    longest: int = 0
+
+    def sort(self) -> None:
+        """Sort the stored boxes by their first row, so that ``near`` can search them."""
+        self.entries.sort(key=lambda entry: (entry[1].box.offset[:1], entry[0]))
+        self.starts = [_rows_of(stored.box)[0] for _, stored in self.entries]
+        self.longest = max(_rows_of(stored.box)[1] for _, stored in self.entries)
+
+    def near(self, box: Box) -> list[tuple[int, StoredBox]]:
+        """Return the stored boxes that may overlap ``box`` in their rows."""
+        start, size = _rows_of(box)
+        return self.entries[
+            bisect_left(self.starts, start - self.longest + 1) : bisect_left(self.starts, start + size)
+        ]
+
+
+def _rows_of(box: Box) -> tuple[int, int]:
+    return (box.offset[0], box.shape[0]) if box.shape else (0, 1)
+
+
+def plan_restore(
+    needed: Sequence[Box], stored: Sequence[StoredBox], *, reader: int = 0
+) -> tuple[PlannedRead, ...]:
+    """Return the reads that cover each element of every needed box exactly once, nearest holders first.
+
+    Reads are in the order in which ``stored`` lists their sources, so that a file is read front to back. If several equally near holders
+    have the same elements, ``reader`` (for example the restoring rank) rotates the choice, which spreads the load.
+
+    Raises MismatchError if a tensor is stored with another global shape or dtype, NotCoveredError if elements are stored nowhere. Both
+    list every such tensor.
+    """
+    shelves = _shelves(needed, stored)
+    reads: list[tuple[int, PlannedRead]] = []
+    uncovered: list[Box] = []
+    for box in needed:
+        uncovered_parts = [box] if box.numel else []
+        for shelf in shelves.get(box.name, ()):
+            if not uncovered_parts:
+                break
+            candidates = shelf.near(box)
+            turn = reader % len(candidates) if candidates else 0
+            for index, source in candidates[turn:] + candidates[:turn]:
+                uncovered_parts = _take(uncovered_parts, index, source, reads)
+        uncovered += uncovered_parts
+    if uncovered:
+        raise NotCoveredError(_describe_uncovered(uncovered), sorted({box.name for box in uncovered}))
+    # Parts are cut out of the remainder of a box, so they are disjoint: equal counts mean that each element is read once.
+    assert sum(read.part.numel for _, read in reads) == sum(box.numel for box in needed)
+    reads.sort(key=lambda entry: (entry[0], entry[1].part.offset))
+    return tuple(read for _, read in reads)
+
+
+def require_complete(stored: Sequence[StoredBox], required: Sequence[Box] = ()) -> None:
+    """Raise NotCoveredError unless ``stored`` covers ``required`` and every tensor that it names.
+
+    Raise MismatchError if holders disagree about a tensor's shape or dtype.
+    """
+    named = {
+        entry.box.name: full_box(entry.box.name, entry.box.dtype, entry.box.global_shape) for entry in stored
+    }
+    plan_restore([*named.values(), *(box for box in required if box.name not in named)], stored)
+
+
+def _take(
+    uncovered: list[Box], index: int, source: StoredBox, reads: list[tuple[int, PlannedRead]]
+) -> list[Box]:
+    """Append to ``reads`` what ``source`` has of the uncovered boxes, and return the rest of them."""
+    remaining: list[Box] = []
+    for piece in uncovered:
+        part = piece.intersection(source.box)
+        if part is None:
+            remaining.append(piece)
+        else:
+            reads.append((index, PlannedRead(source, part)))
+            remaining += piece.minus(part)
+    return remaining
+
+
+def _shelves(needed: Sequence[Box], stored: Sequence[StoredBox]) -> dict[str, list[_Shelf]]:
+    """Return the stored boxes of each needed tensor, grouped by distance, nearest first; raises MismatchError."""
+    needed_by_name = {box.name: box for box in needed}
+    by_distance: dict[str, dict[int, _Shelf]] = defaultdict(lambda: defaultdict(_Shelf))
+    different: dict[str, Box] = {}
+    for index, entry in enumerate(stored):
+        needed_box = needed_by_name.get(entry.box.name)
+        if needed_box is None:
+            continue
+        if (needed_box.global_shape, needed_box.dtype) != (entry.box.global_shape, entry.box.dtype):
+            different.setdefault(needed_box.name, entry.box)
+        elif entry.box.numel:
+            by_distance[needed_box.name][entry.location.distance].entries.append((index, entry))
+    if different:
+        raise MismatchError(_describe_mismatch(needed_by_name, different), sorted(different))
+    shelves = {name: [shelf for _, shelf in sorted(group.items())] for name, group in by_distance.items()}
+    for group in shelves.values():
+        for shelf in group:
+            shelf.sort()
+    return shelves
+
+
+def _describe_mismatch(needed_by_name: dict[str, Box], different: dict[str, Box]) -> str:
+    lines = [
+        f"  {name}: needed {needed_by_name[name].dtype} {needed_by_name[name].global_shape}, stored {box.dtype} {box.global_shape}"
+        for name, box in sorted(different.items())
+    ]
+    return (
+        _listed("the checkpoint has tensors of another shape or dtype than the model needs", lines)
+        + "\nRestore with the run file the checkpoint was written with, or another checkpoint."
+    )
+
+
+def _describe_uncovered(uncovered: Iterable[Box]) -> str:
+    lines = [f"  {box} ({box.numel} of its elements)" for box in sorted(uncovered)]
+    return _listed("the checkpoint lacks needed elements; missing", lines) + (
+        "\nRestore with the run file the checkpoint was written with, or list these tensors in may_be_missing."
+    )
+
+
+def _listed(head: str, lines: list[str], most: int = 20) -> str:
+    """Return a message of a heading and at most ``most`` lines."""
+    more = [f"  ... and {len(lines) - most} more"] if len(lines) > most else []
+    return "\n".join([f"{head}:", *lines[:most], *more])
+
+
+def share_of(boxes: Sequence[Box], replica: int, replicas: int) -> list[Box]:
+    """Return the parts of ``boxes`` that this replica writes; ``replicas`` equal ranks have all of them.
+
+    The sorted boxes are concatenated and cut into ``replicas`` runs of equal bytes. Each cut is moved to the nearest
+    row of its box. So at most ``replicas - 1`` boxes are divided, and a share differs from the equal one by at most a
+    row. Deterministic; the shares are disjoint and together complete. Empty boxes belong to no share, except a tensor
+    without elements, which is written by replica 0 to keep its name. Raises ValueError for a ``replica`` that does not
+    exist.
+    """
+    if not 0 <= replica < replicas:
+        raise ValueError(f"replica {replica} is not one of {replicas}")
+    total = sum(box.nbytes for box in boxes)
+    low, high = total * replica // replicas, total * (replica + 1) // replicas
+    share: list[Box] = []
+    start = 0
+    for box in sorted(boxes):
+        if box.nbytes:
+            rows = box.shape[0] if box.shape else 1
+            first, last = (_nearest_row(cut - start, box.nbytes, rows) for cut in (low, high))
+            assert 0 <= first <= last <= rows, "cuts lie in the box and in order"
+            if (first, last) == (0, rows):
+                share.append(box)
+            elif last > first:
+                share.append(box.rows(first, last))
+            start += box.nbytes
+        elif box.is_whole and replica == 0:
+            share.append(box)
+    return share
+
+
+def _nearest_row(cut: int, nbytes: int, rows: int) -> int:
+    """Return the row that begins nearest to the byte ``cut``."""
+    row_bytes = nbytes // rows
+    return min(max((cut + row_bytes // 2) // row_bytes, 0), rows)

@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from phalanx.checkpoint.format.box_table import BoxTable, decode_table, encode_table, joined, table_of
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import CorruptError, FormatVersionError
-from phalanx.checkpoint.format.image import ImageEntry
+from phalanx.checkpoint.format.image import BoxTable, ImageEntry, decode_table, encode_table, joined, table_of
 
 _VERSION = 1
 
@@ -209,7 +208,7 @@ def decode_index(data: bytes, path: str) -> Index:
 # images. So are the extents of a checkpoint: the summaries of all its catalogs, by which a reader selects the catalogs to open. The
 # committing rank reads N / 256 summaries and no manifest.
 #
-# Encoding: a line of JSON with the images, the table of boxes (``box_table.py``), the checksums of all blocks as 64-bit integers, and the
+# Encoding: a line of JSON with the images, the table of boxes (``image.py``), the checksums of all blocks as 64-bit integers, and the
 # xxh3_64 of all this. The table is the same at every step, so it is encoded once.
 
 

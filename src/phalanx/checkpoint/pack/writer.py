@@ -24,11 +24,10 @@ import xxhash
 from torch import Tensor
 
 from phalanx.checkpoint.committed.digest import WEIGHTS, TensorDigest, combine, gather
-from phalanx.checkpoint.format.boxes import Box, full_box
+from phalanx.checkpoint.committed.restore import torch_dtype
+from phalanx.checkpoint.format.boxes import Box, StoredBox, full_box
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageError, StorageFullError
 from phalanx.checkpoint.format.image import PAGE_BYTES, RawArray, spans
-from phalanx.checkpoint.format.restore_plan import StoredBox
-from phalanx.checkpoint.format.shards import torch_dtype
 from phalanx.checkpoint.interop.huggingface.stored_folder import published_folder, weights_tier
 from phalanx.checkpoint.pack.layout import (
     CHUNK_BYTES,

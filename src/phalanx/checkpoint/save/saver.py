@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.committed.restore import Copies, Shard
+from phalanx.checkpoint.format.boxes import Box, share_of
 from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
-from phalanx.checkpoint.format.restore_plan import share_of
-from phalanx.checkpoint.format.shards import Copies, Shard
 from phalanx.checkpoint.save.interval import Retention
 from phalanx.checkpoint.save.staging import StagedImage, StagingBuffers
 from phalanx.checkpoint.tiers.tier import Draft, StepRecord, Tier, always

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from phalanx.checkpoint.committed.restore import Shard
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray, Image, ImageLayout, image_layout
-from phalanx.checkpoint.format.shards import Shard
 
 # The copy of tensors into an image: by several threads, or on CUDA on a side stream.
 

@@ -1,7 +1,7 @@
 """A snapshot as a tier to restore from, with its ranks' states at any holders: one step, of one layout.
 
 The restoring rank gets a list of the holders of each rank's state: its own segments, its node's agent, peers. It reads from the nearest;
-among equally near ones, different readers use different holders (``restore_plan.py``). Only blocks with needed elements are read, verified
+among equally near ones, different readers use different holders (``format/boxes.py``). Only blocks with needed elements are read, verified
 by the checksums taken with the snapshot. A holder that fails or returns damaged bytes is not used again, so a retry of the same restore
 uses another: ``restore_from_holders`` does that.
 """
@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
-from phalanx.checkpoint.committed.restore import restore
+from phalanx.checkpoint.committed.restore import Shard, restore
 from phalanx.checkpoint.format.blocks import read_ahead, read_parts
-from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.format.boxes import OWN_MEMORY, PEER, Box, BoxLocation, PlannedRead, StoredBox
 from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
 from phalanx.checkpoint.format.image import ByteArray, RawArray
-from phalanx.checkpoint.format.restore_plan import OWN_MEMORY, PEER, BoxLocation, PlannedRead, StoredBox
-from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.snapshot.data_port import BusyError, HolderEndedError, SnapshotClient
 from phalanx.checkpoint.snapshot.segments import (
     Segment,
@@ -48,7 +46,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHolder:
-    """Holder of the state of ``rank``: the data port ("host:port") of an agent; ``distance`` as in ``restore_plan.py``."""
+    """Holder of the state of ``rank``: the data port ("host:port") of an agent; ``distance`` as in ``format/boxes.py``."""
 
     rank: int
     address: str

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import xxhash
 
+from phalanx.checkpoint.committed.restore import Shard
 from phalanx.checkpoint.format.image import ByteArray, ImageLayout, image_layout
 from phalanx.checkpoint.format.manifest import Manifest, encode_manifest
-from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.staging import COPY_THREADS, ImageCopier, on_cuda, pin, unpin
 from phalanx.checkpoint.snapshot.segments import (
     BLOCK_BYTES,

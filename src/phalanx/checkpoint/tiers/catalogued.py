@@ -22,10 +22,9 @@ from typing import Protocol
 import numpy as np
 
 from phalanx.checkpoint.format.blocks import read_parts, storage_errors
-from phalanx.checkpoint.format.box_table import BoxTable, encode_table, joined
-from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.format.boxes import Box, BoxLocation, PlannedRead, StoredBox
 from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError, CorruptError
-from phalanx.checkpoint.format.image import ByteArray, RawArray
+from phalanx.checkpoint.format.image import BoxTable, ByteArray, RawArray, encode_table, joined
 from phalanx.checkpoint.format.manifest import (
     Catalog,
     CatalogRef,
@@ -39,7 +38,6 @@ from phalanx.checkpoint.format.manifest import (
     encode_catalog,
     join_catalogs,
 )
-from phalanx.checkpoint.format.restore_plan import BoxLocation, PlannedRead, StoredBox
 from phalanx.run.directory.files import write_atomically
 
 # Drafts on disk, collected in two levels, so that no rank's work grows with the fleet.

@@ -31,12 +31,10 @@ from phalanx.checkpoint.format.blocks import (
     storage_errors,
     write_blocks,
 )
-from phalanx.checkpoint.format.box_table import encode_table, table_of
-from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.format.boxes import DISK, Box, PlannedRead, StoredBox
 from phalanx.checkpoint.format.errors import CheckpointError, NoSuchStepError
-from phalanx.checkpoint.format.image import ByteArray, Image, ImageEntry, RawArray
+from phalanx.checkpoint.format.image import ByteArray, Image, ImageEntry, RawArray, encode_table, table_of
 from phalanx.checkpoint.format.manifest import Index, Manifest, catalog_of, decode_index, encode_index
-from phalanx.checkpoint.format.restore_plan import DISK, PlannedRead, StoredBox
 from phalanx.checkpoint.tiers.catalogued import (
     CATALOG_RANKS,
     DELETING,

@@ -29,7 +29,7 @@ from tempfile import gettempdir
 
 import numpy as np
 
-from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.format.boxes import REMOTE, Box, PlannedRead, StoredBox
 from phalanx.checkpoint.format.errors import (
     CheckpointError,
     CorruptError,
@@ -40,7 +40,6 @@ from phalanx.checkpoint.format.errors import (
 )
 from phalanx.checkpoint.format.image import ByteArray, RawArray
 from phalanx.checkpoint.format.manifest import Index, Manifest, checksum, decode_index, parse_object, sealed
-from phalanx.checkpoint.format.restore_plan import REMOTE, PlannedRead, StoredBox
 from phalanx.checkpoint.tiers.catalogued import CatalogReader, look_through, wrong_size
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import StepRecord

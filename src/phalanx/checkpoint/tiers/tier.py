@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from phalanx.checkpoint.format.boxes import Box
+from phalanx.checkpoint.format.boxes import Box, PlannedRead, StoredBox
 from phalanx.checkpoint.format.image import Image, RawArray
-from phalanx.checkpoint.format.restore_plan import PlannedRead, StoredBox
 
 
 def never() -> bool:

@@ -7,7 +7,7 @@ that have not reached it. Those may wait in other groups in turn. The ranks at t
 wait for nobody, are the cause. The idea is that of PyTorch's ``fr_trace`` analyzer, here as a function on
 values.
 
-``phalanx.parallel.mesh.torch_compat.flight_record`` takes records in any thread of a worker, also while its
+``phalanx.parallel.torch_compat.flight_record`` takes records in any thread of a worker, also while its
 main thread hangs. A worker that returns none counts as absent. A process records only if
 ``TORCH_FR_BUFFER_SIZE`` was above 0 when its first group was made; agents set it for their workers. Gloo does
 not record point-to-point messages (the pipeline's). A rank that waits for one looks idle, and may be named

@@ -1,4 +1,4 @@
-/* Adds one gradient to an integer sum in bins (parallel/reduction/bins.py), in one pass over its numbers and the sum's words, on a CPU.
+/* Adds one gradient to an integer sum in bins (parallel/reduction/reproducible_sums.py), in one pass over its numbers and the sum's words, on a CPU.
 
    Every operation on numbers is exact but two roundings to the nearest integer, which are written down, so the bits are those of
    any other way to do it. Compiled with -ffp-contract=off all the same. */

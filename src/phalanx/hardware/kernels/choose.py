@@ -155,7 +155,7 @@ def _on_threads(work: Callable[[Share], T], tensors: Sequence[Tensor]) -> list[T
         return list(pool.map(work, shares))
 
 
-# The kernel of ``bins.c``: add a gradient to an integer sum (``phalanx.parallel.reduction.bins``) in one pass over memory.
+# The kernel of ``bins.c``: add a gradient to an integer sum (``phalanx.parallel.reduction.reproducible_sums``) in one pass over memory.
 #
 # As a chain of PyTorch operations the same is nine passes over pieces that stay in the cache.
 

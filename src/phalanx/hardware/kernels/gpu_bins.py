@@ -1,4 +1,4 @@
-"""Addition of a gradient to an integer sum in bins (``phalanx.parallel.reduction.bins``) on a GPU, in one pass over memory, in Triton.
+"""Addition of a gradient to an integer sum in bins (``phalanx.parallel.reduction.reproducible_sums``) on a GPU, in one pass over memory, in Triton.
 
 The same operations as in ``bins.c``. A program takes some spans of one size, which is a power of two.
 """

@@ -77,7 +77,7 @@ class Kernels(Protocol):
     def extracted_sums(
         self, tensors: Sequence[Tensor], constants: tuple[float, float], device: torch.device
     ) -> Tensor:
-        """The exact sums of both pieces of every element's square: ``(2,)``, fp64 (``parallel/reduction/exact_sum.py``)."""
+        """The exact sums of both pieces of every element's square: ``(2,)``, fp64 (``parallel/reduction/reproducible_sums.py``)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The device that a rank computes on: the same calls for a CPU and a GPU, its queue times, its measured peaks, and memory kept between steps.
+"""The device that a rank computes on: the same calls for a CPU and a GPU, its queue times, its measured peaks, time in collectives, and memory kept between steps.
 
 On a CPU everything has happened when a call returns, so most of this does nothing there. A GPU has a queue (a stream) that the
 host runs ahead of, a current device for each thread of the host, and an allocator that keeps what is freed.
@@ -13,7 +13,8 @@ import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -347,3 +348,55 @@ def measure_copy_bytes_per_s(device: torch.device) -> float:
         wait_for_device(device)
         best_s = min(best_s, time.perf_counter() - begin_s)
     return 2 * size / best_s
+
+
+# Exposed communication time: the time that a rank waits in collectives.
+#
+# A gloo collective blocks the calling thread, so all of its time is exposed. On a GPU, collectives run on their own streams, and the
+# host time of launching them is not communication. There the clock measures how long the compute stream waits for them.
+
+
+@dataclass
+class CommClock:
+    """Total time spent waiting for collectives since the last read."""
+
+    blocking: bool
+    """True if collectives block the host (gloo on CPU tensors)."""
+    total_ns: int = 0
+    on_enter: Callable[[], None] | None = None
+    """Called before each collective."""
+    queue: QueueTimes | None = None
+    """Measures waits on a device whose collectives do not block the host; ``None`` measures nothing there."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> CommClock:
+        """Return the clock of a rank that computes on ``device``."""
+        return cls(blocking=not on_gpu(device), queue=queue_times(device))
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Add the time inside the ``with`` to ``total_ns`` if calls block the host, else to the device queue's times.
+
+        Calls ``on_enter`` first.
+        """
+        if self.on_enter is not None:
+            self.on_enter()
+        begin = time.monotonic_ns()
+        try:
+            with nullcontext() if self.queue is None else self.queue.measure():
+                yield
+        finally:
+            if self.blocking:
+                self.total_ns += time.monotonic_ns() - begin
+
+    def take_ns(self) -> int:
+        """Return the nanoseconds measured since the last call. If collectives do not block, the device must have finished them."""
+        total = self.total_ns + (0 if self.queue is None else self.queue.take_ns())
+        self.total_ns = 0
+        return total
+
+    def forget(self) -> None:
+        """Discard what was measured since the last call."""
+        self.total_ns = 0
+        if self.queue is not None:
+            self.queue.forget()

@@ -17,7 +17,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.observe.display.layers import describe_statistics
 from phalanx.observe.display.state import (
     Note,
     State,
@@ -26,6 +25,7 @@ from phalanx.observe.display.state import (
     describe_evaluation,
     describe_figures,
     describe_sample,
+    describe_statistics,
     notes,
     reduce,
 )

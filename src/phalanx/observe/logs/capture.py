@@ -24,9 +24,8 @@ from typing import BinaryIO, TextIO
 
 from phalanx.observe.logs.assemble import Assembler, Record, clean, shortened
 from phalanx.observe.logs.line import Level, begun_text
-from phalanx.observe.logs.log_file import LogOrder, taken_from
+from phalanx.observe.logs.log_file import LogOrder, Place, Recorder, taken_from
 from phalanx.observe.logs.masking import SecretMask
-from phalanx.observe.logs.recorder import Place, Recorder
 
 _LONG = 4096
 _TALKATIVE = "phalanx"

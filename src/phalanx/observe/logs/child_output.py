@@ -19,9 +19,8 @@ from contextlib import ExitStack, suppress
 
 from phalanx.observe.logs.assemble import Assembler, Record
 from phalanx.observe.logs.line import Level, ended_text
-from phalanx.observe.logs.log_file import VARIABLE, LogOrder
+from phalanx.observe.logs.log_file import PER_LINE, VARIABLE, LogOrder, Place, Recorder
 from phalanx.observe.logs.masking import SecretMask
-from phalanx.observe.logs.recorder import PER_LINE, Place, Recorder
 
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 18

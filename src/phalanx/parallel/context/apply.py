@@ -21,17 +21,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from phalanx.hardware.local.device import CommClock
 from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.attention.rotary import rotation
 from phalanx.model.layers.dense import FeedForward, RMSNorm
-from phalanx.model.layers.experts.moe import Experts, MoE
+from phalanx.model.layers.moe import Experts, MoE
 from phalanx.model.transformer import Block, PredictionAhead, RotaryTables, Transformer
 from phalanx.parallel.context.exchange import GatherMethod, RingMethod, context_positions
-from phalanx.parallel.context.fixed_tiles import TiledAttention, TiledCore
-from phalanx.parallel.context.rank_tiles import RankTiles, rank_tiles
+from phalanx.parallel.context.fixed_tiles import RankTiles, TiledAttention, TiledCore, rank_tiles
 from phalanx.parallel.context.tiles import DividedCore
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.tensor.lanes.shares import (
     InPieces,
     LaneLeaves,

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor
 
+from phalanx.hardware.local.device import CommClock
 from phalanx.model.layers.attention.attend import Score
 from phalanx.parallel.context.tiles import (
     MaskRule,
@@ -29,8 +30,7 @@ from phalanx.parallel.context.tiles import (
     attend_tiles,
     differentiate_tiles,
 )
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.torch_compat import all_gather_single
+from phalanx.parallel.torch_compat import all_gather_single
 
 # Head and tail pieces, which balance the load: each context rank has one piece of a sequence's head and one of its tail.
 #

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.hardware.local.device import on_gpu
-from phalanx.parallel.mesh.torch_compat import abort_nccl
+from phalanx.parallel.torch_compat import abort_nccl
 
 _BUSY_S = 1.0
 """Seconds for which a connection with bytes in flight is not interrupted. A stopped peer never reads them."""

@@ -29,7 +29,7 @@ from phalanx.hardware.local.network import (
     local_interfaces,
     resolved,
 )
-from phalanx.parallel.mesh.torch_compat import forget_groups
+from phalanx.parallel.torch_compat import forget_groups
 from phalanx.run.peers import AddressError, read_host, read_port
 
 _DEFAULT_PORT = "29500"  # torchrun's

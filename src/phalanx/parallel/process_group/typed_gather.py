@@ -13,7 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.mesh.torch_compat import all_gather_single, device_of_messages
+from phalanx.parallel.torch_compat import all_gather_single, device_of_messages
 
 LONGEST_MESSAGE_BYTES = 64 << 20
 """Limit of one rank's message; bounds the memory for the messages of all ranks."""

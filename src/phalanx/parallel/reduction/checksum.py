@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from phalanx.model.init import random_words, stream_key
-from phalanx.parallel.mesh.slots import Round
+from phalanx.parallel.divisions import Round
 from phalanx.parallel.reduction.data_parallel import DataParallel
 
 _COLUMNS = 1 << 12

@@ -8,7 +8,7 @@ of it (its stages). Two independent choices remain:
   the narrow copy. Or they are ``Unsharded``: every rank has the full module, and nothing is gathered.
 - The slots' gradients are added by ``TreeSummation``, ``FastSummation`` (``summation.py``) or ``IntegerSummation``.
 
-The optimizer's step calls, for each round (``mesh/slots.py``): ``begin(round)``, then forward and backward of the slot's
+The optimizer's step calls, for each round (``divisions.py``): ``begin(round)``, then forward and backward of the slot's
 micro-batches, each backward pass through a part inside ``computing``, then ``end(round)``. In a pipeline a round begins before the
 previous one has ended, but each part runs all backward passes of a round before those of the next. After the last round each
 parameter's ``grad`` is this rank's share of the sum (``gradients``), until ``abandon``.
@@ -29,17 +29,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from phalanx.hardware.local.device import CommClock
 from phalanx.model.custom import blocks_of
-from phalanx.model.layers.experts.expert_groups import add_slots
-from phalanx.model.layers.experts.moe import Experts, MoE
+from phalanx.model.layers.expert_groups import add_slots
+from phalanx.model.layers.moe import Experts, MoE
 from phalanx.model.transformer import Block, Transformer
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.mesh.slots import Round
-from phalanx.parallel.mesh.torch_compat import finish_backward, measure_waits, set_gradient
+from phalanx.parallel.divisions import Round
+from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.reduction.integer_summation import IntegerSummation
 from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
 from phalanx.parallel.reduction.summation import FastSummation, Summation, TreeSummation
+from phalanx.parallel.torch_compat import finish_backward, measure_waits, set_gradient
 from phalanx.run.spec import RunSpec
 
 # The gradients of one layer's experts from the slots of a hand, which a team computes at once.

@@ -1,6 +1,6 @@
 """Gradient summation in integers: a rank adds its slots' gradients locally, and ranks exchange sums.
 
-A rank adds its slots' gradients in bins (``bins.py``), whose sums do not depend on the order. So ranks exchange their sums once. They
+A rank adds its slots' gradients in bins (``reproducible_sums.py``), whose sums do not depend on the order. So ranks exchange their sums once. They
 take a maximum of the spans' exponents, then a reduce-scatter or all-reduce of integers, which the library may run as it likes. With ZeRO-3 a rank has no memory for full gradients. There ranks exchange after every slot, and only the owner of
 a share keeps its bins. The bits are the same either way.
 """
@@ -17,17 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from phalanx.model.layers.experts.moe import Experts
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.mesh.slots import Deal, Round
-from phalanx.parallel.mesh.torch_compat import ReduceScatter, group_shapes, reduce_scatter_single
-from phalanx.parallel.reduction.bins import BinFormat, Bins
-from phalanx.parallel.reduction.buckets import SpanLayout, in_buckets, share_layout
+from phalanx.hardware.local.device import CommClock
+from phalanx.model.layers.moe import Experts
+from phalanx.parallel.divisions import Deal, Round, SpanLayout, in_buckets, share_layout
+from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.reduction.reduce_scatter import PlainBuffers
-from phalanx.parallel.reduction.slot_tree import Leaves
+from phalanx.parallel.reduction.reproducible_sums import BinFormat, Bins
 from phalanx.parallel.reduction.summation import Summation, leaves_of, weakly
-from phalanx.parallel.reduction.tree import Intake
+from phalanx.parallel.reduction.tree import Intake, Leaves
+from phalanx.parallel.torch_compat import ReduceScatter, group_shapes, reduce_scatter_single
 
 
 class IntegerSummation(Summation):

@@ -2,7 +2,7 @@
 
 With a sharded model, FSDP2 passes every parameter group's gradient to a reduce-scatter after each backward pass
 (``FSDPModule.set_custom_reduce_scatter``). Ours is an all-to-all: the owner of a share of the parameters receives that share of
-*every* slot's gradient, unsummed, and adds in the order of ``phalanx.parallel.reduction.slot_tree``.
+*every* slot's gradient, unsummed, and adds in the order of ``phalanx.parallel.reduction.tree``.
 
 If the ranks are on several machines, equally many on each, the ranks of a machine exchange first and add what they can. Slots of a
 round are assigned in the order of ranks, so the slots of a machine are neighbors in the tree. If their number is a power of two, one
@@ -24,11 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import TwoLevels
-from phalanx.parallel.mesh.torch_compat import AllGather, ReduceScatter, all_gather_single
-from phalanx.parallel.reduction.slot_tree import Leaves, TreeNode
-from phalanx.parallel.reduction.tree import LevelSums, TreeReducer, level_sums
+from phalanx.hardware.local.device import CommClock
+from phalanx.parallel.mesh import TwoLevels
+from phalanx.parallel.reduction.tree import Leaves, LevelSums, TreeNode, TreeReducer, level_sums
+from phalanx.parallel.torch_compat import AllGather, ReduceScatter, all_gather_single
 
 
 class PlainBuffers:

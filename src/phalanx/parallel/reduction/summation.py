@@ -23,14 +23,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from phalanx.model.layers.experts.moe import Experts
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.mesh.slots import Deal, Round
-from phalanx.parallel.reduction.buckets import in_buckets
+from phalanx.hardware.local.device import CommClock
+from phalanx.model.layers.moe import Experts
+from phalanx.parallel.divisions import Deal, Round, in_buckets
+from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
-from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree, TreeNode
-from phalanx.parallel.reduction.tree import Intake, TreeReducer, admit_all, exchange
+from phalanx.parallel.reduction.tree import (
+    Intake,
+    Leaves,
+    SlotTree,
+    TreeNode,
+    TreeReducer,
+    admit_all,
+    exchange,
+)
 
 
 class Summation(ABC):
@@ -73,7 +79,7 @@ class Summation(ABC):
 
 
 class TreeSummation(Summation):
-    """Adds slots in the order of ``phalanx.parallel.reduction.slot_tree``, independent of which rank computed them and when."""
+    """Adds slots in the order of ``phalanx.parallel.reduction.tree``, independent of which rank computed them and when."""
 
     slot_by_slot = True
 

@@ -22,17 +22,16 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.hardware.local.device import CommClock
 from phalanx.model.facts.shape import parameters
 from phalanx.model.layers.dense import Linear, note_derived_weights
-from phalanx.model.layers.experts.moe import Experts
-from phalanx.model.layers.experts.router import routers
+from phalanx.model.layers.moe import Experts, routers
 from phalanx.model.transformer import Block, PredictionAhead, Transformer
-from phalanx.parallel.context.rank_tiles import RankTiles
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import DimSplit, Mesh, Partition, piece
-from phalanx.parallel.mesh.torch_compat import overlap_with_products
+from phalanx.parallel.context.fixed_tiles import RankTiles
+from phalanx.parallel.mesh import DimSplit, Mesh, Partition, piece
 from phalanx.parallel.tensor.lanes.apply import RankLanes, apply_lanes
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
+from phalanx.parallel.torch_compat import overlap_with_products
 from phalanx.run.kinds.operations import Parameter, by_name
 from phalanx.run.spec import RunSpec
 

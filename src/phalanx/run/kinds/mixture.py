@@ -1,4 +1,4 @@
-"""A mixture of experts: router, routed experts and a shared expert; its module is ``phalanx.model.layers.experts.moe``."""
+"""A mixture of experts: router, routed experts and a shared expert; its module is ``phalanx.model.layers.moe``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Scores of sequences on any layout: log-probabilities of their tokens, and the tokens that greedy decoding would choose.
+"""Forward passes of an evaluation, on any layout: scores of sequences, the held-out loss, and text after given prompts.
+
+A score has the log-probabilities of a sequence's tokens, and the tokens that greedy decoding would choose.
 
 Sequences are cut into micro-batches of the run's shape, in their order, and dealt to the data-parallel ranks in turn. What is summed
 over ranks has one term that is not zero, so a score has the bits of the forward pass, whatever rank computed it.
@@ -7,19 +9,25 @@ over ranks has one term that is not zero, so a score has the bits of the forward
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from phalanx.data.reading.dataset import RunData
+from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.hardware.local.device import brought
-from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.reduction.data_parallel import DataParallel, reshard
 from phalanx.run.spec import RunSpec
-from phalanx.train.evaluation.tasks import ScoredSequence, SequenceScore
+from phalanx.train.evaluation.tasks import Continuation, Prompt, ScoredSequence, SequenceScore
 from phalanx.train.step.loss import IGNORE
 from phalanx.train.step.slot import SlotRunner
 
@@ -146,3 +154,173 @@ def any_rank(here: bool, mesh: Mesh) -> bool:
     flag = torch.tensor(float(here), device=mesh.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
+
+
+# The loss on held-out text, the same number on any fleet.
+#
+# The held-out sequences are cut into batches of a fixed shape, each of one source where the run has several. Batches are dealt to the
+# data-parallel ranks in turn. The losses are added in the order of batches, and of context ranks within a batch.
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """The loss on held-out text."""
+
+    loss: float
+    """Mean cross-entropy in nats a token."""
+    bits_per_byte: float
+    """Bits needed for a byte of the text, as a compressor counts."""
+    sources: Mapping[str, float] = field(default_factory=dict)
+    """The loss on the text of each of several sources by its name, if any of it was scored."""
+
+
+def _batch(data: RunData, numbers: NDArray[np.int64], size: int) -> tuple[Tensor, Tensor]:
+    """Held-out samples ``(size, seq + 1)`` and their targets ``(size, seq)``, padded with ignored rows.
+
+    So every batch has the same shape: another one would make some ranks compile the blocks again.
+    """
+    held_out = np.concatenate([data.held_out_samples(int(number), 1) for number in numbers])
+    samples = F.pad(torch.from_numpy(held_out), (0, 0, 0, size - len(numbers)))
+    targets = samples[:, 1:].clone()
+    targets[len(numbers) :] = IGNORE
+    return samples, targets
+
+
+def _batches(data: RunData, numbers: NDArray[np.int64], size: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
+    """The held-out ``numbers`` in batches of at most ``size``, each of one source, with its name."""
+    for name, part in data.held_out_parts.items():
+        chosen = numbers[(numbers >= part.start) & (numbers < part.stop)]
+        for first in range(0, len(chosen), size):
+            yield name, chosen[first : first + size]
+
+
+def _targets(data: RunData, numbers: NDArray[np.int64]) -> int:
+    """The targets in these held-out samples; at least 1, of the many zeros of a record of padding alone."""
+    return max(1, int(data.held_out_targets(numbers).sum()))
+
+
+@torch.no_grad()
+def evaluate(
+    model: DataParallel,
+    runner: SlotRunner,
+    data: RunData,
+    spec: RunSpec,
+    most: int,
+    on_progress: Callable[[int, int], None] = lambda _done, _sequences: None,
+    stops: Callable[[], bool] = lambda: False,
+) -> HeldOutLoss | None:
+    """Return loss, bits per byte and loss by source on ``most`` held-out sequences (0: all), evenly spaced; ``None`` if there are
+    none.
+
+    A collective; the same on every rank. ``on_progress`` is called after each round of batches with the number of sequences that
+    all ranks
+    have scored, and of all. If ``stops()`` is true on some rank after a round, ``EvaluationStoppedError`` is raised.
+    """
+    sequences = min(most or data.held_out_len, data.held_out_len)
+    if sequences == 0:
+        return None
+    numbers = np.arange(sequences) * data.held_out_len // sequences
+    mesh = model.mesh
+    size = micro_batch_rows(spec)
+    dealt = list(_batches(data, numbers, size))
+    batches = len(dealt)
+    context = mesh.layout.context
+    losses = torch.zeros(batches * context, dtype=torch.float64, device=mesh.device)
+
+    def report(computed: int) -> None:
+        on_progress(min(computed * size, sequences), sequences)
+
+    for batch, (_, chosen) in rounds(model, dealt, report, stops):
+        samples, targets = _batch(data, chosen, size)
+        loss = runner.evaluate(runner.losses.cut(samples, targets))
+        if batch is not None and runner.reports:
+            losses[batch * context + mesh.context_rank] = loss.double()
+    dist.all_reduce(losses)
+    nats = math.fsum(losses.tolist())
+    text_bytes = int(data.held_out_bytes(numbers).sum())
+    by_batch = losses.view(batches, context).tolist()
+    by_source = {
+        name: math.fsum(
+            loss for (part, _), row in zip(dealt, by_batch, strict=True) if part == name for loss in row
+        )
+        / sum(_targets(data, chosen) for part, chosen in dealt if part == name)
+        for name in dict.fromkeys(name for name, _ in dealt if name)
+    }
+    bits_per_byte = nats / math.log(2) / max(1, text_bytes)
+    return HeldOutLoss(nats / _targets(data, numbers), bits_per_byte, by_source)
+
+
+# Text that a run writes after given prompts, by its own forward pass, token by token.
+#
+# Each token costs one forward pass of all texts that are still being written, as sequences whose last token is unknown
+# (``score_sequences``). So a text has the bits of the scores: layouts with one hash of the weights write the same text. There is
+# no cache of keys and values, whose products have other shapes and other bits.
+#
+# A sample at a temperature T is the token with the largest sum of its logit and T times Gumbel noise (Maddison et al., arXiv 1411.0030). The
+# noise comes of the prompt's seed, so that a text differs from that of another step by the weights alone.
+
+Score = Callable[[Sequence[ScoredSequence], Tensor | None], Sequence[SequenceScore]]
+"""Scores sequences with noise ``(sequences, vocab)`` on the logits, or none, as ``phalanx.train.evaluation.scoring.score_sequences`` does."""
+
+
+def continue_prompts(
+    prompts: Sequence[Prompt],
+    score: Score,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    vocabulary: int,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> list[Continuation]:
+    """Return the text after each prompt, up to the end of the document or a string of ``until``. The model reads the last ``seq_len`` tokens.
+
+    ``vocabulary`` is the model's. Tokens that only the model has are never chosen. ``on_progress`` is called after each forward pass with the
+    number of tokens that are written, and the most that there can be.
+    """
+    texts: list[list[int]] = [[] for _ in prompts]
+    broken: set[int] = set()
+    generators = [np.random.default_rng(prompt.seed) for prompt in prompts]
+    running, most = list(range(len(prompts))), sum(prompt.most for prompt in prompts)
+    while running:
+        sequences = [
+            ScoredSequence((*prompts[n].tokens, *texts[n], 0)[-seq_len - 1 :], 1, n, 0) for n in running
+        ]
+        noise = None
+        if any(prompts[n].temperature for n in running):
+            rows = [_noise(generators[n], prompts[n].temperature, vocabulary) for n in running]
+            noise = torch.stack(rows)  # (running texts, vocab)
+            noise[:, tokenizer.vocab_size :] = -torch.inf
+        elif vocabulary > tokenizer.vocab_size:
+            row = torch.zeros(vocabulary)
+            row[tokenizer.vocab_size :] = -torch.inf
+            noise = row.expand(len(running), -1)  # one row in memory, however many texts there are
+        for n, scores in zip(running, score(sequences, noise), strict=True):
+            texts[n].append(scores.greedy_tokens[-1])
+            if not math.isfinite(scores.log_probabilities[-1]):
+                broken.add(n)
+        running = [
+            n
+            for n in running
+            if len(texts[n]) < prompts[n].most
+            and texts[n][-1] != tokenizer.end_of_document
+            and not _has_stop(prompts[n], texts[n], tokenizer)
+        ]
+        on_progress(sum(map(len, texts)), most)
+    return [Continuation(tokens, n not in broken) for n, tokens in enumerate(texts)]
+
+
+def _has_stop(prompt: Prompt, tokens: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Return True if the decoded ``tokens`` contain a string of ``prompt.until``."""
+    if not prompt.until:
+        return False
+    text = tokenizer.decode(
+        tokens, at_start=False
+    )  # as a whole: a string may begin in one token and end in another
+    return any(stop in text for stop in prompt.until)
+
+
+def _noise(generator: np.random.Generator, temperature: float, vocabulary: int) -> Tensor:
+    """Return Gumbel noise times the temperature, ``(vocab,)``, fp32; zeros at temperature 0."""
+    if not temperature:
+        return torch.zeros(vocabulary)
+    # Computed in fp64, so that the roundings of a processor's logarithms are seldom seen in fp32.
+    return torch.from_numpy((temperature * generator.gumbel(size=vocabulary)).astype(np.float32))

@@ -7,7 +7,7 @@ A task file has one JSON object on each line. Its form is that of the task's kin
 - ``completion``: ``{"context": ..., "completion": ...}``. The model is right if greedy decoding would write exactly the completion's tokens.
 - ``text``: ``{"text": ...}``. The whole text is scored.
 - ``generation``: ``{"context": ..., "answers": [...], "until": [...], "max_tokens": ...}``. The model is right if the text that it writes is one of
-  the answers (``phalanx.train.evaluation.generation``). ``until`` and ``max_tokens`` may be left out.
+  the answers (``generated_answers``). ``until`` and ``max_tokens`` may be left out.
 
 An item may have an ``"id"``. Context and continuation are encoded together, as lm-evaluation-harness does (arXiv 2405.14782): spaces at the
 end of the context belong to the continuation, whose tokens are those after as many as the context alone has. Without a context, the
@@ -32,6 +32,7 @@ import msgspec
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.run.directory.files import open_regular
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.sections.evaluation import PromptSpec
 from phalanx.run.spec import TaskSpec
 
 Kind = Literal["choice", "completion", "text", "generation"]
@@ -360,3 +361,114 @@ def share_of_right(figure: str, right: Iterable[bool]) -> dict[str, float]:
     flags = list(right)
     share = sum(flags) / len(flags)
     return {figure: share, f"{figure}_error": math.sqrt(share * (1 - share) / max(1, len(flags) - 1))}
+
+
+# Prompts that a run continues: those of its samples, and the contexts of its tasks by generation.
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens that are continued."""
+
+    tokens: tuple[int, ...]
+    """At least one."""
+    most: int
+    """Number of tokens to generate, unless the text ends before."""
+    temperature: float = 0.0
+    """0 for the most probable tokens."""
+    seed: tuple[int, ...] = ()
+    """Seed of the noise."""
+    until: tuple[str, ...] = ()
+    """Strings at which the text ends: no token is generated after one of them."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The text that a model writes after a prompt."""
+
+    tokens: list[int]
+    is_finite: bool
+    """False if a token was chosen where a log-probability is not finite."""
+
+
+def prompt_of(spec: PromptSpec, tokenizer: Tokenizer, seed: int) -> Prompt:
+    """Return the prompt of a run's sample; ``seed`` is the run's."""
+    tokens = prompt_tokens(spec.prompt, tokenizer)
+    return Prompt(tokens, spec.tokens, spec.temperature, (seed, *spec.name.encode()))
+
+
+def prompt_tokens(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens of a text that is continued, at least one: a document's beginning if it is empty."""
+    start = tokenizer.document_start or (() if text else (tokenizer.end_of_document,))
+    return (*start, *tokenizer.encode(text))
+
+
+# Tasks of kind ``generation``: greedy text after each context, compared with the accepted answers (exact match).
+#
+# The text is written as the samples of a run are (``phalanx.train.evaluation.scoring``), so layouts with one hash of the weights have one score.
+# Compared is the text before the first string of ``until``, or all of it, without white space at both ends (``str.strip``). Answers are
+# stripped alike, and nothing else is changed. Items share micro-batches: each costs at most ``max_tokens`` sequences of a forward pass, but for
+# the padding of the last micro-batch.
+#
+# ``encode_task`` encodes tasks of every kind.
+
+
+@dataclass(frozen=True)
+class EncodedTask:
+    """A task with what the model reads: sequences that are scored, or prompts that are continued."""
+
+    task: Task
+    sequences: list[ScoredSequence]
+    """None for kind ``generation``."""
+    prompts: list[Prompt]
+    """For kind ``generation`` one of each item."""
+
+
+def encode_task(task: Task, tokenizer: Tokenizer, seq_len: int) -> EncodedTask:
+    """Encode a task for a model that reads ``seq_len`` tokens. Raises ``TaskError`` for an item that does not fit."""
+    if task.kind != "generation":
+        return EncodedTask(task, sequences_of(task, tokenizer, seq_len), [])
+    prompts = []
+    for number, item in enumerate(task.items, 1):
+        prompt = Prompt(prompt_tokens(item.context, tokenizer), item.max_tokens, until=item.until)
+        if len(prompt.tokens) + prompt.most > seq_len + 1:  # the last token that is written is not read
+            raise TaskError(
+                f"task {task.name}, item {number}: the context has {len(prompt.tokens):,} tokens and max_tokens is {prompt.most:,}, and the "
+                f"model reads {seq_len:,} (train.seq_len); shorten the context, or lower max_tokens"
+            )
+        prompts.append(prompt)
+    return EncodedTask(task, [], prompts)
+
+
+@dataclass(frozen=True)
+class GeneratedAnswer:
+    """The answer that the model writes for an item."""
+
+    text: str
+    """Before the first string of ``until``, stripped."""
+    is_right: bool
+    is_finite: bool
+    """False if a token was chosen where a log-probability is not finite."""
+
+
+def generated_answers(
+    task: Task, continuations: Sequence[Continuation], tokenizer: Tokenizer
+) -> list[GeneratedAnswer]:
+    """Return the answer to each item of a task of kind ``generation`` in the continuations of its prompts."""
+    answers = []
+    for item, continuation in zip(task.items, continuations, strict=True):
+        text = answer_in(tokenizer.decode(continuation.tokens, at_start=False), item)
+        answers.append(GeneratedAnswer(text, text in item.continuations, continuation.is_finite))
+    return answers
+
+
+def answer_in(text: str, item: Item) -> str:
+    """Return the part of a generated text that is compared with the answers of ``item``."""
+    end = min((place for stop in item.until if (place := text.find(stop)) >= 0), default=len(text))
+    return text[:end].strip()
+
+
+def generation_figures(answers: Sequence[GeneratedAnswer]) -> dict[str, float]:
+    """Return ``exact_match`` and its standard error, ``exact_match_error``; NaN if an answer is not finite."""
+    results = share_of_right("exact_match", (answer.is_right for answer in answers))
+    return results if all(answer.is_finite for answer in answers) else dict.fromkeys(results, math.nan)

@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.checkpoint.committed.restore import Shard
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.data.reading.dataset import RunData
 from phalanx.observe.rank_stream import RankFrame

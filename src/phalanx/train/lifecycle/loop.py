@@ -20,16 +20,15 @@ from numpy.typing import NDArray
 from phalanx.data.errors import DataError
 from phalanx.data.reading.prefetch import Prefetch, WaitEndedError
 from phalanx.hardware.local.device import gpu_use, on_gpu
-from phalanx.hardware.local.machine_use import MachineMeter
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EndedEarly, Finished, MemoryMeasured, Step, Stopped
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
 from phalanx.run.directory.paths import EarlyStop, RunResult
 from phalanx.train.assemble import Training
+from phalanx.train.evaluation.observers import Evaluator, KeepBest, Scores, StopEarly
 from phalanx.train.evaluation.scoring import EvaluationStoppedError
 from phalanx.train.lifecycle.ending import RunFailedError
-from phalanx.train.lifecycle.evaluations import Evaluator, KeepBest, Scores, StopEarly
 from phalanx.train.lifecycle.fork import Fork, ForkStoppedError
 from phalanx.train.lifecycle.observers import (
     MachineLog,
@@ -37,15 +36,15 @@ from phalanx.train.lifecycle.observers import (
     RankWindows,
     StepEnd,
     StepLog,
+    open_observers,
     report_start,
 )
-from phalanx.train.lifecycle.own_observers import open_observers
 from phalanx.train.lifecycle.progress import SampleSupply, TrainProgress, judge_nonfinite, judge_spike
 from phalanx.train.lifecycle.saving import Saving, save_due
-from phalanx.train.profile.nvtx import NvtxRanges, nvtx_ranges
+from phalanx.train.profile.instruments import NvtxRanges, nvtx_ranges
 from phalanx.train.profile.recording import Recording
-from phalanx.train.statistics.collect import LayerMeter
-from phalanx.train.step.machines import MachineTable
+from phalanx.train.statistics import LayerMeter
+from phalanx.train.step.machines import MachineMeter, MachineTable
 from phalanx.train.step.meters import MemoryMeter, RankTimes, extremes
 from phalanx.train.step.state import weights_sha256
 from phalanx.train.step.step import Audit, StepFlags, Stepper, StepReport

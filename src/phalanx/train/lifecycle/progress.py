@@ -18,7 +18,7 @@ from phalanx.data.reading.cached_shard import fetched_bytes, most_ahead_bytes
 from phalanx.data.reading.dataset import RunData
 from phalanx.data.reading.prefetch import Prefetch
 from phalanx.observe.events import IncidentKind, LossSpike, NonFinite
-from phalanx.parallel.mesh.slots import Round
+from phalanx.parallel.divisions import Round
 from phalanx.run.spec import RunSpec, TrainSpec
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.step.rules import Spike, SpikeRule

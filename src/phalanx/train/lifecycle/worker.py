@@ -185,14 +185,14 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.model.custom import CustomModelError
     from phalanx.observe.event_log import EventLogError
     from phalanx.observe.sink_registry import SinkError
-    from phalanx.parallel.mesh.mesh import LayoutError
+    from phalanx.parallel.mesh import LayoutError
     from phalanx.parallel.process_group.rendezvous import RendezvousError
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.factory import FactoryError
     from phalanx.run.rules import NotPortableError
     from phalanx.train.lifecycle.fork import ForkFailedError
     from phalanx.train.lifecycle.loop import UnsavedError
-    from phalanx.train.lifecycle.own_observers import ObserverError
+    from phalanx.train.lifecycle.observers import ObserverError
     from phalanx.train.lifecycle.progress import LossSpikeError, NonFiniteError
     from phalanx.train.measure.numerics import MixedMachinesError
     from phalanx.train.step.state import NoGoodCheckpointError

@@ -36,9 +36,9 @@ from torch import Tensor
 
 from phalanx.hardware.local.device import device_of_rank, on_gpu, wait_for_device
 from phalanx.observe.ledger import Ledger
-from phalanx.parallel.mesh.mesh import build_mesh
-from phalanx.parallel.mesh.torch_compat import all_gather_single, sum_scatter_along
+from phalanx.parallel.mesh import build_mesh
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
+from phalanx.parallel.torch_compat import all_gather_single, sum_scatter_along
 from phalanx.process.child import Child, die_with_parent, end_all
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.fields import RunFileError

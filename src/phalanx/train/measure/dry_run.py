@@ -29,9 +29,9 @@ from phalanx.model.facts.holdings import holding, place_of
 from phalanx.model.facts.shape import stage_layers
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.collectives import Calls, collectives
-from phalanx.parallel.mesh.mesh import Mesh, build_mesh
-from phalanx.parallel.mesh.torch_compat import group_of, join_fake
+from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.parallel.reduction.data_parallel import local, named_parameters, spread
+from phalanx.parallel.torch_compat import group_of, join_fake
 from phalanx.run.kinds.whole_model import tiny as tiny_model
 from phalanx.run.layout import SPLIT_BACKWARD, layout_of, micro_batches_per_slot
 from phalanx.run.spec import MemorySpec, OptimizerSpec, PrecisionSpec, RunSpec, RuntimeSpec

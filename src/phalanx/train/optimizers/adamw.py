@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from phalanx.hardware.kernels.choose import kernels_for
 from phalanx.hardware.kernels.reference import REFERENCE, UpdateFactors
 from phalanx.model.init import flat_indices, random_words, stream_key
-from phalanx.parallel.mesh.local_slice import LocalSlice
+from phalanx.parallel.divisions import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.kinds.whole_model import INT8_BLOCK

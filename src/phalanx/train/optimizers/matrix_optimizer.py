@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from phalanx.model.facts.holdings import deal_matrices
 from phalanx.model.facts.optimizer_state import matrix_state, matrix_work
-from phalanx.parallel.mesh.local_slice import LocalSlice, slices_in
-from phalanx.parallel.mesh.torch_compat import all_gather_single, device_of_messages
+from phalanx.parallel.divisions import LocalSlice, slices_in
 from phalanx.parallel.reduction.data_parallel import local
+from phalanx.parallel.torch_compat import all_gather_single, device_of_messages
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.optimizer import (

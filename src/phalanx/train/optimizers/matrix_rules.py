@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.model.facts.optimizer_state import BlockGrid
-from phalanx.parallel.mesh.mesh import piece
+from phalanx.parallel.mesh import piece
 from phalanx.train.optimizers.matrix_optimizer import MatrixRule
 
 

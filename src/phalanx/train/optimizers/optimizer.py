@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.hardware.local.device import on_gpu
-from phalanx.parallel.mesh.local_slice import LocalSlice
-from phalanx.parallel.mesh.torch_compat import cuda_stream, local_slice_of
+from phalanx.parallel.divisions import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
+from phalanx.parallel.torch_compat import cuda_stream, local_slice_of
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import MemorySpec, OptimizerSpec
 from phalanx.train.activations import Regions

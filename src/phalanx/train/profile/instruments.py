@@ -6,6 +6,8 @@ is (no backward hooks): an operation of the backward pass finds its layer by the
 touches a tensor, so no bit changes.
 
 Collectives are wrapped where everybody calls them, as functions of ``torch.distributed``: FSDP's too.
+
+The same ranges are shown by NVIDIA's profilers (``nvtx_ranges``).
 """
 
 from __future__ import annotations
@@ -17,19 +19,20 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.model.custom import blocks_of
 from phalanx.observe.ledger import Bucket
-from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.mesh import Mesh
 from phalanx.train.step.slot import LoopRunner, PipelineRunner
 
 if TYPE_CHECKING:
-    from phalanx.parallel.pipeline.schedules import StageMessage
-    from phalanx.parallel.pipeline.stage_links import StageLinks
+    from phalanx.parallel.pipeline import StageLinks
+    from phalanx.parallel.pipeline_schedules import StageMessage
     from phalanx.train.assemble import Training
-    from phalanx.train.step.step import Stepper
+    from phalanx.train.step.step import Stepper, StepReport
 
 COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all_single"),
@@ -284,4 +287,57 @@ def _links(links: StageLinks, mesh: Mesh, marks: Ranges) -> Iterator[None]:
         replaced(links, "send", sent),
         _wrapped(links, "close", lambda: marks.around("wait", "pipeline")),
     ):
+        yield
+
+
+# NVTX ranges for NVIDIA's profilers: steps, slots, layers and collectives appear by name on the time line of Nsight Systems.
+#
+# ``observe.nvtx`` turns them on for a whole attempt. Without the field nothing of them is there. See https://nvidia.github.io/NVTX/ and ``nsys profile --trace=cuda,nvtx,nccl phalanx train RUN``.
+
+
+class _Opened:
+    """A range that has begun on this thread."""
+
+    def __init__(self, pop: Callable[[], object]) -> None:
+        self._pop = pop
+
+    def __exit__(self, kind: object, error: object, traceback: object, /) -> None:
+        self._pop()
+
+
+class NvtxRanges:
+    """Ranges by ``push(name)`` and ``pop()``; those of PyTorch's CUDA build if none are given."""
+
+    def __init__(
+        self,
+        push: Callable[[str], object] = torch.cuda.nvtx.range_push,
+        pop: Callable[[], object] = torch.cuda.nvtx.range_pop,
+    ) -> None:
+        self._push, self._pop = push, pop
+
+    @contextmanager
+    def around(self, kind: str, name: str, **more: object) -> Iterator[None]:
+        """Show the time inside as an NVTX range of kind and name. Of ``more`` the axis of a collective is shown."""
+        self._push(f"{kind} {name} ({more['axis']})" if "axis" in more else f"{kind} {name}")
+        try:
+            yield
+        finally:
+            self._pop()
+
+    def opened(self, kind: str, name: str) -> _Opened:
+        """Begin a range, which ends with the result's ``__exit__``."""
+        self._push(f"{kind} {name}")
+        return _Opened(self._pop)
+
+
+@contextmanager
+def nvtx_ranges(training: Training, stepper: Stepper, ranges: NvtxRanges) -> Iterator[None]:
+    """Context in which all that this rank does is in NVTX ranges, and each step in one of its own."""
+    run = stepper.run
+
+    def run_in_range(number: int, *args: Any, **options: Any) -> StepReport:
+        with ranges.around("step", str(number)):
+            return run(number, *args, **options)
+
+    with instruments(training, stepper, ranges), replaced(stepper, "run", run_in_range):
         yield

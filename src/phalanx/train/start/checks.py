@@ -46,8 +46,7 @@ from phalanx.run.resolve import ONLY, field_of, plugin_problems, variable_proble
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.store.open_store import check_url, is_url
 from phalanx.store.store import StoreError
-from phalanx.train.evaluation.generation import encode_task
-from phalanx.train.evaluation.tasks import TaskError, read_task, task_file
+from phalanx.train.evaluation.tasks import TaskError, encode_task, read_task, task_file
 
 _MANY_EPOCHS = 4
 """Up to so many, repeated text is nearly as good as new text (Muennighoff et al., arXiv 2305.16264, figure 5)."""

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.model.layers.dense import Affine, aligned
-from phalanx.parallel.context.rank_tiles import RankTiles
+from phalanx.parallel.context.fixed_tiles import RankTiles
 from phalanx.parallel.tensor.apply import VocabularyPiece
 from phalanx.parallel.tensor.sequence_comm import add_in_tree
 

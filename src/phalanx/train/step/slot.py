@@ -20,10 +20,10 @@ from phalanx.hardware.local.device import brought
 from phalanx.model.layers.attention.attention import Documents, document_ids
 from phalanx.model.transformer import targets_ahead, tokens_ahead, training_loss
 from phalanx.parallel.context.exchange import context_positions
-from phalanx.parallel.context.rank_tiles import RankTiles, tiled_positions
-from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.mesh.slots import Round
-from phalanx.parallel.pipeline.runner import Accumulation, Pipeline
+from phalanx.parallel.context.fixed_tiles import RankTiles, tiled_positions
+from phalanx.parallel.divisions import Round
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.pipeline import Accumulation, Pipeline
 from phalanx.parallel.reduction.data_parallel import DataParallel
 from phalanx.parallel.tensor.apply import VocabularyPiece
 from phalanx.run.kinds.prediction_ahead import depths

@@ -1,6 +1,6 @@
 """A run's state as named tensors: placement on ranks, initialization, restore from a checkpoint, and the hash of the weights.
 
-The tensor, expert and pipeline axes divide the model's parameters before FSDP does (``phalanx.parallel.mesh.mesh``). ``Placement``
+The tensor, expert and pipeline axes divide the model's parameters before FSDP does (``phalanx.parallel.mesh``). ``Placement``
 combines both: this rank's part of each tensor, and the ranks that have the same part. Code that works on full tensors reads
 it: initial values, checkpoints, the hash of the weights and the norm of the gradient.
 """
@@ -22,21 +22,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.committed.digest import OPTIMIZER, WEIGHTS, TensorDigest, combine
-from phalanx.checkpoint.committed.restore import restore
+from phalanx.checkpoint.committed.restore import Copies, Shard, dtype_name, restore
 from phalanx.checkpoint.format.boxes import Box, full_box
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.image import spans
-from phalanx.checkpoint.format.shards import Copies, Shard, dtype_name
 from phalanx.checkpoint.tiers.tier import KeepingTier
+from phalanx.hardware.local.device import CommClock
 from phalanx.model.init import fill
-from phalanx.model.layers.experts.router import routers
+from phalanx.model.layers.moe import routers
 from phalanx.observe.ledger import Bucket
-from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import Mesh, Partition
-from phalanx.parallel.mesh.slots import Round
-from phalanx.parallel.mesh.torch_compat import device_of_messages
+from phalanx.parallel.divisions import Round
+from phalanx.parallel.mesh import Mesh, Partition
 from phalanx.parallel.process_group.typed_gather import broadcast_typed, gather_typed
 from phalanx.parallel.reduction.data_parallel import DataParallel, local, named_parameters
+from phalanx.parallel.torch_compat import device_of_messages
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import RunSpec
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.hardware.local.device import brought, wait_for_stream
-from phalanx.model.layers.experts.router import routers
+from phalanx.model.layers.moe import routers
 from phalanx.observe.ledger import Bucket, Ledger
-from phalanx.parallel.mesh.slots import Round
+from phalanx.parallel.divisions import Round
 from phalanx.parallel.process_group.typed_gather import gather_typed
-from phalanx.parallel.reduction import exact_sum
+from phalanx.parallel.reduction import reproducible_sums
 from phalanx.parallel.reduction.data_parallel import gradients
 from phalanx.run.layout import micro_batches_per_slot
 from phalanx.train.step.rules import multiplier
@@ -366,7 +366,7 @@ class Stepper:
         grads = [
             gradient for name, gradient in gradients(self.built.model.parts).items() if placement.owns(name)
         ]
-        return exact_sum.norm(grads, placement.parameter_count, self._device) * scale
+        return reproducible_sums.norm(grads, placement.parameter_count, self._device) * scale
 
     def _balance_experts(self, *, applied: bool) -> float | None:
         """Move the routers' biases against the load of this step if it was ``applied``. A collective.

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as torch_dcp
 from checkpoint.shards import shards_of
 from checkpoint.worlds import random_tensor, same_state, save_by_all, shards_from
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.interop.dcp.export_folder import export_dcp
+from phalanx.checkpoint.interop.dcp import export_dcp
 from phalanx.checkpoint.tiers.disk import DiskTier
 
 STATE = {

@@ -21,9 +21,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from checkpoint.huggingface_models import ours_of, saved
 from phalanx.api import load_weights
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.interop.dcp.export_folder import export_dcp
-from phalanx.checkpoint.interop.dcp.import_folder import import_dcp
-from phalanx.checkpoint.interop.dcp.metadata import _ALLOWED, DcpError, read_index
+from phalanx.checkpoint.interop.dcp import export_dcp, import_dcp
+from phalanx.checkpoint.interop.dcp_metadata import _ALLOWED, DcpError, read_index
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from ranks import Ranks

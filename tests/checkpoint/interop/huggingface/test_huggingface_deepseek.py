@@ -25,7 +25,7 @@ from checkpoint.huggingface_models import (
 from parity.hf_models import random_tokens
 from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError, spec_of
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.transformer import Transformer
 

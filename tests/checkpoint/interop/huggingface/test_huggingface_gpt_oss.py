@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from checkpoint.huggingface_models import CONFIGS, edit_config, imported_model, saved_by_transformers
 from parity.hf_models import GPT_OSS
 from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError, spec_of
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import import_hf
 from phalanx.checkpoint.interop.huggingface.stored_weights import PackedStack, unpack
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.kinds.whole_model import resolve

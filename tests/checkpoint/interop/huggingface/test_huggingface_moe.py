@@ -29,8 +29,7 @@ from parity.hf_models import DEEPSEEK, hf_model, random_tokens
 from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.format.errors import NotCoveredError
 from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError, spec_of
-from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import export_hf, import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
 
 # Rotated rows are always exported in pairs, as published models have them.

@@ -23,10 +23,9 @@ from phalanx.checkpoint.interop.huggingface.config import (
     import_notes,
     spec_of,
 )
-from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
+from phalanx.checkpoint.interop.huggingface.convert import export_hf, import_hf
 from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
 from phalanx.checkpoint.interop.huggingface.folders import kept_by_export, note_lost_fields
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 

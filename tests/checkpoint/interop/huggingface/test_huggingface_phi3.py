@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, Phi3Config
 from checkpoint.huggingface_models import CONFIGS, imported_model, saved_by_transformers
 from parity.hf_models import LONGROPE, PHI3, hf_model, our_model, random_tokens
 from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError, spec_of
-from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import export_hf, import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import rotary_temperature

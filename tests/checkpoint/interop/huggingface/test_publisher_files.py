@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from parity.llama3_folder import TEXT, save_llama3
 from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError
-from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import export_hf, import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.directory.paths import RunDirectory

@@ -28,8 +28,7 @@ from phalanx.checkpoint.interop.huggingface.config import (
     UnsupportedModelError,
     parameter_name,
 )
-from phalanx.checkpoint.interop.huggingface.export_folder import export_hf, tensors_of, weight_files
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import export_hf, import_hf, tensors_of, weight_files
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, StepRecord
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer, tokenizer_from_file, train_bpe

@@ -20,7 +20,7 @@ from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.committed.restore import Rows
 from phalanx.checkpoint.format.errors import NoSuchStepError, StorageError
 from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import import_hf
 from phalanx.checkpoint.interop.huggingface.stored_folder import FolderTier, stand_in
 from phalanx.checkpoint.pack.layout import PackError
 from phalanx.checkpoint.pack.writer import pack

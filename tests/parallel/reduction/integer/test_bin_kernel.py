@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from phalanx.hardware.kernels.choose import BinKernel
-from phalanx.parallel.reduction import bins as binning
-from phalanx.parallel.reduction.bins import BinFormat, Bins
-from phalanx.parallel.reduction.buckets import SpanLayout, share_layout
+from phalanx.parallel.divisions import SpanLayout, share_layout
+from phalanx.parallel.reduction import reproducible_sums
+from phalanx.parallel.reduction.reproducible_sums import BinFormat, Bins
 
 LAYOUT = share_layout([(3, 8), (2,)], 1)
 
@@ -52,10 +52,10 @@ def test_without_a_compiler_sums_are_those_of_pytorchs_operations_and_a_warning_
         if not compiler:
             monkeypatch.setattr(shutil, "which", lambda _: None)
             monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-        binning._kernel.cache_clear()
+        reproducible_sums._kernel.cache_clear()
         sums.append(Bins.empty(1, LAYOUT, BinFormat(8), torch.device("cpu")))
         sums[-1].add_gradient(gradient)
-    binning._kernel.cache_clear()
+    reproducible_sums._kernel.cache_clear()
     assert torch.equal(sums[0].words, sums[1].words)
     (record,) = caplog.records
     assert "no C compiler" in record.message

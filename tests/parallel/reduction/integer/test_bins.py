@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.parallel.reduction.bins import BinFormat, Bins
-from phalanx.parallel.reduction.buckets import SpanLayout, share_layout
+from phalanx.parallel.divisions import SpanLayout, share_layout
+from phalanx.parallel.reduction.reproducible_sums import BinFormat, Bins
 
 LAYOUT = share_layout([(3, 8), (2,)], 1)
 """Three spans of eight elements and two of one."""

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.reduction.buckets import share_layout
+from phalanx.parallel.divisions import share_layout
 
 shapes = st.lists(
     st.integers(1, 6).flatmap(lambda n: st.sampled_from([(n,), (n, 3), (n, 64), (n, 2, 128)])), min_size=1

@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 
 from parity.llama3_folder import save_llama3
-from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
+from phalanx.checkpoint.interop.huggingface.convert import import_hf
 from serve.workers.services import PATIENCE_S, Service, service, until
 
 pytestmark = [

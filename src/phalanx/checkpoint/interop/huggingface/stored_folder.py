@@ -17,12 +17,11 @@ from pathlib import Path
 import torch
 
 from phalanx.checkpoint.committed.digest import WEIGHTS
-from phalanx.checkpoint.format.boxes import Box, full_box
+from phalanx.checkpoint.format.boxes import DISK, Box, BoxLocation, PlannedRead, StoredBox, full_box
 from phalanx.checkpoint.format.errors import NoSuchStepError, StorageError
 from phalanx.checkpoint.format.image import RawArray, spans
-from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, PlannedRead, StoredBox
+from phalanx.checkpoint.interop.huggingface.convert import write_small_files
 from phalanx.checkpoint.interop.huggingface.folders import PIECE_BYTES, read_json
-from phalanx.checkpoint.interop.huggingface.import_folder import write_small_files
 from phalanx.checkpoint.interop.huggingface.names import Published
 from phalanx.checkpoint.interop.huggingface.stored_weights import open_folder, values
 from phalanx.checkpoint.tiers.disk import DiskTier

@@ -19,8 +19,8 @@ from typing import Literal, Protocol
 import msgspec
 import torch
 
+from phalanx.checkpoint.committed.restore import Shard
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.snapshot.segments import NO_STEP, Segment
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, describe, restore_from_holders
@@ -30,17 +30,17 @@ from phalanx.data.reading.dataset import RunData
 from phalanx.fleet.control.fleet_file import ClaimRegister
 from phalanx.fleet.core.epochs.progress import may_begin
 from phalanx.fleet.core.succession import is_superseded
-from phalanx.fleet.health.live_audit import LiveAudit
+from phalanx.fleet.health.audit import LiveAudit
 from phalanx.fleet.health.stragglers import StragglerWatch
 from phalanx.fleet.node import worker_link as link
 from phalanx.fleet.node.worker_link import Orders, ParkedError
 from phalanx.hardware.local.device import on_gpu
 from phalanx.observe.rank_stream import RankFrame
-from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.mesh.torch_compat import set_group_timeouts
+from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.process_group.abort import Connections
 from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.parallel.reduction.checksum import Witness
+from phalanx.parallel.torch_compat import set_group_timeouts
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.guardian import EpochSupersededError, Guardian, Samples

@@ -35,7 +35,7 @@ from phalanx.fleet.control.fleet_file import ClaimRegister
 from phalanx.fleet.control.inquiry import shortened
 from phalanx.fleet.control.security import read_certificates, run_token
 from phalanx.fleet.core.messages import LEFT_AS_ASKED, NO_EPOCH, NO_STEP
-from phalanx.fleet.health.live_audit import CorruptionFoundError
+from phalanx.fleet.health.audit import CorruptionFoundError
 from phalanx.fleet.health.node_health import complaints, of_device
 from phalanx.fleet.node.rank.rank_guardian import OVERTIME_S, Hooks, NoHooks, NonFiniteStepError, RankGuardian
 from phalanx.fleet.node.worker_link import (
@@ -64,10 +64,10 @@ from phalanx.observe.goodput import ledger_of
 from phalanx.observe.ledger import NS_PER_S, Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
 from phalanx.observe.record.notes import ThrottlingWatch
-from phalanx.parallel.mesh.torch_compat import flight_record
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, choose_interface, device_for, leave
+from phalanx.parallel.torch_compat import flight_record
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.paths import (
     DamagedRecordError,
@@ -85,7 +85,7 @@ from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote
 from phalanx.train.assemble import EpochInputs, WarmState, make_deterministic, warm_up
 from phalanx.train.lifecycle.ending import RunFailedError
-from phalanx.train.lifecycle.own_observers import ObserverError, maker_of
+from phalanx.train.lifecycle.observers import ObserverError, maker_of
 from phalanx.train.lifecycle.reporter import leave_own_machine
 from phalanx.train.lifecycle.worker import EXIT_FAILED, freeze_gc, known_errors, run_epoch
 from phalanx.train.measure.numerics import require_first

@@ -36,11 +36,9 @@ from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.model.layers.attention.attention import Attention, CausalCore
 from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.layers.dense import FeedForward, Linear, RMSNorm
-from phalanx.model.layers.experts.moe import Experts, MoE
-from phalanx.model.layers.experts.router import Router
+from phalanx.model.layers.moe import Experts, MoE, Router
 from phalanx.model.transformer import Block, PredictionAhead, Transformer
-from phalanx.parallel.context.fixed_tiles import TiledCore, TiledHeads
-from phalanx.parallel.context.rank_tiles import RankTiles
+from phalanx.parallel.context.fixed_tiles import RankTiles, TiledCore, TiledHeads
 from phalanx.parallel.tensor.lanes.layers import (
     LanedLayer,
     LaneOutput,

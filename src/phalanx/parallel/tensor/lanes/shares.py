@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.model.autograd import FunctionContext, apply_function_of_many
 from phalanx.model.layers.dense import note_derived_weights
-from phalanx.model.layers.experts.moe import MoE
-from phalanx.model.layers.experts.router import Router
+from phalanx.model.layers.moe import MoE, Router
 from phalanx.parallel.tensor.sequence_comm import SequenceComm, add_in_tree, dense
 
 Report = Callable[[Sequence[Tensor]], Sequence[Tensor]]

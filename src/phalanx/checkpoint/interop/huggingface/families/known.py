@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
 
-from phalanx.checkpoint.interop.huggingface.families.dense import (
+from phalanx.checkpoint.interop.huggingface.families.family import (
     GEMMA2,
     GEMMA3,
     GLM,
@@ -30,8 +30,8 @@ from phalanx.checkpoint.interop.huggingface.families.dense import (
     QWEN3,
     SEED_OSS,
     SMOLLM3,
+    Family,
 )
-from phalanx.checkpoint.interop.huggingface.families.family import Family
 from phalanx.checkpoint.interop.huggingface.families.mixtures import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,

@@ -1,1 +1,0 @@
-"""Folders of ``torch.distributed.checkpoint``: export, and import without executing their content."""

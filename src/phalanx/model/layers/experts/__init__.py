@@ -1,1 +1,0 @@
-"""Mixtures of experts: the router, and the experts' products, also with rows that do not depend on their neighbors."""

@@ -1,0 +1,327 @@
+"""Profiles of a few steps of a run: the request, which rank 0 looks for, and the file in which one rank keeps what it recorded.
+
+The file has events, allocations, and our own words for them: two tables of fixed-width rows in one compressed ``.npz`` (numpy's own format, without pickles), beside a list of names and one of *marks*. A mark
+is what a range stands for in our own words: a step, a slot, a module, a collective with its group, number and bytes. Times are in
+nanoseconds since ``base_unix_ns`` of this rank's own clock; ranks' clocks are brought together by whoever reads them side by side.
+
+A reader bounds what it unpacks, and numpy refuses objects by default: the file lies in a directory that others may write to.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import secrets
+import stat
+import time
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.run.directory.files import read_small, write_atomically
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.fields import JsonObject
+
+# A request for a profile of a run that is under way: a small file in its directory, which rank 0 looks for.
+#
+# A requester writes ``profiles/request.json`` at once, by a rename; rank 0 takes it away when it has read it. Anybody who may write into the
+# run directory can put anything there, so what is read is bounded and checked field by field, and a link is not followed: a request can make a
+# run record itself for a few steps, and nothing else. It carries the time until which somebody waits for it; a request that a stopped run finds
+# days later is stale and records nothing.
+#
+# Rank 0's look-out for requests is below.
+
+MOST_STEPS = 20
+"""Most steps of a profile: each costs megabytes, and time to look at."""
+MOST_RANKS = 256
+"""Most ranks of a profile."""
+_MOST_BYTES = 16 << 10
+_LONGEST_WAIT_S = 86_400.0
+_NAME = re.compile(r"[0-9a-z][0-9a-z-]{0,63}")
+
+
+class ProfileRequestError(ValueError):
+    """A request that cannot be followed; the message has the reason."""
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """A request to record steps."""
+
+    name: str
+    """The name of the profile, and of its folder: lower-case letters, digits and hyphens."""
+    steps: int
+    ranks: tuple[int, ...] | str
+    """Ranks, or ``"all"``, or ``"auto"``: one for each place in the mesh, and the slowest that is known."""
+    until_unix_s: float
+    """The time until which somebody waits for it."""
+
+
+def request_path(directory: RunDirectory) -> Path:
+    """The file of the request."""
+    return directory.profiles / "request.json"
+
+
+def new_name(now_s: float | None = None) -> str:
+    """A name that no other profile has: the time in UTC, and four digits against two requests at once."""
+    clock = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now_s))
+    return f"{clock}-{secrets.token_hex(2)}"
+
+
+def is_profile_name(name: str) -> bool:
+    """True if ``name`` can be that of a profile, and so is a plain name of a folder."""
+    return _NAME.fullmatch(name) is not None
+
+
+def write_request(directory: RunDirectory, request: ProfileRequest) -> None:
+    """Request a profile, in place of an earlier request that has not been read yet. Raises ``OSError``."""
+    directory.profiles.mkdir(exist_ok=True)
+    write_atomically(request_path(directory), (json.dumps(asdict(request)) + "\n").encode(), durable=False)
+
+
+def read_request(directory: RunDirectory, now_s: float) -> ProfileRequest:
+    """Return the request in the run directory. The file stays.
+
+    Raises:
+        ProfileRequestError: It is stale at ``now_s``, or no request at all.
+        OSError: It cannot be read.
+    """
+    descriptor = os.open(request_path(directory), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ProfileRequestError("it is no regular file")
+        content = os.read(descriptor, _MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    return _checked(content, now_s)
+
+
+def _checked(content: bytes, now_s: float) -> ProfileRequest:
+    """Return the request in ``content``. Raises ``ProfileRequestError`` if it is malformed, out of bounds, or stale."""
+    if len(content) > _MOST_BYTES:
+        raise ProfileRequestError(f"it is longer than {_MOST_BYTES:,} bytes")
+    try:
+        table = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ProfileRequestError(f"it is no JSON: {error}") from error
+    if not isinstance(table, dict) or table.keys() != {"name", "steps", "ranks", "until_unix_s"}:
+        raise ProfileRequestError("it must have the fields name, steps, ranks and until_unix_s")
+    name, steps, until_s = table["name"], table["steps"], table["until_unix_s"]
+    if not isinstance(name, str) or not is_profile_name(name):
+        raise ProfileRequestError("its name must be lower-case letters, digits and hyphens, 64 at most")
+    if type(steps) is not int or not 1 <= steps <= MOST_STEPS:
+        raise ProfileRequestError(f"its steps must be a number from 1 to {MOST_STEPS}")
+    if isinstance(until_s, bool) or not isinstance(until_s, int | float):
+        raise ProfileRequestError("until_unix_s must be a time in seconds")
+    if not now_s <= until_s <= now_s + _LONGEST_WAIT_S:
+        raise ProfileRequestError("it is stale: nobody waits for it any more")
+    return ProfileRequest(name, steps, _ranks(table["ranks"]), float(until_s))
+
+
+def _ranks(value: object) -> tuple[int, ...] | str:
+    """Return the field ``ranks``: "auto", "all", or ascending ranks. Raises ``ProfileRequestError``."""
+    if value in ("auto", "all"):
+        return str(value)
+    if not isinstance(value, list) or not 0 < len(value) <= MOST_RANKS:
+        raise ProfileRequestError(f'its ranks must be "auto", "all", or a list of 1 to {MOST_RANKS} numbers')
+    if not all(type(rank) is int and rank >= 0 for rank in value):
+        raise ProfileRequestError("its ranks must be numbers from 0")
+    return tuple(sorted(set(value)))
+
+
+# Rank 0's look-out for requests for a profile: one ``stat`` a second, and all that is wrong with a request said once.
+
+
+_LOOK_EVERY_S = 1.0
+
+
+class ProfileDesk:
+    """Desk that takes requests on rank 0.
+
+    Args:
+        directory: Of the run.
+        warn: Receives a sentence on each request that is not followed.
+        look_pause_s: Least time between two looks at the disk.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, warn: Callable[[str], None], look_pause_s: float = _LOOK_EVERY_S
+    ) -> None:
+        self._directory, self._warn, self._look_pause_s = directory, warn, look_pause_s
+        self._path = request_path(directory)
+        self._look_at_s = 0.0
+        self._refused: tuple[int, int] | None = None
+        """The file that was refused and could not be removed, by inode and time of its last change."""
+        self._waiting: ProfileRequest | None = None
+
+    def pending(self) -> bool:
+        """True if a request waits to be taken. Looks at the disk once in ``look_pause_s`` at most."""
+        if self._waiting is not None:
+            return True
+        now_s = time.monotonic()
+        if now_s < self._look_at_s:
+            return False
+        self._look_at_s = now_s + self._look_pause_s
+        try:
+            seen = self._path.lstat()
+        except OSError:
+            return False
+        if (seen.st_ino, seen.st_mtime_ns) == self._refused:
+            return False
+        self._waiting = self._read((seen.st_ino, seen.st_mtime_ns))
+        return self._waiting is not None
+
+    def take(self) -> ProfileRequest | None:
+        """The request that waits, which is nobody's concern any more afterwards."""
+        taken, self._waiting = self._waiting, None
+        return taken
+
+    def _read(self, seen: tuple[int, int]) -> ProfileRequest | None:
+        """Return the request and delete its file. One that cannot be read is reported, and not looked at again."""
+        try:
+            request = read_request(self._directory, time.time())
+        except (ProfileRequestError, OSError) as error:
+            self._warn(f"the request for a profile in {self._path} is ignored: {error}")
+            request = None
+        try:
+            self._path.unlink()
+            self._refused = (
+                None  # the next file may have the same inode, and be made within one tick of the clock
+            )
+        except OSError:  # a folder, or a disk that cannot be written: it is remembered as refused
+            self._refused = seen
+        return request
+
+
+EVENT = np.dtype(
+    [
+        ("name", "<i4"),
+        ("mark", "<i4"),  # -1: an operation of PyTorch's
+        ("thread", "<i4"),  # of the host, or the stream of a device
+        ("kind", "u1"),
+        ("begin_ns", "<i8"),
+        ("ns", "<i8"),
+        ("seq", "<i8"),  # of autograd: the same in an operation and its backward; -1 without
+        ("flops", "<f8"),
+        ("bytes", "<f8"),  # read and written, from the shapes
+        ("link", "<i8"),  # the same in a kernel and in what launched it; 0 without
+    ]
+)
+ALLOCATION = np.dtype([("t_ns", "<i8"), ("address", "<i8"), ("bytes", "<i8"), ("device", "u1")])
+"""``bytes`` are negative where memory is given back."""
+HOST, KERNEL, COPY, LAUNCH = range(4)
+"""Kinds of events: on the host, kernels and copies on a device, and the host's calls that queue them."""
+ORDER_FILE = "recording.json"
+"""In the folder of a profile: what rank 0 has ordered."""
+MOST_EVENTS = 300_000
+MOST_ALLOCATIONS = 300_000
+_MOST_FILE_BYTES = 64 << 20
+_MOST_UNPACKED_BYTES = 256 << 20
+
+
+# The file of what one rank recorded.
+
+
+class ProfileFileError(ValueError):
+    """A file that is no recording of a rank; the message has the file and the reason."""
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The recording of one rank."""
+
+    rank: int
+    meta: Mapping[str, Any]
+    """This rank's device, peaks, memory before the first step by kind, and how many events were left out."""
+    names: Sequence[str]
+    marks: Sequence[JsonObject]
+    events: NDArray[np.void]
+    allocations: NDArray[np.void]
+
+    def mark(self, event: int) -> JsonObject | None:
+        """Our own word for an event, or ``None``."""
+        number = int(self.events["mark"][event])
+        return self.marks[number] if number >= 0 else None
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """The file of ``rank`` in the folder of a profile."""
+    return folder / f"rank-{rank:06d}.npz"
+
+
+def write_rank_trace(path: Path, trace: RankTrace) -> int:
+    """Write the file atomically, and return its size in bytes. Raises ``OSError``."""
+    head = {
+        "rank": trace.rank,
+        "meta": dict(trace.meta),
+        "names": list(trace.names),
+        "marks": list(trace.marks),
+    }
+    buffer = io.BytesIO()
+    text = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
+    np.savez_compressed(buffer, head=text, events=trace.events, allocations=trace.allocations)
+    content = buffer.getvalue()
+    write_atomically(path, content, durable=False)
+    return len(content)
+
+
+def read_rank_trace(path: Path) -> RankTrace:
+    """Return the recording in ``path``. Raises ``ProfileFileError`` if it is damaged or too large, ``OSError`` if it cannot be read."""
+    content = read_small(path, _MOST_FILE_BYTES)
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as packed:
+            if sum(part.file_size for part in packed.infolist()) > _MOST_UNPACKED_BYTES:
+                raise ProfileFileError(f"{path} unpacks to more than {_MOST_UNPACKED_BYTES >> 20} MiB")
+        with np.load(io.BytesIO(content)) as arrays:
+            head = json.loads(arrays["head"].tobytes())
+            trace = RankTrace(
+                int(head["rank"]),
+                head["meta"],
+                head["names"],
+                head["marks"],
+                arrays["events"],
+                arrays["allocations"],
+            )
+        _check(trace)
+    except ProfileFileError:
+        raise
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        zipfile.BadZipFile,
+        EOFError,
+        RecursionError,
+    ) as error:
+        raise ProfileFileError(f"{path} is damaged: {error}; ask for a new profile") from error
+    return trace
+
+
+def _check(trace: RankTrace) -> None:
+    """Raise ``ValueError`` unless tables have their columns, numbers of names and marks are those of the lists, and times are
+    plausible."""
+    events, allocations = trace.events, trace.allocations
+    if events.dtype != EVENT or allocations.dtype != ALLOCATION or events.ndim != 1 or allocations.ndim != 1:
+        raise ValueError("its tables have other columns")
+    if not isinstance(trace.meta, dict) or not all(isinstance(name, str) for name in trace.names):
+        raise ValueError("its names are no text")
+    if not all(isinstance(mark, dict) and isinstance(mark.get("kind"), str) for mark in trace.marks):
+        raise ValueError("its marks are no objects")
+    if len(events) and not (
+        events["name"].min() >= 0
+        and events["name"].max() < len(trace.names)
+        and events["mark"].min() >= -1
+        and events["mark"].max() < len(trace.marks)
+        and events["ns"].min() >= 0
+        and np.abs(events["begin_ns"]).max() < 1 << 60
+        and events["ns"].max() < 1 << 60
+    ):
+        raise ValueError("an event names what is not there")

@@ -1,1 +1,0 @@
-"""The mesh and its process groups, slots, partitions of parameters, and PyTorch's private names."""

@@ -1,1 +1,0 @@
-"""The pipeline axis: schedules as data, and the runner that executes them."""

@@ -1,1 +1,0 @@
-"""Statistics of each layer during training."""
