@@ -8,7 +8,8 @@
 
 #include <stdlib.h>
 
-#define ROW_BLOCK 96       /* rows side by side, whole tiles of either height: 96 KiB, for the second cache */
+#define WHOLE_ROWS 264     /* up to so many rows lie side by side at once: 264 KiB, for the second cache */
+#define ROW_BLOCK 96       /* of more, so many: whole tiles of either height, beside the columns in the second cache */
 #define COLUMN_BLOCK 4096  /* columns side by side: 4 MiB, for the third */
 
 /* Tiles of 6 x 16 sums: twelve of the sixteen registers of AVX2, twenty-four of the thirty-two of NEON. */
@@ -94,7 +95,6 @@ INLINE float number_at(const char *row, int64_t i, const int narrow) {
 INLINE void pack_rows(matrix m, int64_t count, int64_t k0, int64_t depth, int64_t width, float *to, const int narrow) {
   const int64_t size = narrow ? 2 : 4, terms = narrow ? 16 : 8;
   const char *from = (const char *)m.at + k0 * size;
-  const int far = m.row * size > 4096; /* rows in pages of their own, which no prefetcher of a processor follows */
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     int64_t k = 0;
@@ -104,7 +104,7 @@ INLINE void pack_rows(matrix m, int64_t count, int64_t k0, int64_t depth, int64_
       UNROLL
       for (int r = 0; r < 8; r++) {
         rows[r] = from + ((i + r) * m.row + k) * size;
-        if (far) __builtin_prefetch(rows[r] + 8 * m.row * size); /* of the next eight */
+        if (k % 16 == 0) __builtin_prefetch(rows[r] + 8 * m.row * size); /* of the next eight */
       }
       load_terms(rows, narrow, columns);
 #pragma GCC unroll 16
@@ -122,14 +122,6 @@ FUSING static void pack(matrix m, int64_t count, int64_t k0, int64_t depth, int6
     pack_rows(m, count, k0, depth, width, to, 1);
   } else if (m.column == 1) {
     pack_rows(m, count, k0, depth, width, to, 0);
-  } else if (!m.narrow && m.row == 1) {
-    const float *from = (const float *)m.at + k0 * m.column;
-    if (count == width && width == 16) /* lengths that the compiler knows */
-      for (int64_t k = 0; k < depth; k++) memcpy(to + k * 16, from + k * m.column, 16 * sizeof(float));
-    else if (count == width && width == 32)
-      for (int64_t k = 0; k < depth; k++) memcpy(to + k * 32, from + k * m.column, 32 * sizeof(float));
-    else
-      for (int64_t k = 0; k < depth; k++) memcpy(to + k * width, from + k * m.column, count * sizeof(float));
   } else if (m.narrow) {
     const uint16_t *from = (const uint16_t *)m.at + k0 * m.column;
     for (int64_t k = 0; k < depth; k++)
@@ -251,11 +243,11 @@ static float *aligned(int64_t count) { return aligned_alloc(64, (count * sizeof(
 
 static int64_t multiple(int64_t size, int64_t of) { return (size + of - 1) / of * of; }
 
-/* Few rows use a strip of columns once: it is then laid out and used while it is in the first cache. */
-static int64_t column_block(int64_t m, tiling t) { return m <= 4 * t.rows ? t.columns : COLUMN_BLOCK; }
+/* Rows that lie side by side at once use a strip of columns once: it is then laid out and used while it is in the first cache. */
+static int64_t column_block(int64_t m, tiling t) { return m <= WHOLE_ROWS ? t.columns : COLUMN_BLOCK; }
 
 workspace make_workspace(int64_t m, int64_t n, int64_t k) {
-  int64_t depth = least(k, DEPTH) + 1, room = least(multiple(m, MOST_ROWS), ROW_BLOCK) * depth;
+  int64_t depth = least(k, DEPTH) + 1, room = least(multiple(m, MOST_ROWS), WHOLE_ROWS) * depth;
   if (m <= FEW_ROWS && m * k > room) room = m * k;
   return (workspace){aligned(room), aligned(least(multiple(n, MOST_COLUMNS), column_block(m, tiling_here())) * depth), room};
 }
@@ -265,8 +257,37 @@ void free_workspace(workspace w) {
   free(w.columns);
 }
 
+/* Lays strips of `width` rows side by side where the rows of a column lie in one piece: all strips of a column at once. */
+INLINE void lay_columns(const float *from, int64_t between, int64_t count, int64_t depth, const int64_t width, float *to) {
+  enum { ROWS = 256 }; /* few enough strips to be written to at once */
+  const int64_t most = ROWS / width * width;
+  for (; count > 0; count -= most, from += most, to += most * depth) {
+    const int64_t rows = least(count, most);
+    for (int64_t k = 0; k < depth; k++) {
+      const float *column = from + k * between;
+      for (int64_t i = 0; i < rows; i += 16) __builtin_prefetch(column + 8 * between + i);
+      float *row = to + k * width;
+      int64_t i = 0;
+      for (; i + width <= rows; i += width) memcpy(row + i * depth, column + i, width * sizeof(float));
+      if (i < rows) {
+        memcpy(row + i * depth, column + i, (rows - i) * sizeof(float));
+        memset(row + i * depth + rows - i, 0, (width - rows + i) * sizeof(float));
+      }
+    }
+  }
+}
+
 /* `count` rows of m from row `first` on, in strips of `width`. */
 FUSING static void lay_rows(matrix m, int64_t first, int64_t count, int64_t k0, int64_t depth, int64_t width, float *to) {
+  if (!m.narrow && m.row == 1) {
+    const float *from = (const float *)m.at + first + k0 * m.column;
+    switch (width) { /* that the compiler knows */
+      case 6: return lay_columns(from, m.column, count, depth, 6, to);
+      case 12: return lay_columns(from, m.column, count, depth, 12, to);
+      case 16: return lay_columns(from, m.column, count, depth, 16, to);
+      default: return lay_columns(from, m.column, count, depth, 32, to);
+    }
+  }
   for (int64_t i = 0; i < count; i += width) pack(below(m, first + i), least(width, count - i), k0, depth, width, to + i * depth);
 }
 
@@ -281,7 +302,7 @@ FUSING static void take(const float *sums, int64_t width, int64_t rows, int64_t 
 
 FUSING void multiply(int64_t m, int64_t n, int64_t k, matrix a, matrix b, float *c, int64_t step, int more, workspace w) {
   const tiling t = tiling_here();
-  const int64_t block = column_block(m, t);
+  const int64_t block = column_block(m, t), row_block = m <= WHOLE_ROWS ? WHOLE_ROWS : ROW_BLOCK;
   float sums[MOST_ROWS * MOST_COLUMNS];
   if (k == 0 && !more)
     for (int64_t i = 0; i < m; i++) memset(c + i * step, 0, n * sizeof(float));
@@ -295,15 +316,15 @@ FUSING void multiply(int64_t m, int64_t n, int64_t k, matrix a, matrix b, float 
   }
   for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
     int64_t depth = least(DEPTH, k - k0);
-    if (m <= ROW_BLOCK) lay_rows(a, 0, m, k0, depth, t.rows, w.rows);
+    if (m <= row_block) lay_rows(a, 0, m, k0, depth, t.rows, w.rows);
     for (int64_t j0 = 0; j0 < n; j0 += block) {
       int64_t wide = least(block, n - j0);
       /* Rows of b that lie in one piece need not be laid out for a row that uses them once. */
       int in_place = m <= 2 && !b.narrow && b.column == 1 && wide == t.columns;
       if (!in_place) lay_rows(transposed(b), j0, wide, k0, depth, t.columns, w.columns);
-      for (int64_t i0 = 0; i0 < m; i0 += ROW_BLOCK) {
-        int64_t tall = least(ROW_BLOCK, m - i0);
-        if (m > ROW_BLOCK) lay_rows(a, i0, tall, k0, depth, t.rows, w.rows);
+      for (int64_t i0 = 0; i0 < m; i0 += row_block) {
+        int64_t tall = least(row_block, m - i0);
+        if (m > row_block) lay_rows(a, i0, tall, k0, depth, t.rows, w.rows);
         for (int64_t j = 0; j < wide; j += t.columns) {
           const float *columns = in_place ? (const float *)b.at + k0 * b.row + j0 : w.columns + j * depth;
           int64_t between = in_place ? b.row : t.columns, count = least(t.columns, wide - j);
