@@ -7,12 +7,13 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.cli.weights import export_command
-from phalanx_serve.cli import generate_command, score_command, serve_command
+from phalanx_serve.cli import generate_command, serve_command
+from phalanx_serve.cli.scoring import score_command
 
 COMMANDS = {
     "serve": serve_command.command,
     "generate": generate_command.command,
-    "score": score_command.command,
+    "score": score_command,
     "export": export_command,
 }
 

@@ -15,7 +15,8 @@ from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx_serve.cli import generate_command, score_command, serve_command
+from phalanx_serve.cli import generate_command, serve_command
+from phalanx_serve.cli.scoring import score_command
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.generate import generate
 from phalanx_serve.http.worker import explained
@@ -148,15 +149,15 @@ def test_text_and_scores_come_of_the_cpu_where_there_is_no_gpu(
     )
     assert (plain.exit_code, plain.output) == (0, named.output)
     for asked_of, words in (
-        (generate_command, asked),
-        (generate_command, [*asked, "--dtype", "bfloat16"]),
+        (generate_command.command, asked),
+        (generate_command.command, [*asked, "--dtype", "bfloat16"]),
         (score_command, [str(place), str(text)]),
     ):
-        done = CliRunner().invoke(asked_of.command, [*words, "--device", "cuda"])
+        done = CliRunner().invoke(asked_of, [*words, "--device", "cuda"])
         assert done.exit_code == 1
         assert "--device cuda: PyTorch sees no GPU here" in flat(done)
     scored = [
-        CliRunner().invoke(score_command.command, [str(place), str(text), *more]).output
+        CliRunner().invoke(score_command, [str(place), str(text), *more]).output
         for more in ([], ["--device", "auto"])
     ]
     assert scored[0] == scored[1]
@@ -182,7 +183,7 @@ def test_text_and_scores_that_a_gpu_does_not_come_to_the_end_of_are_told_without
 
     monkeypatch.setattr("phalanx_serve.numerics.computing_on", on_a_gpu)
     monkeypatch.setattr("phalanx.train.score.Scorer.score", failing)
-    scored = CliRunner().invoke(score_command.command, [str(place), str(text)])
+    scored = CliRunner().invoke(score_command, [str(place), str(text)])
     assert f"Error: {lost} for the scores of a text" in flat(scored)
 
     def broken_off(*_: object, **__: object) -> Iterator[str]:

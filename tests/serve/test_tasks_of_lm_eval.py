@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from parity.llama3_folder import save_llama3
 from phalanx.checkpoint.interop.huggingface.convert import import_hf
-from phalanx_serve.cli import eval_command
+from phalanx_serve.cli.scoring import eval_command
 
 CLIENTS = Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-clients") / "bin"
 pytestmark = [
@@ -52,7 +52,7 @@ def test_every_choice_has_the_log_probability_of_lm_evaluation_harness(tmp_path:
     import_hf(tmp_path / "llama3", tmp_path / "run")
     (tmp_path / "items.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in ITEMS))
     options = [tmp_path / "run", "--file", tmp_path / "items.jsonl", "--scores", tmp_path / "scores.jsonl"]
-    done = CliRunner().invoke(eval_command.command, [*map(str, options), "--json"])
+    done = CliRunner().invoke(eval_command, [*map(str, options), "--json"])
     assert done.exit_code == 0, done.output
     ours = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
     length = json.loads((tmp_path / "llama3" / "config.json").read_text())["max_position_embeddings"]

@@ -53,8 +53,11 @@ TASKS = {
     },
     "Watch": {
         "status": ("phalanx.cli.fleet", "A run's progress, and its fleet's members, spares and incidents."),
-        "watch": ("phalanx_watch.cli", "Watch a run while it trains, or afterwards."),
-        "ui": ("phalanx_watch.cli", "A page over all runs: curves, comparisons, where the time went."),
+        "watch": ("phalanx_watch.cli.run_views:watch_command", "Watch a run while it trains, or afterwards."),
+        "ui": (
+            "phalanx_watch.cli.run_views:ui_command",
+            "A page over all runs: curves, comparisons, where the time went.",
+        ),
         "why": ("phalanx_watch.cli", "Problems of a run: cause, start and remedy."),
         "spike": (
             "phalanx_watch.cli",
@@ -65,21 +68,21 @@ TASKS = {
             "Logs of a run's processes: merged, filtered, grouped, followed.",
         ),
         "ranks": (
-            "phalanx_watch.cli",
+            "phalanx_watch.cli.run_views:ranks_command",
             "The ranks side by side: which are slower than their peers, and where they sit.",
         ),
         "profile": (
             "phalanx_watch.cli",
             "Where the time of a running run's next steps goes, across its ranks.",
         ),
-        "goodput": ("phalanx_watch.cli", "Where every second of a run went."),
-        "runs": ("phalanx_watch.cli.runs", "The runs in a folder: list, show, compare, tag and remove them."),
+        "goodput": ("phalanx_watch.cli.run_views:goodput_command", "Where every second of a run went."),
+        "runs": ("phalanx_watch.cli", "The runs in a folder: list, show, compare, tag and remove them."),
         "diff": (
-            "phalanx_watch.cli",
+            "phalanx_watch.cli.reproduction:diff_command",
             "Where two runs part: field, step, tensor, and by a replay the module and rank.",
         ),
         "reproduce": (
-            "phalanx_watch.cli.runs",
+            "phalanx_watch.cli.reproduction:reproduce_command",
             "Repeat a run, or show the differences between then and now.",
         ),
         "sinks": ("phalanx_watch.cli", "Send a run's trackers the events that they missed."),
@@ -98,16 +101,25 @@ TASKS = {
     },
     "Plan": {
         "plan": ("phalanx_plan.cli", "The best layouts of a run on a cluster: memory, time, cost, and why."),
-        "models": ("phalanx_plan.cli", "Model shapes by name."),
-        "hardware": ("phalanx_plan.cli", "Accelerators and systems for plans, with sources."),
+        "models": ("phalanx_plan.cli.catalogs:models_command", "Model shapes by name."),
+        "hardware": (
+            "phalanx_plan.cli.catalogs:hardware_command",
+            "Accelerators and systems for plans, with sources.",
+        ),
         "calibrate": ("phalanx_plan.cli", "Measure this machine, for plans on it."),
         "simulate": ("phalanx_plan.cli", "A fleet under failures, by the code that keeps a real one alive."),
     },
     "Serve": {
         "generate": ("phalanx_serve.cli", "Text from a checkpoint."),
         "serve": ("phalanx_serve.cli", "A run's model behind OpenAI's HTTP interface."),
-        "eval": ("phalanx_serve.cli", "Figures of a run's weights on tasks with known answers."),
-        "score": ("phalanx_serve.cli", "Log-probabilities of given text, by the trainer's arithmetic."),
+        "eval": (
+            "phalanx_serve.cli.scoring:eval_command",
+            "Figures of a run's weights on tasks with known answers.",
+        ),
+        "score": (
+            "phalanx_serve.cli.scoring:score_command",
+            "Log-probabilities of given text, by the trainer's arithmetic.",
+        ),
     },
 }
 """The commands by task, as ``phalanx --help`` lists them, each with its help.

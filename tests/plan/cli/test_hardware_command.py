@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from phalanx.hardware.catalog import accelerators, systems
 from phalanx.model.facts.presets import PRESETS
-from phalanx_plan.cli.hardware_command import command as hardware
-from phalanx_plan.cli.models_command import command as models
+from phalanx_plan.cli.catalogs import hardware_command as hardware
+from phalanx_plan.cli.catalogs import models_command as models
 
 
 def test_the_list_names_every_accelerator_and_system() -> None:

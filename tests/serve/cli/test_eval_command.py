@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import TaskEvaluated
 from phalanx_process import last_json, run
-from phalanx_serve.cli import eval_command
+from phalanx_serve.cli.scoring import eval_command
 
 QUESTIONS = [{"context": f"{n} and", "choices": [" ab", " cde", " f"], "answer": n % 3} for n in range(6)]
 
@@ -63,7 +63,7 @@ def run_dir(folder: Path) -> Path:
 
 
 def evaluated(run_dir: Path, *options: object) -> Result:
-    return CliRunner().invoke(eval_command.command, [str(run_dir), *map(str, options)])
+    return CliRunner().invoke(eval_command, [str(run_dir), *map(str, options)])
 
 
 def figures_at(run_dir: Path, step: int) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from phalanx_serve.cli import score_command
+from phalanx_serve.cli.scoring import score_command
 
 
 def scored(folder: Path, result: dict[str, object], content: str | bytes, *options: str) -> Result:
     (folder / "given").write_bytes(content if isinstance(content, bytes) else content.encode())
     place = folder / str(result["run_dir"])
-    return CliRunner().invoke(score_command.command, [str(place), str(folder / "given"), *options])
+    return CliRunner().invoke(score_command, [str(place), str(folder / "given"), *options])
 
 
 def test_a_text_and_its_tokens_have_the_same_line(folder: Path, result: dict[str, object]) -> None:
@@ -47,7 +47,7 @@ def test_objects_have_every_log_probability_and_the_step(folder: Path, result: d
 def test_texts_are_read_from_standard_input(folder: Path, result: dict[str, object]) -> None:
     expected = scored(folder, result, '{"tokens": [97, 98, 99]}').output
     place = str(folder / str(result["run_dir"]))
-    done = CliRunner().invoke(score_command.command, [place, "-"], input='{"tokens": [97, 98, 99]}\n')
+    done = CliRunner().invoke(score_command, [place, "-"], input='{"tokens": [97, 98, 99]}\n')
     assert (done.exit_code, done.output) == (0, expected)
 
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_scored_is_named(
 def test_a_run_without_checkpoints_says_so(folder: Path, result: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes((folder / str(result["run_dir"]) / "run.toml").read_bytes())
     (tmp_path / "given").write_text("ab cd")
-    done = CliRunner().invoke(score_command.command, [str(tmp_path), str(tmp_path / "given")])
+    done = CliRunner().invoke(score_command, [str(tmp_path), str(tmp_path / "given")])
     assert done.exit_code == 1
     assert "holds no checkpoints" in done.output
 
@@ -97,7 +97,7 @@ def test_streamed_weights_and_packs_score_by_the_bits_of_the_run(
     pack = folder / str(result["run_dir"]) / "packs" / f"step-00000006-{dtype}.pack"
     (tmp_path / "given").write_text(content)
     alone = CliRunner().invoke(
-        score_command.command, [str(pack), str(tmp_path / "given"), "--json", "--dtype", dtype]
+        score_command, [str(pack), str(tmp_path / "given"), "--json", "--dtype", dtype]
     )
     assert alone.stdout == expected
 

@@ -14,7 +14,8 @@ from parity.llama3_folder import save_llama3
 from phalanx.checkpoint.interop.huggingface.convert import import_hf
 from phalanx.cli.weights import hash_command
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
-from phalanx_serve.cli import generate_command, pack_command, score_command, serve_command
+from phalanx_serve.cli import generate_command, pack_command, serve_command
+from phalanx_serve.cli.scoring import score_command
 from phalanx_serve.traffic.events import ServeError
 from phalanx_serve.workers import service
 from serve.packed_runs import DENSE, make_run
@@ -43,7 +44,7 @@ def test_a_published_model_without_its_weights_is_refused_by_the_file_that_lacks
     (tmp_path / "llama3" / "model.safetensors").unlink()
     for command, options in (
         (serve_command.command, ["--port", "0"]),
-        (score_command.command, ["-"]),
+        (score_command, ["-"]),
         (generate_command.command, []),
     ):
         done = CliRunner().invoke(command, [str(tmp_path / "llama3"), *options], input="a text")
@@ -66,7 +67,7 @@ def test_a_published_model_is_generated_from_scored_hashed_and_packed_as_its_imp
                 generate_command.command,
                 ["--prompt", "the cat", "--tokens", "8", "--dtype", "bfloat16", "--json"],
             ),
-            (score_command.command, [str(tmp_path / "texts.jsonl"), "--json"]),
+            (score_command, [str(tmp_path / "texts.jsonl"), "--json"]),
             (hash_command, []),
             (pack_command.command, ["--out", str(tmp_path / f"{place.name}.pack")]),
         ):
@@ -120,7 +121,7 @@ def test_workers_of_all_roles_have_the_cpu_where_those_of_one_role_divide_the_mo
     [
         (serve_command.command, ["--port", "0"]),
         (generate_command.command, ["--prompt", "a"]),
-        (score_command.command, ["-"]),
+        (score_command, ["-"]),
     ],
     ids=["serve", "generate", "score"],
 )

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from phalanx.run.directory.paths import RunDirectory
-from phalanx_watch.cli.diff_command import command
+from phalanx_watch.cli.reproduction import diff_command
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 
 def diff(*words: object) -> Result:
-    return CliRunner().invoke(command, [*map(str, words)])
+    return CliRunner().invoke(diff_command, [*map(str, words)])
 
 
 def with_another_loss(path: Path, step: int) -> None:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from observe.rank_frames import drawn_frame
 from phalanx.observe.rank_stream import HeatMap, RankFrame, RankStreamWriter
 from phalanx_process import last_json, run
-from phalanx_watch.cli.ranks_command import command, text_map
+from phalanx_watch.cli.run_views import ranks_command, text_map
 
 SLOW, RANKS = 5, 8
 
@@ -38,7 +38,7 @@ def _frame(step: int, *, slow: bool) -> RankFrame:
 
 
 def shown(*arguments: str) -> str:
-    done = CliRunner().invoke(command, list(arguments))
+    done = CliRunner().invoke(ranks_command, list(arguments))
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -92,14 +92,14 @@ def test_a_run_without_numbers_is_told_in_a_line_that_helps(
     (slow_run / "ranks.bin").unlink()
     if content is not None:
         (slow_run / "ranks.bin").write_bytes(content)
-    done = CliRunner().invoke(command, [str(slow_run)])
+    done = CliRunner().invoke(ranks_command, [str(slow_run)])
     assert done.exit_code == 1
     assert told in done.output
     assert "ranks.bin" in done.output
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    done = CliRunner().invoke(command, [str(tmp_path / "nowhere")])
+    done = CliRunner().invoke(ranks_command, [str(tmp_path / "nowhere")])
     assert done.exit_code == 1
     assert "nowhere" in done.output
 

@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from phalanx.run.directory.paths import RunDirectory
-from phalanx_watch.cli.runs.reproduce_command import command as reproduce_command
-from phalanx_watch.cli.runs.runs_command import command
+from phalanx_watch.cli.reproduction import reproduce_command
+from phalanx_watch.cli.runs_command import command
 
 
 @pytest.fixture(scope="module")

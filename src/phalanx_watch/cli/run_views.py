@@ -1,23 +1,31 @@
-"""``phalanx ranks``: the ranks of a run side by side, the slow ones first."""
+"""``phalanx watch``, ``goodput``, ``ranks`` and ``ui``: a run in the terminal, where its time went, its ranks side by side; and a page over
+all runs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import click
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cli.errors import demand_folder, explained
+from phalanx.cli.errors import HostName, demand_folder, explained
 from phalanx.cli.output import text_console
+from phalanx.command import Argument, Option, command_options
 from phalanx.command_help import Command
-from phalanx.observe.event_log import EventLogError
+from phalanx.observe.display.terminal import show_events
+from phalanx.observe.event_log import EventLogError, follow, read_events
+from phalanx.observe.goodput import format_goodput, goodput
 from phalanx.observe.rank_stream import RANK_COLUMNS, HeatMap, RankStream, RankStreamError
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.fields import ValueRange
 from phalanx.run.layout import Layout, rank_place
 from phalanx_watch.ranks import (
     RankLateness,
@@ -27,6 +35,23 @@ from phalanx_watch.ranks import (
     slowest,
     values_of,
 )
+
+
+@click.command("watch", cls=Command)
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--once", is_flag=True, help="Show what there is and end, instead of following the run.")
+def watch_command(run_dir: Path, once: bool) -> None:
+    """Show the progress of the run in RUN_DIR, live or afterwards. Ctrl-C ends the display, never the run.
+
+    \b
+      phalanx watch runs/quickstart-1f3a9c04
+    """
+    demand_folder(run_dir)
+    directory, console = RunDirectory(run_dir), text_console()
+    with explained(EventLogError):
+        events = follow(directory.events, lambda: once or directory.result.exists())
+        show_events(events, console, live=console.is_terminal)
+
 
 _MEANING = {
     "compute_s": ("own computing of a slot", "ms", 1e-3),
@@ -61,7 +86,9 @@ _MAP_ROWS = 24
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object; seconds, bytes and degrees Celsius."
 )
-def command(run_dir: Path, slow: bool, column: str, last: int, attempt: int | None, as_json: bool) -> None:
+def ranks_command(
+    run_dir: Path, slow: bool, column: str, last: int, attempt: int | None, as_json: bool
+) -> None:
     """Show which ranks of the run in RUN_DIR are slower than their peers, and by how much.
 
     Each rank is listed with its place in the mesh and its node, above a map of all ranks over time.
@@ -229,3 +256,77 @@ def _bar(value: float, low: float, high: float) -> str:
         return _UNKNOWN
     share = (value - low) / (high - low) if high > low else 0.0
     return _BARS[min(len(_BARS) - 1, int(share * len(_BARS)))]
+
+
+@click.command("goodput", cls=Command)
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; times in nanoseconds.")
+def goodput_command(run_dir: Path, as_json: bool) -> None:
+    """Show where the time of the run in RUN_DIR went, over all its attempts. The buckets sum to wall time.
+
+    \b
+      phalanx goodput runs/quickstart-1f3a9c04
+    """
+    demand_folder(run_dir)
+    with explained(EventLogError):
+        result = goodput(read_events(RunDirectory(run_dir).events))
+    if as_json:
+        click.echo(
+            json.dumps({**dataclasses.asdict(result), "goodput": result.goodput, "held_ns": result.held_ns})
+        )
+    else:
+        click.echo(format_goodput(result))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UiOptions:
+    folders: Annotated[tuple[Path, ...], Argument(metavar="[DIR ...]")] = ()
+    host: Annotated[str, HostName()] = "127.0.0.1"
+    """Address to listen at. Any but a loopback address requires a token, which is printed."""
+    port: Annotated[int | None, ValueRange(at_least=0, at_most=65535)] = None
+    """Port to listen at (0: any). Without it 7425, or the next free one."""
+    token: bool = False
+    """Require a token on a loopback address too, for machines with several users."""
+    open_page: Annotated[bool | None, Option("--open/--no-open")] = None
+    """Open the page in a browser, or not. Without it: where there is one."""
+    export: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Write the page of the one run DIR into FILE, which needs no server, and end."""
+
+
+@click.command("ui", cls=Command)
+@command_options(UiOptions)
+def ui_command(options: UiOptions) -> None:
+    """Show the runs below DIR (runs/ if none is given) in a browser: curves, comparisons, where the time went, ranks, fleet, logs.
+
+    The page reads run directories, also while runs write them, and changes nothing. Ctrl-C ends the page, never a run.
+
+    \b
+      phalanx ui
+      phalanx ui runs /data/more-runs
+      phalanx ui --export run.html runs/quickstart-1f3a9c04
+      phalanx ui --host 0.0.0.0 --port 8000
+
+    Behind SSH: ssh -L 7425:127.0.0.1:7425 MACHINE, and open the address that is printed there.
+    """
+    from phalanx.hardware.local.network import ListenError
+    from phalanx_watch.page.app import serve
+
+    folders = options.folders or (Path("runs"),)
+    for folder in folders:
+        demand_folder(folder)
+    if options.export is not None:
+        from phalanx_watch.page.export import ExportError, export_run
+
+        if len(folders) != 1:
+            raise click.UsageError("--export takes one run directory")
+        with explained(ExportError):
+            size = export_run(folders[0], options.export)
+        click.echo(f"{options.export}: {size / 1e6:.1f} MB; it opens in any browser, without a server")
+        return
+    with explained(ListenError):
+        serve(
+            *(folders, options.host, options.port),
+            demand_token=options.token,
+            open_page=options.open_page,
+            tell=click.echo,
+        )

@@ -1,4 +1,4 @@
-"""``phalanx runs``: the runs in a folder, listed, labeled and removed; ``show`` and ``compare`` are in a file of their own."""
+"""``phalanx runs``: the runs in a folder, listed, labeled and removed; ``show`` and ``compare`` are in ``runs_show.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.command import Argument, AsJson, Option, PluginName, command_option
 from phalanx.command_help import Command, DefaultGroup
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.fields import POSITIVE
-from phalanx_watch.cli.runs.show import compare_command, show_command
+from phalanx_watch.cli.runs_show import compare_command, show_command
 from phalanx_watch.runs.index import (
     HEADINGS,
     Removal,

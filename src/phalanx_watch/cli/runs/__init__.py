@@ -1,1 +1,0 @@
-"""Commands over many runs: list, show, compare, label and remove them, and run one again."""
