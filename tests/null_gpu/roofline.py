@@ -2,21 +2,27 @@
 
 The time is a roofline (Williams et al., 2009, "Roofline: an insightful visual performance model", doi 10.1145/1498765.1498785), one
 operation after another: products and attention at a rate of FLOP/s, all other operations at a rate of bytes/s. ``RATES`` are
-assumptions, the same for every row. Collectives are not counted. Only eager steps are counted, since a compiler's kernels do not pass
-the dispatcher.
+assumptions, the same for every row. Collectives are not counted. The compiler's kernels do not pass the dispatcher: their bytes are what
+Inductor states for each (``kernel_num_gb``, the bytes of its distinct loads and stores).
 
-``python -m null_gpu.roofline`` prints the table, ``python -m null_gpu.roofline NAME`` the counts of one row in JSON.
+``python -m null_gpu.roofline`` prints the table, ``python -m null_gpu.roofline compiled`` the rows with this word in their names, and
+``python -m null_gpu.roofline NAME WHO LAYERS`` the counts of one row in JSON.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch._inductor import config as inductor
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -80,11 +86,16 @@ class Counts:
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up operations as the dispatcher sees them, backward passes included."""
+    """Adds up operations as the dispatcher sees them, backward passes and what compiled graphs call included."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = Counts()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let the compiler run under this mode, which would otherwise turn it off."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -105,6 +116,23 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+@contextmanager
+def compiled_kernels(counts: Counts) -> Iterator[None]:
+    """Add the bytes of the compiler's kernels that are launched inside to ``counts``."""
+    launch = CachingAutotuner.run
+
+    @functools.wraps(launch)
+    def counted_launch(kernel: CachingAutotuner, *args: Any, **options: Any) -> Any:
+        counts.other_bytes += 1e9 * kernel.inductor_meta["kernel_num_gb"]
+        return launch(kernel, *args, **options)
+
+    CachingAutotuner.run = counted_launch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CachingAutotuner.run = launch  # type: ignore[method-assign]
+
+
 def _device_bytes(values: Any) -> int:
     return sum(
         leaf.numel() * leaf.element_size()
@@ -114,7 +142,14 @@ def _device_bytes(values: Any) -> int:
 
 
 def _run(
-    preset: str, ranks: int, slots: int, at_once: int, *, each: int, sharding: str = "zero2"
+    preset: str,
+    ranks: int,
+    slots: int,
+    at_once: int,
+    *,
+    each: int,
+    sharding: str = "zero2",
+    compiled: bool = False,
 ) -> tuple[RunSpec, int]:
     """``slots`` on each rank with ``each`` sequences of 4,096 tokens, ``at_once`` in a micro-batch."""
     train = TrainSpec(
@@ -124,7 +159,8 @@ def _run(
         micro_batch_size=at_once,
         seq_len=4096,
     )
-    return run_of(resolve(PRESETS[preset]), train, CUDA, sharding=sharding), ranks
+    spec = run_of(resolve(PRESETS[preset]), train, CUDA, sharding=sharding, compiled=compiled)
+    return spec, ranks
 
 
 ROWS = {
@@ -135,6 +171,14 @@ ROWS = {
     "llama3-8b on 8 ranks, 1 slot": _run("llama3-8b", 8, 1, 1, each=8),
     "llama3-8b on 8 ranks, 8 slots": _run("llama3-8b", 8, 8, 1, each=1),
     "llama3-8b on 8 ranks, 8 slots, ZeRO-1": _run("llama3-8b", 8, 8, 1, each=1, sharding="zero1"),
+    "llama-1b, 1 slot, compiled": _run("llama-1b", 1, 1, 4, each=16, compiled=True),
+    "llama-1b, 8 slots, compiled": _run("llama-1b", 1, 8, 2, each=2, compiled=True),
+    "llama-3b, 1 slot, compiled": _run("llama-3b", 1, 1, 4, each=16, compiled=True),
+    "llama-3b, 8 slots, compiled": _run("llama-3b", 1, 8, 2, each=2, compiled=True),
+    "llama3-8b on 8 ranks, 1 slot, compiled": _run("llama3-8b", 8, 1, 1, each=8, compiled=True),
+    "llama3-8b on 8 ranks, 8 slots, ZeRO-1, compiled": _run(
+        "llama3-8b", 8, 8, 1, each=1, sharding="zero1", compiled=True
+    ),
 }
 """By name: a run, and its ranks."""
 
@@ -155,6 +199,8 @@ def _count(name: str, who: str, layers: int) -> Counts:
     spec, ranks = ROWS[name]
     spec = changed(spec, "model", layers=layers)
     answers.pretend()
+    inductor.compile_threads = 1
+    inductor.benchmark_kernel = True  # so that a kernel states its bytes
     with stepper_of(spec, ranks) as (stepper, own):
         step = own
         if who == "bare":
@@ -166,7 +212,7 @@ def _count(name: str, who: str, layers: int) -> Counts:
         step()
         host_s, launches = time.process_time() - begin_s, counters.on_device()
         counting = Counting()
-        with counting:
+        with compiled_kernels(counting.counts), counting:
             step()
     found = counting.counts
     if who == "ours":  # Triton programs, which the dispatcher does not see.
@@ -177,8 +223,8 @@ def _count(name: str, who: str, layers: int) -> Counts:
 
 
 def main() -> None:
-    """Print the counts of one row, or the table of all."""
-    if sys.argv[1:]:
+    """Print the counts of one row and who, or a table of all rows, or of those whose name holds a word."""
+    if len(sys.argv) > 2:
         name, who, layers = sys.argv[1:]
         print(json.dumps(asdict(_count(name, who, int(layers)))))
         return
@@ -186,15 +232,21 @@ def main() -> None:
         f"| run | who | launches | host s | GB beside products | {' | '.join(f'MFU {name}' for name in RATES)} | over bare, H200 |"
     )
     print("|---|---|---|---|---|" + "---|" * (len(RATES) + 1))
+    word = sys.argv[1] if sys.argv[1:] else ""
     for name, (spec, ranks) in ROWS.items():
+        if word not in name:
+            continue
         tokens = spec.train.batch_size * spec.train.seq_len / ranks
         flops = count(spec.model, spec.train.seq_len).flops_per_token * tokens
         rows = {who: counted(name, who) for who in ("ours", "bare")}
         for who, found in rows.items():
+            host = (
+                f"{found.host_s:.2f}" if found.host_s > 0 else "unclear"
+            )  # extrapolated from two noisy times
             mfu = [f"{flops / found.seconds(rates) / rates.peak_flops:.3f}" for rates in RATES.values()]
             ratio = found.seconds(RATES["H200"]) / rows["bare"].seconds(RATES["H200"])
             print(
-                f"| {name} | {who} | {found.launches:,.0f} | {found.host_s:.2f} | {found.other_bytes / 1e9:,.0f} | "
+                f"| {name} | {who} | {found.launches:,.0f} | {host} | {found.other_bytes / 1e9:,.0f} | "
                 f"{' | '.join(mfu)} | {ratio:.3f} |",
                 flush=True,
             )
