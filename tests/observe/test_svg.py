@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from phalanx.observe.display import svg
+from phalanx.observe.display import curve as svg
 
 
 @given(low=st.floats(-1e4, 1e4), span=st.floats(1e-3, 1e5), about=st.integers(3, 10))

@@ -1,7 +1,7 @@
 """Elements of a report: figures in the unit that suits their size, HTML tables, and charts as inline SVG.
 
 A toy run takes seconds and cents, a large one days and M$. Charts are stacked bars, a step's Gantt chart, scatter, curves and a tornado.
-Each chart is a function from numbers to the text of one ``<svg>`` element, drawn with ``phalanx.observe.display.svg``.
+Each chart is a function from numbers to the text of one ``<svg>`` element, drawn with ``phalanx.observe.display.curve``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from phalanx.observe.display.svg import Scale, box, dot, drawing, label, line, padded, path, round_ticks
+from phalanx.observe.display.curve import Scale, box, dot, drawing, label, line, padded, path, round_ticks
 from phalanx_plan.step_cost.estimate import Estimate
 
 

@@ -17,7 +17,7 @@ from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.events import RunStarted
 from phalanx.observe.goodput import Goodput, goodput
 from phalanx.observe.logs.masking import run_file_mask
-from phalanx.observe.record.machines import (
+from phalanx.observe.record.notes import (
     Machine,
     MachineDifference,
     machine_differences,

@@ -34,7 +34,7 @@ import tomli_w
 import phalanx
 from phalanx.data.errors import DataError
 from phalanx.data.reading.sources import index_of_places, open_places
-from phalanx.observe.record.machines import this_machine
+from phalanx.observe.record.notes import this_machine
 from phalanx.observe.record.records import code_patch, code_version, git, package_versions, variables
 from phalanx.process.child import Child
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError

@@ -29,8 +29,7 @@ from phalanx.observe.events import Event, decode
 from phalanx.observe.logs.line import what_happened, who
 from phalanx.observe.logs.read_lines import first_failure, read_lines
 from phalanx.observe.rank_stream import RankStream, RankStreamError
-from phalanx.observe.record.machines import machine_differences, newest_machines
-from phalanx.observe.record.notes import read_throttling
+from phalanx.observe.record.notes import machine_differences, newest_machines, read_throttling
 from phalanx.run.directory.files import open_regular, read_small
 from phalanx.run.directory.paths import (
     CHECKPOINT_INDEX,

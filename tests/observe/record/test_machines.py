@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from phalanx.observe.record.machines import (
+from phalanx.observe.record.notes import (
     Machine,
     installed_packages,
     leave_machine,

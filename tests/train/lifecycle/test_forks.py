@@ -19,8 +19,14 @@ from phalanx.run.sections.spike import Candidate, SpikeSpec
 from phalanx.run.spec import MoeSpec, RunSpec
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.fork import ForkFailedError
-from phalanx.train.lifecycle.fork_plan import ChildOutcome, ChildStep, ForkPlan, best_child, spikes_again
-from phalanx.train.lifecycle.progress import TrainProgress
+from phalanx.train.lifecycle.progress import (
+    ChildOutcome,
+    ChildStep,
+    ForkPlan,
+    TrainProgress,
+    best_child,
+    spikes_again,
+)
 from phalanx.train.lifecycle.worker import known_errors
 from profiled_runs import NAME, ask
 from ranks import Ranks

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Message
-from phalanx.observe.record.machines import leave_machine, read_machines
+from phalanx.observe.record.notes import leave_machine, read_machines
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.train.lifecycle.reporter import Reporter, leave_own_machine, report_differences, watch_machines
 

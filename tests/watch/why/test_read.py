@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.observe.event_log import read_events
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankFrame, RankStreamWriter
-from phalanx.observe.record.machines import Machine
+from phalanx.observe.record.notes import Machine
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.why import reasons
 from phalanx_watch.why.reasons import judge, observe, read_ends

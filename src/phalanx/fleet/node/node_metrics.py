@@ -19,7 +19,7 @@ from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, RankSnapshot, WorkerP
 from phalanx.fleet.health.node_health import GpuReading, Xid, kernel_log, read_gpu, same_bus, xids
 from phalanx.fleet.node.agent_actions import WorkerLife
 from phalanx.observe.metrics.samples import Derived, Found, Kind, Labels, Metric, Sample, collect
-from phalanx.observe.record.machines import nvidia_driver
+from phalanx.observe.record.notes import nvidia_driver
 from phalanx.observe.record.records import package_versions
 from phalanx.version import __version__
 

@@ -43,9 +43,8 @@ from phalanx.train.evaluation.tasks import (
     read_task,
     scores_by_item,
 )
-from phalanx.train.lifecycle.fork_plan import is_left
 from phalanx.train.lifecycle.observers import Observer, StepEnd
-from phalanx.train.lifecycle.progress import TrainProgress, is_due
+from phalanx.train.lifecycle.progress import TrainProgress, is_due, is_left
 from phalanx.train.lifecycle.saving import Saving
 
 # The checkpoint of the best evaluation: which figure decides, and the best step so far.

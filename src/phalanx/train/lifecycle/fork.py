@@ -1,7 +1,7 @@
 """A fork at a loss spike (``train.on_spike = "fork"``): children of the run, one after the other on the same ranks, one of which it goes on as.
 
 1. The run has saved its state before the spike.
-2. For each candidate the base is restored, and a child is trained to the fork's end (``phalanx.train.lifecycle.fork_plan``). Only the child's
+2. For each candidate the base is restored, and a child is trained to the fork's end (``phalanx.train.lifecycle.progress``). Only the child's
    cure differs: its samples, their order and its arithmetic are the run's own.
 3. The child's state is saved in ``forks/``, with the numbers of its steps.
 4. The state of the child that ``spike.prefer`` prefers is restored.
@@ -31,9 +31,13 @@ from phalanx.parallel.process_group.typed_gather import broadcast_typed, gather_
 from phalanx.run.sections.spike import Candidate
 from phalanx.train.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
-from phalanx.train.lifecycle.fork_plan import (
+from phalanx.train.lifecycle.guardian import EpochSupersededError
+from phalanx.train.lifecycle.progress import (
     ChildOutcome,
     ChildStep,
+    LossSpikeError,
+    SampleSupply,
+    TrainProgress,
     begin_child,
     best_child,
     child_loss,
@@ -41,8 +45,6 @@ from phalanx.train.lifecycle.fork_plan import (
     plan_fork,
     spikes_again,
 )
-from phalanx.train.lifecycle.guardian import EpochSupersededError
-from phalanx.train.lifecycle.progress import LossSpikeError, SampleSupply, TrainProgress
 from phalanx.train.lifecycle.saving import Saving
 from phalanx.train.step.step import StepFlags, Stepper, StepReport
 

@@ -28,7 +28,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.rank_stream import RankFrame
 from phalanx.observe.rank_writer import RankRecorder
-from phalanx.observe.record.machines import leave_machine, machine_differences, newest_machines
+from phalanx.observe.record.notes import leave_machine, machine_differences, newest_machines
 from phalanx.observe.record.records import CodePatch, code_patch, environment_record
 from phalanx.observe.sinks import CLOSE_TIMEOUT_S, END_TIMEOUT_S, Background, close_sinks
 from phalanx.run.directory.files import create_once, read_small, write_atomically

@@ -16,9 +16,8 @@ from phalanx.observe.throughput import format_duration
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.spec import CheckpointSpec, RunSpec
 from phalanx.train.assemble import Training
-from phalanx.train.lifecycle.fork_plan import bases_needed
 from phalanx.train.lifecycle.guardian import EpochSupersededError
-from phalanx.train.lifecycle.progress import TrainProgress, is_due
+from phalanx.train.lifecycle.progress import TrainProgress, bases_needed, is_due
 
 _LOOK_S = 0.2
 
