@@ -73,15 +73,12 @@ IMPURE = frozenset(
     ]
 )
 QUICK = (
-    *(
-        f"phalanx.checkpoint.format.{name}"
-        for name in ("boxes", "image", "manifest", "blocks")
-    ),
+    *(f"phalanx.checkpoint.format.{name}" for name in ("boxes", "image", "manifest", "blocks")),
     *(f"phalanx.checkpoint.snapshot.{name}" for name in ("data_port", "segments")),
     *(f"phalanx.checkpoint.tiers.{name}" for name in ("tier", "disk")),
     *(f"phalanx.checkpoint.committed.{name}" for name in ("copying", "digest")),
     "phalanx.cli.weights",
-    *(f"phalanx.store.{name}" for name in ("store", "open_store", "local_folder")),
+    *(f"phalanx.store.{name}" for name in ("store", "open_store")),
     "phalanx.cli.main",
     "phalanx.cli.launch.submit",
     "phalanx.cli.launch.logs_command",

@@ -109,7 +109,7 @@ def train_on_this_rank(
     from phalanx.observe.ledger import Ledger
     from phalanx.observe.rank_writer import RankRecorder
     from phalanx.parallel.mesh import BOOT_ID
-    from phalanx.process.stop_signals import StopRequest
+    from phalanx.process.this_process import StopRequest
     from phalanx.run.directory.paths import RunDirectory
     from phalanx.train.assemble import EpochInputs, assemble
     from phalanx.train.lifecycle.guardian import NoGuardian

@@ -25,10 +25,10 @@ os.environ["RAYON_NUM_THREADS"] = "1"
 import zstandard
 
 from bench.running import run_bench
+from phalanx.data.portions.clusters import Processes
 from phalanx.data.portions.drive import carry_out, place_plan
-from phalanx.data.portions.executors.clusters import Processes
-from phalanx.data.portions.executors.executor import Executor, InOrder
 from phalanx.data.portions.planning.recipe import read_recipe
+from phalanx.data.portions.stages import Executor, InOrder
 from phalanx.data.preparing.files import python_stdlib
 from phalanx.data.tokenizers.tokenizer import BpeTokenizer, train_bpe
 

@@ -26,7 +26,7 @@ from typing import Any
 from bench.running import run_bench
 from layouts import random_batches, tiny
 from phalanx.run.directory.files import write_atomically
-from phalanx.run.sections.statistics import StatisticsSpec
+from phalanx.run.sections.monitoring import StatisticsSpec
 from phalanx.run.spec import ModelSpec, MoeSpec, ParallelSpec, RunSpec
 from ranks import Ranks
 

@@ -15,7 +15,7 @@ from typing import Any
 from damaged_runs import train_damaged
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
-from phalanx.run.sections.statistics import StatisticsSpec
+from phalanx.run.sections.monitoring import StatisticsSpec
 from phalanx.run.spec import CheckpointSpec, DataSpec, EvalSpec, MoeSpec, RunSpec, ScheduleSpec, SourceSpec
 from spiking_runs import make_noise
 from tiny_runs import make_dataset, tiny_run

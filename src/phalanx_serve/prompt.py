@@ -20,10 +20,10 @@ from phalanx.data.chat.environment import syntax_error
 from phalanx.data.chat.messages import Message
 from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
+from phalanx.data.tokenizers.published import FallbackTokenizer
 from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.run.resolve import addresses
+from phalanx.run.read import addresses
 from phalanx_serve.http.admission import LengthLimit
 from phalanx_serve.http.protocol import Chat, RefusedError
 

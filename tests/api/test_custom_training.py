@@ -20,7 +20,7 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import LayerStatistics
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.fields import RunFileError
-from phalanx.run.sections.statistics import StatisticsSpec
+from phalanx.run.sections.monitoring import StatisticsSpec
 from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec
 from phalanx.train.optimizers.optimizer import decays
 from phalanx.train.start.open_run import open_run

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from phalanx.checkpoint.committed.digest import TensorDifference
-from phalanx.data.origin.where import StageShares
+from phalanx.data.origin import StageShares
 from phalanx.fleet.control.fleet_file import FleetIncident, Member
 from phalanx.fleet.core import messages
 from phalanx.fleet.core.state import Eligibility, FleetState, Incident, Node

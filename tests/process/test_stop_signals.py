@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.process.stop_signals import StopRequest, on_stop_signals
+from phalanx.process.this_process import StopRequest, on_stop_signals
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.cli.train.show_command import resolved
 from phalanx.hardware.catalog import cluster
-from phalanx.run.resolve import compute_format, device_of, plugin_problems
+from phalanx.run.read import compute_format, device_of, plugin_problems
 from phalanx.run.spec import ModelSpec, PrecisionSpec, RunSpec, RuntimeSpec
 from phalanx_plan.search.query import job_of
 from phalanx_plan.workload.stacks import stack_of

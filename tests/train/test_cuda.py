@@ -21,7 +21,7 @@ def test_two_equal_runs_on_a_device_have_one_hash(
 ) -> None:
     from phalanx.data.stored.index import read_index
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
-    from phalanx.process.stop_signals import StopRequest
+    from phalanx.process.this_process import StopRequest
     from phalanx.train.lifecycle.worker import run_rank
     from phalanx.train.start.open_run import open_run
     from run.specs import replace_at

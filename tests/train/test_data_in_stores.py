@@ -18,7 +18,7 @@ from phalanx.data.reading.prefetch import Prefetch
 from phalanx.data.stored.copies import copy_dataset
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message, Step, Stopped
-from phalanx.process.stop_signals import StopRequest
+from phalanx.process.this_process import StopRequest
 from phalanx.run.identity import identity
 from phalanx.run.rules import check
 from phalanx.run.spec import RunSpec

@@ -22,12 +22,13 @@ from phalanx.wire.messages import (
     MessageDecoder,
     MessageError,
     Seal,
+    SealedStream,
     Seals,
     SilentError,
     UnprovenError,
     WireError,
+    sealed_stream,
 )
-from phalanx.wire.stream import SealedStream, sealed_stream
 
 TOKEN, PURPOSE, PATIENCE_S = "a token that only the peers know", "test connection, version 1", 60.0
 

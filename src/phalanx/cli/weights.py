@@ -23,7 +23,6 @@ from phalanx.data.errors import DataError
 from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.throughput import format_bytes
 from phalanx.plugins import load_plugin
-from phalanx.run.directory.lineage import lineage_table, read_lineage
 from phalanx.run.directory.paths import (
     RunDirectory,
     RunDirectoryError,
@@ -33,6 +32,7 @@ from phalanx.run.directory.paths import (
     read_small_json,
 )
 from phalanx.run.fields import POSITIVE, JsonObject
+from phalanx.run.identity import lineage_table, read_lineage
 from phalanx.run.read import read_run, read_table
 from phalanx.run.spec import ModelSpec
 

@@ -22,7 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from phalanx.data.errors import PreparationError
-from phalanx.data.words import words_of
+from phalanx.data.steps.step import words_of
 
 # Exact duplicates: documents with the same text in Unicode normal form C with white space collapsed.
 #
@@ -93,7 +93,7 @@ def signature(normal: str, permutations: int, ngram: int) -> NDArray[np.uint32]:
     uint32.
 
     The text is lowered first. One of fewer than ``ngram`` words is one n-gram. In scripts without spaces, n-grams
-    consist of letters (``phalanx.data.words``). Raises ``MissingPackageError`` without ``rensa``.
+    consist of letters (``phalanx.data.steps.step``). Raises ``MissingPackageError`` without ``rensa``.
     """
     words = words_of(normal.lower()).units
     grams = [" ".join(words[start : start + ngram]) for start in range(max(1, len(words) - ngram + 1))]

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -25,14 +25,13 @@ from phalanx.observe.logs.line import first_failure
 from phalanx.observe.logs.log_file import last_lines, order_for
 from phalanx.observe.record.records import usable_cores
 from phalanx.process.child import Child, describe_exit, end_all
-from phalanx.process.stop_signals import StopOrders, on_stop_signals
+from phalanx.process.this_process import StopOrders, on_stop_signals
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.factory import rank_environment
 from phalanx.run.fields import RunFileError, listing
 from phalanx.run.layout import layout_problems, replica_ranks
-from phalanx.run.read import to_table
-from phalanx.run.resolve import found_again
+from phalanx.run.read import found_again, to_table
 from phalanx.run.smaller_degrees import divided_over
 from phalanx.run.spec import RunSpec
 from phalanx.train.compare.observation import RankReplay, Replay, ReplayOrder, order_file, seen_file
@@ -345,4 +344,35 @@ def replay_locally(
     first = seen[0]
     return Replay(
         first.layout, [replay.observed for replay in seen], first.numbers, first.measures, first.scores
+    )
+
+
+# Launchers that are not ours (torchrun or srun), by the environment: whether this process is a rank, and the domains of its node.
+
+
+def in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """True in a process that srun started."""
+    return "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ
+
+
+def slurm_domains(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The switches or blocks above this node, widest first, by the environment of a Slurm step; none without topology/tree or block.
+
+    SLURM_TOPOLOGY_ADDR is "core.spine1.leaf1.n1" with the pattern "switch.switch.switch.node" (slurm.schedmd.com/srun.html). Names may
+    hold dots themselves only where the pattern has as many parts fewer, which is then not used.
+    """
+    parts = environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+    pattern = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    return tuple(parts[:-1]) if len(parts) == len(pattern) and pattern[-1] == "node" else ()
+
+
+def started_as_rank(environ: Mapping[str, str]) -> bool:
+    """True under ``torchrun`` (or anything that sets RANK and WORLD_SIZE) and inside a Slurm step of tasks.
+
+    A shell from ``srun --pty`` is a step of one task and does not count as a rank.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return True
+    return (
+        "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and environ.get("SLURM_NTASKS", "1") != "1"
     )

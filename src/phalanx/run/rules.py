@@ -16,8 +16,7 @@ from phalanx.run.factory import is_factory_name
 from phalanx.run.fields import Problem, divisors_near
 from phalanx.run.kinds import latent_attention, whole_model
 from phalanx.run.peers import AddressError, read_host
-from phalanx.run.sections.evaluation import NAME, evaluation_problems
-from phalanx.run.sections.spike import fork_problems
+from phalanx.run.sections.monitoring import NAME, evaluation_problems, fork_problems
 from phalanx.run.smaller_degrees import problems_on, smaller_degree_problems
 from phalanx.run.spec import (
     CheckpointSpec,

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from phalanx.run.fields import FLEET, LATER, NOT_NEGATIVE, POSITIVE, ValueRange
-from phalanx.run.sections.evaluation import EvalSpec, PromptSpec, TaskSpec
-from phalanx.run.sections.spike import SpikeSpec
-from phalanx.run.sections.statistics import StatisticsSpec
+from phalanx.run.sections.monitoring import EvalSpec, PromptSpec, SpikeSpec, StatisticsSpec, TaskSpec
 from phalanx.run.sections.training import (
     CheckpointSpec,
     DataSpec,

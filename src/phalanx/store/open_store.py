@@ -4,11 +4,285 @@ Credentials and endpoints come from where each vendor's own tools find them (``o
 run files, logs and messages. The client library is loaded here, by the first remote URL, so that no other command pays for it.
 """
 
+import errno
 import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from phalanx.store.store import BadUrlError, RetryPolicy, Store
+from phalanx.run.directory.files import files_below, sync
+from phalanx.store.store import (
+    MOST_CREATED_BYTES,
+    BadUrlError,
+    DeniedError,
+    ExistsError,
+    FullError,
+    Info,
+    MissingObjectError,
+    RetryPolicy,
+    ShortObjectError,
+    Store,
+    StoreError,
+    UnconditionalStoreError,
+    require_key,
+    require_prefix,
+)
+
+# A folder as an object store: atomic and durable, so that a path can stand wherever a store's URL can.
+#
+# An object is a file. It is written under a temporary name, fsynced, and then renamed over its key, or linked to it for ``create``: a
+# link fails if the name is taken, on every POSIX file system that has links, NFS too. The folder is fsynced last, so that what was
+# reported as written is there after a power cut. (Rust ``object_store`` has a local store with the same calls; it does not fsync.)
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.writing")
+_MOST_RACES = 1_000  # with deletes that remove the folder that an object is to be written to
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+class LocalFolder:
+    """The objects in the folder ``root``, which was opened as ``url``."""
+
+    def __init__(self, root: Path, url: str) -> None:
+        self._root = root
+        self._url = url
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def get(self, key: str) -> bytes:
+        path = self._path(key)
+        with self._errors(key, "get"):
+            return path.read_bytes()
+
+    def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+        path = self._path(key)
+        with self._errors(key, "ranges"):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                parts = [_read(descriptor, start, stop) for start, stop in spans]
+            finally:
+                os.close(descriptor)
+        for (start, stop), data in zip(spans, parts, strict=True):
+            if len(data) != stop - start:
+                raise self._short(key, start + len(data), stop)
+        return [memoryview(data) for data in parts]
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self.put_blocks(key, [data], len(data))
+
+    def put_blocks(self, key: str, blocks: Iterable[bytes | memoryview], nbytes: int) -> None:  # noqa: ARG002
+        with self._written(key, blocks, "put") as (temporary, path):
+            os.rename(temporary, path)
+
+    def create(self, key: str, data: bytes) -> None:
+        """As ``Store.create``. Also raises UnconditionalStoreError if the file system has no links."""
+        if len(data) > MOST_CREATED_BYTES:
+            raise ValueError(f"{self._where(key)}: {len(data):,} bytes are too many to create at once")
+        with self._written(key, [data], "create") as (temporary, path):
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                if path.read_bytes() != data:
+                    raise ExistsError(
+                        f"create of {self._where(key)}: it is there already; nothing was changed",
+                        self._where(key),
+                        "create",
+                    ) from None
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    raise UnconditionalStoreError(
+                        f"{self._url}: this file system has no links ({error.strerror}), so two attempts could both "
+                        "commit; use another folder",
+                        self._url,
+                        "create",
+                    ) from None
+                raise
+            os.unlink(temporary)
+
+    def list(self, prefix: str = "") -> Iterator[Info]:
+        """As ``Store.list``; temporary files, and files deleted meanwhile, are left out."""
+        require_prefix(prefix, self._url)
+        top = self._root / prefix
+        with self._errors(prefix, "list"):
+            for folder, _, names in os.walk(top, onerror=_raise_unless_missing):
+                for name in names:
+                    path = Path(folder, name)
+                    if _TEMPORARY.fullmatch(name):
+                        continue
+                    try:
+                        yield self._info(path)
+                    except FileNotFoundError:
+                        continue  # deleted meanwhile
+
+    def info(self, key: str) -> Info:
+        path = self._path(key)
+        with self._errors(key, "info"):
+            if path.is_dir():
+                raise IsADirectoryError
+            return self._info(path)
+
+    def _info(self, path: Path) -> Info:
+        stat = path.stat()
+        return Info(
+            path.relative_to(self._root).as_posix(),
+            stat.st_size,
+            f"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}",
+            "",
+            datetime.fromtimestamp(stat.st_mtime, UTC),
+        )
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """As ``Store.delete``; folders that become empty are removed too."""
+        parents: set[Path] = set()
+        for key in keys:
+            path = self._path(key)
+            with self._errors(key, "delete"):
+                path.unlink(missing_ok=True)
+            parents.add(path.parent)
+        # Deepest first: a folder that is empty now does not exist for a store.
+        for parent in sorted(parents, key=lambda path: -len(path.parts)):
+            self._prune(parent)
+
+    def remove_unfinished(self) -> None:
+        with self._errors("", "delete"):
+            for path in files_below(self._root):
+                if _TEMPORARY.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+
+    def _prune(self, folder: Path) -> None:
+        """Remove ``folder`` and its parents up to the root while they are empty, and make the removal durable."""
+        while folder != self._root:
+            try:
+                folder.rmdir()
+            except OSError:
+                break  # not empty, or a writer has just begun
+            folder = folder.parent
+        with self._errors("", "delete"), suppress(FileNotFoundError):  # another delete emptied it further
+            sync(folder)
+
+    @contextmanager
+    def _written(
+        self, key: str, blocks: Iterable[bytes | memoryview], operation: str
+    ) -> Iterator[tuple[Path, Path]]:
+        """A durable temporary file with the content, and the path that it should get; the name is durable at the end."""
+        path = self._path(key)
+        with self._errors(key, operation):
+            descriptor, temporary = self._new_file(path)
+            try:
+                with open(descriptor, "wb") as file:
+                    for block in blocks:
+                        file.write(block)
+                    file.flush()
+                    os.fsync(file.fileno())
+                yield temporary, path
+                with suppress(FileNotFoundError):  # others have deleted the object, and its empty folder
+                    sync(path.parent)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def _new_file(self, path: Path) -> tuple[int, Path]:
+        """Create a temporary file beside ``path``, with its parents, and return descriptor and path. Tries again if a parent was
+        pruned meanwhile."""
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.writing")
+        races = 0
+        while True:
+            try:
+                _make_durable(path.parent)
+                return os.open(
+                    temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
+                ), temporary
+            except (FileNotFoundError, FileExistsError):
+                # A delete removed the empty folder between two system calls; if it is always so, the working folder is gone, or a
+                # file stands where a folder should be.
+                races += 1
+                if races > _MOST_RACES:
+                    raise
+
+    def _path(self, key: str) -> Path:
+        """Return the file of a key. Raises BadUrlError for a bad key, or a name of temporary files."""
+        require_key(key, self._url)
+        if _TEMPORARY.fullmatch(key.rpartition("/")[2]):
+            raise BadUrlError(
+                f"{self._where(key)}: such names are for files being written", self._url, "open"
+            )
+        return self._root / key
+
+    def _where(self, key: str) -> str:
+        return f"{self._url}/{key}" if key else self._url
+
+    def _short(self, key: str, size: int, stop: int) -> ShortObjectError:
+        where = self._where(key)
+        return ShortObjectError(
+            f"{where}: ends at byte {size:,}; byte {stop:,} was asked for", where, "ranges"
+        )
+
+    @contextmanager
+    def _errors(self, key: str, operation: str) -> Iterator[None]:
+        """Context that turns ``OSError`` into StoreError with the operation and key; into MissingObjectError for reads of a missing
+        object."""
+        try:
+            yield
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            where = self._where(key)
+            if operation in ("get", "ranges", "info"):
+                raise MissingObjectError(
+                    f"{operation} of {where}: there is no such object", where, operation
+                ) from error
+            raise StoreError(f"{operation} of {where}: {error.strerror}", where, operation) from error
+        except OSError as error:
+            raise _explained(error, self._where(key), operation) from error
+
+
+def _explained(error: OSError, where: str, operation: str) -> StoreError:
+    """Return the StoreError for an ``OSError``: FullError, DeniedError, or a plain one with the errno's name."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return FullError(
+            f"{operation} of {where}: no room ({error.strerror}); free space or raise the quota",
+            where,
+            operation,
+        )
+    if isinstance(error, PermissionError):
+        return DeniedError(
+            f"{operation} of {where}: permission denied; give this user the right to it, or name another folder",
+            where,
+            operation,
+        )
+    name = errno.errorcode.get(error.errno or 0, "?")
+    return StoreError(
+        f"{operation} of {where}: {error.strerror} ({name}); check the disk or mount", where, operation
+    )
+
+
+def _read(descriptor: int, start: int, stop: int) -> bytearray:
+    """Return the bytes from ``start`` to ``stop``; fewer if the file ends before."""
+    data = bytearray(stop - start)
+    view, done = memoryview(data), 0
+    while done < len(data):
+        count = os.preadv(descriptor, [view[done:]], start + done)
+        if not count:
+            return data[:done]
+        done += count
+    return data
+
+
+def _make_durable(folder: Path) -> None:
+    """Make a folder with its parents; the names of new ones are on the disk when this returns."""
+    if folder.is_dir():
+        return
+    _make_durable(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync(folder.parent)
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
 
 REMOTE_SCHEMES = ("s3", "gs", "az")
 
@@ -63,7 +337,6 @@ def open_store(url: str, retry: RetryPolicy | None = None) -> Store:
         from phalanx.store.obstore_adapter import RemoteStore
 
         return RemoteStore(url, retry)
-    from phalanx.store.local_folder import LocalFolder
 
     path = unquote(urlsplit(url).path) if is_url(url) else os.path.expanduser(url)
     return LocalFolder(Path(path), url)

@@ -33,10 +33,10 @@ from phalanx.observe.logs.capture import place_of_process
 from phalanx.observe.logs.log_file import Place
 from phalanx.observe.profile import ProfileDesk
 from phalanx.parallel.mesh import BOOT_ID, Mesh, RankMachines, build_mesh, find_machines
-from phalanx.process.stop_signals import StopRequest
+from phalanx.process.this_process import StopRequest
 from phalanx.run.directory.files import write_atomically
-from phalanx.run.directory.lineage import Origin, lineage_table, read_lineage
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.identity import Origin, lineage_table, read_lineage
 from phalanx.run.spec import CheckpointSpec, RunSpec
 from phalanx.store.open_store import is_url, open_store
 from phalanx.train.compose import build_model

@@ -12,7 +12,7 @@ from typing import get_args
 
 from phalanx.hardware.cluster import Cluster
 from phalanx.run.kinds.whole_model import undivided
-from phalanx.run.resolve import addresses
+from phalanx.run.read import addresses
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote
 from phalanx_plan.evidence import (

@@ -22,8 +22,7 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import SPLIT_BACKWARD, layout_problems
-from phalanx.run.read import read_table
-from phalanx.run.resolve import compute_format
+from phalanx.run.read import compute_format, read_table
 from phalanx.run.spec import PrecisionSpec, RunSpec
 from phalanx_plan.evidence import Evidence, evidence_for, generation_of, learned
 from phalanx_plan.run_fields import SEARCHED

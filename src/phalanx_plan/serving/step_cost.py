@@ -27,7 +27,7 @@ import numpy as np
 from phalanx.hardware.cluster import Cluster
 from phalanx.hardware.profile import Profile, profile_of
 from phalanx.model.facts.shape import numbered_parameters
-from phalanx.run.kinds import block, ends
+from phalanx.run.kinds import block
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.kinds.operations import (
@@ -250,7 +250,7 @@ def step_parts(step: ServingStep) -> dict[str, float]:
             part_seconds[part] += mixed.count(kind) * seconds
     # Only a prompt's last row needs scores.
     last = replace(step, rows=max(1.0, step.rows / step.attended_tokens)) if step.prefill else step
-    products = [each for each in ends.head_operations(step.model) if isinstance(each, MatrixProduct)]
+    products = [each for each in block.head_operations(step.model) if isinstance(each, MatrixProduct)]
     for part, seconds in _priced(last, products).items():
         part_seconds[part] += seconds
     stages = step.division.pipeline

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.run.kinds import block, ends, prediction_ahead
+from phalanx.run.kinds import block, prediction_ahead
 from phalanx.run.kinds.operations import (
     Activation,
     AroundExperts,
@@ -64,8 +64,8 @@ def layers(workload: TrainingWorkload, stack: Stack) -> dict[str, Layer]:
     work = {
         "dense": block.operations(model, mixed=False),
         "mixture": block.operations(model, mixed=True),
-        "embedding": ends.embedding_operations(model),
-        "head": (*ends.head_operations(model), *ahead),
+        "embedding": block.embedding_operations(model),
+        "head": (*block.head_operations(model), *ahead),
     }
     return {
         kind: sum((_priced(operation, workload, stack) for operation in work[kind]), Layer())

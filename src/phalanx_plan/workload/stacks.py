@@ -22,7 +22,7 @@ from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.model.facts.shape import ModelCounts, count, parameters
 from phalanx.parallel.divisions import LONGEST_SPAN, word_bytes
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.resolve import compute_format, device_of
+from phalanx.run.read import compute_format, device_of
 from phalanx.run.spec import ModelSpec, OptimizerSpec, RunSpec
 from phalanx_plan.workload.candidates import RECOMPUTE, Recompute
 

@@ -34,7 +34,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.observe.record.notes import Serving, ServingNote
-from phalanx.process.open_files import RESERVE, raise_open_file_limit
+from phalanx.process.this_process import RESERVE, raise_open_file_limit
 from phalanx_serve.http.app import Gateway, application, misread, too_many
 
 # Connections.

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from phalanx.wire.messages import WireError
-from phalanx.wire.stream import SealedStream, sealed_stream
+from phalanx.wire.messages import SealedStream, WireError, sealed_stream
 from phalanx_serve.traffic import dispatch
 from phalanx_serve.traffic import events as e
 from phalanx_serve.traffic.events import Ended, EngineOutput, Request

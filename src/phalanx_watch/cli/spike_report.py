@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cli.data.order import data_origin, read_data_run
-from phalanx.data.origin.trace import TracedDocument, trace
-from phalanx.data.origin.where import DataOrigin, Reading, documents_of_record, readings_of_step
+from phalanx.data.origin import DataOrigin, Reading, documents_of_record, readings_of_step
 from phalanx.data.portions.planning.plan import PLAN_KEY
 from phalanx.data.portions.tasks import Workplace
+from phalanx.data.portions.write_portion import TracedDocument, trace
 from phalanx.data.reading.dataset import RunData, inputs_of, tokenizer_of
 from phalanx.data.reading.sources import DatasetPlace, open_places
 from phalanx.data.stored.index import TRAIN

@@ -39,9 +39,8 @@ from phalanx.observe.logs.read_lines import (
 from phalanx.observe.record.notes import read_serving
 from phalanx.observe.sinks import Setting, hyperparameters
 from phalanx.run.directory.files import files_below, open_regular
-from phalanx.run.directory.lineage import read_lineage
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory, read_small_json, step_folder
-from phalanx.run.identity import all_fields
+from phalanx.run.identity import all_fields, read_lineage
 from phalanx.run.spec import RunSpec
 from phalanx_watch.page.http import PageRequestError, Parameters
 from phalanx_watch.page.runs import MOST_RUNS, PageRuns, RunPlace

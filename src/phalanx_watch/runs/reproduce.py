@@ -39,8 +39,7 @@ from phalanx.observe.record.records import code_patch, code_version, git, packag
 from phalanx.process.child import Child
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.identity import identity
-from phalanx.run.read import to_table
-from phalanx.run.resolve import found_again
+from phalanx.run.read import found_again, to_table
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx.store.store import StoreError
 from phalanx_watch.runs.probe import read_tail

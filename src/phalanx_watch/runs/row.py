@@ -23,8 +23,8 @@ from typing import Literal
 from phalanx.launch.engines.order import FOLDER, LEAD_EXIT
 from phalanx.observe.events import Finished, Stopped
 from phalanx.run.directory.files import plain_json, read_small, write_atomically
-from phalanx.run.directory.lineage import Origin, read_lineage
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, read_result
+from phalanx.run.identity import Origin, read_lineage
 from phalanx_watch.runs.probe import Tail, read_tail
 
 # Labels.

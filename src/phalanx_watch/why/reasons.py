@@ -39,7 +39,7 @@ from phalanx.run.directory.paths import (
     read_small_json,
     step_folder,
 )
-from phalanx.run.resolve import addresses, found_again
+from phalanx.run.read import addresses, found_again
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_url
 from phalanx.store.store import StoreError

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from phalanx.data.portions.drive import carry_out, place_plan
-from phalanx.data.portions.executors.executor import Executor, InOrder, TaskOutcome, outcome_of
 from phalanx.data.portions.planning.recipe import read_recipe
+from phalanx.data.portions.stages import Executor, InOrder, TaskOutcome, outcome_of
 from phalanx.data.portions.tasks import Workplace
 from phalanx.data.preparing.prepare import PreparedDataset
 from phalanx.store.open_store import open_store

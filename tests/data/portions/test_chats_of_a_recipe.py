@@ -13,8 +13,8 @@ import pytest
 from data.portions.making_raw import objects, prepared, recipe_file
 from parity.llama3_folder import save_tokenizer
 from phalanx.data.errors import PreparationError
-from phalanx.data.origin.show import show_record
-from phalanx.data.portions.executors.clusters import Processes
+from phalanx.data.origin import show_record
+from phalanx.data.portions.clusters import Processes
 from phalanx.data.portions.planning.recipe import read_recipe
 from phalanx.data.reading.sources import open_place
 from phalanx.data.stored.index import read_index

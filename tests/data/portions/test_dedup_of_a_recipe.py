@@ -9,7 +9,7 @@ import pytest
 
 from data.portions.making_raw import Hostile, objects, prepared, recipe_file, texts, write_lines
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.executors.clusters import Processes
+from phalanx.data.portions.clusters import Processes
 from phalanx.data.portions.planning.recipe import read_recipe
 from phalanx.data.reading.dataset import verify_dataset
 from phalanx.data.stored.index import TRAIN

@@ -22,20 +22,19 @@ import pytest
 
 from data.portions.making_raw import Hostile, objects, prepared, raw_folder, recipe_file, texts, write_lines
 from phalanx.data.errors import DatasetError, PreparationError
+from phalanx.data.portions.clusters import Processes
 from phalanx.data.portions.drive import carry_out, place_plan, work_share
-from phalanx.data.portions.executors.clusters import Processes
-from phalanx.data.portions.executors.executor import InOrder, TaskOutcome, outcome_of
 from phalanx.data.portions.find_duplicates import read_portion
 from phalanx.data.portions.planning.plan import PREPARATION
 from phalanx.data.portions.planning.recipe import read_recipe
+from phalanx.data.portions.stages import InOrder, TaskOutcome, outcome_of
 from phalanx.data.portions.tasks import Workplace, manifest_key
 from phalanx.data.preparing.files import files_of
 from phalanx.data.preparing.prepare import prepare
 from phalanx.data.reading.dataset import verify_dataset
 from phalanx.data.stored.index import HELD_OUT, SPLITS, TRAIN, read_index
 from phalanx.data.stored.shards import TokenShards
-from phalanx.store.local_folder import LocalFolder
-from phalanx.store.open_store import open_store
+from phalanx.store.open_store import LocalFolder, open_store
 from phalanx.store.store import Info
 from store.faulty_proxy import Faults, faulty_proxy
 from store.servers import Server

@@ -9,7 +9,7 @@ import pytest
 
 from data.portions.making_raw import objects, prepared, raw_folder, recipe_file, texts, write_lines
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.executors.clusters import Processes
+from phalanx.data.portions.clusters import Processes
 from phalanx.data.portions.planning.recipe import read_recipe
 from phalanx.run.fields import RunFileError
 

@@ -8,9 +8,9 @@ import pytest
 
 from data.portions.making_raw import objects, prepared, raw_folder, recipe_file
 from phalanx.data.errors import DataError, PreparationError
-from phalanx.data.origin.trace import trace
 from phalanx.data.portions.drive import sealed_index
 from phalanx.data.portions.tasks import Workplace
+from phalanx.data.portions.write_portion import trace
 from phalanx.data.stored.index import TRAIN
 
 MANIFEST, PLAN, ORIGIN = (

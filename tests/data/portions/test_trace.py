@@ -9,9 +9,9 @@ import pytest
 
 from data.portions.making_raw import prepared, raw_folder, recipe_file
 from phalanx.data.errors import PreparationError
-from phalanx.data.origin.trace import trace
 from phalanx.data.portions.find_duplicates import read_portion
 from phalanx.data.portions.tasks import Workplace
+from phalanx.data.portions.write_portion import trace
 from phalanx.data.stored.index import SPLITS
 from phalanx.data.stored.shards import TokenShards
 

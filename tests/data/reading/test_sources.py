@@ -18,7 +18,7 @@ from phalanx.data.reading.sources import (
     read_data_index,
     source_uses,
 )
-from phalanx.run.resolve import found_again
+from phalanx.run.read import found_again
 from phalanx.run.spec import DataSpec, RunSpec, RuntimeSpec, SourceSpec, TrainSpec
 
 SEQ_LEN = 7

@@ -6,8 +6,18 @@ import random
 
 import pytest
 
-from phalanx.data.steps.rules import C4, Characters, GopherQuality, GopherRepetition, Length, Mask
-from phalanx.data.steps.step import Document, Dropped, Step, through_steps
+from phalanx.data.steps.step import (
+    C4,
+    Characters,
+    Document,
+    Dropped,
+    GopherQuality,
+    GopherRepetition,
+    Length,
+    Mask,
+    Step,
+    through_steps,
+)
 
 PROSE = " ".join(
     f"The {a} that we have seen in the {b} is of a kind with the {c}, and nobody has found it to be any other."

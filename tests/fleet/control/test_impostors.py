@@ -32,8 +32,7 @@ from phalanx.fleet.control.transport import TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.invariants import JournalError
-from phalanx.wire.messages import HELLO_BYTES, WireError
-from phalanx.wire.stream import FrameStream
+from phalanx.wire.messages import HELLO_BYTES, FrameStream, WireError
 
 SHUTDOWN = m.encode(c.Shutdown("an impostor says: go home"))
 Handler = Callable[[FrameStream, Callable[[bytes], None]], Awaitable[None]]

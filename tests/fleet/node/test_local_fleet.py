@@ -27,7 +27,7 @@ from phalanx.fleet.node.launcher import Launcher, LocalFleet, SupervisionTimes
 from phalanx.fleet.node.processes import FleetProcesses, run_fleet
 from phalanx.process.child import Child
 from phalanx.process.restarts import MOST_DEATHS
-from phalanx.process.stop_signals import StopOrders
+from phalanx.process.this_process import StopOrders
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.lifecycle.ending import STOP_WORDS, report_failure

@@ -26,7 +26,7 @@ from phalanx.fleet.node.rank.rank_guardian import (
 )
 from phalanx.fleet.node.rank.worker import outcome_of
 from phalanx.fleet.node.worker_link import Doubted, EpochBroken, LeaveEpoch, Orders, ParkedError
-from phalanx.process.stop_signals import StopRequest
+from phalanx.process.this_process import StopRequest
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
 from phalanx.train.step.step import StepFlags, StepReport

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from phalanx.fleet.node.worker_link import LeaveEpoch, Orders
-from phalanx.process.stop_signals import StopRequest
+from phalanx.process.this_process import StopRequest
 
 
 def test_an_abort_that_fails_is_attempted_again() -> None:

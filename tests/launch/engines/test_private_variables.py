@@ -17,8 +17,7 @@ from phalanx.launch.engines.hosts import HERE, Host
 from phalanx.launch.engines.order import EngineError, private_exports, private_variables
 from phalanx.launch.engines.slurm_script import batch_script
 from phalanx.observe.sinks import hyperparameters
-from phalanx.run.read import to_table
-from phalanx.run.resolve import variable_problems
+from phalanx.run.read import to_table, variable_problems
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_watch.page.export import exported
 from phalanx_watch.page.runs import PageRuns

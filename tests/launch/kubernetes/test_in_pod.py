@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.launch.engines.order import EngineError
 from phalanx.launch.engines.submission import mark_stopped
-from phalanx.launch.kubernetes.in_pod import begin_submission, exit_code, is_over, node_domains, show_life
+from phalanx.launch.kubernetes.engine import begin_submission, exit_code, is_over, node_domains, show_life
 from phalanx.run.directory.paths import RunDirectory, RunResult
 
 LABELS = {"fabric.topograph.run/tier-1": "spine-1", "fabric.topograph.run/tier-0": "leaf-7"}

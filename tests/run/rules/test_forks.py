@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from phalanx.run.rules import check
-from phalanx.run.sections.spike import SpikeSpec
+from phalanx.run.sections.monitoring import SpikeSpec
 from phalanx.run.spec import RunSpec
 from run.specs import replace_at
 

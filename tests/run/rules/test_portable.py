@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.run.identity import differences, identity, run_owned
-from phalanx.run.resolve import device_of
+from phalanx.run.read import device_of
 from phalanx.run.rules import portable_problems
 from phalanx.run.spec import ModelSpec, OptimizerSpec, PrecisionSpec, RunSpec, RuntimeSpec
 

@@ -10,8 +10,8 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
-from phalanx.data.tokenizers.published.other_formats import read_model, to_tokenizer_json
+from phalanx.data.tokenizers.other_formats import read_model, to_tokenizer_json
+from phalanx.data.tokenizers.published import FallbackTokenizer
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, train_bpe
 from phalanx_serve.http.detokenizer import TextDelta
 from phalanx_serve.http.response import ResponseFormat

@@ -11,7 +11,7 @@ import pytest
 from phalanx.observe.event_log import EventLog, read_events
 from phalanx.observe.events import Evaluated, Message, TaskEvaluated
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.sections.evaluation import evaluation_problems
+from phalanx.run.sections.monitoring import evaluation_problems
 from phalanx.run.spec import EvalSpec, RunSpec
 from phalanx.train.evaluation.observers import BestRule, BestStep
 from ranks import Ranks

@@ -11,7 +11,7 @@ import pytest
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EndedEarly, Evaluated, Finished
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.sections.evaluation import EvalSpec, evaluation_problems
+from phalanx.run.sections.monitoring import EvalSpec, evaluation_problems
 from phalanx.run.spec import RunSpec
 from phalanx.train.evaluation.observers import BestRule, without_better
 from ranks import Ranks

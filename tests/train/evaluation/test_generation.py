@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from phalanx.data.reading.sources import open_place
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
-from phalanx.run.resolve import ONLY
+from phalanx.run.read import ONLY
 from phalanx.run.spec import RunSpec, TaskSpec
 from phalanx.train.evaluation.scoring import continue_prompts
 from phalanx.train.evaluation.tasks import (

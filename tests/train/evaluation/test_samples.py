@@ -14,7 +14,7 @@ from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Sampled
 from phalanx.run.directory.paths import RunDirectory, step_folder
-from phalanx.run.sections.evaluation import EvalSpec, PromptSpec, evaluation_problems
+from phalanx.run.sections.monitoring import EvalSpec, PromptSpec, evaluation_problems
 from phalanx.run.spec import RunSpec
 from phalanx.train.evaluation.scoring import Score, continue_prompts
 from phalanx.train.evaluation.tasks import Prompt, SequenceScore

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
-from phalanx.run.sections.evaluation import TASK_FIGURES, evaluation_problems
+from phalanx.run.sections.monitoring import TASK_FIGURES, evaluation_problems
 from phalanx.run.spec import EvalSpec, RunSpec, TaskSpec
 from phalanx.train.evaluation.tasks import (
     ContinuationScore,

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from phalanx.process.stop_signals import StopRequest
+from phalanx.process.this_process import StopRequest
 from phalanx.run.directory.paths import RunResult
 from phalanx.train.lifecycle.worker import main, run_rank
 

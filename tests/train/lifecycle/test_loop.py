@@ -23,7 +23,7 @@ from phalanx.observe.events import (
     Step,
 )
 from phalanx.observe.goodput import goodput
-from phalanx.process.stop_signals import StopRequest
+from phalanx.process.this_process import StopRequest
 from phalanx.run.spec import CheckpointSpec, EvalSpec, RunSpec
 from phalanx.train.evaluation import observers
 from phalanx.train.lifecycle import loop

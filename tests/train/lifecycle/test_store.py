@@ -23,7 +23,7 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Restored
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.identity import identity
-from phalanx.run.resolve import ONLY
+from phalanx.run.read import ONLY
 from phalanx.run.rules import check
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import open_store

@@ -18,9 +18,9 @@ from phalanx.data.preparing.prepare import prepare
 from phalanx.data.reading.sources import open_places
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Restored, Step
-from phalanx.run.directory.lineage import read_lineage
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_small_json
 from phalanx.run.fields import RunFileError
+from phalanx.run.identity import read_lineage
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.origins import changes_from_parent, child_run
 from phalanx.train.start.prepare import prepare_run, resolve

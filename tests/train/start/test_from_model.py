@@ -8,8 +8,7 @@ import pytest
 
 from phalanx.data.tokenizers.tokenizer import train_bpe
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-from phalanx.run.read import read_table
-from phalanx.run.resolve import ONLY
+from phalanx.run.read import ONLY, read_table
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.origins import fields_from_model
 from phalanx.train.start.prepare import ready_data

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layouts import random_batches
 from phalanx.observe.events import LayerStatistics
-from phalanx.run.sections.statistics import StatisticsSpec
+from phalanx.run.sections.monitoring import StatisticsSpec
 from phalanx.run.spec import RunSpec
 
 

@@ -18,7 +18,7 @@ from phalanx.model.layers.attention.attention import Documents
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import LayerStatistics
 from phalanx.parallel.context.fixed_tiles import by_tile
-from phalanx.run.sections.statistics import StatisticsSpec
+from phalanx.run.sections.monitoring import StatisticsSpec
 from phalanx.run.spec import OptimizerSpec, RunSpec
 from phalanx.train.statistics import largest_logit
 from ranks import Ranks

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from phalanx.cli.data.order import data_origin, read_data_run
-from phalanx.data.origin.where import readings_of_step
-from phalanx.run.sections.spike import SpikeSpec
+from phalanx.data.origin import readings_of_step
+from phalanx.run.sections.monitoring import SpikeSpec
 from phalanx.train.compare.runs import Unconfirmed
 from phalanx_process import last_json, run
 from phalanx_watch.cli.spike_command import spike_lines

@@ -14,7 +14,7 @@ import pytest
 
 from phalanx.observe.event_log import read_events
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.sections.statistics import StatisticsSpec
+from phalanx.run.sections.monitoring import StatisticsSpec
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.open_run import take_lock
 from phalanx_watch.why.observed import Observed, Reason

@@ -11,7 +11,7 @@ import pytest
 
 from damaged_runs import train_damaged
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.sections.statistics import StatisticsSpec
+from phalanx.run.sections.monitoring import StatisticsSpec
 from phalanx.run.spec import MoeSpec, RunSpec
 from phalanx_watch.why.observed import Reason
 from phalanx_watch.why.reasons import judge, observe

@@ -17,10 +17,10 @@ from phalanx.cli.data.recipe import plan_command, work_command
 from phalanx.cli.errors import explained
 from phalanx.command_help import Command, CommandGroup
 from phalanx.data.errors import DataError
-from phalanx.data.origin.trace import trace
 from phalanx.data.portions.planning.plan import PLAN_KEY
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import Stage, Workplace, total
+from phalanx.data.portions.write_portion import trace
 from phalanx.data.stored.index import HELD_OUT, INDEX_FILE, SPLITS, TRAIN, DatasetIndex, parse_index
 from phalanx.observe.throughput import format_bytes
 from phalanx.store.open_store import is_remote
@@ -103,7 +103,7 @@ def _show_record(place: str, number: int, seq_len: int | None, split: str, as_js
 
     Raises ``DatasetError`` if there is none, ``click.UsageError`` for a joined dataset without ``seq_len``.
     """
-    from phalanx.data.origin.show import show_record
+    from phalanx.data.origin import show_record
     from phalanx.data.reading.sources import open_place
 
     dataset = open_place(place)

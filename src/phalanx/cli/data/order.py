@@ -23,7 +23,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import demand_folder, explained
 from phalanx.command_help import Command
 from phalanx.data.errors import DataError
-from phalanx.data.origin.where import (
+from phalanx.data.origin import (
     DataOrigin,
     index_of,
     mixture_facts,
@@ -38,12 +38,11 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Event, LossSpike, NonFinite, Step
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, step_of
-from phalanx.run.read import RUN_FILE, read_run
-from phalanx.run.resolve import ONLY, addresses, found_again
+from phalanx.run.read import ONLY, RUN_FILE, addresses, found_again, read_run
 from phalanx.run.spec import RunSpec
 
 if TYPE_CHECKING:
-    from phalanx.data.origin.show import ShownSample
+    from phalanx.data.origin import ShownSample
 
 _SHOWN_STEPS = 20
 _ROUNDED = 1e-12
@@ -258,7 +257,7 @@ def show_step(run: Path, step: int, slot: int | None, *, as_json: bool) -> None:
 
     Raises ``click.ClickException`` if there is no such run or step.
     """
-    from phalanx.data.origin.show import show_batch
+    from phalanx.data.origin import show_batch
 
     demand_folder(run)
     with explained(*_ERRORS):

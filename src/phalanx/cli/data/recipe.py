@@ -35,7 +35,7 @@ from phalanx.store.store import StoreError
 if TYPE_CHECKING:
     from click import Context
 
-    from phalanx.data.portions.executors.executor import Executor
+    from phalanx.data.portions.stages import Executor
 
 
 # Workers of a preparation: processes of this machine, a cluster of Dask, Ray or Spark, or an array of Slurm's jobs.
@@ -92,23 +92,23 @@ class ChosenWorkers:
         """Return the executor of the chosen cluster; without one, processes of this machine, one for each core by default."""
         # Each is imported only where it is used.
         if self.dask:
-            from phalanx.data.portions.executors.clusters import DaskCluster
+            from phalanx.data.portions.clusters import DaskCluster
 
             return DaskCluster(self.dask)
         if self.spark:
-            from phalanx.data.portions.executors.clusters import SparkCluster
+            from phalanx.data.portions.clusters import SparkCluster
 
             return SparkCluster(self.spark)
         if self.ray:
-            from phalanx.data.portions.executors.clusters import RayCluster
+            from phalanx.data.portions.clusters import RayCluster
 
             return RayCluster(self.ray)
         if self.slurm:
-            from phalanx.data.portions.executors.clusters import SlurmArray
+            from phalanx.data.portions.clusters import SlurmArray
 
             return SlurmArray(self.count or 1)
-        from phalanx.data.portions.executors.clusters import Processes
-        from phalanx.data.portions.executors.executor import InOrder
+        from phalanx.data.portions.clusters import Processes
+        from phalanx.data.portions.stages import InOrder
 
         workers = self.count or len(os.sched_getaffinity(0))
         return Processes(workers) if workers > 1 else InOrder()

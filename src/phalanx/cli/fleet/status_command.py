@@ -22,8 +22,8 @@ from phalanx.launch.engines.order import FOLDER, EngineError
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step
 from phalanx.run.directory.files import read_small
-from phalanx.run.directory.lineage import Origin, read_lineage
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, read_small_json
+from phalanx.run.identity import Origin, read_lineage
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -25,8 +25,7 @@ from phalanx.parallel.collectives import collectives, rounds_per_step
 from phalanx.run.fields import POSITIVE, RunFileError
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout, layout_of, layout_problems, micro_batches_per_slot
-from phalanx.run.read import read_run
-from phalanx.run.resolve import compute_format, device_of
+from phalanx.run.read import compute_format, device_of, read_run
 from phalanx.run.spec import RunSpec
 
 if TYPE_CHECKING:

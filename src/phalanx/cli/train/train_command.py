@@ -47,12 +47,17 @@ from phalanx.command_help import Command
 from phalanx.data.errors import DataError
 from phalanx.data.reading.sources import index_of_places
 from phalanx.hardware.local.detect import set_for_rank
-from phalanx.launch.foreign import started_as_rank
-from phalanx.launch.local import ReplayError, ranks_on_this_machine, replay_locally, run_locally
+from phalanx.launch.local import (
+    ReplayError,
+    ranks_on_this_machine,
+    replay_locally,
+    run_locally,
+    started_as_rank,
+)
 from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.logs.capture import also_log
 from phalanx.observe.logs.log_file import order_for
-from phalanx.process.stop_signals import StopRequest
+from phalanx.process.this_process import StopRequest
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, RunFileError
 from phalanx.run.identity import identity

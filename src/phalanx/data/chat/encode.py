@@ -28,8 +28,12 @@ from phalanx.data.chat.messages import ASSISTANT, Conversation, Message, read_co
 from phalanx.data.chat.renderer import MARKS
 from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
-from phalanx.data.tokenizers.published.files import COMMON_END_TOKENS, CONFIG_FILE, read_config
+from phalanx.data.tokenizers.published import (
+    COMMON_END_TOKENS,
+    CONFIG_FILE,
+    FallbackTokenizer,
+    read_config,
+)
 from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer, same_tokens
 
 TooLong = Literal["drop", "cut"]

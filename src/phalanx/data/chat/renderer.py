@@ -27,7 +27,7 @@ _COMMAND = (
     sys.executable,
     "-P",
     "-m",
-    "phalanx.data.chat.renderer_main",
+    "phalanx.data.chat.environment",
 )  # -P: no module of the working directory
 
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from phalanx.data.chat.messages import Message, read_conversation, strings_in
 from phalanx.data.chat.renderer import MARKS, RenderingError, renderer
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizers.published.files import CONFIG_FILE, decoded, read_bytes, read_config
+from phalanx.data.tokenizers.published import CONFIG_FILE, decoded, read_bytes, read_config
 from phalanx.data.tokenizers.tokenizer import END_OF_DOCUMENT
 
 TEMPLATE_FILE = "chat_template.jinja"

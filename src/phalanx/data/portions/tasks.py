@@ -23,7 +23,7 @@ from phalanx.data.errors import PreparationError
 from phalanx.data.portions.planning.plan import INDEX_KEY, PREPARATION, PreparationPlan, read_plan
 from phalanx.data.portions.planning.raw_files import scratch_folder
 from phalanx.data.preparing.split_writer import Encoding
-from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
+from phalanx.data.tokenizers.published import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from phalanx.run.fields import JsonObject
 from phalanx.store.open_store import open_store

@@ -26,7 +26,7 @@ from phalanx.data.errors import DatasetError
 from phalanx.data.reading.cached_shard import CachedShard, CacheTraffic, Requests, Room, in_background
 from phalanx.data.stored.index import INDEX_FILE, DatasetIndex, parse_index
 from phalanx.data.stored.shards import MAX_OPEN_MAPS, TokenArray
-from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
+from phalanx.data.tokenizers.published import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import saved_fingerprint
 from phalanx.run.directory.files import home, write_atomically
 from phalanx.store.open_store import open_store

@@ -31,7 +31,7 @@ from phalanx.data.reading.sources import (
 from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex
 from phalanx.data.stored.shards import verify
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from phalanx.run.resolve import ONLY
+from phalanx.run.read import ONLY
 from phalanx.run.spec import RunSpec
 
 # Locations of a run's samples, computed in batches for sequential reads.

@@ -23,7 +23,7 @@ from phalanx.data.stored.index import TRAIN, DatasetIndex, read_index
 from phalanx.data.stored.shards import Shards, TokenShards
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.run.fields import Problem
-from phalanx.run.resolve import ONLY, addresses
+from phalanx.run.read import ONLY, addresses
 from phalanx.run.rules import stages_of
 from phalanx.run.spec import DataSpec, RunSpec, SourceSpec
 from phalanx.store.open_store import check_url, is_remote, is_url

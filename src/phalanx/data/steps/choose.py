@@ -21,9 +21,16 @@ import xxhash
 from phalanx.data.errors import PreparationError
 from phalanx.data.formats.document import Document, ReadOptions
 from phalanx.data.formats.read import documents, recognize, spans
-from phalanx.data.steps.rules import C4, Characters, GopherQuality, GopherRepetition, Length, Mask
-from phalanx.data.steps.step import Dropped
-from phalanx.data.words import words_of
+from phalanx.data.steps.step import (
+    C4,
+    Characters,
+    Dropped,
+    GopherQuality,
+    GopherRepetition,
+    Length,
+    Mask,
+    words_of,
+)
 from phalanx.run.fields import Problem, ValueRange, read_section, unknown_value
 
 # Steps that are filters of datatrove, by name: ``use = "datatrove:GopherQualityFilter"``.
@@ -105,7 +112,7 @@ def _installed(use: str) -> str:
 # Decontamination: documents that share an n-gram of words with files of an evaluation are dropped.
 #
 # As in Brown et al., "Language Models are Few-Shot Learners" (arXiv 2005.14165, appendix C), n is 13, and words are compared in lower case with only
-# letters and digits. Text without spaces is compared by the number of letters that 13 words have (``phalanx.data.words``). The files' n-grams are
+# letters and digits. Text without spaces is compared by the number of letters that 13 words have (``phalanx.data.steps.step``). The files' n-grams are
 # stored as 64-bit hashes. A comparison with one of them gives a false match, which drops a document, with probability 2^-64.
 
 _WORD = re.compile(r"\w+")

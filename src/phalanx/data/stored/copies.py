@@ -18,7 +18,7 @@ from phalanx.data.chat.template import TEMPLATE_FILE
 from phalanx.data.errors import DatasetError, DatasetExistsError
 from phalanx.data.stored.index import INDEX_FILE, SPLITS, DatasetIndex, ShardFile, parse_index
 from phalanx.data.stored.shard_writer import BlockSummer, sums_header
-from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
+from phalanx.data.tokenizers.published import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import saved_fingerprint
 from phalanx.store.open_store import open_store
 from phalanx.store.store import ExistsError, MissingObjectError, ShortObjectError, Store, StoreError

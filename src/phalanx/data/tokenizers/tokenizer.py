@@ -25,29 +25,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from tokenizers import Tokenizer as HfTokenizer
 
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizers.published.byte_fallback import (
-    FallbackTokenizer,
-    is_byte_fallback,
-    lengths_of,
-    longest_token,
-    require_bounded,
-    require_lossless,
-    without_stripping,
-)
-from phalanx.data.tokenizers.published.files import (
-    COMMON_END_TOKENS,
-    CONFIG_FILE,
-    PROBE,
-    TOKENIZER_FILE,
-    decoded,
-    fingerprint_of,
-    named_token,
-    read_bytes,
-    read_config,
-    require_known_ids,
-    save_tokenizer,
-)
-from phalanx.data.tokenizers.published.other_formats import (
+from phalanx.data.tokenizers.other_formats import (
     bytes_spelling,
     is_ranks,
     ranks_to_tokenizer_json,
@@ -55,6 +33,26 @@ from phalanx.data.tokenizers.published.other_formats import (
     read_ranks,
     splitting_of,
     to_tokenizer_json,
+)
+from phalanx.data.tokenizers.published import (
+    COMMON_END_TOKENS,
+    CONFIG_FILE,
+    PROBE,
+    TOKENIZER_FILE,
+    FallbackTokenizer,
+    decoded,
+    fingerprint_of,
+    is_byte_fallback,
+    lengths_of,
+    longest_token,
+    named_token,
+    read_bytes,
+    read_config,
+    require_bounded,
+    require_known_ids,
+    require_lossless,
+    save_tokenizer,
+    without_stripping,
 )
 
 END_OF_DOCUMENT = "<|endoftext|>"

@@ -39,8 +39,15 @@ from phalanx.fleet.core.messages import (
     encode,
 )
 from phalanx.fleet.core.succession import NOT_LED
-from phalanx.wire.messages import SEAL_BYTES, EndedError, MessageError, Seals, UnprovenError, WireError
-from phalanx.wire.stream import FrameStream
+from phalanx.wire.messages import (
+    SEAL_BYTES,
+    EndedError,
+    FrameStream,
+    MessageError,
+    Seals,
+    UnprovenError,
+    WireError,
+)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _CLOSE_S = 0.2

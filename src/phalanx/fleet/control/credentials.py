@@ -37,15 +37,16 @@ from phalanx.run.spec import RunSpec
 from phalanx.version import __version__
 from phalanx.wire.messages import (
     EndedError,
+    FrameStream,
     MessageDecoder,
     Role,
     Seals,
     UnprovenError,
     WireError,
+    authenticate,
     encode,
     token_name,
 )
-from phalanx.wire.stream import FrameStream, authenticate
 
 # Streams, and the messages of their handshake.
 

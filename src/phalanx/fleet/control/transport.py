@@ -57,19 +57,19 @@ from phalanx.fleet.core.messages import (
     encode,
 )
 from phalanx.hardware.local.network import family_of, join_address, resolved
-from phalanx.process.open_files import RESERVE, raise_open_file_limit
+from phalanx.process.this_process import RESERVE, raise_open_file_limit
 from phalanx.run.peers import own_clock_is_wrong
 from phalanx.wire.messages import (
     SEAL_BYTES,
     EndedError,
     ForgedError,
+    FrameStream,
     MessageError,
     Seals,
     WireError,
     token_name,
 )
 from phalanx.wire.port import shut
-from phalanx.wire.stream import FrameStream
 
 # The limit on open files is checked before the fleet depends on it. Every agent is a connection, and one that
 # reconnects may count twice for a moment.

@@ -65,7 +65,7 @@ from phalanx.fleet.node.worker_pool import WorkerPool
 from phalanx.observe.logs.capture import capture_output
 from phalanx.observe.metrics.endpoint import Endpoint
 from phalanx.process.child import die_with_parent
-from phalanx.process.stop_signals import heeded
+from phalanx.process.this_process import heeded
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
 

@@ -29,11 +29,11 @@ from phalanx.fleet.control.security import (
     read_keyring,
 )
 from phalanx.hardware.local.network import address_towards, listening_address, split_address
-from phalanx.launch.foreign import in_slurm_step
+from phalanx.launch.local import in_slurm_step
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.log_file import order_for
 from phalanx.process.child import Child
-from phalanx.process.stop_signals import StopOrders
+from phalanx.process.this_process import StopOrders
 from phalanx.run.directory.paths import DirectoryKeeper
 from phalanx.train.lifecycle.ending import remove_failure
 from phalanx.train.start.open_run import OpenRun

@@ -33,7 +33,7 @@ from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.node.launcher import Launcher, LocalFleet
 from phalanx.process.child import Child, describe_exit, end_all
 from phalanx.process.restarts import MOST_DEATHS, RestartPolicy, Restarts
-from phalanx.process.stop_signals import StopOrders, on_stop_signals
+from phalanx.process.this_process import StopOrders, on_stop_signals
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import STOP_WORDS, Ending, last_words
 from phalanx.train.lifecycle.worker import EXIT_STOPPED

@@ -23,7 +23,7 @@ from typing import Literal
 
 import msgspec
 
-from phalanx.process.stop_signals import StopRequest
+from phalanx.process.this_process import StopRequest
 from phalanx.wire.connection import FramedConnection
 from phalanx.wire.messages import MessageDecoder
 

@@ -24,8 +24,7 @@ from phalanx.process.child import Child
 from phalanx.process.restarts import RestartPolicy
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec, RuntimeSpec
-from phalanx.wire.messages import EndedError, MessageError, encode
-from phalanx.wire.stream import FrameStream
+from phalanx.wire.messages import EndedError, FrameStream, MessageError, encode
 
 _RESTARTS = RestartPolicy(first_pause_s=0.2, longest_pause_s=10.0, most_deaths=None)
 _LAST_READ_S = 0.5

@@ -17,7 +17,7 @@ from phalanx.launch.engines.order import FOLDER, EngineError
 from phalanx.launch.engines.submission import OF_PODS, RECORD, Submitted, mark_stopped, read_record
 from phalanx.plugins import PluginError, load_plugin, plugin_names
 from phalanx.run.fields import Problem, unknown_value
-from phalanx.run.resolve import plugin_problems, variable_problems
+from phalanx.run.read import plugin_problems, variable_problems
 from phalanx.run.smaller_degrees import problems_on
 from phalanx.run.spec import LaunchSpec, RunSpec
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.run.directory.files import open_regular
-from phalanx.run.resolve import launch_variables
+from phalanx.run.read import launch_variables
 from phalanx.run.spec import LaunchSpec
 
 # The TCP port of a run's coordinator, outside the range from which the kernel takes the ports of outgoing connections.

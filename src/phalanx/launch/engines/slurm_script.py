@@ -31,7 +31,7 @@ from phalanx.launch.engines.order import (
     slurm_time,
 )
 from phalanx.launch.engines.slurm_options import options_in, refuse
-from phalanx.run.resolve import launch_variables
+from phalanx.run.read import launch_variables
 
 COMMENT, JOINING_COMMENT = "phalanx:", "phalanx-joining:"
 """Begin the comment of a job, before its run directory: of one that trains a run, and of one whose nodes join the fleet of another."""

@@ -20,7 +20,7 @@ from phalanx.launch.kubernetes.request import (
     user_of,
 )
 from phalanx.launch.placing import expanded
-from phalanx.run.resolve import launch_variables
+from phalanx.run.read import launch_variables
 
 Json: TypeAlias = dict[str, object]
 CONTAINER = "agent"

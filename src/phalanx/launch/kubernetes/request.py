@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from phalanx.launch.engines.order import EngineError
 from phalanx.launch.engines.submission import default_name
 from phalanx.run.directory.files import read_small
-from phalanx.run.resolve import launch_variables
+from phalanx.run.read import launch_variables
 from phalanx.run.spec import LaunchSpec, RunSpec
 
 PORT = 29_400

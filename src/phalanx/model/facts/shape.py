@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.run.factory import FactoryError
-from phalanx.run.kinds import block, ends, prediction_ahead
+from phalanx.run.kinds import block, prediction_ahead
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.run.kinds.mixture import is_mixture
@@ -68,8 +68,8 @@ def _refuse_custom(spec: ModelSpec) -> None:
 def outside_blocks(spec: ModelSpec) -> Iterator[Parameter]:
     """Yield the parameters outside of blocks: embedding, final norm, output projection, predictions ahead."""
     depths = prediction_ahead.depths(spec)
-    yield from ends.embedding_parts(spec, predictions=1 + depths)
-    yield from ends.head_parts(spec, predictions=1 + depths)
+    yield from block.embedding_parts(spec, predictions=1 + depths)
+    yield from block.head_parts(spec, predictions=1 + depths)
     for depth in range(depths):
         yield from prediction_ahead.parts(spec, depth)
 

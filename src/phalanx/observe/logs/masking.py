@@ -13,7 +13,7 @@ import re
 import urllib.parse
 from collections.abc import Iterable, Mapping
 
-from phalanx.run.resolve import SECRET_NAME
+from phalanx.run.read import SECRET_NAME
 
 MASKED = "***"
 _SHORTEST = 8

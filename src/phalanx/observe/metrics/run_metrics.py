@@ -35,7 +35,7 @@ from phalanx.observe.goodput import Goodput, goodput
 from phalanx.observe.ledger import PHASES, Bucket
 from phalanx.observe.metrics.samples import Derived, Found, Kind, Metric
 from phalanx.observe.throughput import typical
-from phalanx.run.sections.evaluation import MOST_TASKS
+from phalanx.run.sections.monitoring import MOST_TASKS
 
 # What a run's event stream says so far, kept small while the stream grows: a fold of its lines, one at a time.
 #

@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 
 from phalanx import version as of_package
 from phalanx.observe.logs.masking import MASKED, SecretMask, secret_values
-from phalanx.run.resolve import SECRET_NAME
+from phalanx.run.read import SECRET_NAME
 
 PACKAGES = (
     *("torch", "numpy", "tokenizers", "safetensors", "xxhash", "triton"),

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from phalanx.run.fields import Problem
-from phalanx.run.kinds import block, ends
+from phalanx.run.kinds import block
 from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.kinds.operations import MatrixProduct, Operation, Parameter, linear, norm, under
 from phalanx.run.spec import ModelSpec
@@ -49,5 +49,5 @@ def operations(model: ModelSpec) -> tuple[Operation, ...]:
     return (
         MatrixProduct("projection", "local", tuple(weights)),
         *block.operations(model, mixed=is_mixture(model, model.layers - 1)),
-        *ends.head_operations(model),
+        *block.head_operations(model),
     )

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from phalanx.run.fields import Problem
-from phalanx.run.kinds import block, ends, feed_forward, mixture, prediction_ahead
+from phalanx.run.kinds import block, feed_forward, mixture, prediction_ahead
 from phalanx.run.kinds.attention import attention_kind, attention_problems
 from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.kinds.operations import Parameter
@@ -72,7 +72,7 @@ def key_copies(model: ModelSpec, tensor: int) -> int:
 
 def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
     """Axes ("tensor", "context", "pipeline") whose degree must be 1 for this model, with the reason."""
-    yield from ends.undivided(model)
+    yield from block.undivided(model)
     yield from attention_kind(model).undivided(model)
     yield from prediction_ahead.undivided(model)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.process.stop_signals import StopRequest
+from phalanx.process.this_process import StopRequest
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.train.compare.observation import ReplayOrder, order_file, reached_file, seen_file

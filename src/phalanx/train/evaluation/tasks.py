@@ -32,7 +32,7 @@ import msgspec
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.run.directory.files import open_regular
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.sections.evaluation import PromptSpec
+from phalanx.run.sections.monitoring import PromptSpec
 from phalanx.run.spec import TaskSpec
 
 Kind = Literal["choice", "completion", "text", "generation"]

@@ -28,7 +28,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.observe.events import ChildTaken, ChildTrained, Forked
 from phalanx.observe.ledger import Ledger
 from phalanx.parallel.process_group.typed_gather import broadcast_typed, gather_typed
-from phalanx.run.sections.spike import Candidate
+from phalanx.run.sections.monitoring import Candidate
 from phalanx.train.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.guardian import EpochSupersededError

@@ -21,7 +21,7 @@ from phalanx.data.reading.prefetch import Prefetch
 from phalanx.observe.events import IncidentKind, LossSpike, NonFinite
 from phalanx.parallel.divisions import Round
 from phalanx.run.directory.paths import step_of
-from phalanx.run.sections.spike import Candidate, Preference
+from phalanx.run.sections.monitoring import Candidate, Preference
 from phalanx.run.spec import RunSpec, TrainSpec
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.step.rules import Spike, SpikeRule

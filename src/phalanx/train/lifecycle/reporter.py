@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.checkpoint.save.saver import SaveOutcome
-from phalanx.data.origin.show import provenance
+from phalanx.data.origin import provenance
 from phalanx.data.reading.sources import DataIndex
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import (
@@ -33,7 +33,7 @@ from phalanx.observe.record.records import CodePatch, code_patch, environment_re
 from phalanx.observe.sinks import CLOSE_TIMEOUT_S, END_TIMEOUT_S, Background, close_sinks
 from phalanx.run.directory.files import create_once, read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-from phalanx.run.resolve import addresses
+from phalanx.run.read import addresses
 from phalanx.run.spec import RunSpec
 
 

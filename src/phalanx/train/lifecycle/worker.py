@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from phalanx.hardware.local.detect import set_for_rank
 from phalanx.observe.logs.capture import capture_output
 from phalanx.process.child import die_with_parent
-from phalanx.process.stop_signals import StopRequest
+from phalanx.process.this_process import StopRequest
 from phalanx.train.lifecycle.ending import report_failure
 
 if TYPE_CHECKING:

@@ -26,12 +26,11 @@ from phalanx.data.reading.sources import (
     tokenizer_folder,
 )
 from phalanx.data.stored.index import HELD_OUT
-from phalanx.data.tokenizers.published.files import TOKENIZER_FILE
+from phalanx.data.tokenizers.published import TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import load_tokenizer, same_tokens
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.model.facts.shape import parameters
 from phalanx.observe.sink_registry import SinkError, require_sinks
-from phalanx.run.directory.lineage import taken_over_problems
 from phalanx.run.directory.paths import (
     RunDirectory,
     committed_steps,
@@ -41,8 +40,9 @@ from phalanx.run.directory.paths import (
 )
 from phalanx.run.factory import FactoryError
 from phalanx.run.fields import Problem
+from phalanx.run.identity import taken_over_problems
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.resolve import ONLY, field_of, plugin_problems, variable_problems
+from phalanx.run.read import ONLY, field_of, plugin_problems, variable_problems
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.store.open_store import check_url, is_url
 from phalanx.store.store import StoreError

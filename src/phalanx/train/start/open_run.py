@@ -31,11 +31,16 @@ from phalanx.hardware.kernels.compiler import NoHostKernelsError
 from phalanx.hardware.portable.build import library_file, unfit_processor
 from phalanx.observe.event_log import next_attempt
 from phalanx.run.directory.files import remove_temporaries, write_atomically
-from phalanx.run.directory.lineage import extending_command, shares_past
 from phalanx.run.directory.paths import FLEET_NAMES, RunDirectory, RunDirectoryError, read_resolved, step_of
-from phalanx.run.identity import differences, identity, layout_changes, run_owned
-from phalanx.run.read import spec_from_table, to_table
-from phalanx.run.resolve import record_of
+from phalanx.run.identity import (
+    differences,
+    extending_command,
+    identity,
+    layout_changes,
+    run_owned,
+    shares_past,
+)
+from phalanx.run.read import record_of, spec_from_table, to_table
 from phalanx.run.rules import ARITHMETIC, not_portable
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import open_store

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.data.tokenizers.published.files import TOKENIZER_FILE
+from phalanx.data.tokenizers.published import TOKENIZER_FILE
 from phalanx.run.directory.files import files_below
 from phalanx.run.directory.paths import (
     RunDirectory,
@@ -26,8 +26,7 @@ from phalanx.run.directory.paths import (
 )
 from phalanx.run.fields import Problem, RunFileError
 from phalanx.run.identity import differences
-from phalanx.run.read import override
-from phalanx.run.resolve import record_of
+from phalanx.run.read import override, record_of
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.open_run import OpenRun, holds_steps
 from phalanx.train.step.rules import multiplier

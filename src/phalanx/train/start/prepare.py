@@ -38,7 +38,7 @@ from phalanx.run.directory.paths import (
 from phalanx.run.factory import FactoryError, source_sha256
 from phalanx.run.fields import Problem, RunFileError
 from phalanx.run.kinds.whole_model import resolve as resolve_model
-from phalanx.run.resolve import ONLY, addresses, compute_format, device_of, field_of, found_again
+from phalanx.run.read import ONLY, addresses, compute_format, device_of, field_of, found_again
 from phalanx.run.smaller_degrees import problems_on
 from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
 from phalanx.store.open_store import is_remote, is_url

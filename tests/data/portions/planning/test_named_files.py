@@ -15,8 +15,8 @@ from data.portions.making_raw import Hostile, objects, raw_folder, texts, write_
 from phalanx.cli.data.data_command import command
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.portions.drive import carry_out, place_named_files, recipe_of_files
-from phalanx.data.portions.executors.executor import Executor, InOrder
 from phalanx.data.portions.planning.recipe import OutputRecipe
+from phalanx.data.portions.stages import Executor, InOrder
 from phalanx.data.preparing.prepare import PreparedDataset, prepare
 from phalanx.data.reading.dataset import verify_dataset
 from phalanx.data.stored.index import SPLITS, read_index

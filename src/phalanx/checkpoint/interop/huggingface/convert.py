@@ -47,7 +47,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, StepRecord, Tier
 from phalanx.data.chat.encode import save_template, saved_template, turn_ends
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizers.published.files import TOKENIZER_FILE
+from phalanx.data.tokenizers.published import TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import SENTENCEPIECE_FILE, load_tokenizer, tokenizer_from_file
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.fields import JsonObject

@@ -68,7 +68,7 @@ from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, choose_interface, device_for, leave
 from phalanx.parallel.torch_compat import flight_record
-from phalanx.process.stop_signals import StopRequest
+from phalanx.process.this_process import StopRequest
 from phalanx.run.directory.paths import (
     DamagedRecordError,
     RunDirectory,
@@ -79,7 +79,7 @@ from phalanx.run.directory.paths import (
 from phalanx.run.factory import load_factory
 from phalanx.run.identity import fencing_token
 from phalanx.run.peers import is_loopback
-from phalanx.run.resolve import addresses
+from phalanx.run.read import addresses
 from phalanx.run.smaller_degrees import divided_over
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote

@@ -18,7 +18,7 @@ from phalanx.fleet.node.worker_link import RunFailed, Unfit, WorkerEnd
 from phalanx.hardware.local.detect import set_for_rank
 from phalanx.observe.logs.capture import capture_output
 from phalanx.process.child import die_with_parent
-from phalanx.process.stop_signals import StopRequest
+from phalanx.process.this_process import StopRequest
 from phalanx.train.lifecycle.worker import EXIT_FAILED, known_errors, without_gc
 from phalanx.wire.messages import WireError
 

@@ -17,7 +17,7 @@ import pytest
 from data.portions.making_raw import objects, prepared, raw_folder, recipe_file
 from launch.engines.slurm_cluster import SlurmCluster, missing, slurm_cluster
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.executors.clusters import SlurmArray
+from phalanx.data.portions.clusters import SlurmArray
 from phalanx_process import ENVIRONMENT
 
 pytestmark = [

@@ -9,7 +9,7 @@ import pytest
 
 from data.portions.making_raw import objects, prepared, raw_folder, recipe_file
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.executors.clusters import SparkCluster
+from phalanx.data.portions.clusters import SparkCluster
 
 pytest.importorskip("pyspark", reason="pyspark is not installed: pip install 'phalanx-train[spark]'")
 pytestmark = [

@@ -23,7 +23,7 @@ from phalanx.data.preparing.prepare import prepare
 from phalanx.data.preparing.split_writer import split_of
 from phalanx.data.reading.dataset import RunData
 from phalanx.data.stored.index import HELD_OUT
-from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
+from phalanx.data.tokenizers.published import FallbackTokenizer
 from phalanx.data.tokenizers.tokenizer import load_tokenizer, same_tokens, tokenizer_from_file
 from phalanx_serve.http.detokenizer import IncrementalDetokenizer
 

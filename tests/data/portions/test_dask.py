@@ -10,7 +10,7 @@ import pytest
 
 from data.portions.making_raw import objects, prepared, raw_folder, recipe_file
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.executors.clusters import DaskCluster
+from phalanx.data.portions.clusters import DaskCluster
 
 distributed = pytest.importorskip("distributed")
 

@@ -8,7 +8,7 @@ import pytest
 
 from data.portions.making_raw import objects, prepared, raw_folder, recipe_file
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.executors.clusters import LOCAL, RayCluster
+from phalanx.data.portions.clusters import LOCAL, RayCluster
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'phalanx-train[ray]'")
 pytestmark = pytest.mark.slow

@@ -1,6 +1,6 @@
 """Executors: local processes, and clusters of Dask, Ray, Spark and Slurm.
 
-Each local process runs Python and reads tasks as lines (``worker.py``). Client packages are imported only when used.
+Each local process runs Python and reads tasks as lines (``stages.py``). Client packages are imported only when used.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.executors.executor import TaskOutcome, one_thread_each, task_at
-from phalanx.data.portions.stages import stages_of
+from phalanx.data.portions.stages import TaskOutcome, one_thread_each, stages_of, task_at
 from phalanx.data.portions.tasks import Workplace
 from phalanx.observe.event_log import lines_from_the_end
 from phalanx.process.child import LineChild, describe_exit, end_all
 
-_COMMAND = (sys.executable, "-P", "-m", "phalanx.data.portions.executors.worker")
+_COMMAND = (sys.executable, "-P", "-m", "phalanx.data.portions.stages")
 
 
 class Processes:

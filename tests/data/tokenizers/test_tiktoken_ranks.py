@@ -13,7 +13,7 @@ from tiktoken._educational import bpe_train
 from tiktoken_ext import openai_public
 
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizers.published.other_formats import KNOWN, Splitting, ranks_to_tokenizer_json
+from phalanx.data.tokenizers.other_formats import KNOWN, Splitting, ranks_to_tokenizer_json
 from phalanx.data.tokenizers.tokenizer import BpeTokenizer, load_tokenizer, tokenizer_from_file
 
 CORPUS = (

@@ -9,7 +9,7 @@ import pytest
 
 from data.making import write_dataset
 from phalanx.data.errors import DatasetError
-from phalanx.data.origin.where import (
+from phalanx.data.origin import (
     DataOrigin,
     mixture_facts,
     readings_of_step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.data.portions.executors.clusters import failure_message
+from phalanx.data.portions.clusters import failure_message
 from traced_memory import peak_and_found
 
 
@@ -25,7 +25,7 @@ def test_a_filter_that_prints_without_newlines_costs_no_memory_and_hides_no_mess
         file.write(b"\nError: part-1 is torn\n")
     peak, message = peak_and_found(
         tmp_path,
-        "from pathlib import Path\nfrom phalanx.data.portions.executors.clusters import failure_message",
+        "from pathlib import Path\nfrom phalanx.data.portions.clusters import failure_message",
         f"found = failure_message(Path({str(log)!r}))",
     )
     assert message == "part-1 is torn"

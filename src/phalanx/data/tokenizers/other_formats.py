@@ -16,8 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 from tokenizers import Tokenizer as HfTokenizer
 
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizers.published.byte_fallback import SPACE
-from phalanx.data.tokenizers.published.files import CONFIG_FILE
+from phalanx.data.tokenizers.published import CONFIG_FILE, SPACE
 
 _BPE = 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6

@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from phalanx.data.dedup import band_rows, signature, similar_pairs
 from phalanx.data.formats.document import Document
 from phalanx.data.steps.choose import Decontaminate, digest_of_file
-from phalanx.data.steps.rules import C4, GopherQuality, GopherRepetition, Length
-from phalanx.data.steps.step import Dropped
-from phalanx.data.words import is_spaceless, words_of
+from phalanx.data.steps.step import (
+    C4,
+    Dropped,
+    GopherQuality,
+    GopherRepetition,
+    Length,
+    is_spaceless,
+    words_of,
+)
 
 SCRIPTS = {
     "Chinese": (0x4E00, 0x9FA0),

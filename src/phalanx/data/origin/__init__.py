@@ -1,1 +1,0 @@
-"""Origin of tokens, and the steps that read them: for users, not for training."""

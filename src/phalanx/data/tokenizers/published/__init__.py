@@ -1,1 +1,0 @@
-"""Published tokenizers in several formats, converted to a ``tokenizer.json``."""
