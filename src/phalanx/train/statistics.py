@@ -399,12 +399,14 @@ class LayerMeter(StepStatistics):
         if report.nonfinite_slots or not self._is_due:
             self._measure_forward(report.nonfinite_slots[0] if report.nonfinite_slots else 0, search=True)
         self._add_routers()
+        # Rounded to seven significant digits, so that an event is half as long.
         self._emit(
             LayerStatistics(
                 step=self._step,
                 layers=self._layers,
                 figures={
-                    name: [_rounded(value) for value in values] for name, values in self._figures.items()
+                    name: [(value if value is None else float(f"{value:.7g}")) for value in values]
+                    for name, values in self._figures.items()
                 },
                 slot=self._slot,
                 applied=report.applied,
@@ -454,11 +456,6 @@ class LayerMeter(StepStatistics):
     def _set(self, figure: str, layer: str, value: float) -> None:
         values = self._figures.setdefault(figure, [None] * len(self._layers))
         values[self._layers.index(layer)] = value
-
-
-def _rounded(value: float | None) -> float | None:
-    """Round to seven significant digits, so that an event is half as long."""
-    return value if value is None else float(f"{value:.7g}")
 
 
 def router_figures(tokens: Sequence[int]) -> dict[str, float]:

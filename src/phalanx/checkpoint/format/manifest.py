@@ -62,7 +62,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(data: bytes, path: str) -> Manifest:
     """Inverse of ``encode_manifest``. ``path`` is for messages. Raises CorruptError, FormatVersionError."""
     content = parse_object(data, path)
-    _require_version(content, path)
+    version = content.get("version")
+    if version != _VERSION:
+        raise FormatVersionError(
+            f"{path}: manifest version {version!r}; this version of Phalanx reads {_VERSION}. "
+            "Use the version that wrote it, or export it there to safetensors."
+        )
     try:
         return Manifest(
             rank=content["rank"],
@@ -90,16 +95,6 @@ def parse_object(data: bytes, path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CorruptError(f"{path}: not a JSON object; the file was changed or torn. Restore another step.")
     return content
-
-
-def _require_version(content: Mapping[str, object], path: str) -> None:
-    """Raise ``FormatVersionError`` for a manifest of another version."""
-    version = content.get("version")
-    if version != _VERSION:
-        raise FormatVersionError(
-            f"{path}: manifest version {version!r}; this version of Phalanx reads {_VERSION}. "
-            "Use the version that wrote it, or export it there to safetensors."
-        )
 
 
 # The index of a checkpoint, ``checkpoint.json``: it commits the checkpoint and is the root of its checksums.

@@ -426,7 +426,12 @@ def _new_file(out: Path, needed: int) -> Iterator[int]:
     descriptor = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(out)
+        # Files of killed packs of the same name are removed.
+        pattern = re.compile(rf"\.{re.escape(out.name)}\.(\d+)\.partial")
+        for name in os.listdir(out.parent):
+            match = pattern.fullmatch(name)
+            if match and not Path("/proc", match[1]).exists():
+                (out.parent / name).unlink(missing_ok=True)
         stat = os.statvfs(out.parent)
         if stat.f_bavail * stat.f_frsize < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
@@ -456,15 +461,6 @@ def _explained(error: OSError, out: Path, needed: int) -> Exception:
     return StorageError(
         f"{error.filename or out}: {error.strerror}. No files remain; name another file (--out)."
     )
-
-
-def _remove_abandoned(out: Path) -> None:
-    """Remove files of killed packs of the same name."""
-    pattern = re.compile(rf"\.{re.escape(out.name)}\.(\d+)\.partial")
-    for name in os.listdir(out.parent):
-        match = pattern.fullmatch(name)
-        if match and not Path("/proc", match[1]).exists():
-            (out.parent / name).unlink(missing_ok=True)
 
 
 def _write_all(descriptor: int, data: bytes | bytearray, start: int) -> None:

@@ -98,7 +98,9 @@ class ImageCopier:
         """Queue copies from GPUs on a stream of their own, after the current stream's work; return the last one's event."""
         copied = None
         for device, pairs in devices.items():
-            stream = self._stream(device)
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = self._streams[device]
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 for target, tensor in pairs:
@@ -107,12 +109,6 @@ class ImageCopier:
                 copied.record(stream)
             self._last_copied.append((device, copied))
         return copied
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the device's stream for copies, which is made once."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
 
 
 def on_cuda(shards: Sequence[Shard]) -> bool:
@@ -212,7 +208,10 @@ class StagingBuffers:
         buffer = self._acquire(layout.nbytes, on_cuda(shards))
         acquired = time.perf_counter()
         try:
-            copied = self._fill(buffer, layout, shards)
+            if buffer.layout is not layout:
+                buffer.data[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
+                buffer.layout = layout
+            copied = self._copier.copy(layout, shards, buffer.data)
         except BaseException:
             self._give_back(buffer)
             raise
@@ -242,17 +241,6 @@ class StagingBuffers:
         with self._returned:
             self._free.append(buffer)
             self._returned.notify()
-
-    def _fill(
-        self, buffer: _Buffer, layout: ImageLayout, shards: Sequence[Shard]
-    ) -> "torch.cuda.Event | None":
-        """Copy the header, if the layout is new, and the shards into a buffer; return the event after the last copy, if
-        any is on a GPU.
-        """
-        if buffer.layout is not layout:
-            buffer.data[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
-            buffer.layout = layout
-        return self._copier.copy(layout, shards, buffer.data)
 
     def _acquire(self, nbytes: int, pinned: bool) -> _Buffer:
         """Return a free buffer of at least ``nbytes``, allocated or enlarged if necessary; blocks while all are in use."""

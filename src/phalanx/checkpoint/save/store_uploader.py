@@ -216,7 +216,9 @@ class StoreUploader:
                     last_look = look
                     good = self._copy_all(share)
                     retry_s = math.inf if good else time.monotonic() + self._times.again_s
-                pause_s = self._pause_s()
+                # The next look at the disk is sooner while a step is expected.
+                waits = self._expected != _NO_STEP and not self._disk.has(self._expected)
+                pause_s = self._times.look_s if waits else self._times.idle_look_s
             except Exception as error:  # the disk or a listing failed; retry later
                 self._report_failure(_NO_STEP, error)
                 retry_s = time.monotonic() + self._times.again_s
@@ -224,11 +226,6 @@ class StoreUploader:
                 self._answered = requested
                 self._changed.notify_all()
                 self._changed.wait_for(self._hurried, pause_s)
-
-    def _pause_s(self) -> float:
-        """Return the seconds until the next look at the disk, which are fewer while a step is expected."""
-        waits = self._expected != _NO_STEP and not self._disk.has(self._expected)
-        return self._times.look_s if waits else self._times.idle_look_s
 
     def _hurried(self) -> bool:
         return self._cancelled or self._requested > self._answered or self._share != self._passing
@@ -253,7 +250,9 @@ class StoreUploader:
             return False  # the process that commits sets aside first
         committed = self._disk.steps()
         self._retention = replace(self._retention, before=self._spikes(committed))
-        on_disk = [step for step in committed if self._due(step)]
+        on_disk = [
+            step for step in committed if is_copied(step, self._rules.every_steps, self._rules.last_step)
+        ]
         stored = tier.steps()
         not_stored = [step for step in on_disk if step not in stored]
         expired = set(self._retention.expired([*stored, *on_disk, *self._missing]))
@@ -274,9 +273,6 @@ class StoreUploader:
         if good and share.commits:
             self._retain(tier)
         return good
-
-    def _due(self, step: int) -> bool:
-        return is_copied(step, self._rules.every_steps, self._rules.last_step)
 
     def _spikes(self, on_disk: Sequence[int]) -> tuple[int, ...]:
         """Return the first steps of the newest spikes, from the newest readable checkpoint. As on disk, the copies before these are kept."""

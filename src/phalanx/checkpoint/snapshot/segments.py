@@ -243,18 +243,6 @@ class Segment:
 
         Pages stay mapped from one snapshot to the next. Raises StorageFullError if there is no room; then the old snapshot stays.
         """
-        self._require_room(nbytes)
-        self._grow(nbytes)
-        self.void()
-        return self.image(nbytes)
-
-    def reserve(self, nbytes: int) -> None:
-        """Make room for an image of ``nbytes`` bytes and map its pages; the snapshot stays. Raises StorageFullError."""
-        self._grow(nbytes)
-        self._populate(_end_of(nbytes))
-
-    def _require_room(self, nbytes: int) -> None:
-        """Raise ``StorageFullError`` if memory lacks room to grow to ``nbytes``."""
         # Checked here, because the kernel would kill some process when the pages are filled.
         more_bytes = _end_of(nbytes) - os.fstat(self.descriptor).st_blocks * _STAT_BLOCK_BYTES
         if more_bytes > 0 and more_bytes > (free_bytes := self._free_bytes()):
@@ -263,6 +251,14 @@ class Segment:
                 f"no room for a snapshot: it needs {more_bytes:,} bytes more, and {free_bytes:,} are free; give the node more memory, or set "
                 "fleet.snapshot_every_steps = 0 (a node has two snapshots of each of its ranks and two of as many others)"
             )
+        self._grow(nbytes)
+        self.void()
+        return self.image(nbytes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for an image of ``nbytes`` bytes and map its pages; the snapshot stays. Raises StorageFullError."""
+        self._grow(nbytes)
+        self._populate(_end_of(nbytes))
 
     def _grow(self, nbytes: int) -> None:
         """Enlarge the segment to hold an image of ``nbytes`` bytes and a record, and map it; raises StorageFullError."""

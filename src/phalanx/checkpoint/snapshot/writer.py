@@ -182,17 +182,12 @@ class SnapshotWriter:
         )
         manifest = Manifest(taken_snapshot.key.rank, "", layout.nbytes, self._block_bytes, (), layout.entries)
         snapshot = Snapshot(self._run, taken_snapshot.epoch, taken_snapshot.key, previous, extra, manifest)
-        segment.complete(
-            layout.nbytes, encode_record(snapshot, self._boxes_of(manifest, layout), digests.tobytes())
-        )
-        if self._on_complete is not None:
-            self._on_complete(taken_snapshot)
-
-    def _boxes_of(self, manifest: Manifest, layout: ImageLayout) -> bytes:
-        """Return the part of a record that is the same for every snapshot of a layout."""
+        # The part of a record that is the same for every snapshot of a layout is encoded once.
         if self._boxes is None or self._boxes[0] is not layout or self._boxes[1] != manifest.rank:
             self._boxes = layout, manifest.rank, encode_manifest(manifest)
-        return self._boxes[2]
+        segment.complete(layout.nbytes, encode_record(snapshot, self._boxes[2], digests.tobytes()))
+        if self._on_complete is not None:
+            self._on_complete(taken_snapshot)
 
     def _pin(self, index: int, image: ByteArray, shards: Sequence[Shard]) -> None:
         """Pin the segment's memory for copies from a GPU, unless it is pinned or the shards are not on one."""

@@ -377,7 +377,15 @@ class CatalogReader:
         except CheckpointError as error:
             wrong.append((EXTENTS, error))
         try:
-            _require_whole(index.step, step, index.world_size, sum(ref.ranks for ref in index.catalogs))
+            manifests = sum(ref.ranks for ref in index.catalogs)
+            if index.step != step:
+                raise CorruptError(
+                    f"the index is of step {index.step}: the folder was renamed. Give it its own name back."
+                )
+            if manifests != index.world_size:
+                raise CorruptError(
+                    f"{manifests} manifests for {index.world_size} ranks. Restore another step."
+                )
             if not wrong:
                 joined(extents).merged(0).require_whole()
         except CheckpointError as error:
@@ -439,13 +447,3 @@ def look_through(
             yield min(number * manifest.block_bytes, manifest.nbytes), problem
             if not isinstance(problem, CorruptError):
                 return
-
-
-def _require_whole(recorded_step: int, step: int, world_size: int, manifests: int) -> None:
-    """Raise CorruptError if the index is of another step, or has not as many manifests as ranks."""
-    if recorded_step != step:
-        raise CorruptError(
-            f"the index is of step {recorded_step}: the folder was renamed. Give it its own name back."
-        )
-    if manifests != world_size:
-        raise CorruptError(f"{manifests} manifests for {world_size} ranks. Restore another step.")

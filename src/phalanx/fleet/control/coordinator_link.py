@@ -222,16 +222,15 @@ class CoordinatorLink:
             self._log(f"a command that cannot be decoded: {error}")
         else:
             if isinstance(command, Lead):
-                self._take_lead(command.reign)
+                # Followed, unless a later coordinator has led this agent.
+                if command.reign < self._follows:
+                    self.drop(
+                        f"it leads in reign {command.reign}, and was superseded: reign {self._follows} has begun"
+                    )
+                else:
+                    self._led_s, self._follows = time.monotonic(), command.reign
             elif self._dropping is None or not self._dropping.done():
                 self._on_command(command)
-
-    def _take_lead(self, reign: int) -> None:
-        """Follow a coordinator, unless a later one has led this agent."""
-        if reign < self._follows:
-            self.drop(f"it leads in reign {reign}, and was superseded: reign {self._follows} has begun")
-        else:
-            self._led_s, self._follows = time.monotonic(), reign
 
 
 class _Dropped(Exception):  # noqa: N818

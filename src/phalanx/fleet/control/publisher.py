@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.fleet.control.fleet_file import FleetFile, path_in, write_fleet_file
@@ -68,18 +68,15 @@ class Publisher:
 
         Write fleet.json periodically, and at once when an epoch trains, unless the run is over.
         """
-        self._tell_new(state.incidents)
+        # The incidents since the last call.
+        for incident in state.incidents:
+            if incident.at_s > self._published_s:
+                self.publish_incident(incident)
+        self._published_s = max((incident.at_s for incident in state.incidents), default=self._published_s)
         formed = state.phase is FleetPhase.RUNNING and state.epoch != self._shown_epoch
         if (now_s >= self._due_s or formed) and self._writing is None and not over:
             self._shown_epoch = state.epoch if formed else self._shown_epoch
             self._writing = asyncio.create_task(self._write(now_s))
-
-    def _tell_new(self, incidents: Sequence[Incident]) -> None:
-        """Publish the incidents since the last call."""
-        for incident in incidents:
-            if incident.at_s > self._published_s:
-                self.publish_incident(incident)
-        self._published_s = max((incident.at_s for incident in incidents), default=self._published_s)
 
     def publish_incident(self, incident: Incident) -> None:
         """Write an incident into the log and the run's event stream. The end of an epoch also calls ``on_epoch_left``."""

@@ -309,7 +309,14 @@ def put(state: FleetState, node: Node) -> Node:
     old = state.nodes.get(node.name)
     if old is None or old.snapshots != node.snapshots or old.alive != node.alive:
         if old is not None:
-            _unlist(state, old)
+            # The node's snapshots are removed from ``copies``.
+            for snapshot, key in {(snapshot, key) for snapshot, key, _ in _listed(state, old)}:
+                keys = state.copies[snapshot]
+                del keys[key][old.name]
+                if not keys[key]:
+                    del keys[key]
+                if not keys:
+                    del state.copies[snapshot]
         _enlist(state, node)
     state.nodes[node.name] = node
     if is_leaving(node):
@@ -362,17 +369,6 @@ def _enlist(state: FleetState, node: Node) -> None:
     """Add a node's snapshots to the copies of each state."""
     for snapshot, key, rank in _listed(state, node):
         state.copies.setdefault(snapshot, {}).setdefault(key, {}).setdefault(node.name, rank)
-
-
-def _unlist(state: FleetState, node: Node) -> None:
-    """Remove a node's snapshots from ``copies``."""
-    for snapshot, key in {(snapshot, key) for snapshot, key, _ in _listed(state, node)}:
-        keys = state.copies[snapshot]
-        del keys[key][node.name]
-        if not keys[key]:
-            del keys[key]
-        if not keys:
-            del state.copies[snapshot]
 
 
 def distrust(state: FleetState, step: int) -> None:

@@ -169,18 +169,6 @@ class Agent:
         looking = (self._health.run(), self._follow_leader())
         for forever in (self._link.run(), self._tick(), self._beat(), *looking):
             self._in_background(forever)
-        self._serve_metrics()
-        await self._over.wait()
-        self.log(f"ends: {self._reason}")
-        self._endpoint.close()
-        await self._farewell(_FAREWELL_S if self._next_attempt is None else None)
-        await self._copies.end(settled=self._run_is_over)
-        if self._failure:
-            raise AgentError(self._failure)
-        return self._next_attempt
-
-    def _serve_metrics(self) -> None:
-        """Serve the metrics of the agent, the machine, its software and its GPUs."""
         labels, run_dir = self._endpoint.labels, self._args.run_dir
         self._endpoint.start(
             {
@@ -190,6 +178,14 @@ class Agent:
                 "gpu": lambda: gpu_samples(labels),
             }
         )
+        await self._over.wait()
+        self.log(f"ends: {self._reason}")
+        self._endpoint.close()
+        await self._farewell(_FAREWELL_S if self._next_attempt is None else None)
+        await self._copies.end(settled=self._run_is_over)
+        if self._failure:
+            raise AgentError(self._failure)
+        return self._next_attempt
 
     def _facts(self) -> AgentFacts:
         """Return what the metrics show of this agent."""

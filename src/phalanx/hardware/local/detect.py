@@ -160,7 +160,7 @@ class CpuThrottles:
         now = _read(self._places)
         grown = {place: count - self._before.get(place, count) for place, count in now.items()}
         self._before = now
-        cpus = [_cpu(place) for place, more in grown.items() if more > 0]
+        cpus = [int(re.sub(r"\D", "", place.parent.parent.name)) for place, more in grown.items() if more > 0]
         times = max(grown.values(), default=0)
         return [f"processors {_spans(set(cpus))}: clocks lowered for heat, {times} times"] if cpus else []
 
@@ -172,10 +172,6 @@ def _read(places: Iterable[Path]) -> dict[Path, int]:
         with suppress(OSError, ValueError):
             counters[place] = int(place.read_text())
     return counters
-
-
-def _cpu(place: Path) -> int:
-    return int(re.sub(r"\D", "", place.parent.parent.name))
 
 
 def _spans(numbers: set[int]) -> str:

@@ -124,7 +124,18 @@ def reduce(state: State, event: Event) -> State:
         explained = state.explained or isinstance(event.body, EpochLeft)
         return replace(state, t=event.t, notes=(*state.notes, *new)[-NOTES_KEPT:], explained=explained)
     if event.attempt != state.attempt:
-        state = _next_attempt(state, event)
+        # The curve and the last checkpoint are the run's; speeds and endings were the old attempt's.
+        state = replace(
+            state,
+            attempt=event.attempt,
+            recent_step_s=(),
+            recent_t=(),
+            stopped=None,
+            finished=None,
+            step_t=None,
+            evaluating=None,
+            explained=False,
+        )
     state = replace(state, t=event.t, notes=(*state.notes, *new)[-NOTES_KEPT:])
     match event.body:
         case RunStarted() as body:
@@ -146,21 +157,6 @@ def reduce(state: State, event: Event) -> State:
         case Finished() as body:
             return replace(state, finished=body)
     return state
-
-
-def _next_attempt(state: State, event: Event) -> State:
-    """The curve and the last checkpoint are the run's; speeds and endings were the old attempt's."""
-    return replace(
-        state,
-        attempt=event.attempt,
-        recent_step_s=(),
-        recent_t=(),
-        stopped=None,
-        finished=None,
-        step_t=None,
-        evaluating=None,
-        explained=False,
-    )
 
 
 def _with_step(state: State, t: float, body: Step) -> State:

@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.observe.display.state import (
-    Note,
     State,
     describe_checkpoint,
     describe_evaluating,
@@ -60,22 +59,18 @@ def show_events(events: Iterable[Event], console: Console, live: bool, every_s: 
     are printed: see ``plain_lines``. Colors follow the console, and so NO_COLOR.
     """
     if live and console.is_terminal and not console.is_dumb_terminal:
-        _show_panel(events, console)
+        state = State()
+        # Drawn on a timer, not per event: a replay of a million events costs no more than a live run.
+        with Live(
+            get_renderable=lambda: render(state, console.width),
+            console=console,
+            refresh_per_second=REFRESHES_PER_S,
+        ):
+            for event in events:
+                state = reduce(state, event)
         return
     for line in plain_lines(events, every_s):
         console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-
-def _show_panel(events: Iterable[Event], console: Console) -> None:
-    state = State()
-    # Drawn on a timer, not per event: a replay of a million events costs no more than a live run.
-    with Live(
-        get_renderable=lambda: render(state, console.width),
-        console=console,
-        refresh_per_second=REFRESHES_PER_S,
-    ):
-        for event in events:
-            state = reduce(state, event)
 
 
 # --- the panel ----------------------------------------------------------------------------------
@@ -89,22 +84,30 @@ def render(state: State, width: int = 80) -> RenderableType:
     if state.finished is not None:
         parts += [Text(""), _result(state.finished.result)]
     if state.notes:
-        parts += [Text(""), *(_note_line(note) for note in state.notes)]
+        parts += [
+            Text(""),
+            *(
+                (
+                    Text.assemble(
+                        (clock(note.t) + "  ", "dim"),
+                        (printable(note.text), NOTE_STYLES.get(note.level, "")),
+                        overflow="fold",
+                    )
+                )
+                for note in state.notes
+            ),
+        ]
+    name = state.started.run if state.started else "waiting for the run to start"
     return Panel(
         Group(*parts),
-        title=_title(state),
+        title=Text.assemble(("phalanx", "bold"), " · ", (printable(name), "bold cyan")),
         title_align="left",
         subtitle=_subtitle(state),
         subtitle_align="right",
         box=box.ROUNDED,
         width=inner + 4,
-        border_style=_border(state),
+        border_style=("green" if state.finished else "yellow" if state.stopped else "cyan"),
     )
-
-
-def _title(state: State) -> Text:
-    name = state.started.run if state.started else "waiting for the run to start"
-    return Text.assemble(("phalanx", "bold"), " · ", (printable(name), "bold cyan"))
 
 
 def _subtitle(state: State) -> Text:
@@ -113,10 +116,6 @@ def _subtitle(state: State) -> Text:
     parts += [f"{state.ranks:,} rank{'' if state.ranks == 1 else 's'}"] if state.ranks else []
     parts += [printable(device)] if device else []
     return Text(" · ".join(parts), style="dim")
-
-
-def _border(state: State) -> str:
-    return "green" if state.finished else "yellow" if state.stopped else "cyan"
 
 
 def _progress(state: State, width: int) -> RenderableType:
@@ -219,14 +218,6 @@ def _figures(result: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for name, value in result.items():
         if value is not None and not isinstance(value, Mapping):
             yield name, f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _note_line(note: Note) -> Text:
-    return Text.assemble(
-        (clock(note.t) + "  ", "dim"),
-        (printable(note.text), NOTE_STYLES.get(note.level, "")),
-        overflow="fold",
-    )
 
 
 def _grid(widths: Sequence[int | None]) -> Table:

@@ -65,7 +65,7 @@ def metrics_page(exporter: Exporter) -> Page:
 
     def page(headers: Headers) -> Answer:
         open_metrics = "application/openmetrics-text" in headers.get("accept", "")
-        zipped = _takes_gzip(headers)
+        zipped = "gzip" in headers.get("accept-encoding", "")
         text = exporter.text(open_metrics=open_metrics, zipped=zipped)
         return Answer(text, OPEN_METRICS if open_metrics else TEXT, zipped=zipped)
 
@@ -182,10 +182,6 @@ class MetricsServer:
             return page(headers)
         except Exception as error:
             return _plain("500 Internal Server Error", f"{type(error).__name__}: {error}")
-
-
-def _takes_gzip(headers: Headers) -> bool:
-    return "gzip" in headers.get("accept-encoding", "")
 
 
 def _plain(status: str, text: str) -> Answer:

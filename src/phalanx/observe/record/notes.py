@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -70,7 +70,9 @@ class Machine:
             **self.packages,
             "installed packages": self.packages_sha256[:12],
             "driver": self.driver,
-            "accelerators": _counted(self.accelerators),
+            "accelerators": ", ".join(
+                f"{count} x {name}" for name, count in sorted(Counter(self.accelerators).items())
+            ),
             "processor": self.cpu_model,
             "cores": str(self.cores),
             "platform": self.platform,
@@ -219,10 +221,6 @@ def _without_echo(differences: list[MachineDifference]) -> list[MachineDifferenc
         if difference.fact != "installed packages"
         or frozenset(node for group in difference.odd.values() for node in group) not in nodes
     ]
-
-
-def _counted(names: Iterable[str]) -> str:
-    return ", ".join(f"{count} x {name}" for name, count in sorted(Counter(names).items()))
 
 
 TOLD_EVERY_S = 5.0

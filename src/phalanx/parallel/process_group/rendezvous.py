@@ -171,7 +171,9 @@ def join(environment: RankEnvironment, device: torch.device, timeout_s: float) -
         choose_interface([address_towards(environment.host)], shared=environment.several_machines)
     make_current(device)
     try:
-        store = _file_store(environment)
+        # Ranks of one machine meet in a file. PyTorch does not decode a ``file://`` URL, and would open a file with ``%20`` in its name.
+        address = urlparse(environment.meeting_point)
+        store = FileStore(unquote(address.path), environment.ranks) if address.scheme == "file" else None
         dist.init_process_group(
             backend=backends_for(device),
             init_method=None if store else environment.meeting_point,
@@ -221,15 +223,6 @@ def choose_interface(addresses: Sequence[str], *, shared: bool) -> None:
             f"the ranks of other machines could not reach those of this one: no interface here has {' or '.join(addresses) or 'an address'}, and "
             f"the host name {own} is {' or '.join(resolved(own)) or 'unknown'}: set GLOO_SOCKET_IFNAME to the interface that they reach"
         )
-
-
-def _file_store(environment: RankEnvironment) -> FileStore | None:
-    """Return the file store of ranks on one machine, or ``None`` if they meet elsewhere.
-
-    PyTorch does not decode a ``file://`` URL, and would open a file with ``%20`` in its name.
-    """
-    address = urlparse(environment.meeting_point)
-    return FileStore(unquote(address.path), environment.ranks) if address.scheme == "file" else None
 
 
 def _explain(error: Exception, environment: RankEnvironment) -> str:

@@ -163,7 +163,11 @@ class IntegerReducer:
         if not self.intake.admit(self.name, gradient):
             return False
         current = self.intake.round
-        new = self._empty(gradient) if self.each_round or self.bins is None else self.bins
+        new = (
+            Bins.empty(self.shares, self.layout, BinFormat(self.summands), gradient.device)
+            if self.each_round or self.bins is None
+            else self.bins
+        )
         if self.place < len(self.leaves.of_round(current)):
             if current.slot in self._added_slots:
                 raise ValueError(f"slot {current.slot} was given twice")
@@ -206,9 +210,6 @@ class IntegerReducer:
         """Discard the sum."""
         self.bins = None
         self._added_slots.clear()
-
-    def _empty(self, gradient: Tensor) -> Bins:
-        return Bins.empty(self.shares, self.layout, BinFormat(self.summands), gradient.device)
 
 
 class IntegerReduceScatter(PlainBuffers, ReduceScatter):

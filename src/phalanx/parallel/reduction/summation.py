@@ -159,13 +159,10 @@ class TreeSummation(Summation):
             self._accumulating.discard(parameter)
             self._trees[parameter].push_node((1, slot // 2), parameter.grad)
         elif self.intake.admit(self._names[parameter], parameter.grad):
-            self._trees[parameter].push(slot, self._in_spare(parameter, parameter.grad))
+            # Copied into a free buffer, if there is one, so that the gradient's own memory can serve the next layer's.
+            spare = self.spare[parameter]
+            self._trees[parameter].push(slot, spare.pop().copy_(parameter.grad) if spare else parameter.grad)
         parameter.grad = None
-
-    def _in_spare(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        """Copy ``gradient`` into a free buffer, if there is one, so that its own memory can serve the next layer's gradient."""
-        spare = self.spare[parameter]
-        return spare.pop().copy_(gradient) if spare else gradient
 
     def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         """Return the siblings' sums of ``add_to_siblings`` to their trees, and push the gradients of ``parameters`` as

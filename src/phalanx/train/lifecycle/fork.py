@@ -46,7 +46,7 @@ from phalanx.train.lifecycle.progress import (
     spikes_again,
 )
 from phalanx.train.lifecycle.saving import Saving
-from phalanx.train.step.step import StepFlags, Stepper, StepReport
+from phalanx.train.step.step import StepFlags, Stepper
 
 _STEPS = "child_steps"
 """The key of a child's steps in its checkpoint's ``extra``."""
@@ -194,7 +194,10 @@ class Fork:
             if report.flags.stop:
                 raise ForkStoppedError
             child.advance(report, stepper.updates, spec.train, child.spike(report, spec.train))
-            steps.append(_child_step(child, report))
+            loss, norm = (
+                value if math.isfinite(value) else None for value in (report.loss, report.grad_norm)
+            )
+            steps.append(ChildStep(child.step, loss, norm, report.lr, child.tokens, report.applied))
         self._save(candidate, child, steps)
         return TrainedChild(candidate, child, steps)
 
@@ -269,8 +272,3 @@ class Fork:
         dist.barrier()
         inputs.guardian.computed()
         return next((error for of_rank in failures for error in of_rank), "")
-
-
-def _child_step(child: TrainProgress, report: StepReport) -> ChildStep:
-    loss, norm = (value if math.isfinite(value) else None for value in (report.loss, report.grad_norm))
-    return ChildStep(child.step, loss, norm, report.lr, child.tokens, report.applied)

@@ -230,22 +230,17 @@ class _Counting(DispatchMode):
         axis = self.axes[group_of(args)]
         self.calls[axis, _KINDS[name]] += 1
         if func.namespace == "c10d":
-            _fill(name, args, everybody=axis == "all")
+            # The result of a fake operation: zeros received, one added to a sum of all ranks, else the input repeated or cut off.
+            if name == "recv_":
+                args[0][0].zero_()
+            elif name == "allreduce_":
+                # Another rank adds a one: sums over the fleet that this rank has no part in are not empty.
+                args[0][0].add_(int(axis == "all"))
+            elif name != "send":
+                _spread(args[1], args[0])
         elif isinstance(result, Tensor):
             _spread(args[0], result)
         return result
-
-
-def _fill(name: str, args: tuple[Any, ...], *, everybody: bool) -> None:
-    """Fill the result of a fake ``c10d`` operation: zeros received, one added to a sum of all ranks, else the input repeated or cut
-    off."""
-    if name == "recv_":
-        args[0][0].zero_()
-    elif name == "allreduce_":
-        # Another rank adds a one: sums over the fleet that this rank has no part in are not empty.
-        args[0][0].add_(int(everybody))
-    elif name != "send":
-        _spread(args[1], args[0])
 
 
 def _spread(input_: Tensor, result: Tensor) -> None:

@@ -47,7 +47,10 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True)
         yield folder
-        _sync_all(folder)
+        for path in files_below(folder):
+            sync(path)
+        for below in folders_below(folder):
+            sync(below)
         os.rename(folder, out)
         sync(out.parent)
     except OSError as error:
@@ -58,14 +61,6 @@ def new_folder(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _sync_all(folder: Path) -> None:
-    """Sync all files and folders below ``folder`` to disk."""
-    for path in files_below(folder):
-        sync(path)
-    for below in folders_below(folder):
-        sync(below)
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:

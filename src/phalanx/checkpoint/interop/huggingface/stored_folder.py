@@ -129,7 +129,11 @@ def stand_in(directory: Path) -> Iterator[StandIn]:
         parent = None
         try:
             parent = stack.enter_context(held_folder("phalanx-published-"))
-            run = RunDirectory(parent / _name(directory))
+            # A run's name must not have characters that are not printable.
+            name = "".join(
+                character if character.isprintable() else "_" for character in directory.resolve().name
+            )
+            run = RunDirectory(parent / (name[:100] or "model"))
             run.path.mkdir()
             without_tokenizer, notes = write_small_files(directory, run, run.path.name, folder.spec)
             run.weights_elsewhere.write_text(json.dumps({_FOLDER: str(directory.resolve())}))
@@ -137,12 +141,6 @@ def stand_in(directory: Path) -> Iterator[StandIn]:
             raise StorageError(_copy_failure(error, directory, parent)) from error
         tokenizer_note = (f"without a tokenizer: {without_tokenizer}",) if without_tokenizer else ()
         yield StandIn(run.path, (*folder.notes, *notes, *tokenizer_note))
-
-
-def _name(directory: Path) -> str:
-    """Return the name of ``directory``, without characters that a run's name must not have."""
-    name = "".join(character if character.isprintable() else "_" for character in directory.resolve().name)
-    return name[:100] or "model"
 
 
 def _copy_failure(error: OSError, directory: Path, parent: Path | None) -> str:

@@ -145,10 +145,15 @@ def open_folder(directory: Path, stack: ExitStack, *, compared: bool = False) ->
     weights = Weights(_whole_names(unpacked(tensors) if storage.mxfp4 else tensors, spec), storage)
     spec, notes = _settle_mtp(spec, family, weights.tensors)
     needed = tuple(published(spec, family))
-    notes += _settle_biases(needed, weights.tensors) + _rounded(weights.tensors)
+    double = sum(tensor.get_dtype() == _FP64 for tensor in weights.tensors.values())
+    notes += _settle_biases(needed, weights.tensors) + (
+        (f"{double} tensors are stored in float64, and rounded to float32",) if double else ()
+    )
     _require_tensors(directory, spec, needed, weights)
     if not compared:
-        _require_same_copies(directory, spec, weights)
+        for copy, original in _copies(spec).items():
+            if copy in weights.tensors:
+                _require_same(directory, copy, original, weights)
     return OpenFolder(spec, weights, needed, notes + import_notes(config))
 
 
@@ -232,12 +237,6 @@ def _whole_names(tensors: dict[str, StoredTensor], spec: ModelSpec) -> dict[str,
     if not is_base or any(name.startswith("model.") for name in tensors):
         return tensors
     return {f"model.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _rounded(tensors: Mapping[str, StoredTensor]) -> tuple[str, ...]:
-    """Return a note on weights that are rounded."""
-    double = sum(tensor.get_dtype() == _FP64 for tensor in tensors.values())
-    return (f"{double} tensors are stored in float64, and rounded to float32",) if double else ()
 
 
 def _files_of(index: Path) -> list[str]:
@@ -336,13 +335,6 @@ def _copies(spec: ModelSpec) -> dict[str, str]:
     """Return the tensors that a folder may repeat, with the originals."""
     copies = {tensor.name: hf_name(tensor.parameter.name) for tensor in shared_copies(spec)}
     return copies | ({_HEAD: "model.embed_tokens.weight"} if spec.tie_embeddings else {})
-
-
-def _require_same_copies(directory: Path, spec: ModelSpec, weights: Weights) -> None:
-    """Raise HuggingFaceError if a stored copy of a tied tensor differs from the original."""
-    for copy, original in _copies(spec).items():
-        if copy in weights.tensors:
-            _require_same(directory, copy, original, weights)
 
 
 def _dtype_problems(name: str, weights: Weights) -> list[str]:

@@ -89,14 +89,6 @@ def is_needed(state: FleetState, name: str) -> bool:
     return can_do_without(state, leaving) and not can_do_without(state, leaving | {name})
 
 
-def _moves_all(state: FleetState) -> bool:
-    """Return True if every rank must change its node: the next epoch recomputes a step for which no
-    particular node is blamed.
-    """
-    doubt = state.doubt
-    return doubt is not None and doubt.epoch == state.epoch and not doubt.nodes and not doubt.confirmed
-
-
 def ranks_without_started_spares(state: FleetState) -> int:
     """Return ``possible_ranks`` of a fleet that has not formed yet, without the nodes that were started as
     spares.
@@ -123,7 +115,9 @@ def plan_epoch(state: FleetState) -> EpochPlan | None:
     ranks = possible_ranks(state)
     if not ranks:
         return None
-    moves_all = _moves_all(state)
+    # Every rank must change its node if the next epoch recomputes a step for which no particular node is blamed.
+    doubt = state.doubt
+    moves_all = doubt is not None and doubt.epoch == state.epoch and not doubt.nodes and not doubt.confirmed
     seats = deal(state, ranks, keep=moves_all)
     if moves_all:
         seats = (*seats[1:], seats[0])

@@ -186,7 +186,11 @@ class RankWorker:
         _in_thread("orders", self._listen)
         _in_thread("break-off", self._orders.break_off)
         _in_thread("pulse", self._pulse)
-        _warm_up(self._device)
+        # A first forward and backward pass: PyTorch's lazy initialization is done before the first epoch.
+        with torch.device(self._device):
+            weights = torch.ones(8, 8, requires_grad=True)
+            torch.autograd.backward((weights @ weights).sum())
+        freeze_gc()  # The collection after each epoch then visits that epoch's objects only.
         if self._spec.fleet.health_checks and (failures := complaints(of_device(str(self._device)))):
             self._link.send(Unfit(failures))
             return
@@ -426,16 +430,6 @@ def _account(directory: RunDirectory, bind: JoinEpoch) -> Ledger:
     if not bind.planned:
         ledger.reassign(Bucket.FAULT_DRAIN, Bucket.FAULT_UNDETECTED, away_ns - drain_ns)
     return ledger
-
-
-def _warm_up(device: torch.device) -> None:
-    """Run a first forward and backward pass, so that PyTorch's lazy initialization is done before the first
-    epoch.
-    """
-    with torch.device(device):
-        weights = torch.ones(8, 8, requires_grad=True)
-        torch.autograd.backward((weights @ weights).sum())
-    freeze_gc()  # The collection after each epoch then visits that epoch's objects only.
 
 
 def _in_thread(name: str, run: Callable[[], None]) -> None:

@@ -121,7 +121,10 @@ def apply_lanes(
         lanes: This rank's lanes.
         vocabulary_start: The first row of the vocabulary on this rank.
     """
-    _replace_outputs(module)
+    # The output projection of each layer computes by lanes.
+    for layer in list(module.modules()):
+        if isinstance(layer, _LAYERS):
+            setattr(layer, layer.OUTPUT, LaneOutput(getattr(layer, layer.OUTPUT)))
     if module.embedding is not None:
         module.embedding = LanedEmbedding(module.embedding, vocabulary_start, lanes.comm)
     in_lanes = {
@@ -150,13 +153,6 @@ def apply_lanes(
 def _own(part: nn.Module, name: str) -> list[str]:
     """Return the names of the parameters that ``part`` owns directly."""
     return [path for path, _ in part.named_parameters(prefix=name, recurse=False)]
-
-
-def _replace_outputs(module: nn.Module) -> None:
-    """Let the output projection of each layer compute by lanes."""
-    for layer in list(module.modules()):
-        if isinstance(layer, _LAYERS):
-            setattr(layer, layer.OUTPUT, LaneOutput(getattr(layer, layer.OUTPUT)))
 
 
 def _shared(
