@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.observe.display.state import (
+    Note,
     State,
     describe_checkpoint,
     describe_evaluating,
@@ -84,19 +85,7 @@ def render(state: State, width: int = 80) -> RenderableType:
     if state.finished is not None:
         parts += [Text(""), _result(state.finished.result)]
     if state.notes:
-        parts += [
-            Text(""),
-            *(
-                (
-                    Text.assemble(
-                        (clock(note.t) + "  ", "dim"),
-                        (printable(note.text), NOTE_STYLES.get(note.level, "")),
-                        overflow="fold",
-                    )
-                )
-                for note in state.notes
-            ),
-        ]
+        parts += [Text(""), *(_note_line(note) for note in state.notes)]
     name = state.started.run if state.started else "waiting for the run to start"
     return Panel(
         Group(*parts),
@@ -218,6 +207,14 @@ def _figures(result: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for name, value in result.items():
         if value is not None and not isinstance(value, Mapping):
             yield name, f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _note_line(note: Note) -> Text:
+    return Text.assemble(
+        (clock(note.t) + "  ", "dim"),
+        (printable(note.text), NOTE_STYLES.get(note.level, "")),
+        overflow="fold",
+    )
 
 
 def _grid(widths: Sequence[int | None]) -> Table:
