@@ -214,7 +214,7 @@ def write_records(folder: Path, tokens: int) -> None:
 
 def padding() -> dict[str, float]:
     """Padding of 2^24 tokens of documents, and the least that whole records could hold, in percent, by the length of records."""
-    from phalanx.data.preparing.packing import WINDOW_TOKENS, Packer
+    from phalanx.data.preparing.split_writer import WINDOW_TOKENS, Packer
 
     random, found = np.random.default_rng(0), {}
     lengths = np.exp(random.normal(6.1, 1.1, 40_000)).astype(int) + 2

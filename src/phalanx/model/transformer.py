@@ -27,8 +27,8 @@ from phalanx.model.layers.dense import FeedForward, Linear, RMSNorm
 from phalanx.model.layers.moe import MoE
 from phalanx.run.kinds import grouped_attention, latent_attention
 from phalanx.run.kinds.attention import AttentionKind, attention_kind
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.grouped_attention import window_of
-from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.spec import ModelSpec
 
 # One layer: attention and feed-forward, each normalized before or after and added to the residual stream.

@@ -15,7 +15,7 @@ from html import escape
 import numpy as np
 
 from phalanx.parallel.pipeline_schedules import Schedule
-from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx_plan.evidence import Band
 from phalanx_plan.report.analyses import CHANGE, TraceEvent, days_changes, step_changes, step_timeline
 from phalanx_plan.report.elements import (

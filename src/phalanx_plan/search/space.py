@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.whole_model import cut_by_tensor_ranks, shares_key_heads, tensor_sizes, undivided
 from phalanx.run.pieces import (
     STAGES_PER_RANK,

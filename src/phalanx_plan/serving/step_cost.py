@@ -29,7 +29,7 @@ from phalanx.hardware.profile import Profile, profile_of
 from phalanx.model.facts.shape import numbered_parameters
 from phalanx.run.kinds import block
 from phalanx.run.kinds.attention import attention_kind
-from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.operations import (
     Activation,
     AttentionCore,

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from phalanx.parallel.pipeline_schedules import ScheduleName
-from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx_plan.step_cost.layer_costs import LayerCosts, layer_costs
 from phalanx_plan.step_cost.memory import (
     OVERHEADS,

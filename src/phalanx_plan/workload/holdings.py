@@ -26,7 +26,7 @@ from phalanx.model.facts.holdings import work_of_owners
 from phalanx.model.facts.optimizer_state import adamw_state, takes_matrix
 from phalanx.model.facts.shape import layer_costs, outside_blocks
 from phalanx.run.kinds import block
-from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec, OptimizerSpec

@@ -47,7 +47,7 @@ from phalanx.model.transformer import Block, OutputProjection, Transformer
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.kinds import grouped_attention
 from phalanx.run.kinds.attention import attention_kind
-from phalanx.run.kinds.mixture import dense_width
+from phalanx.run.kinds.feed_forward import dense_width
 from phalanx.run.spec import ModelSpec
 from phalanx.train.score import restored_model
 from phalanx_serve.engine.model_runner import fast_products

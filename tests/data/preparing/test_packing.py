@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from data.making import write_dataset
 from phalanx.data.errors import DatasetError
 from phalanx.data.formats.document import Document
-from phalanx.data.preparing.packing import Packer, best_fit, pieces_of
 from phalanx.data.preparing.prepare import prepare
+from phalanx.data.preparing.split_writer import Packer, best_fit, pieces_of
 from phalanx.data.reading.dataset import NO_TARGET, RunData
 from phalanx.data.reading.sources import epoch_problems, mixture_of, read_data_index
 from phalanx.data.stored.index import HELD_OUT, TRAIN, read_index

@@ -13,7 +13,7 @@ import yaml
 
 from launch.kubernetes.requests import request, spec_of
 from phalanx.launch.engines.order import EngineError
-from phalanx.launch.kubernetes.pod_template import pod_template
+from phalanx.launch.kubernetes.manifests import pod_template
 from phalanx.launch.kubernetes.request import read_pod_patch, request_of
 from phalanx.run.spec import ObserveSpec
 

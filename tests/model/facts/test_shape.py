@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import buffers, parameters
 from phalanx.model.transformer import Transformer
-from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
 

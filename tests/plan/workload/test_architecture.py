@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phalanx.model.facts.presets import PRESETS
-from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.operations import AttentionCore, MatrixProduct
 from phalanx.run.layout import Layout
 from phalanx_plan.step_cost.layer_costs import layer_costs

@@ -12,7 +12,7 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count, outside_blocks
 from phalanx.run.kinds import block, prediction_ahead
 from phalanx.run.kinds.attention import attention_kind
-from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.operations import AttentionCore, MatrixProduct, Norm, Operation, Parameter, Rotation
 from phalanx.run.kinds.whole_model import resolve, shares_key_heads, tensor_sizes, tiny
 from phalanx.run.layout import layout_problems

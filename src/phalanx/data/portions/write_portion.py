@@ -26,9 +26,8 @@ from phalanx.data.errors import PreparationError
 from phalanx.data.portions.find_duplicates import KeptDocument, stepped_documents, without_duplicates
 from phalanx.data.portions.planning.plan import INDEX_KEY, PREPARATION, PreparationPlan, put_tokenizer
 from phalanx.data.portions.tasks import Stage, StoredObject, TaskManifest, Workplace, manifest_key
-from phalanx.data.preparing.packing import packed
 from phalanx.data.preparing.prepare import interruptible
-from phalanx.data.preparing.split_writer import SplitWriter
+from phalanx.data.preparing.split_writer import SplitWriter, packed
 from phalanx.data.stored.index import (
     HELD_OUT,
     SPLITS,

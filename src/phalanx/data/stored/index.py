@@ -23,7 +23,7 @@ INDEX_FILE = "index.json"
 VERSION = 1
 """A stream of documents joined end to end, cut into sequences of any length by the reader."""
 PACKED_VERSION = 2
-"""Records of one length with uncut documents (``phalanx.data.preparing.packing``)."""
+"""Records of one length with uncut documents (``phalanx.data.preparing.split_writer``)."""
 CHAT_VERSION = 3
 """Records of conversations: the highest bit of a stored token is set if it has a loss."""
 VERSIONS = (VERSION, PACKED_VERSION, CHAT_VERSION)

@@ -15,8 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.launch.engines.order import EngineError, run_tool
-from phalanx.launch.kubernetes.manifests import beside, job_of, owned_by, text_of
-from phalanx.launch.kubernetes.pod_template import CONTAINER, DIRECTORY, RUN_LABEL
+from phalanx.launch.kubernetes.manifests import (
+    CONTAINER,
+    DIRECTORY,
+    RUN_LABEL,
+    beside,
+    job_of,
+    owned_by,
+    text_of,
+)
 from phalanx.launch.kubernetes.request import PodRequest
 
 _GONE_S = 900.0

@@ -16,8 +16,8 @@ from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.run.factory import FactoryError
 from phalanx.run.kinds import block, prediction_ahead
 from phalanx.run.kinds.attention import attention_kind
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.grouped_attention import window_of
-from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.kinds.operations import AttentionCore, Parameter, square_keys
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import stages_per_rank

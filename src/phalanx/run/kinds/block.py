@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from phalanx.run.fields import Problem
-from phalanx.run.kinds import feed_forward, mixture
+from phalanx.run.kinds import feed_forward
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.operations import (
     HEAD_UNIT,
@@ -39,9 +39,9 @@ def parts(model: ModelSpec, *, mixed: bool) -> tuple[Parameter, ...]:
         *under("ffn_norm", before),
         *under(
             "ffn",
-            mixture.parts(model, model.moe)
+            feed_forward.mixture_parts(model, model.moe)
             if mixed and model.moe
-            else feed_forward.parts(model, model.ffn_dim),
+            else feed_forward.dense_parts(model, model.ffn_dim),
         ),
         *under("ffn_post_norm", after),
     )
@@ -80,9 +80,9 @@ def operations(model: ModelSpec, *, mixed: bool) -> tuple[Operation, ...]:
         KeptTensor("residual", "local", model.dim),
         *before,
         *(
-            mixture.operations(model, model.moe)
+            feed_forward.mixture_operations(model, model.moe)
             if mixed and model.moe
-            else feed_forward.operations(model, model.ffn_dim)
+            else feed_forward.dense_operations(model, model.ffn_dim)
         ),
         *after,
         Dropout(model.dim),

@@ -1,21 +1,30 @@
-"""The dense feed-forward layer, gated or plain; its module is ``phalanx.model.layers.dense``."""
+"""Feed-forward layers, dense (``phalanx.model.layers.dense``) and as a mixture of experts: router, routed experts and a shared expert
+(``phalanx.model.layers.moe``).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
+from phalanx.run.fields import Problem, divisors_near
 from phalanx.run.kinds.operations import (
     Activation,
+    AroundExperts,
+    Axis,
+    KeptTensor,
     LayerExchange,
     MatrixProduct,
     Operation,
     Parameter,
+    Permutation,
+    Pointwise,
     by_name,
     linear,
     under,
 )
-from phalanx.run.spec import ModelSpec
+from phalanx.run.spec import ModelSpec, MoeSpec
 
 
 def default_width(model: ModelSpec) -> int:
@@ -30,13 +39,7 @@ def is_gated(model: ModelSpec) -> bool:
     return model.ffn != "gelu"
 
 
-def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
-    """The inner width; one that a model leaves open can be divided by any usual number of ranks."""
-    if model.ffn_dim:
-        yield "model.ffn_dim", model.ffn_dim
-
-
-def parts(model: ModelSpec, inner: int) -> Iterator[Parameter]:
+def dense_parts(model: ModelSpec, inner: int) -> Iterator[Parameter]:
     """Yield the matrices of a layer ``inner`` elements wide, divided there."""
     if is_gated(model):
         yield from under("gate", linear(model.dim, inner, model.ffn_bias, tensor_dim=0))
@@ -44,9 +47,9 @@ def parts(model: ModelSpec, inner: int) -> Iterator[Parameter]:
     yield from under("down", linear(inner, model.dim, model.ffn_bias, "output", tensor_dim=1))
 
 
-def operations(model: ModelSpec, inner: int) -> tuple[Operation, ...]:
+def dense_operations(model: ModelSpec, inner: int) -> tuple[Operation, ...]:
     """Gate and values by one product, the activation, and the product back."""
-    weights = by_name(parts(model, inner))
+    weights = by_name(dense_parts(model, inner))
     widen = tuple(weights[name] for name in ("gate.weight", "up.weight") if name in weights)
     return (
         LayerExchange("widen", "gather", model.dim),
@@ -55,3 +58,175 @@ def operations(model: ModelSpec, inner: int) -> tuple[Operation, ...]:
         MatrixProduct("down", "tokens", (weights["down.weight"],)),
         LayerExchange("down", "scatter", model.dim),
     )
+
+
+_ALIGNED = 8  # elements: grouped matrix products take rows of whole 16 bytes, also in bf16
+
+
+def is_mixture(model: ModelSpec, layer: int) -> bool:
+    """True if the feed-forward layer of layer ``layer``, from 0, is a mixture of experts."""
+    moe = model.moe
+    if moe is None or layer < moe.first_dense:
+        return False
+    return (layer - moe.first_dense + 1) % moe.every == 0
+
+
+def dense_width(model: ModelSpec) -> int:
+    """Return the width of dense feed-forward layers of a resolved model; 0 if all layers are mixtures."""
+    return 0 if all(is_mixture(model, layer) for layer in range(model.layers)) else model.ffn_dim
+
+
+def problems(model: ModelSpec) -> Iterator[Problem]:
+    """Yield the problems of layers, widths and routing of a mixture of experts; none for a dense model."""
+    if model.moe is not None:
+        yield from _layers(model, model.moe)
+        yield from _shared(model.moe)
+        yield from _routing(model.moe)
+
+
+def _layers(model: ModelSpec, moe: MoeSpec) -> Iterator[Problem]:
+    """Yield the problems of a mixture without a layer, and of widths that are not aligned."""
+    if moe.first_dense + moe.every > model.layers:
+        yield Problem(
+            "model.moe.first_dense",
+            f"of {model.layers} layers, {moe.first_dense} dense first and then one in {moe.every}: no layer is a mixture",
+            f"first_dense + every must be at most {model.layers}",
+            ("model.moe.every", "model.layers"),
+        )
+    for path, width in (("model.dim", model.dim), ("model.moe.ffn_dim", moe.ffn_dim or model.ffn_dim)):
+        if width % _ALIGNED:
+            yield Problem(
+                path,
+                f"{width} elements of an expert's matrix are no whole number of 16 bytes",
+                f"it must be a multiple of {_ALIGNED}",
+                ("model.moe", "model.ffn_dim"),
+            )
+
+
+def _shared(moe: MoeSpec) -> Iterator[Problem]:
+    if moe.shared_gate and not moe.shared:
+        yield Problem(
+            "model.moe.shared_gate",
+            "there are no shared experts to weigh",
+            "set it to false, or model.moe.shared above 0",
+            ("model.moe.shared",),
+        )
+
+
+def _routing(moe: MoeSpec) -> Iterator[Problem]:
+    """Yield the problems of groups and of experts per token; a later one only if those before it are met."""
+    if moe.experts % moe.groups:
+        yield Problem(
+            "model.moe.groups",
+            f"{moe.experts} experts cannot be divided into {moe.groups} groups",
+            f"{divisors_near(moe.experts, moe.groups)} divide {moe.experts}",
+            ("model.moe.experts",),
+        )
+        return
+    if moe.groups > 1 and moe.group_score == "two-best" and moe.experts // moe.groups < 2:
+        yield Problem(
+            "model.moe.groups",
+            "groups of one expert cannot be judged by their two best",
+            f"at most {moe.experts // 2} groups",
+            ("model.moe.experts", "model.moe.group_score"),
+        )
+    if moe.groups_per_token > moe.groups:
+        yield Problem(
+            "model.moe.groups_per_token",
+            f"a token cannot choose {moe.groups_per_token} of only {moe.groups} groups",
+            f"at most {moe.groups}",
+            ("model.moe.groups",),
+        )
+        return
+    open_experts = moe.experts // moe.groups * moe.groups_per_token
+    if moe.per_token > open_experts:
+        yield Problem(
+            "model.moe.per_token",
+            f"a token cannot be sent to {moe.per_token} of {open_experts} experts",
+            f"at most {open_experts}" + (", or more groups_per_token" if moe.groups > 1 else ""),
+            ("model.moe.experts", "model.moe.groups", "model.moe.groups_per_token"),
+        )
+    if moe.per_token == 1 and moe.normalize:
+        yield Problem(
+            "model.moe.normalize",
+            "the score of a single expert, scaled to sum to one, is always one: the router would learn nothing",
+            "set it to false, or per_token above 1",
+            ("model.moe.per_token",),
+        )
+
+
+def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
+    """The inner widths; one that a model leaves open can be divided by any usual number of ranks."""
+    if model.ffn_dim:
+        yield "model.ffn_dim", model.ffn_dim
+    moe = model.moe
+    if moe is not None and moe.shared and (moe.ffn_dim or model.ffn_dim):
+        yield "model.moe.ffn_dim", moe.shared * (moe.ffn_dim or model.ffn_dim)
+
+
+def mixture_parts(model: ModelSpec, moe: MoeSpec) -> Iterator[Parameter]:
+    """Yield the shared expert's gate, the router, stacks of the experts' matrices and biases, and the shared expert's parts."""
+    if moe.shared_gate:
+        yield Parameter("shared_gate", (1, model.dim), "gate", products=1)
+    yield Parameter("router.weight", (moe.experts, model.dim), "router", products=1)
+    if moe.router_bias:
+        yield Parameter("router.logit_bias", (moe.experts,), "bias")
+    wide, narrow = (moe.experts, moe.ffn_dim, model.dim), (moe.experts, model.dim, moe.ffn_dim)
+    if is_gated(model):
+        yield Parameter("experts.gate", wide, "matrix", True, 1, products=1, per_token=moe.per_token)
+    yield Parameter("experts.up", wide, "matrix", True, 1, products=1, per_token=moe.per_token)
+    yield Parameter("experts.down", narrow, "output", True, 2, products=1, per_token=moe.per_token)
+    if model.ffn_bias:
+        inner = ("gate_bias", "up_bias") if is_gated(model) else ("up_bias",)
+        for name, width in (*((name, moe.ffn_dim) for name in inner), ("down_bias", model.dim)):
+            # Ranks that divide an expert's matrices add up their results, of which each adds the bias to a part of its own.
+            yield Parameter(f"experts.{name}", (moe.experts, width), "bias", True, 1, per_token=moe.per_token)
+    if moe.shared:
+        yield from under("shared", dense_parts(model, moe.shared * moe.ffn_dim))
+
+
+def mixture_operations(model: ModelSpec, moe: MoeSpec) -> tuple[Operation, ...]:
+    """The choice of experts, the exchange of tokens, the experts, and the shared expert."""
+    weights = by_name(mixture_parts(model, moe))
+    dim, inner = model.dim, moe.ffn_dim
+    widen = tuple(weights[name] for name in ("experts.gate", "experts.up") if name in weights)
+    shared: tuple[Operation, ...] = dense_operations(model, moe.shared * inner) if moe.shared else ()
+    if moe.shared_gate:
+        # The gate's sigmoid, and the product with the shared experts' result.
+        weighed = Pointwise("combine", "local", 3 * dim, 5 * dim, kernels=2)
+        shared = (*shared, MatrixProduct("router", "local", (weights["shared_gate"],)), weighed)
+    return (
+        MatrixProduct("router", "local", (weights["router.weight"],)),
+        # Scores, the choice, its balance and its loss: some twenty small kernels (Megatron Core's TopKRouter).
+        Pointwise("router", "local", 8 * moe.experts, 4 * moe.experts, kernels=20),
+        KeptTensor("router", "local", 2 * moe.experts, bytes=4),
+        # The router computes in the format of activations, even if the experts do not.
+        KeptTensor("norm", "local", dim, beside=True),
+        # In backward the gradients of the router, of the experts and of those that are shared are added up.
+        Pointwise("router", "local", 0, 3 * dim * (1 + (moe.shared > 0))),
+        Permutation("dispatch", dim, moe.per_token),
+        LayerExchange("dispatch", "dispatch", dim),
+        LayerExchange("dispatch", "expert_gather", dim),
+        KeptTensor("dispatch", "routed", dim, operand=True),
+        MatrixProduct("expert_widen", "routed", widen, kept=True),
+        *_adding_biases(model, "expert_widen", len(widen) * inner, "expert_tensor"),
+        Activation("expert_activation", "routed", inner, is_gated(model), "expert_tensor"),
+        MatrixProduct("expert_down", "routed", (weights["experts.down"],)),
+        *_adding_biases(model, "expert_down", dim, "none"),
+        LayerExchange("combine", "expert_scatter", dim),
+        LayerExchange("combine", "combine", dim),
+        Permutation("combine", dim, moe.per_token),
+        *shared,
+        AroundExperts(moe.experts, dim, inner),
+    )
+
+
+def _adding_biases(model: ModelSpec, part: str, width: int, over: Axis) -> tuple[Operation, ...]:
+    """Rows read and written with a bias of their expert, and in backward summed for its gradient."""
+    return (Pointwise(part, "routed", 2 * width, width, over),) if model.ffn_bias else ()
+
+
+def tiny(model: ModelSpec, tensor: int) -> ModelSpec:
+    """Experts with a few inner elements for each tensor rank."""
+    moe = None if model.moe is None else dataclasses.replace(model.moe, ffn_dim=8 * tensor)
+    return dataclasses.replace(model, moe=moe)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from phalanx.run.fields import Problem
 from phalanx.run.kinds import block
-from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.operations import MatrixProduct, Operation, Parameter, linear, norm, under
 from phalanx.run.spec import ModelSpec
 

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from phalanx.run.fields import Problem
-from phalanx.run.kinds import block, feed_forward, mixture, prediction_ahead
+from phalanx.run.kinds import block, feed_forward, prediction_ahead
 from phalanx.run.kinds.attention import attention_kind, attention_problems
-from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import ModelSpec, OptimizerSpec
 
@@ -35,7 +35,7 @@ def resolve(spec: ModelSpec, vocab_size: int = 0) -> ModelSpec:
 def problems(model: ModelSpec) -> Iterator[Problem]:
     """Combinations of a model's fields that cannot be."""
     yield from attention_problems(model)
-    yield from mixture.problems(model)
+    yield from feed_forward.problems(model)
 
 
 def described_layers(model: ModelSpec) -> Iterator[tuple[str, str]]:
@@ -56,7 +56,6 @@ def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
     """Fields, with their values, that the number of tensor ranks must divide."""
     yield from attention_kind(model).tensor_sizes(model)
     yield from feed_forward.tensor_sizes(model)
-    yield from mixture.tensor_sizes(model)
 
 
 def shares_key_heads(model: ModelSpec, tensor: int) -> bool:
@@ -79,7 +78,7 @@ def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
 
 def tiny(model: ModelSpec, tensor: int) -> ModelSpec:
     """A resolved model with the same layers and the smallest widths that ``tensor`` ranks can divide."""
-    small = mixture.tiny(attention_kind(model).tiny(model, tensor), tensor)
+    small = feed_forward.tiny(attention_kind(model).tiny(model, tensor), tensor)
     return dataclasses.replace(small, dim=16, ffn_dim=8 * tensor, vocab_size=8 * tensor)
 
 

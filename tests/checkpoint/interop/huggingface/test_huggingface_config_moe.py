@@ -22,7 +22,7 @@ from phalanx.checkpoint.interop.huggingface.config import (
 from phalanx.checkpoint.interop.huggingface.layers import LATENT_EPS
 from phalanx.checkpoint.interop.huggingface.names import RotaryRows, published, shared_copies
 from phalanx.model.facts.presets import PRESETS
-from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from phalanx.run.fields import JsonObject
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.grouped_attention import attention_of
-from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.spec import ModelSpec, MoeSpec
 
 LATENT_EPS = 1e-6
