@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from deploy.servers import free_port
+from free_ports import free_port
 from phalanx.data.stored.copies import copy_dataset
 from phalanx_process import RUN_FILE
 from spiking_runs import SPIKE, make_noise

@@ -31,8 +31,9 @@ from typing import Any
 from bench.running import run_bench
 from bench.watch.planted import PROBLEMS, Problem, Scene, signal_all
 from deploy.prometheus_rules import alerts
-from deploy.servers import Prometheus, free_port, prometheus
+from deploy.servers import Prometheus, prometheus
 from deploy.test_real_prometheus import shortened
+from free_ports import free_port
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Event, Step
 from phalanx.run.directory.paths import RunDirectory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import threading
 import time
@@ -19,25 +18,9 @@ from typing import Any
 import yaml
 
 from deploy.prometheus_rules import DEPLOY, RULES, require
+from free_ports import free_port
 
 PATIENCE_S = 150.0
-
-
-def free_port(count: int = 1) -> int:
-    """The first of some neighboring ports that are free now."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first: int = probe.getsockname()[1]
-        try:
-            sockets = [
-                socket.create_server(("127.0.0.1", first + n)) for n in range(count) if first + n < 1 << 16
-            ]
-        except OSError:
-            continue
-        for one in sockets:
-            one.close()
-        return first
 
 
 def wait_for(what: str, condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:

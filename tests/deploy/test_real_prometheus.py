@@ -13,8 +13,9 @@ import pytest
 from deploy.grafana.dashboards import DASHBOARDS
 
 from deploy.prometheus_rules import expressions, require
-from deploy.servers import Prometheus, Receiver, alertmanager, free_port, prometheus, wait_for
+from deploy.servers import Prometheus, Receiver, alertmanager, prometheus, wait_for
 from deploy.test_dashboards import filled
+from free_ports import free_port
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import RunStarted, Step
 from phalanx.observe.metrics.endpoint import Endpoint

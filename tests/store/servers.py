@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from free_ports import free_port
+
 NPM_FOLDER = Path(__file__).parents[2] / ".cache" / "npm"
 AZURITE, S3RVER = "azurite@3.35.0", "s3rver@3.7.1"
 _START_S = 120.0
@@ -111,12 +113,6 @@ def fake_gcs(folder: Path) -> Iterator[Server]:
 def _s3(port: int, **more: str) -> Server:
     endpoint = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     return Server("s3", port, "bucket", {**CREDENTIALS, **endpoint, **more})
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def npm_program(package: str, name: str) -> str:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from free_ports import free_port
 from phalanx.store.open_store import open_store
 from phalanx.store.store import (
     DeniedError,
@@ -28,7 +29,7 @@ from phalanx.store.store import (
 )
 from store.faulty_proxy import Faults, faulty_proxy
 from store.scripted_server import scripted
-from store.servers import CREDENTIALS, Server, free_port, google_environment, s3rver
+from store.servers import CREDENTIALS, Server, google_environment, s3rver
 
 PATIENT = RetryPolicy(retries=10, first_pause_s=0.005, longest_pause_s=0.05, timeout_s=240)
 IMPATIENT = RetryPolicy(retries=2, first_pause_s=0.005, longest_pause_s=0.01, timeout_s=0.5)

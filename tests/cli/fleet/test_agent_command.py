@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from free_ports import free_port
 from phalanx.cli.fleet.agent import _wait_for
 from phalanx.cli.fleet.agent import agent_command as command
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, fleet_file, read_fleet_file
@@ -22,12 +23,6 @@ from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.succession import first_claim
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_process import ENVIRONMENT, last_json, run, start
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def seen_in(run_dir: Path) -> FleetFile:

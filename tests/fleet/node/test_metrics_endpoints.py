@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 import urllib.request
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import tomli_w
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from fleet.fleet_processes import FLEET, PATIENCE_S, Fleet, make_run
+from free_ports import free_port
 from phalanx.observe.metrics.endpoint import targets
 from phalanx.run.read import to_table
 from phalanx.run.spec import ObserveSpec
@@ -51,9 +51,7 @@ def addresses(run_dir: Path) -> dict[str, str]:
 def test_coordinator_and_agents_serve_their_metrics_and_a_coordinator_that_is_started_again_at_the_same_port(
     tmp_path: Path,
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    port = free_port(4)
     spec = make_run(tmp_path, replace(FLEET, nodes=2, spares=1), steps=1000)
     watched = replace(spec, observe=ObserveSpec(metrics_port=port))
     (tmp_path / "run.toml").write_text(tomli_w.dumps(to_table(watched)))

@@ -20,13 +20,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
+from free_ports import PORTS, free_port
+
 NODES, LEAF, GPUS = 8, 4, 2
 GRACE_S = 300
 """The grace of a preempted job: no test waits for its end, and a run saves in it on a machine with much else to do."""
 PATIENCE_S = 900
 """For what takes seconds on an idle machine: a wait that fails says that something never comes, not that others had the processors."""
-_PORTS = range(12_000, 19_000)
-"""For daemons: below those from which runs take the ports of their coordinators (20,000 to 39,999), which would find one taken in one cluster of some hundred."""
 _DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 _SETTINGS = """
 ClusterName=test
@@ -235,25 +235,6 @@ def _step_daemon_of(pid: int) -> int:
     return 0
 
 
-def _free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row that nobody listens on; another process looks elsewhere first, since two may look at the same time."""
-    rows = _PORTS[: -count + 1 : count]
-    begin = os.getpid() % len(rows)
-    for first in (*rows[begin:], *rows[:begin]):
-        with suppress(OSError):
-            probes = []
-            try:
-                for port in range(first, first + count):
-                    probe = socket.socket()
-                    probes.append(probe)
-                    probe.bind(("127.0.0.1", port))
-                return first
-            finally:
-                for probe in probes:
-                    probe.close()
-    raise OSError("no free ports")
-
-
 @contextmanager
 def slurm_cluster(
     folder: Path,
@@ -274,9 +255,9 @@ def _running(
     folder: Path, others: Path, accounting: bool, topology: str, nodes: int
 ) -> Iterator[SlurmCluster]:
     """The cluster; what belongs to daemons of other users lies in ``others``: pytest closes its own folder to them whenever it starts somewhere."""
-    first = _free_ports(nodes + 2)
+    first = free_port(nodes + 2)
     # The port of a coordinator follows from its job's number, and clusters share this host.
-    first_job = 1 + 20 * (first - _PORTS.start)
+    first_job = 1 + 20 * (first - PORTS.start)
     for name in ("state", "dev"):
         (folder / name).mkdir(mode=0o755)
     others.chmod(0o711)

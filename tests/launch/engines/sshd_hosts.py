@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from free_ports import free_port
+
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 
 
@@ -45,12 +47,6 @@ class SshHosts:
         return "\n".join(lines) + "\n"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _key(path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
 
@@ -65,7 +61,7 @@ def ssh_hosts(folder: Path, count: int) -> Iterator[SshHosts]:
     keys.chmod(0o600)
     if os.getuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd's own, which a service would have made
-    ports = tuple(_free_port() for _ in range(count))
+    ports = tuple(free_port() for _ in range(count))
     known = []
     with ExitStack() as stack:
         for number, port in enumerate(ports):

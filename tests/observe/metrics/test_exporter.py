@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from free_ports import free_port
 from phalanx.observe.metrics.endpoint import (
     Answer,
     Endpoint,
@@ -178,9 +179,7 @@ def test_many_clients_that_send_nothing_and_never_read_delay_a_scrape_and_do_not
 
 
 def test_each_process_of_a_machine_finds_a_port_and_says_which(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port(3)
     directory, observe = RunDirectory(tmp_path), ObserveSpec(metrics_port=port)
     told: list[str] = []
     ends = [Endpoint(directory, observe, 0, node, "10.0.0.1", told.append) for node in ("", "n/1", "n2")]

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from free_ports import free_port
 from observe.recorded import crashed_run
 from phalanx.observe.events import (
     Evaluated,
@@ -396,12 +396,6 @@ def environment(uri: str = "") -> dict[str, str]:
     }
     found |= {"WANDB_MODE": "offline", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_OFFLINE": "1"}
     return found | ({"MLFLOW_TRACKING_URI": uri} if uri else {})
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.making import write_dataset
+from free_ports import free_port
 from phalanx.data.errors import DatasetError
 from phalanx.data.reading.cached_dataset import CachedShards, CacheOptions, cached_in, open_cached
 from phalanx.data.stored.index import TRAIN
@@ -16,7 +17,7 @@ from phalanx.store.open_store import open_store
 from phalanx.store.store import RetryPolicy
 from store.memory_store import MemoryStore
 from store.scripted_server import ScriptedServer, scripted
-from store.servers import CREDENTIALS, free_port
+from store.servers import CREDENTIALS
 
 DENIED = (403, b"<Error><Code>AccessDenied</Code><AWSAccessKeyId>AKIASECRET</AWSAccessKeyId></Error>")
 BUSY = (503, b"<Error><Code>SlowDown</Code></Error>")
