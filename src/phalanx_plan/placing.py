@@ -276,7 +276,9 @@ def leaving(flows: Sequence[Flow], near: Ints, owner: Ints, owners: int = 0) -> 
     ranks = np.arange(len(near), dtype=np.int64)
     total = np.zeros(owners or (int(owner.max(initial=-1)) + 1))
     for flow in flows:
-        place, group = _places(ranks, flow)
+        # Each rank's index in its group, and the group's number.
+        block = flow.size * flow.stride
+        place, group = (ranks // flow.stride) % flow.size, ranks // block * flow.stride + ranks % flow.stride
         if flow.pattern == "all_to_all":
             away = flow.size - _company(group, near)
             sent = flow.sent_bytes * away / (flow.size - 1)
@@ -292,12 +294,6 @@ def leaving(flows: Sequence[Flow], near: Ints, owner: Ints, owners: int = 0) -> 
                 sent = flow.sent_bytes * crosses
         total += np.bincount(owner, weights=sent, minlength=len(total))
     return total
-
-
-def _places(ranks: Ints, flow: Flow) -> tuple[Ints, Ints]:
-    """Return each rank's index in its group, and the group's number."""
-    block = flow.size * flow.stride
-    return (ranks // flow.stride) % flow.size, ranks // block * flow.stride + ranks % flow.stride
 
 
 def _company(group: Ints, near: Ints) -> Ints:

@@ -210,23 +210,18 @@ def lost(plan: Plan, runner_up: RunnerUp) -> float:
 
 def _print_explained(console: Console, plan: Plan) -> None:
     """Print the layout's breakdown; after a search, beside the best other layout."""
-    other = _rival(plan)
+    result = plan.search_result
+    other = (
+        next((estimate for estimate in result.best if estimate.layout != plan.chosen.layout), None)
+        if result
+        else None
+    )
     console.print(f"\n{plan.chosen.layout}", style="bold")
     if other is not None:
         console.print(Text.assemble("beside ", (str(other.layout), "bold")))
     console.print(_breakdown("memory", plan.chosen, other))
     console.print(_breakdown("time", plan.chosen, other))
     console.print(_verdict(plan.chosen, other))
-
-
-def _rival(plan: Plan) -> Estimate | None:
-    """Return the best estimate of another layout than the chosen one; ``None`` without a search."""
-    result = plan.search_result
-    return (
-        next((estimate for estimate in result.best if estimate.layout != plan.chosen.layout), None)
-        if result
-        else None
-    )
 
 
 def _breakdown(quantity: str, chosen: Estimate, other: Estimate | None) -> Table:
@@ -490,11 +485,10 @@ def _row(answer: ServingFleet) -> tuple[str, ...]:
         workers,
         f"{answer.accelerators:,}",
         f"{answer.rate:,.4g}",
-        *(_time(seconds) for seconds in (*answer.ttft_s, *answer.tpot_s)),
+        *(
+            f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"
+            for seconds in (*answer.ttft_s, *answer.tpot_s)
+        ),
         f"{answer.dollars_per_million:,.3g}",
         f"{answer.joules_per_token:,.3g}",
     )
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"

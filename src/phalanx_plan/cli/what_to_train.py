@@ -205,7 +205,34 @@ def answer_json(answer: BudgetAnswer) -> dict[str, object]:
         "unique_tokens": _finite(question.unique_tokens),
         "inference_tokens": question.inference_tokens,
         "left_out": answer.left_out,
-        "found": [_recommended(recommendation) for recommendation in answer.recommendations],
+        "found": [
+            {
+                "kind": recommendation.shape.kind,
+                "name": recommendation.shape.name,
+                "parameters": recommendation.shape.parameters,
+                "active_parameters": recommendation.shape.active,
+                "model": asdict(recommendation.shape.model),
+                "tokens": recommendation.tokens,
+                "loss": recommendation.loss,
+                "loss_p5_p95": recommendation.loss_band,
+                "parameters_p5_p95": recommendation.size_band,
+                "new_text_loss": recommendation.new_text_loss,
+                "joint_law_loss": recommendation.joint_loss,
+                "laws": [asdict(row) for row in recommendation.laws],
+                "smaller": [
+                    {name: _finite(value) for name, value in asdict(row).items()}
+                    for row in recommendation.smaller
+                ],
+                "half_the_budget": asdict(recommendation.halved),
+                "twice_the_budget": asdict(recommendation.doubled),
+                "planned": [
+                    {"active_parameters": size, "cost_per_token": cost}
+                    for size, cost in recommendation.planned
+                ],
+                "plan": plan_json(recommendation.plan) if recommendation.plan else None,
+            }
+            for recommendation in answer.recommendations
+        ],
     }
 
 
@@ -230,32 +257,6 @@ def fit_json(law: FittedLaw, targets: Mapping[str, tuple[float, float]]) -> dict
             }
             for title, (parameters, tokens) in targets.items()
         ],
-    }
-
-
-def _recommended(recommendation: Recommended) -> dict[str, object]:
-    return {
-        "kind": recommendation.shape.kind,
-        "name": recommendation.shape.name,
-        "parameters": recommendation.shape.parameters,
-        "active_parameters": recommendation.shape.active,
-        "model": asdict(recommendation.shape.model),
-        "tokens": recommendation.tokens,
-        "loss": recommendation.loss,
-        "loss_p5_p95": recommendation.loss_band,
-        "parameters_p5_p95": recommendation.size_band,
-        "new_text_loss": recommendation.new_text_loss,
-        "joint_law_loss": recommendation.joint_loss,
-        "laws": [asdict(row) for row in recommendation.laws],
-        "smaller": [
-            {name: _finite(value) for name, value in asdict(row).items()} for row in recommendation.smaller
-        ],
-        "half_the_budget": asdict(recommendation.halved),
-        "twice_the_budget": asdict(recommendation.doubled),
-        "planned": [
-            {"active_parameters": size, "cost_per_token": cost} for size, cost in recommendation.planned
-        ],
-        "plan": plan_json(recommendation.plan) if recommendation.plan else None,
     }
 
 

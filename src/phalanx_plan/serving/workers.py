@@ -182,17 +182,12 @@ def divisions(model: ModelSpec, accelerators: int, domain: int) -> Iterator[Divi
                 continue
             yield Division(tensor, 1, pipeline)
             if model.moe is not None:
-                yield from _beside_experts(model, tensor, pipeline, accelerators)
-
-
-def _beside_experts(model: ModelSpec, tensor: int, pipeline: int, accelerators: int) -> Iterator[Division]:
-    """Yield the divisions whose data-parallel ranks share out the experts."""
-    assert model.moe is not None, "the caller has looked"
-    for data in sorted({1 << power for power in range(1, 9)} | {18, 36, 72, 144}):
-        ranks = data * tensor
-        # With more ranks than experts, ranks hold copies, like DeepSeek's redundant experts; other uneven shares are left out.
-        if ranks * pipeline <= accelerators and ranks <= model.moe.experts:
-            yield Division(tensor, data, pipeline)
+                # The data-parallel ranks share out the experts.
+                for data in sorted({1 << power for power in range(1, 9)} | {18, 36, 72, 144}):
+                    ranks = data * tensor
+                    # With more ranks than experts, ranks hold copies, like DeepSeek's redundant experts; other uneven shares are left out.
+                    if ranks * pipeline <= accelerators and ranks <= model.moe.experts:
+                        yield Division(tensor, data, pipeline)
 
 
 def shortfalls(service: Service) -> Iterator[float]:

@@ -305,44 +305,30 @@ def estimated(
     closed = evaluation.time()
     terms = _columns(_with_exact_schedule(evaluation, closed) if exact else closed, length)
     closed_s = np.broadcast_to(total(closed), length)
+    accelerator = job.cluster.accelerator
+    flops = accelerator.flops
     results = []
     for place, layout in enumerate(layouts):
         worst = max(range(len(memory)), key=lambda kind: sum(memory[kind][place].values()))
         rank = int(evaluation.table[worst].rank[place])
         results.append(
-            _estimate(job, layout, memory[worst][place], rank, terms[place], float(closed_s[place]))
+            Estimate(
+                layout=layout,
+                tokens=job.workload.tokens,
+                memory=memory[worst][place],
+                worst_rank=rank,
+                capacity_bytes=accelerator.memory_bytes.value,
+                time=terms[place],
+                closed_form_s=float(closed_s[place]),
+                flops_per_token=job.workload.counts.flops_per_token,
+                causal_share=job.workload.counts.flops_per_token_causal / job.workload.counts.flops_per_token,
+                peak_flops=next(
+                    flops[name].value for name in (layout.precision, "bf16", "fp16", *flops) if name in flops
+                ),
+                price_per_hour=accelerator.price_per_hour.value,
+            )
         )
     return tuple(results)
-
-
-def _estimate(
-    job: TrainingJob,
-    layout: PlannedLayout,
-    memory: Mapping[str, float],
-    worst_rank: int,
-    time: Mapping[str, float],
-    closed_form_s: float,
-) -> Estimate:
-    accelerator = job.cluster.accelerator
-    return Estimate(
-        layout=layout,
-        tokens=job.workload.tokens,
-        memory=memory,
-        worst_rank=worst_rank,
-        capacity_bytes=accelerator.memory_bytes.value,
-        time=time,
-        closed_form_s=closed_form_s,
-        flops_per_token=job.workload.counts.flops_per_token,
-        causal_share=job.workload.counts.flops_per_token_causal / job.workload.counts.flops_per_token,
-        peak_flops=_peak(job, layout.precision),
-        price_per_hour=accelerator.price_per_hour.value,
-    )
-
-
-def _peak(job: TrainingJob, precision: str) -> float:
-    """Return the peak operations per second in a precision, or in the nearest that the accelerator has."""
-    flops = job.cluster.accelerator.flops
-    return next(flops[name].value for name in (precision, "bf16", "fp16", *flops) if name in flops)
 
 
 def _columns(terms: Mapping[str, Floats], length: int) -> list[dict[str, float]]:

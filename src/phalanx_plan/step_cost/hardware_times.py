@@ -349,7 +349,9 @@ def _inside(path: _Path, name: str, volume: Array) -> Array:
     members = path.inner
     k = (members - 1) / members
     if path.cluster.domain.torus_axes and name in ("all_to_all", "dispatch"):
-        k = np.maximum(k, _torus_detour(path.cluster.domain, members))
+        # Mean number of links that a byte crosses: a quarter of the ring, on each axis ("How to Scale Your Model", 2025).
+        axes = _torus_axes(path.cluster.domain, members)
+        k = np.maximum(k, members ** (1 / axes) * axes / 4)
     return inside_s(path.cluster.domain, path.constants.collectives[name], volume, k, members)
 
 
@@ -369,7 +371,8 @@ def inside_s(domain: Domain, fit: CollectiveFit, volume: Array, k: Array | float
     for a group of one.
     """
     step = fit.base_s + fit.hops * domain.latency_s * (members - 1)
-    rate = domain.bytes_per_s.value * _torus_share(domain, members)
+    axes = domain.torus_axes
+    rate = domain.bytes_per_s.value * (_torus_axes(domain, members) / axes if axes else 1.0)
     reached = fit.efficiency * rate / (1 + fit.small_group / np.maximum(members - 1, 1))
     seconds = step + fit.pipelining * np.sqrt(step * volume / rate) + k * volume / reached
     return np.where(members > 1, seconds, 0.0)
@@ -381,18 +384,6 @@ def _torus_axes(domain: Domain, members: Array) -> Array:
     needed = np.ceil(np.log(np.maximum(members, 2)) / np.log(side) - 1e-9)
     axes: Array = np.clip(needed, 1, domain.torus_axes)
     return axes
-
-
-def _torus_share(domain: Domain, members: Array) -> Array | float:
-    """Share of an accelerator's links that lie along the group's axes."""
-    axes = domain.torus_axes
-    return _torus_axes(domain, members) / axes if axes else 1.0
-
-
-def _torus_detour(domain: Domain, members: Array) -> Array:
-    """Mean number of links that a byte crosses: a quarter of the ring, on each axis ("How to Scale Your Model", 2025)."""
-    axes = _torus_axes(domain, members)
-    return members ** (1 / axes) * axes / 4
 
 
 def _latency(path: _Path, ranks: Array) -> Array:

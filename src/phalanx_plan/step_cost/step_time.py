@@ -109,7 +109,8 @@ def slowest_place(passes: PassTimes, table: PlaceTable) -> Ints:
 def slowest(candidates: Candidates, passes: PassTimes, table: PlaceTable, place: Ints) -> Slowest:
     """The rank at ``place``, as ``slowest_place`` gives it."""
     counts = table[place].counts
-    everything = _whole_model(table)
+    layers = table.table
+    everything = tuple(np.asarray(n, dtype=np.float64) for n in (layers.layers[0], layers.layers[1], 1, 1))
     stages = candidates.pipeline * candidates.stages_per_rank
     return Slowest(
         counts,
@@ -123,12 +124,6 @@ def slowest(candidates: Candidates, passes: PassTimes, table: PlaceTable, place:
         times(everything, passes.layer_s),
         times(counts, passes.hidden_s),
     )
-
-
-def _whole_model(table: PlaceTable) -> tuple[Floats, ...]:
-    """Number of each of ``KINDS`` in the model."""
-    layers = table.table
-    return tuple(np.asarray(n, dtype=np.float64) for n in (layers.layers[0], layers.layers[1], 1, 1))
 
 
 def step_terms(

@@ -140,7 +140,8 @@ def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -
     )
     tier, durable = places[TIER_OF[assumed.recovery]], places["storage"]
     plan = goodput_plan(inputs, assumed, assumed.failure_level)
-    fleet = _fleet_share(inputs, assumed)
+    away = nodes_in_repair(_node_losses_per_s(inputs, assumed), assumed.repair_s)
+    fleet = fleet_share(assumed.recovery, away, _nodes(inputs), inputs.replicas)
     shares = _with_pauses(plan.breakdown, assumed, fleet)
     goodput = shares["committed"]
     steps = math.ceil(inputs.tokens / inputs.tokens_per_step)
@@ -267,12 +268,6 @@ def _node_losses_per_s(inputs: RunInputs, assumed: RunAssumptions) -> float:
     return failures_per_s(
         inputs.cluster, inputs.accelerators, assumed.failure_level, assumed.failure_classes, takes_node=True
     )
-
-
-def _fleet_share(inputs: RunInputs, assumed: RunAssumptions) -> float:
-    """Return the share of the fleet's rate that remains while nodes are in repair."""
-    away = nodes_in_repair(_node_losses_per_s(inputs, assumed), assumed.repair_s)
-    return fleet_share(assumed.recovery, away, _nodes(inputs), inputs.replicas)
 
 
 def _spare_nodes(inputs: RunInputs, assumed: RunAssumptions) -> int:

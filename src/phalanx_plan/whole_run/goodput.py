@@ -214,17 +214,12 @@ def simulate(
         return wall_s
     per_s = rate_factor[alive] * (1 / plan.frequent.mtti_s + 1 / plan.rare.mtti_s)
     mean_s = work_s[alive] / goodput[alive]
-    parts = _parts(plan, work_s[alive], mean_s * per_s, most_failures)
+    # Runs are cut into so many parts; each still has enough durable checkpoints to be like the whole.
+    longest = float(work_s[alive].min()) / (20 * plan.rare_interval_s)
+    parts = max(1.0, min(float((mean_s * per_s).max()) / most_failures, longest))
     part_s = _simulated(plan, work_s[alive] / parts, per_s, np.random.default_rng(seed))
     wall_s[alive] = mean_s + math.sqrt(parts) * (part_s - mean_s / parts) if parts > 1 else part_s
     return wall_s
-
-
-def _parts(plan: CheckpointPlan, work_s: Floats, failures: Floats, most_failures: float) -> float:
-    """Into how many parts the runs are cut; each still holds enough durable checkpoints to be like the
-    whole."""
-    longest = float(work_s.min()) / (20 * plan.rare_interval_s)
-    return max(1.0, min(float(failures.max()) / most_failures, longest))
 
 
 def _simulated(plan: CheckpointPlan, work_s: Floats, per_s: Floats, random: np.random.Generator) -> Floats:

@@ -162,7 +162,14 @@ def _holds(recipe: PerformanceRecipe, run: Circumstances, release: float) -> boo
 
 def with_recipe(stack: Stack, run: Circumstances, published: PerformanceRecipe | None) -> Stack:
     """Return the stack configured by the run's recipe, or by its circumstances if no recipe is ``published``."""
-    recipe = published or _stated(run)
+    recipe = published or PerformanceRecipe(
+        "",
+        "",
+        flex=run.dispatcher,
+        overlap=run.expert_overlap,
+        graphed=_GRAPHED.get(run.cuda_graphs, frozenset()),
+        whole_graph=run.cuda_graphs == "step",
+    )
     experts, attention, kernels, overlap = stack.experts, stack.attention, stack.kernels, stack.overlap
     if recipe.flex:
         experts = replace(experts, dispatch="hybrid" if recipe.flex == "hybridep" else "once per node")
@@ -191,15 +198,3 @@ def with_recipe(stack: Stack, run: Circumstances, published: PerformanceRecipe |
 
 
 _GRAPHED = {"router": ROUTER_PARTS, "layer": ATTENTION_PARTS | ROUTER_PARTS}
-
-
-def _stated(run: Circumstances) -> PerformanceRecipe:
-    """The circumstances as a recipe."""
-    return PerformanceRecipe(
-        "",
-        "",
-        flex=run.dispatcher,
-        overlap=run.expert_overlap,
-        graphed=_GRAPHED.get(run.cuda_graphs, frozenset()),
-        whole_graph=run.cuda_graphs == "step",
-    )

@@ -346,7 +346,8 @@ class CheckpointFollower:
             return False
         except Exception as error:  # Whatever it is must not end the following of a run for days.
             message = f"step {step} cannot be read, and step {self.step} continues: {_message_of(error)}"
-            if _is_lasting(error):
+            # Memory and storage may recover, a damaged checkpoint does not.
+            if isinstance(error, CheckpointError) and not isinstance(error, StorageError | StorageFullError):
                 self._give_up(step, message)
             else:
                 self._try_again(step, message)
@@ -389,13 +390,6 @@ class CheckpointFollower:
         self._failed[step] = _Failed(self._looks + wait, wait, message)
         if message != before.message:
             self._tell(f"{message}; it is tried again")
-
-
-def _is_lasting(error: Exception) -> bool:
-    """Return True if the checkpoint itself is damaged, and False for errors that may pass: memory, storage, or the
-    run's own file.
-    """
-    return isinstance(error, CheckpointError) and not isinstance(error, StorageError | StorageFullError)
 
 
 def _message_of(error: Exception) -> str:

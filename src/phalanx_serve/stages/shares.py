@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -330,7 +330,14 @@ def restored_share(
 
     def to_hash(model: Transformer) -> dict[str, Rows]:
         names.extend(sorted(model.state_dict())[share.number :: share.of])
-        _keep_tensors(model, names)
+        # All other tensors are removed; the model cannot compute any more.
+        for prefix, module in list(model.named_modules()):
+            for own in [
+                *dict(module.named_parameters(recurse=False)),
+                *dict(module.named_buffers(recurse=False)),
+            ]:
+                if (f"{prefix}.{own}" if prefix else own) not in names:
+                    setattr(module, own, None)
         return {}
 
     hashed, spec, _ = restored_model(run_dir, step, dtype=dtype, cut=to_hash)
@@ -340,17 +347,6 @@ def restored_share(
     assert isinstance(model, Transformer), "others are refused where they are cut"
     settle_projection(model, share)
     return model, spec, digests
-
-
-def _keep_tensors(model: nn.Module, names: Collection[str]) -> None:
-    """Remove all other tensors; the model cannot compute any more."""
-    for prefix, module in list(model.named_modules()):
-        for own in [
-            *dict(module.named_parameters(recurse=False)),
-            *dict(module.named_buffers(recurse=False)),
-        ]:
-            if (f"{prefix}.{own}" if prefix else own) not in names:
-                setattr(module, own, None)
 
 
 def _take_projection(model: Transformer) -> None:

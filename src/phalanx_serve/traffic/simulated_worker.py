@@ -270,7 +270,11 @@ class SimulatedWorker:
     def _speak(self, job: SimulatedJob) -> None:
         """Send a job's prompt scores or next token, and finish it at its end."""
         order, request = job.order, job.order.request
-        self._keep_own(job)
+        for name in page_names(job.text)[len(job.pages) :]:
+            if name not in self.cache:
+                self._keep(name, self.number, self.miscomputes or job.wrong)
+            if not request.prompt_logprobs:
+                self._refer(job, name)
         if request.prompt_logprobs and len(job.text) == len(request.prompt) + len(request.generated):
             numbers = (self._logprob(job, place) for place in range(1, len(request.prompt)))
             self._tell(order.job, PromptScored("", tuple(numbers)))
@@ -302,14 +306,6 @@ class SimulatedWorker:
         self.world.to_router(self, e.OutputReceived(self.number, self.life, job, output))
 
     # --- pages
-
-    def _keep_own(self, job: SimulatedJob) -> None:
-        """Cache the pages that a job has computed, wrong if the worker miscomputes."""
-        for name in page_names(job.text)[len(job.pages) :]:
-            if name not in self.cache:
-                self._keep(name, self.number, self.miscomputes or job.wrong)
-            if not job.order.request.prompt_logprobs:
-                self._refer(job, name)
 
     def _keep(self, name: bytes, source: int, wrong: bool) -> None:
         """Cache a page as the most recently used one, and evict others."""

@@ -81,7 +81,9 @@ class SharedPages:
         try:
             os.fchmod(self._descriptor, 0o400)
             for page in pages:
-                _write(self._descriptor, page)
+                remaining = memoryview(page)
+                while remaining:  # a write may end early where memory does
+                    remaining = remaining[os.write(self._descriptor, remaining) :]
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _all_seals())
             status = os.fstat(self._descriptor)
         except BaseException:
@@ -93,12 +95,6 @@ class SharedPages:
     def mapped(self) -> memoryview:
         """Return the bytes of all pages, read-only."""
         return _map(self._descriptor, self.nbytes)
-
-
-def _write(descriptor: int, page: bytes) -> None:
-    remaining = memoryview(page)
-    while remaining:  # a write may end early where memory does
-        remaining = remaining[os.write(descriptor, remaining) :]
 
 
 def _all_seals() -> int:

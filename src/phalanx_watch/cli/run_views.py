@@ -108,7 +108,10 @@ def ranks_command(
     ):
         windows = newest_windows(stream, last, attempt)
         if not windows:
-            raise RunDirectoryError(_nothing(directory, attempt))
+            scope = "" if attempt is None else f" of attempt {attempt}"
+            raise RunDirectoryError(
+                f"{directory.ranks} has no numbers{scope} yet: ranks write there every observe.ranks_every_steps steps, and never if that is 0"
+            )
         head = stream.head(windows[-1])
         layout = layout_of_attempt(directory, head.attempt, head.ranks)
         slow_ranks = slowest(
@@ -124,11 +127,6 @@ def ranks_command(
         _print_table(column, layout, slow_ranks, nodes)
         if not slow:
             _print_map(stream, column, windows)
-
-
-def _nothing(directory: RunDirectory, attempt: int | None) -> str:
-    scope = "" if attempt is None else f" of attempt {attempt}"
-    return f"{directory.ranks} has no numbers{scope} yet: ranks write there every observe.ranks_every_steps steps, and never if that is 0"
 
 
 def _headline(stream: RankStream, column: str, windows: range) -> str:

@@ -177,16 +177,12 @@ def command(run_dir: Path, as_json: bool, follow: bool, notice_command: str | No
             _print(current, directory, as_json)
         if notices is not None:
             notices.update(current, time.time())
-    sys.exit(_exit_code(current))
+    severities = {reason.severity for reason in current}
+    sys.exit(2 if "critical" in severities else 1 if "warning" in severities else 0)
 
 
 def _key(reason: Reason) -> tuple[str, str, str]:
     return reason.code, reason.where, reason.severity
-
-
-def _exit_code(reasons: list[Reason]) -> int:
-    severities = {reason.severity for reason in reasons}
-    return 2 if "critical" in severities else 1 if "warning" in severities else 0
 
 
 def _print(reasons: list[Reason], directory: RunDirectory, as_json: bool) -> None:

@@ -108,12 +108,12 @@ class KeptAnswers:
         self._forget(key)
         self._made[key] = time.monotonic(), answer
         self._nbytes += len(answer.body)
-        while self._made and (self._nbytes > _MOST_BYTES or self._is_old()):
+        while self._made and (
+            self._nbytes > _MOST_BYTES
+            or (time.monotonic() - next(iter(self._made.values()))[0] > 2 * self._kept_s)
+        ):
             self._forget(next(iter(self._made)))
         return answer
-
-    def _is_old(self) -> bool:
-        return time.monotonic() - next(iter(self._made.values()))[0] > 2 * self._kept_s
 
     def _forget(self, key: str) -> None:
         kept = self._made.pop(key, None)

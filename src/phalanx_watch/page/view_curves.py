@@ -214,9 +214,10 @@ def curves_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict
         )
     except NoSuchCurveError as error:
         raise PageRequestError(str(error)) from None
+    unread = run.unread  # the next request continues
     return answer(reduced_curves) | {
         "names": run.curve_names(),
-        "unread": _unread(run.unread),
+        "unread": None if unread is None else {"read_bytes": unread[0], "size_bytes": unread[1]},
         "torn_lines": run.torn_lines,
         "dropped_lines": run.dropped_lines,
         "problem": run.problem,
@@ -226,7 +227,9 @@ def curves_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict
 def answer(result: Curves) -> dict[str, object]:
     """Return curves as plain values."""
     return {
-        "x": _plain(result.x, exact=not result.reduced),
+        "x": rounded(result.x, 12)
+        if result.reduced
+        else [value if value - value == 0 else None for value in result.x.tolist()],
         "series": {
             name: _series(curve.y, curve.lo, curve.hi, result.reduced)
             for name, curve in result.series.items()
@@ -241,15 +244,6 @@ def answer(result: Curves) -> dict[str, object]:
 def _series(y: Floats, lo: Floats, hi: Floats, reduced: bool) -> dict[str, object]:
     line = rounded(y)
     return {"y": line, "lo": rounded(lo) if reduced else line, "hi": rounded(hi) if reduced else line}
-
-
-def _plain(x: Floats, *, exact: bool) -> list[float | None]:
-    return [value if value - value == 0 else None for value in x.tolist()] if exact else rounded(x, 12)
-
-
-def _unread(progress: tuple[int, int] | None) -> dict[str, int] | None:
-    """Return the progress of reading a long file; the next request continues."""
-    return None if progress is None else {"read_bytes": progress[0], "size_bytes": progress[1]}
 
 
 # Comparison.

@@ -53,7 +53,18 @@ def story(events: Sequence[Event], fleet: FleetFile | None) -> dict[str, object]
         "now": None if fleet is None else _now(fleet),
         "members": [msgspec.to_builtins(member) for member in members],
         "members_left_out": max(0, len(fleet.members) - len(members)) if fleet else 0,
-        "epochs": [_epoch(account) for account in attempts],
+        "epochs": [
+            {
+                "epoch": account.attempt,
+                "started": account.started_s,
+                "ended": account.ended_s,
+                "reason": account.reason,
+                "ranks": account.ranks,
+                "first_step": account.first_step,
+                "last_step": account.last_step,
+            }
+            for account in attempts
+        ],
         "faults": _faults(events, attempts, recoveries_by_attempt, happenings),
         "happenings": [msgspec.to_builtins(account) for account in happenings],
     }
@@ -76,18 +87,6 @@ def _now(fleet: FleetFile) -> dict[str, object]:
     return {name: getattr(fleet, name) for name in (*kept, *more)}
 
 
-def _epoch(attempt: AttemptAccount) -> dict[str, object]:
-    return {
-        "epoch": attempt.attempt,
-        "started": attempt.started_s,
-        "ended": attempt.ended_s,
-        "reason": attempt.reason,
-        "ranks": attempt.ranks,
-        "first_step": attempt.first_step,
-        "last_step": attempt.last_step,
-    }
-
-
 def _faults(
     events: Sequence[Event],
     attempts: Sequence[AttemptAccount],
@@ -101,13 +100,14 @@ def _faults(
         at, reason = ends.get(before.attempt, (before.ended_s, before.reason))
         node, incident = _named(reason)
         recovery = recoveries_by_attempt.get(after.attempt)
+        low = incident.lower()
         faults.append(
             {
                 "t": at,
                 "epoch": before.attempt,
                 "node": node,
                 "what": incident or "ended without a word",
-                "detected_by": _detected_by(incident),
+                "detected_by": next((who for word, who in _WORDS if word in low), ""),
                 "phases": recovery.seconds if recovery else {},
                 "lost_steps": recovery.lost_steps if recovery else 0,
                 "resumed_step": recovery.resumed_step if recovery else None,
@@ -158,12 +158,6 @@ _WORDS = (
 )
 
 
-def _detected_by(incident: str) -> str:
-    """Return the detector of an incident, from the words of the reason; empty if unknown."""
-    low = incident.lower()
-    return next((who for word, who in _WORDS if word in low), "")
-
-
 # Goodput.
 
 
@@ -196,7 +190,19 @@ def account(events: Sequence[Event], price: float | None) -> dict[str, object]:
         "goodput_if_kept": total.goodput_if_kept,
         "buckets": _seconds(total.buckets_ns),
         "outcomes": _seconds(_outcomes(total)),
-        "attempts": [_attempt(attempt) for attempt in attempts],
+        "attempts": [
+            {
+                "attempt": attempt.attempt,
+                "started": attempt.started_s,
+                "ended": attempt.ended_s,
+                "ranks": attempt.ranks,
+                "reason": attempt.reason,
+                "first_step": attempt.first_step,
+                "last_step": attempt.last_step,
+                "buckets": _seconds(attempt.buckets_ns),
+            }
+            for attempt in attempts
+        ],
         "causes": _causes(attempts, recoveries_by_attempt),
         "cost": None if price is None else _cost(total, attempts, price),
         **_others(total),
@@ -215,19 +221,6 @@ def _outcomes(total: Goodput) -> dict[str, int]:
 
 def _seconds(parts: Mapping[str, int]) -> dict[str, float]:
     return {name: value / NS_PER_S for name, value in parts.items()}
-
-
-def _attempt(attempt: AttemptAccount) -> dict[str, object]:
-    return {
-        "attempt": attempt.attempt,
-        "started": attempt.started_s,
-        "ended": attempt.ended_s,
-        "ranks": attempt.ranks,
-        "reason": attempt.reason,
-        "first_step": attempt.first_step,
-        "last_step": attempt.last_step,
-        "buckets": _seconds(attempt.buckets_ns),
-    }
 
 
 def _causes(

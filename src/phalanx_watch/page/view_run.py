@@ -24,11 +24,10 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.manifest import Index, decode_index
 from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.fleet.control.fleet_file import path_in
-from phalanx.observe.events import Event, MachineUsed, RunStarted
+from phalanx.observe.events import Event, RunStarted
 from phalanx.observe.logs.line import LEVELS, what_happened
 from phalanx.observe.logs.masking import run_file_mask
 from phalanx.observe.logs.read_lines import (
-    LogGroup,
     LogLine,
     LogQuery,
     grouped,
@@ -65,9 +64,11 @@ def summary(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[st
         evaluations = _evaluations(run)
         machines = run.machines
     result = directory.finished_result()
+    now = time.time()
+    body = starts[-1].body if starts else None
     return asdict(runs.row(place)) | {
         "started_events": [_start(event) for event in starts],
-        "environment": _environment(starts),
+        "environment": dict(body.environment) if isinstance(body, RunStarted) else {},
         "run_file": _masked(_text(directory.run_file)),
         "lineage": [
             asdict(origin) | {"text": str(origin)}
@@ -76,19 +77,15 @@ def summary(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[st
         "result": None if result is None else result.to_json(),
         "evaluations": evaluations,
         "curves": run.curve_names(),
-        "machines": None if machines is None else _extremes(machines),
+        "machines": None
+        if machines is None
+        else {"nodes": machines.nodes, "least": machines.least_node, "most": machines.most_node},
         "has": has(place) | {"samples": bool(run.samples)},
-        "serving": _serving(directory),
+        "serving": [asdict(note) | {"silent": note.silent(now)} for note in read_serving(directory)],
         "torn_lines": run.torn_lines,
         "dropped_lines": run.dropped_lines,
         "problem": run.problem,
     }
-
-
-def _serving(directory: RunDirectory) -> list[dict[str, object]]:
-    """Return the notes of the servers of the run's weights."""
-    now = time.time()
-    return [asdict(note) | {"silent": note.silent(now)} for note in read_serving(directory)]
 
 
 def has(place: RunPlace) -> dict[str, bool]:
@@ -120,12 +117,6 @@ def _start(event: Event) -> dict[str, object]:
     }
 
 
-def _environment(starts: list[Event]) -> dict[str, object]:
-    """Return the newest start's record of code, versions and machine."""
-    body = starts[-1].body if starts else None
-    return dict(body.environment) if isinstance(body, RunStarted) else {}
-
-
 def _evaluations(run: RunSeries) -> list[dict[str, object]]:
     evaluations: list[dict[str, object]] = [
         {
@@ -138,11 +129,6 @@ def _evaluations(run: RunSeries) -> list[dict[str, object]]:
         for event, body in run.evaluations
     ]
     return evaluations[-_MOST_EVALUATIONS:]
-
-
-def _extremes(used: MachineUsed) -> dict[str, object]:
-    """Return the number of machines, and those with the least and the greatest of each figure, in the newest measurement."""
-    return {"nodes": used.nodes, "least": used.least_node, "most": used.most_node}
 
 
 def samples_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:
@@ -309,7 +295,11 @@ def logs_view(_runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[
     shown = lines[-last:]
     failure = told_failure(directory)
     return {
-        "lines": [_group(item) for item in grouped(shown)]
+        "lines": [
+            _said(item.example)
+            | {"count": item.count, "first": item.first, "last": item.last, "place": item.place}
+            for item in grouped(shown)
+        ]
         if parameters.text("grouped") == "1"
         else [_line(item) for item in shown],
         "more": len(lines) > last,
@@ -348,15 +338,6 @@ def _rank(word: str) -> int:
 def _line(line: LogLine) -> dict[str, object]:
     where = ", ".join(word for word in (line.process, line.node or "") if word)
     return _said(line) | {"count": 1, "first": line.t, "last": line.t, "place": where}
-
-
-def _group(group: LogGroup) -> dict[str, object]:
-    return _said(group.example) | {
-        "count": group.count,
-        "first": group.first,
-        "last": group.last,
-        "place": group.place,
-    }
 
 
 def _said(line: LogLine) -> dict[str, object]:

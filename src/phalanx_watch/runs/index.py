@@ -79,7 +79,9 @@ class RunIndex:
             if facts is None:
                 facts = read_facts(path)
                 fresh.append((key, signature, facts))
-            rows.append(row_of(_placed(facts, path), locks.holds(RunDirectory(path)), now))
+            if facts.row.path != str(path):  # the cache has absolute paths
+                facts = replace(facts, row=replace(facts.row, path=str(path)))
+            rows.append(row_of(facts, locks.holds(RunDirectory(path)), now))
         self._cache.write(fresh)
         return rows
 
@@ -122,11 +124,6 @@ def _stamp(path: Path) -> str:
     except OSError:
         return "-"
     return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ino}"
-
-
-def _placed(facts: RowFacts, path: Path) -> RowFacts:
-    """Return the facts with the requested path: the cache has absolute paths."""
-    return facts if facts.row.path == str(path) else replace(facts, row=replace(facts.row, path=str(path)))
 
 
 class _Cache:
@@ -317,7 +314,11 @@ def checked_name(name: str) -> str:
     """Return the column or field of the run file that ``name`` or a heading names. Raises ``SelectionError``, with the nearest name."""
     if name in _NAMES:
         return _NAMES[name]
-    names = _run_fields() if "." in name else COLUMNS
+    names = (
+        [f"{name}.{field}" for name, kind, _ in sections(RunSpec) if name for field in field_types(kind)]
+        if "." in name
+        else COLUMNS
+    )
     if name in names:
         return name
     near = difflib.get_close_matches(name, names, 1)
@@ -327,11 +328,6 @@ def checked_name(name: str) -> str:
     raise SelectionError(
         f"there is no column {name!r}{meant}; there are {', '.join(COLUMNS)}, and fields of the run file such as optimizer.lr"
     )
-
-
-def _run_fields() -> list[str]:
-    """Return the dotted path of every field of a run file that is in a section."""
-    return [f"{name}.{field}" for name, kind, _ in sections(RunSpec) if name for field in field_types(kind)]
 
 
 def value_of(row: RunRow, name: str) -> object:

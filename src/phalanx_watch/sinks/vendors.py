@@ -143,7 +143,10 @@ class WandbSink:
         offline = mode == "offline"
         identity = hashlib.sha256(str(run_directory.resolve()).encode()).hexdigest()[:16]
         if offline:
-            _forget_earlier(run_directory / "wandb", identity)
+            # The files of earlier starts that were not uploaded.
+            for earlier in (run_directory / "wandb").glob(f"offline-run-*-{identity}"):
+                if not any(earlier.glob("*.synced")):
+                    shutil.rmtree(earlier, ignore_errors=True)
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "phalanx"),
             name=run,
@@ -185,13 +188,6 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _forget_earlier(folder: Path, identity: str) -> None:
-    """Remove the offline files of earlier starts of this W&B run that were not uploaded."""
-    for earlier in folder.glob(f"offline-run-*-{identity}"):
-        if not any(earlier.glob("*.synced")):
-            shutil.rmtree(earlier, ignore_errors=True)
 
 
 # Trackio: one Trackio run a run, continued by later attempts; the config is the resolved run file and the record of the newest start; where the

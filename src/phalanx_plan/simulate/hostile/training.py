@@ -315,16 +315,13 @@ class Group:
         node.complete(self, step)
         self.finished.add(node.name)
         if len(self.finished) == self.seats:
-            self._boundary()
-
-    def _boundary(self) -> None:
-        """Record the step; leave if all members are to leave here, else begin the next one."""
-        self.world.stepped(self)
-        if all(node.leave_at_boundary for node in self.members):
-            for node in self.members:
-                node.leave()
-        else:
-            self._next()
+            self.world.stepped(self)
+            # Members that are to leave leave here, all at once; else the next step begins.
+            if all(node.leave_at_boundary for node in self.members):
+                for node in self.members:
+                    node.leave()
+            else:
+                self._next()
 
     def copy_arrived(self, rank: int, step: int, second: bool) -> None:
         """Record that a copy of the newest snapshot is complete; with the last one the snapshot is safe."""
