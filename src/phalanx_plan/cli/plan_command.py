@@ -13,28 +13,7 @@ import click
 
 from phalanx.command import command_options
 from phalanx.command_help import DefaultGroup
-from phalanx_plan.cli.plan_request import (
-    BudgetOptions,
-    FitOptions,
-    GivenOnce,
-    LayoutOptions,
-    PlanOptions,
-    ServiceOptions,
-    SizeOptions,
-    StackOptions,
-    budget_question,
-    mistakes,
-    refuse_beside,
-    refuse_outputs,
-    refuse_repeated,
-    refuse_without,
-    requested_aim,
-    requested_cluster,
-    requested_placer,
-    requested_spec,
-    require_one_run_file,
-    require_service,
-)
+from phalanx_plan.cli import plan_request as request
 
 if TYPE_CHECKING:
     from phalanx.run.spec import RunSpec
@@ -44,7 +23,7 @@ _TO_FILL_IN = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "sc
 """Fields that decide what is learned; a plan of a model by its name cannot know them."""
 
 
-def write_files(plan: Plan, spec: RunSpec, options: LayoutOptions) -> None:
+def write_files(plan: Plan, spec: RunSpec, options: request.LayoutOptions) -> None:
     """Write the files of the options (report, trace, run file), and print their paths on standard error.
 
     Fields to fill in before training are named there too.
@@ -77,9 +56,9 @@ def write_files(plan: Plan, spec: RunSpec, options: LayoutOptions) -> None:
         click.echo(f"wrote {', '.join(paths)}", err=True)
 
 
-@click.command("layout", cls=GivenOnce)
-@command_options(LayoutOptions)
-def layout_command(options: LayoutOptions) -> None:
+@click.command("layout", cls=request.GivenOnce)
+@command_options(request.LayoutOptions)
+def layout_command(options: request.LayoutOptions) -> None:
     """Find the best layouts of a run on a cluster, with the reasons, or explain one layout.
 
     Needs no accelerator. Figures of the cluster can be overridden with --set cluster.NAME=VALUE, as in
@@ -94,13 +73,13 @@ def layout_command(options: LayoutOptions) -> None:
       phalanx plan layout configs/llama3-405b.toml --cluster h100:16384 --topology fabric.toml --share pod=0.5
       phalanx plan layout configs/quickstart.toml --cluster this --out winner.toml
     """
-    with mistakes():
+    with request.mistakes():
         _answer_layouts(options)
 
 
-@click.command("budget", cls=GivenOnce)
-@command_options(BudgetOptions)
-def budget_command(options: BudgetOptions) -> None:
+@click.command("budget", cls=request.GivenOnce)
+@command_options(request.BudgetOptions)
+def budget_command(options: request.BudgetOptions) -> None:
     """Plan what to train for BUDGET: the model's size, its tokens and, on a cluster, its layout.
 
     BUDGET is money, compute or time: 40M$, 1e25FLOP, 30d, "1M gpu-hours". All but compute need --cluster.
@@ -109,13 +88,13 @@ def budget_command(options: BudgetOptions) -> None:
       phalanx plan budget 1e25FLOP
       phalanx plan budget 40M$ --cluster h100:4096 --unique-tokens 5T
     """
-    with mistakes():
+    with request.mistakes():
         _answer_budget(options.budget, options)
 
 
-@click.command("fit", cls=GivenOnce)
-@command_options(FitOptions)
-def fit_command(options: FitOptions) -> None:
+@click.command("fit", cls=request.GivenOnce)
+@command_options(request.FitOptions)
+def fit_command(options: request.FitOptions) -> None:
     """Fit a scaling law to finished runs, and predict a larger run from it.
 
     The runs in the directories differ in size and tokens alone. The prediction is for RUN_FILE, or for the best model of --budget.
@@ -124,40 +103,40 @@ def fit_command(options: FitOptions) -> None:
       phalanx plan fit runs/small-* large.toml
       phalanx plan fit runs/small-* --budget 1e20FLOP
     """
-    with mistakes():
-        refuse_repeated(options.overrides)
+    with request.mistakes():
+        request.refuse_repeated(options.overrides)
         _fit_law(options.budget, options)
 
 
-@click.command("serve", cls=GivenOnce)
-@command_options(ServiceOptions)
-def serve_command(options: ServiceOptions) -> None:
+@click.command("serve", cls=request.GivenOnce)
+@command_options(request.ServiceOptions)
+def serve_command(options: request.ServiceOptions) -> None:
     """Plan workers that serve a model: how many of which division carry --traffic within --slo, and their cost.
 
     \b
       phalanx plan serve configs/llama3-405b.toml --cluster h200:64 --traffic in=2000,out=500
       phalanx plan serve --model llama3-8b --cluster h100:8 --traffic in=2000,out=500,rate=10 --slo ttft=2s,tpot=50ms
     """
-    with mistakes():
+    with request.mistakes():
         _answer_service(options)
 
 
-@click.command("stacks", cls=GivenOnce)
-@command_options(StackOptions)
-def stacks_command(options: StackOptions) -> None:
+@click.command("stacks", cls=request.GivenOnce)
+@command_options(request.StackOptions)
+def stacks_command(options: request.StackOptions) -> None:
     """List the software that can be planned for, with its published runs.
 
     \b
       phalanx plan stacks
       phalanx plan stacks --json
     """
-    with mistakes():
+    with request.mistakes():
         _list_stacks(options)
 
 
-@click.command("plan", cls=GivenOnce)
-@command_options(PlanOptions)
-def unnamed_command(options: PlanOptions) -> None:
+@click.command("plan", cls=request.GivenOnce)
+@command_options(request.PlanOptions)
+def unnamed_command(options: request.PlanOptions) -> None:
     """Find the best layouts of a run on a cluster, as `phalanx plan layout` does.
 
     --budget, --fit, --serve and --stacks are the earlier spelling of the commands `phalanx plan budget`, `fit`, `serve`
@@ -166,15 +145,17 @@ def unnamed_command(options: PlanOptions) -> None:
     \b
       phalanx plan configs/llama3-405b.toml --cluster h100:16384
     """
-    with mistakes():
+    with request.mistakes():
         if options.stacks:
-            refuse_beside("--stacks", ("stacks", "as_json"), "it lists software, and stops")
+            request.refuse_beside("--stacks", ("stacks", "as_json"), "it lists software, and stops")
             _list_stacks(options)
         elif options.serve:
-            refuse_beside("--serve", _fields(ServiceOptions, "serve"), _INSTEAD_OF_SERVE)
+            request.refuse_beside("--serve", _fields(request.ServiceOptions, "serve"), _INSTEAD_OF_SERVE)
             _answer_service(options)
         else:
-            refuse_without("--serve", _fields(ServiceOptions) - _fields(LayoutOptions))
+            request.refuse_without(
+                "--serve", _fields(request.ServiceOptions) - _fields(request.LayoutOptions)
+            )
             _answer_run(options)
 
 
@@ -207,26 +188,26 @@ def _fields(section: type, *more: str) -> set[str]:
     return {field.name for field in fields(section)} | {*more}
 
 
-def _answer_run(options: PlanOptions) -> None:
+def _answer_run(options: request.PlanOptions) -> None:
     """Answer what the options without a name of a command request of a training run."""
     if options.fits:
-        refuse_beside("--fit", _fields(FitOptions, "fits"), _INSTEAD_OF_FIT)
+        request.refuse_beside("--fit", _fields(request.FitOptions, "fits"), _INSTEAD_OF_FIT)
         _fit_law(options.budget, options)
     elif options.budget is not None:
-        refuse_beside("--budget", _fields(BudgetOptions), _INSTEAD_OF_BUDGET)
+        request.refuse_beside("--budget", _fields(request.BudgetOptions), _INSTEAD_OF_BUDGET)
         _answer_budget(options.budget, options)
     else:
-        refuse_without("--budget", _fields(SizeOptions) - _fields(LayoutOptions))
+        request.refuse_without("--budget", _fields(request.SizeOptions) - _fields(request.LayoutOptions))
         _answer_layouts(options)
 
 
-def _list_stacks(options: StackOptions) -> None:
+def _list_stacks(options: request.StackOptions) -> None:
     from phalanx_plan.cli.plan_tables import print_stacks
 
     print_stacks(as_json=options.as_json)
 
 
-def _fit_law(budget: str | None, options: FitOptions | PlanOptions) -> None:
+def _fit_law(budget: str | None, options: request.FitOptions | request.PlanOptions) -> None:
     from phalanx_plan.cli.what_to_train import answer_fit
 
     answer_fit(
@@ -238,29 +219,29 @@ def _fit_law(budget: str | None, options: FitOptions | PlanOptions) -> None:
     )
 
 
-def _answer_budget(budget: str, options: SizeOptions) -> None:
+def _answer_budget(budget: str, options: request.SizeOptions) -> None:
     """Check the options, find the best model for a budget, print it and write the files."""
     from phalanx_plan.cli.what_to_train import answer_budget
 
-    refuse_repeated(options.overrides)
-    refuse_outputs(options)
-    question = budget_question(budget, options)
+    request.refuse_repeated(options.overrides)
+    request.refuse_outputs(options)
+    question = request.budget_question(budget, options)
     answer_budget(question, out=options.out, report=options.report, as_json=options.as_json)
 
 
-def _answer_service(options: ServiceOptions) -> None:
+def _answer_service(options: request.ServiceOptions) -> None:
     """Plan workers that serve the model, and print them. Raises UsageError or ``DemandError``."""
     from phalanx_plan.cli.plan_tables import answer_service
 
-    refuse_repeated(options.overrides)
-    traffic, slo = require_service(options), options.slo or ""
-    spec, cluster = requested_spec(options), requested_cluster(options)
+    request.refuse_repeated(options.overrides)
+    traffic, slo = request.require_service(options), options.slo or ""
+    spec, cluster = request.requested_spec(options), request.requested_cluster(options)
     answer_service(
         spec, cluster, traffic, slo, options.weight_format, top=options.top, as_json=options.as_json
     )
 
 
-def _answer_layouts(options: LayoutOptions) -> None:
+def _answer_layouts(options: request.LayoutOptions) -> None:
     """Plan layouts of the run, write the files of the options and print the plan.
 
     Raises an error for a field that plans do not use. Exits with code 1 if the chosen layout does not fit.
@@ -270,17 +251,17 @@ def _answer_layouts(options: LayoutOptions) -> None:
     from phalanx_plan.search.plan import make_plan
     from phalanx_plan.search.query import refuse_unused
 
-    refuse_repeated(options.overrides)
-    refuse_outputs(options, options.trace, options.files)
-    aim = requested_aim(options, options.top, options.layout, options.tokens)
-    require_one_run_file(options.files)
+    request.refuse_repeated(options.overrides)
+    request.refuse_outputs(options, options.trace, options.files)
+    aim = request.requested_aim(options, options.top, options.layout, options.tokens)
+    request.require_one_run_file(options.files)
     refuse_unused(options.fields, searching=aim.layout is None, tokens=aim.tokens)
-    spec, cluster = requested_spec(options, options), requested_cluster(options)
+    spec, cluster = request.requested_spec(options, options), request.requested_cluster(options)
     plan = make_plan(
         *(spec, cluster, aim),
         stated=options.stated,
         searching=aim.layout is None or options.explain,
-        placer=requested_placer(options, spec),
+        placer=request.requested_placer(options, spec),
     )
     write_files(plan, spec, options)
     if options.as_json:

@@ -95,7 +95,9 @@ def _flush(
     times = stage_times(evaluation, np.array([0]))
     hop = float(np.broadcast_to(hop_s(job, evaluation.candidates), (1,))[0]) if ranks > 1 else 0.0
     name = chosen.layout.schedule if ranks > 1 else "1f1b" if per_rank == 1 else "interleaved"
-    drawn = _drawn(micro_batches, ranks, per_rank)
+    # All micro-batches are drawn, or as many rounds of the pipeline as there is room for.
+    room = max(4 * ranks, _MOST_ACTIONS // (3 * ranks * per_rank))
+    drawn = micro_batches if micro_batches <= room else room - (room - micro_batches) % ranks
     last = inside
     if drawn < micro_batches:
         last = float(flush_s(name, ranks, per_rank, drawn, times, np.array([hop]))[0])
@@ -108,12 +110,6 @@ def _flush(
         yield TraceEvent(
             span.rank, kind, span.begin_s, min(span.end_s, last), span.action.stage, span.action.micro_batch
         )
-
-
-def _drawn(micro_batches: int, ranks: int, per_rank: int) -> int:
-    """Return the number of drawn micro-batches: all, or as many rounds of the pipeline as there is room for."""
-    room = max(4 * ranks, _MOST_ACTIONS // (3 * ranks * per_rank))
-    return micro_batches if micro_batches <= room else room - (room - micro_batches) % ranks
 
 
 def _rank(

@@ -239,7 +239,10 @@ def curves(
     y_low, y_high = padded([point[1] for point in points], 0.06)
     x, y = _scale(low, high), _vertical(y_low, y_high, height)
     marks = [
-        path([(x(math.log10(a)), y(b)) for a, b in curve], _drawn(color[name]))
+        path(
+            [(x(math.log10(a)), y(b)) for a, b in curve],
+            f'fill="none" stroke="{color[name]}" stroke-width="2"',
+        )
         for name, curve in lines.items()
     ]
     if mark is not None and low <= math.log10(mark[0]) <= high:
@@ -309,7 +312,3 @@ def _filled(x: float, y: float, width: float, height: float, color: str, title: 
 
 def _stroke(color: str) -> str:
     return f'stroke="{color}" stroke-width="1.5"'
-
-
-def _drawn(color: str) -> str:
-    return f'fill="none" stroke="{color}" stroke-width="2"'

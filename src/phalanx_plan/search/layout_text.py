@@ -92,7 +92,16 @@ def read_layout(text: str, spec: RunSpec, job: TrainingJob) -> PlannedLayout:
     layout = replace(layout, **({"replicate": data // settings.get("shard", layout.shard)} | settings))
     if layout.data != data:
         raise PlanRequestError(f"--layout {text}: fsdp={layout.shard} does not divide dp={data}")
-    _check_room(text, layout.ranks, job, replica_ranks(parallel))
+    replica = replica_ranks(parallel)
+    if layout.ranks > job.cluster.accelerators:
+        raise PlanRequestError(
+            f"--layout {text}: {layout.ranks:,} ranks, but the cluster {job.cluster.key} has {job.cluster.accelerators:,} "
+            "accelerators: name a larger one with --cluster NAME:ACCELERATORS, or take smaller degrees"
+        )
+    if layout.ranks % replica:
+        raise PlanRequestError(
+            f"--layout {text}: {layout.ranks} ranks are no multiple of the {replica} that hold one replica"
+        )
     return layout
 
 
@@ -159,19 +168,6 @@ def _value(name: str, value: str, job: TrainingJob) -> int | str | bool:
     if not is_number or (int(value) < 1 and name not in _FROM_ZERO):
         raise PlanRequestError(f"--layout: {name}={value!r} must be a whole number, at least 1")
     return bool(int(value)) if name in _FROM_ZERO[1:] else int(value)
-
-
-def _check_room(text: str, ranks: int, job: TrainingJob, replica: int) -> None:
-    """Raise ``PlanRequestError`` for more ranks than the cluster has, or incomplete replicas."""
-    if ranks > job.cluster.accelerators:
-        raise PlanRequestError(
-            f"--layout {text}: {ranks:,} ranks, but the cluster {job.cluster.key} has {job.cluster.accelerators:,} "
-            "accelerators: name a larger one with --cluster NAME:ACCELERATORS, or take smaller degrees"
-        )
-    if ranks % replica:
-        raise PlanRequestError(
-            f"--layout {text}: {ranks} ranks are no multiple of the {replica} that hold one replica"
-        )
 
 
 # Follow-ups to a plan.

@@ -26,15 +26,7 @@ from phalanx_plan.evidence import (
 )
 from phalanx_plan.planner import lost_node_notes
 from phalanx_plan.run_fields import notes_of
-from phalanx_plan.search.alternatives import (
-    PLACED,
-    Idea,
-    NetworkCost,
-    Placer,
-    ideas_of,
-    ranked_on_network,
-    with_uplinks,
-)
+from phalanx_plan.search import alternatives, query
 from phalanx_plan.search.layout_text import (
     least_change,
     parallel_of,
@@ -43,18 +35,6 @@ from phalanx_plan.search.layout_text import (
     what_would_fit,
 )
 from phalanx_plan.search.options import LEAST_ROOM, NO_ROOM, Options, free_share
-from phalanx_plan.search.query import (
-    OWN,
-    Aim,
-    PlanRequestError,
-    evidence_of,
-    is_calibrated,
-    job_of,
-    options_of,
-    problems_of,
-    read_tokens,
-    with_requested_modes,
-)
 from phalanx_plan.search.search import NothingFitsError, SearchResult, search
 from phalanx_plan.step_cost.estimate import Estimate, estimate
 from phalanx_plan.whole_run.assumptions import RunAssumptions, RunInputs, assumed
@@ -83,11 +63,11 @@ def refuse_implausible(spec: RunSpec) -> None:
     """Raise ``PlanRequestError`` for a batch or a sequence that exceeds all published training by orders of magnitude."""
     train = spec.train
     if train.seq_len > _LONGEST_SEQUENCE:
-        raise PlanRequestError(
+        raise query.PlanRequestError(
             f"train.seq_len: {train.seq_len:,} tokens: plausible is up to {_LONGEST_SEQUENCE:,}, usual 2,048 to 131,072"
         )
     if train.batch_size * train.seq_len > _MOST_BATCH_TOKENS:
-        raise PlanRequestError(
+        raise query.PlanRequestError(
             f"train.batch_size: {train.batch_size:,} sequences of {train.seq_len:,} tokens are "
             f"{train.batch_size * train.seq_len:,} tokens a step: plausible are 1,000 to {_LARGEST_BATCH_TOKENS:,.0f}, the largest "
             f"that is published, and at most {_MOST_BATCH_TOKENS:,.0f} are planned"
@@ -132,7 +112,7 @@ def caveats(
     if tokens < batch_tokens:
         text = f"{tokens:,.0f} tokens are less than one step of {batch_tokens:,}; one step is planned"
         yield Caveat(text, decides=True)
-    if job.stack.name == OWN and chosen.layout.pipeline == 1:
+    if job.stack.name == query.OWN and chosen.layout.pipeline == 1:
         for axis, problem in undivided(job.workload.model):
             if axis == "pipeline":
                 yield Caveat(f"no pipelines are possible: {problem}")
@@ -142,19 +122,19 @@ def _unmeasured_kind(job: TrainingJob) -> Iterator[Caveat]:
     """Yield a caveat if there is no published run of such software on such hardware, so that the band comes from other runs."""
     vendor, name = job.cluster.accelerator.vendor, job.stack.name
     if vendor == "any":
-        if not is_calibrated(job.cluster):
+        if not query.is_calibrated(job.cluster):
             yield Caveat(
                 f"no published run is on CPUs: P5-P95 is a factor of {UNKNOWN_MACHINE:.2g} either way, assumed; phalanx calibrate fits "
                 "the constants to this machine"
             )
-        if name != OWN:
+        if name != query.OWN:
             yield _no_device(name, "CPUs")
     elif (makers := makers_with_runs(learned(), name)) and vendor not in makers:
         yield Caveat(
             f"all published runs of {name} that this planner knows are on accelerators of {', '.join(sorted(makers))}: find out that it "
             f"runs on those of {vendor} at all before anything else"
         )
-    elif not makers and vendor == "Google" and name != OWN:
+    elif not makers and vendor == "Google" and name != query.OWN:
         yield _no_device(name, "TPUs")
 
 
@@ -187,7 +167,7 @@ def without_room(chosen: Estimate, roomy: Estimate | None) -> Iterator[Caveat]:
 def _without_device(stack: str, cluster: Cluster) -> Iterator[Caveat]:
     """Yield the caveat that this project's trainer does not run on the accelerator, if so."""
     vendor = cluster.accelerator.vendor
-    if stack == OWN and vendor not in ("NVIDIA", "any"):
+    if stack == query.OWN and vendor not in ("NVIDIA", "any"):
         yield Caveat(
             f"this project's trainer has no device for {cluster.accelerator.name}: it trains on NVIDIA GPUs and on CPUs. This is what "
             "the hardware would do with such software, and nothing that can be started; --stack names other software",
@@ -202,7 +182,7 @@ class Plan:
     name: str
     """The name of the run."""
     job: TrainingJob
-    aim: Aim
+    aim: query.Aim
     chosen: Estimate
     """The best layout, or the requested one."""
     search_result: SearchResult | None
@@ -217,9 +197,9 @@ class Plan:
     """Notes on fields of the run file that are set and not modeled."""
     caveats: tuple[Caveat, ...] = ()
     """Reasons why the answer may not be usable, printed first."""
-    ideas: tuple[Idea, ...] = ()
+    ideas: tuple[alternatives.Idea, ...] = ()
     """The best plans that divide the model differently, best first; empty without a search."""
-    placements: Mapping[PlannedLayout, NetworkCost] | None = None
+    placements: Mapping[PlannedLayout, alternatives.NetworkCost] | None = None
     """Layouts that were placed on a network, with their cost; ``None`` without a network."""
 
     @property
@@ -242,11 +222,11 @@ class Plan:
 def make_plan(
     spec: RunSpec,
     cluster: Cluster,
-    aim: Aim,
+    aim: query.Aim,
     *,
     stated: Collection[str] | None = None,
     searching: bool = True,
-    placer: Placer | None = None,
+    placer: alternatives.Placer | None = None,
 ) -> Plan:
     """Search layouts, estimate the requested layout, or both; then estimate the run as a whole.
 
@@ -256,46 +236,46 @@ def make_plan(
     cause and the remedy. A search of all layouts takes seconds.
     """
     if aim.require and not searching:
-        raise PlanRequestError(
+        raise query.PlanRequestError(
             f"{', '.join(aim.require)}: a condition is for a search, and one layout was requested: leave the layout out "
             "to search, or the condition; --explain does both and compares"
         )
     from_file = stated is None
     refuse_implausible(spec)
-    job = job_of(spec, cluster, stack=aim.stack, keep_slots=stated is None or "train.slots" in stated)
-    job = with_requested_modes(job, aim)
+    job = query.job_of(spec, cluster, stack=aim.stack, keep_slots=stated is None or "train.slots" in stated)
+    job = query.with_requested_modes(job, aim)
     # For a known model, --layout without mbs means the smallest micro-batch, rather than a rank's whole share at once.
     keeps_micro_batch = stated is None or "train.micro_batch_size" in stated
     layout_spec = spec if keeps_micro_batch else replace(spec, train=replace(spec.train, micro_batch_size=1))
     requested = None if aim.layout is None else _requested_estimate(layout_spec, job, aim.layout)
-    placements: dict[PlannedLayout, NetworkCost] = {}
+    placements: dict[PlannedLayout, alternatives.NetworkCost] = {}
     if requested is not None and placer is not None:
         placements[requested.layout] = placer(job, requested.layout)
-        requested = with_uplinks(requested, placements[requested.layout])
+        requested = alternatives.with_uplinks(requested, placements[requested.layout])
     result = None
     if searching:
-        top = aim.top if placer is None else max(aim.top, PLACED)
-        options = options_of(spec, job, optimize=aim.optimize, require=aim.require, top=top)
+        top = aim.top if placer is None else max(aim.top, alternatives.PLACED)
+        options = query.options_of(spec, job, optimize=aim.optimize, require=aim.require, top=top)
         result = _search(job, options)
         if placer is not None:
-            result, costs = ranked_on_network(job, result, aim.optimize, aim.top, placer)
+            result, costs = alternatives.ranked_on_network(job, result, aim.optimize, aim.top, placer)
             placements.update(costs)
     chosen = requested or (result.best[0] if result else None)
     if chosen is None:
-        raise PlanRequestError("neither a layout nor a search was requested")
-    tokens = read_tokens(aim.tokens) if aim.tokens else float(spec.train.steps * job.workload.tokens)
+        raise query.PlanRequestError("neither a layout nor a search was requested")
+    tokens = query.read_tokens(aim.tokens) if aim.tokens else float(spec.train.steps * job.workload.tokens)
     inputs = replace(run_inputs(job, chosen, tokens), data=data_need(spec))
     # A run file, or such a field that the user set beside a model, describes how the fleet saves and recovers.
     describes = stated is None or any(path.startswith(("fleet", "checkpoint")) for path in stated)
     described = spec if describes else None
     steps = round(tokens / job.workload.tokens)
-    evidence = evidence_of(job)
+    evidence = query.evidence_of(job)
     band = evidence.band if aim.step_error is None else normal_band(aim.step_error)
-    own = job.stack.name == OWN
+    own = job.stack.name == query.OWN
     assumptions = assumed(aim.assume, band, described, chosen.step_s, steps, recovers_in_memory=own)
     run = estimate_run(inputs, assumptions)
     other_stack = "" if own else job.stack.name
-    offload = options_of(spec, job, optimize=aim.optimize, require=(), top=1).offload
+    offload = query.options_of(spec, job, optimize=aim.optimize, require=(), top=1).offload
     notes: tuple[str, ...] = () if chosen.fits else (least_change(job, chosen.layout, offload=offload),)
     notes += notes_of(spec, cluster, other_stack, stated)
     if from_file and aim.layout is not None and (note := replaced_sharding(aim.layout, spec, job)):
@@ -305,7 +285,7 @@ def make_plan(
         notes += lost_node_notes(chosen.layout.mesh, cluster.per_node, job.workload.slots, micro_batches)
     doubts = tuple(caveats(job, chosen, run, tokens, result.roomy if result else None))
     used_placements = None if placer is None else placements
-    ideas = ideas_of(job, result, aim.optimize, used_placements) if result else ()
+    ideas = alternatives.ideas_of(job, result, aim.optimize, used_placements) if result else ()
     plan = Plan(
         spec.name,
         job,
@@ -334,13 +314,13 @@ def make_plan(
 def _requested_estimate(spec: RunSpec, job: TrainingJob, text: str) -> Estimate:
     """Estimate the layout of ``text``; raises ``PlanRequestError`` if it is malformed, or this project's trainer cannot run it."""
     layout = read_layout(text, spec, job)
-    if job.stack.name == OWN:
+    if job.stack.name == query.OWN:
         slots = job.workload.slots or layout.data
         train = replace(spec.train, micro_batch_size=layout.micro_batch, slots=slots)
         changed = replace(spec, parallel=parallel_of(spec, layout), train=train)
-        problems = problems_of(changed, layout.ranks)
+        problems = query.problems_of(changed, layout.ranks)
         if problems:
-            raise PlanRequestError(f"--layout {text} is not possible:\n{problems}")
+            raise query.PlanRequestError(f"--layout {text} is not possible:\n{problems}")
     return estimate(job, layout)
 
 
@@ -350,7 +330,7 @@ def _search(job: TrainingJob, options: Options) -> SearchResult:
         return search(job, options)
     except NothingFitsError as error:
         helps = what_would_fit(job, options)
-        raise PlanRequestError(f"{error}\n{helps}" if helps else str(error)) from error
+        raise query.PlanRequestError(f"{error}\n{helps}" if helps else str(error)) from error
 
 
 _ACTIVITY: Mapping[str, Activity] = {

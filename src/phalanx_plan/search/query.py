@@ -274,13 +274,7 @@ def precision_of(spec: RunSpec, cluster: Cluster) -> str:
 
 
 def options_of(
-    spec: RunSpec,
-    job: TrainingJob,
-    *,
-    optimize: str,
-    require: tuple[str, ...],
-    top: int,
-    gpus: tuple[int, ...] = (),
+    spec: RunSpec, job: TrainingJob, *, optimize: str, require: tuple[str, ...], top: int
 ) -> Options:
     """Return the options of a search for this run.
 
@@ -294,7 +288,7 @@ def options_of(
     halved = tuple(n for step in range(fewer + 1) if (n := everything >> step) > 0)
     adam = (spec.optimizer.name, spec.optimizer.state) == ("adamw", "fp32")
     return Options(
-        gpus=gpus or halved,
+        gpus=halved,
         precision=precision_of(spec, job.cluster),
         # A CPU's own memory is the host's, so nothing can be offloaded.
         offload=adam and not _is_cpu(job.cluster),

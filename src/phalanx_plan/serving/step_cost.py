@@ -12,13 +12,12 @@ halves of the batch alternate, one exchanging while the other computes.
 
 Let ``r_l`` and ``c_l`` be the seconds to read and to compute layer l, with k buffers. Reading layer l begins when layer l - 1
 has been read and layer l - k computed. Computing it begins when it has been read and layer l - 1 computed. For equal layers a pass
-takes the larger of both sums, so tokens a second are at most ``B (1 + a) / max(W / BW, t_compute(B))``.
+takes the larger of both sums, so tokens a second are at most ``B / max(W / BW, t_compute(B))``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -28,18 +27,9 @@ from phalanx.hardware.cluster import Cluster
 from phalanx.hardware.profile import Profile, profile_of
 from phalanx.model.facts.shape import numbered_parameters
 from phalanx.run.kinds import block
+from phalanx.run.kinds import operations as op
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.feed_forward import is_mixture
-from phalanx.run.kinds.operations import (
-    Activation,
-    AttentionCore,
-    LayerExchange,
-    MatrixProduct,
-    Norm,
-    Operation,
-    Permutation,
-    Rotation,
-)
 from phalanx.run.spec import ModelSpec
 from phalanx_plan.step_cost import hardware_times
 
@@ -146,29 +136,9 @@ def requests_held(
 # Weights that are read for each pass, from host memory or disk: the bound in closed form.
 
 
-def pass_s(read_s: Sequence[float], compute_s: Sequence[float], buffers: int = 2, passes: int = 8) -> float:
-    """Seconds of one pass in the long run, by the recurrence; the reader runs on into the next pass.
-
-    ``read_s`` and ``compute_s`` are seconds of each layer; ``buffers`` layers fit in memory, and ``passes`` are
-    simulated.
-    """
-    layers = len(read_s)
-    read_end: list[float] = []
-    compute_end: list[float] = []
-    for turn in range(layers * passes):
-        layer = turn % layers
-        free = compute_end[turn - buffers] if turn >= buffers else 0.0
-        read_end.append(max(read_end[-1] if turn else 0.0, free) + read_s[layer])
-        compute_end.append(max(read_end[-1], compute_end[-1] if turn else 0.0) + compute_s[layer])
-    half = layers * (passes // 2)
-    return (compute_end[-1] - compute_end[half - 1]) / (passes - passes // 2)
-
-
-def tokens_per_s(
-    rows: float, streamed_bytes: float, bytes_per_s: float, compute_s: float, accepted: float = 0.0
-) -> float:
+def tokens_per_s(rows: float, streamed_bytes: float, bytes_per_s: float, compute_s: float) -> float:
     """Upper bound of tokens a second of ``rows`` requests."""
-    return rows * (1 + accepted) / max(streamed_bytes / bytes_per_s, compute_s)
+    return rows / max(streamed_bytes / bytes_per_s, compute_s)
 
 
 def touched_experts(experts: float, per_token: float, rows: float) -> float:
@@ -250,7 +220,7 @@ def step_parts(step: ServingStep) -> dict[str, float]:
             part_seconds[part] += mixed.count(kind) * seconds
     # Only a prompt's last row needs scores.
     last = replace(step, rows=max(1.0, step.rows / step.attended_tokens)) if step.prefill else step
-    products = [each for each in block.head_operations(step.model) if isinstance(each, MatrixProduct)]
+    products = [each for each in block.head_operations(step.model) if isinstance(each, op.MatrixProduct)]
     for part, seconds in _priced(last, products).items():
         part_seconds[part] += seconds
     stages = step.division.pipeline
@@ -263,31 +233,33 @@ def step_parts(step: ServingStep) -> dict[str, float]:
 
 
 @lru_cache(maxsize=16)
-def _operations(model: ModelSpec, mixed: bool) -> tuple[Operation, ...]:
+def _operations(model: ModelSpec, mixed: bool) -> tuple[op.Operation, ...]:
     return block.operations(model, mixed=mixed)
 
 
-def _priced(step: ServingStep, operations: tuple[Operation, ...] | list[MatrixProduct]) -> dict[str, float]:
+def _priced(
+    step: ServingStep, operations: tuple[op.Operation, ...] | list[op.MatrixProduct]
+) -> dict[str, float]:
     """Return the seconds of operations on a rank, by ``PARTS``; those of other kinds are free."""
     part_seconds = dict.fromkeys(PARTS, 0.0)
     for operation in operations:
         match operation:
-            case MatrixProduct():
+            case op.MatrixProduct():
                 part_seconds["products"] += _product_s(step, operation)
-            case AttentionCore():
+            case op.AttentionCore():
                 part_seconds["attention"] += _attention_s(step, operation)
-            case LayerExchange():
+            case op.LayerExchange():
                 part_seconds["exchange"] += _exchange_s(step, operation)
-            case Norm():
+            case op.Norm():
                 part_seconds["pointwise"] += _moved_s(step, 2 * operation.width)
-            case Rotation():
+            case op.Rotation():
                 part_seconds["pointwise"] += _moved_s(step, 2 * operation.width / step.division.tensor)
-            case Activation():
+            case op.Activation():
                 width = (2 + operation.gated) * operation.width
                 routed = operation.rows == "routed"
                 share = _copies(step) / step.division.tensor if routed else 1 / step.division.tensor
                 part_seconds["pointwise"] += _moved_s(step, width * share)
-            case Permutation():
+            case op.Permutation():
                 part_seconds["pointwise"] += _moved_s(
                     step, 2 * operation.width * operation.copies / step.division.tensor
                 )
@@ -304,7 +276,7 @@ def _moved_s(step: ServingStep, elements: float) -> float:
     return float(hardware_times.memory_bound_s(step.profile, 2 * step.rows * elements))
 
 
-def _product_s(step: ServingStep, product: MatrixProduct) -> float:
+def _product_s(step: ServingStep, product: op.MatrixProduct) -> float:
     """Seconds of a product, and before it of its input's cast to eight bits."""
     seconds = _multiplied_s(step, product)
     if step.format != "fp8" or product.wide:
@@ -315,7 +287,7 @@ def _product_s(step: ServingStep, product: MatrixProduct) -> float:
     return seconds + float(hardware_times.memory_bound_s(step.profile, 3 * step.rows * copies * inner))
 
 
-def _multiplied_s(step: ServingStep, product: MatrixProduct) -> float:
+def _multiplied_s(step: ServingStep, product: op.MatrixProduct) -> float:
     """Return the seconds of a matrix product; of experts, on the rank's share of those that any row reaches."""
     division = step.division
     format_ = "bf16" if product.wide and step.format == "fp8" else step.format
@@ -336,7 +308,7 @@ def _multiplied_s(step: ServingStep, product: MatrixProduct) -> float:
     return float(hardware_times.matmul_s(step.profile, format_, step.rows, columns, inner))
 
 
-def _attention_s(step: ServingStep, core: AttentionCore) -> float:
+def _attention_s(step: ServingStep, core: op.AttentionCore) -> float:
     """Return the seconds of attention: in decode the slower of reading the cache and computing."""
     keys = core.keys(max(1, round(step.attended_tokens)))
     heads = core.heads / step.division.tensor
@@ -355,7 +327,7 @@ def _attention_s(step: ServingStep, core: AttentionCore) -> float:
     return max(reading, 2 * step.rows * keys * heads * widths / rate)
 
 
-def _exchange_s(step: ServingStep, exchange: LayerExchange) -> float:
+def _exchange_s(step: ServingStep, exchange: op.LayerExchange) -> float:
     """Return the seconds of a collective in a layer; 0 for kinds that serving does not need."""
     division, model = step.division, step.model
     if exchange.kind == "scatter" and division.tensor > 1:  # beside the next gather: an all-reduce

@@ -16,6 +16,7 @@ import numpy as np
 
 from phalanx.parallel.pipeline_schedules import ScheduleName
 from phalanx.run.kinds.feed_forward import is_mixture
+from phalanx_plan.step_cost import pipeline, step_time
 from phalanx_plan.step_cost.layer_costs import LayerCosts, layer_costs
 from phalanx_plan.step_cost.memory import (
     OVERHEADS,
@@ -25,27 +26,6 @@ from phalanx_plan.step_cost.memory import (
     pipelines_of,
     state_columns,
     total,
-)
-from phalanx_plan.step_cost.pipeline import (
-    Pipelines,
-    PlaceCounts,
-    PlaceTable,
-    StageTimes,
-    flush_s,
-    legal,
-    place_table,
-)
-from phalanx_plan.step_cost.step_time import (
-    PassTimes,
-    Slowest,
-    blocked_hops,
-    hop_s,
-    pass_times,
-    slowest,
-    slowest_place,
-    step_s,
-    step_terms,
-    with_tax,
 )
 from phalanx_plan.workload.candidates import (
     SCHEDULES,
@@ -86,8 +66,8 @@ class Evaluation:
     candidates: Candidates
     holdings: Holdings
     costs: LayerCosts
-    pipes: Pipelines
-    table: PlaceTable
+    pipes: pipeline.Pipelines
+    table: pipeline.PlaceTable
     lasting: LastingBytes | None = None
     """Bytes of state and overheads, if they were computed for all candidates at once."""
 
@@ -109,7 +89,7 @@ class Evaluation:
             np.maximum(most, place_bytes, out=most)
         return most
 
-    def _each_place(self) -> tuple[Evaluation, PlaceCounts, Ints, Ints]:
+    def _each_place(self) -> tuple[Evaluation, pipeline.PlaceCounts, Ints, Ints]:
         """Every place of every candidate as candidates of their own, with the candidate and the number of each."""
         candidate, kind = self.table.each()
         each = self.rows(candidate)
@@ -135,8 +115,11 @@ class Evaluation:
             self.candidates.rows(index),
             self.holdings.rows(index, length),
             replace(self.costs, row=at_last(self.costs.row, index, length)),
-            Pipelines(
-                *(at_last(getattr(self.pipes, field.name), index, length) for field in fields(Pipelines))
+            pipeline.Pipelines(
+                *(
+                    at_last(getattr(self.pipes, field.name), index, length)
+                    for field in fields(pipeline.Pipelines)
+                )
             ),
             replace(self.table, row=at_last(self.table.row, index, length)),
             self.lasting and LastingBytes(self.lasting.by_place, at_last(self.lasting.row, index, length)),
@@ -155,7 +138,7 @@ class Evaluation:
 
     def seconds(self) -> Floats:
         """Seconds of a step: the sum of ``time``, with most of the work done on few axes."""
-        place = slowest_place(self.passes, self.table)
+        place = step_time.slowest_place(self.passes, self.table)
         first = place[(0,) * (place.ndim - 1)].reshape((1,) * (place.ndim - 1) + (-1,))
         seconds = self._seconds(first)
         # If a free choice decides which rank is slowest, more terms depend on it.
@@ -165,22 +148,26 @@ class Evaluation:
         return seconds
 
     def _seconds(self, place: Ints) -> Floats:
-        rank = slowest(self.candidates, self.passes, self.table, place)
-        return step_s(self.job, self.candidates, self.holdings, self.pipes, rank)
+        rank = step_time.slowest(self.candidates, self.passes, self.table, place)
+        return step_time.step_s(self.job, self.candidates, self.holdings, self.pipes, rank)
 
     def time(self) -> dict[str, Floats]:
         """Seconds of a step by term, the bubble in closed form."""
-        return step_terms(self.job, self.candidates, self.holdings, self.costs, self.pipes, self.slowest)
+        return step_time.step_terms(
+            self.job, self.candidates, self.holdings, self.costs, self.pipes, self.slowest
+        )
 
     @cached_property
-    def passes(self) -> PassTimes:
+    def passes(self) -> step_time.PassTimes:
         """Seconds of one micro-batch in a layer."""
-        return pass_times(self.job, self.candidates, self.costs)
+        return step_time.pass_times(self.job, self.candidates, self.costs)
 
     @cached_property
-    def slowest(self) -> Slowest:
+    def slowest(self) -> step_time.Slowest:
         """The rank of each candidate that the others wait for."""
-        return slowest(self.candidates, self.passes, self.table, slowest_place(self.passes, self.table))
+        return step_time.slowest(
+            self.candidates, self.passes, self.table, step_time.slowest_place(self.passes, self.table)
+        )
 
 
 def _by_kind(values: Floats, candidate: Ints, kind: Ints) -> list[Floats]:
@@ -202,7 +189,7 @@ def prepare(job: TrainingJob, candidates: Candidates) -> Evaluation:
         holdings(job.workload.model, candidates, job.stack.states.shards, job.stack.states.optimizer),
         layer_costs(job, candidates),
         pipelines_of(job, candidates),
-        place_table(job, candidates),
+        pipeline.place_table(job, candidates),
     )
 
 
@@ -348,7 +335,7 @@ def _check(job: TrainingJob, candidates: Candidates) -> None:
             "micro_batch or the data-parallel degree"
         )
     pipes = pipelines_of(job, candidates)
-    if not legal(pipes, with_gaps=job.stack.any_micro_batches)[0]:
+    if not pipeline.legal(pipes, with_gaps=job.stack.any_micro_batches)[0]:
         raise ValueError(
             f"{SCHEDULES[int(candidates.schedule[0])]} with {candidates.stages_per_rank[0]} stages on each of "
             f"{candidates.pipeline[0]} ranks cannot run {pipes.micro_batches[0]} micro-batches: gpipe and 1f1b take one "
@@ -362,7 +349,7 @@ def _check(job: TrainingJob, candidates: Candidates) -> None:
         )
 
 
-def stage_times(evaluation: Evaluation, index: Ints) -> StageTimes:
+def stage_times(evaluation: Evaluation, index: Ints) -> pipeline.StageTimes:
     """Seconds of each stage of the layouts at ``index``, which have equal pipelines, shape (layouts, stages)."""
     candidates, workload = evaluation.candidates, evaluation.job.workload
     stages = int((candidates.pipeline * candidates.stages_per_rank)[index[0]])
@@ -381,30 +368,32 @@ def stage_times(evaluation: Evaluation, index: Ints) -> StageTimes:
         each: Floats = np.stack([term[index] for term in seconds], axis=1) @ counts
         return each
 
-    return StageTimes(of(passes.forward_s), of(passes.input_gradient_s), of(passes.weight_gradient_s))
+    return pipeline.StageTimes(
+        of(passes.forward_s), of(passes.input_gradient_s), of(passes.weight_gradient_s)
+    )
 
 
 def _with_exact_schedule(evaluation: Evaluation, terms: dict[str, Floats]) -> dict[str, Floats]:
     """The terms with the bubble and the waits between stages replaced by those of the exact schedule."""
     job, candidates, pipes = evaluation.job, evaluation.candidates, evaluation.pipes
-    hop = np.broadcast_to(hop_s(job, candidates), candidates.shape)
+    hop = np.broadcast_to(step_time.hop_s(job, candidates), candidates.shape)
     still, moving = np.zeros((2, *candidates.shape))
     for size, index in _alike(pipes):
         times = stage_times(evaluation, index)
-        twice = StageTimes(*(np.concatenate([seconds, seconds]) for seconds in vars(times).values()))
+        twice = pipeline.StageTimes(*(np.concatenate([seconds, seconds]) for seconds in vars(times).values()))
         hops = np.concatenate([np.zeros(len(index)), hop[index]])
-        still[index], moving[index] = flush_s(*size, twice, hops).reshape(2, -1)
+        still[index], moving[index] = pipeline.flush_s(*size, twice, hops).reshape(2, -1)
     flushes = job.workload.batch / (candidates.data * candidates.micro_batch * pipes.micro_batches)
     busy = pipes.micro_batches * (evaluation.slowest.forward_s + evaluation.slowest.backward_s)
     changed = {
         "bubble": flushes * np.maximum(still - busy, 0.0),
-        "pipeline_comm": flushes * np.maximum(moving - still, blocked_hops(job, pipes) * hop),
+        "pipeline_comm": flushes * np.maximum(moving - still, step_time.blocked_hops(job, pipes) * hop),
     }
     kept = {term: seconds for term, seconds in terms.items() if term not in ("scale_tax", "stack_scalar")}
-    return with_tax(job, candidates, kept | changed)
+    return step_time.with_tax(job, candidates, kept | changed)
 
 
-def _alike(pipes: Pipelines) -> Iterator[tuple[tuple[ScheduleName, int, int, int], Ints]]:
+def _alike(pipes: pipeline.Pipelines) -> Iterator[tuple[tuple[ScheduleName, int, int, int], Ints]]:
     """Pipelines with equal schedules, and which layouts have them."""
     groups: dict[tuple[int, ...], list[int]] = {}
     columns = (pipes.schedule, pipes.ranks, pipes.per_rank, pipes.micro_batches)

@@ -13,15 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from phalanx.run.kinds.operations import (
-    AttentionCore,
-    Axis,
-    KeptTensor,
-    LayerExchange,
-    MatrixProduct,
-    Pointwise,
-    Rows,
-)
+from phalanx.run.kinds import operations as op
 from phalanx_plan.step_cost import hardware_times
 from phalanx_plan.workload.architecture import KINDS, Layer, LayerOperation, layers
 from phalanx_plan.workload.candidates import (
@@ -81,7 +73,8 @@ class LayerCosts:
 
 def layer_costs(job: TrainingJob, candidates: Candidates) -> LayerCosts:
     """Compute the tables for all of ``candidates``. Each is computed once for all candidates with equal shares of a layer."""
-    keys, row = _unique(candidates)
+    values, row = distinct([getattr(candidates, field.name) for field in fields(_Keys)])
+    keys = _Keys(*values)
     seconds = np.zeros((len(KINDS), len(PHASES), len(CATEGORIES), len(keys.tensor)))
     parts = np.zeros((2, len(KINDS), len(PARTS) + 1, len(keys.tensor)))
     hidden = np.zeros((len(KINDS), len(keys.tensor)))
@@ -125,12 +118,6 @@ class _Keys:
         return _Keys(*(getattr(self, field.name)[mine] for field in fields(self)))
 
 
-def _unique(candidates: Candidates) -> tuple[_Keys, Ints]:
-    """The combinations that occur, and the index of each candidate's combination."""
-    values, row = distinct([getattr(candidates, field.name) for field in fields(_Keys)])
-    return _Keys(*values), row
-
-
 @dataclass(frozen=True)
 class _RankShare:
     """One rank's share of the work, as arrays over rows of the table."""
@@ -139,7 +126,7 @@ class _RankShare:
     keys: _Keys
     precision: Precision
 
-    def rows(self, rows: Rows) -> Floats:
+    def rows(self, rows: op.Rows) -> Floats:
         """Number of rows of a kind that a rank has of a micro-batch."""
         keys, workload = self.keys, self.job.workload
         tokens = keys.micro_batch * workload.seq_len / keys.context
@@ -151,7 +138,7 @@ class _RankShare:
             return tokens / keys.tensor * keys.expert_tensor * per_token * workload.imbalance
         return local if rows == "local" else tokens
 
-    def over(self, axis: Axis) -> Ints:
+    def over(self, axis: op.Axis) -> Ints:
         """Ranks that an axis divides over."""
         if axis == "none":
             return np.ones_like(self.keys.tensor)
@@ -169,7 +156,7 @@ class _RankShare:
             )
         return bytes_
 
-    def _bytes(self, tensor: KeptTensor) -> int:
+    def _bytes(self, tensor: op.KeptTensor) -> int:
         """Bytes of an element of a kept tensor; 0 for one that is another's operand in the same format."""
         wide, narrow = self.precision.activation_bytes, self.precision.operand_bytes
         if self.job.stack.activations.wide_operands:
@@ -188,7 +175,7 @@ class _RankShare:
         core, launches = np.zeros((2, len(PHASES), len(self.keys.tensor)))
         for operation in layer.operations:
             category, times = self._cost(operation)
-            if isinstance(operation, AttentionCore):
+            if isinstance(operation, op.AttentionCore):
                 core += times
             phase_s[:, CATEGORIES.index(category)] += times
             parts[PARTS.index(operation.part)] += times[0]
@@ -237,20 +224,20 @@ class _RankShare:
     def _launches(self, operation: LayerOperation) -> Floats:
         """Kernels by phase."""
         ones = np.ones_like(self.keys.tensor, dtype=np.float64)
-        if isinstance(operation, MatrixProduct):
+        if isinstance(operation, op.MatrixProduct):
             # A narrow format needs a cast of each operand in addition to the product.
             casts = 2 if self.precision.matmul in ("fp8", "fp4") else 0
             each = (1 + casts) * self._local(operation.experts)
             return np.stack([each, each, each])
-        if isinstance(operation, AttentionCore):
+        if isinstance(operation, op.AttentionCore):
             return np.stack([ones, 2 * ones, 0 * ones]) * self.keys.context
-        if isinstance(operation, Pointwise):
+        if isinstance(operation, op.Pointwise):
             forward, backward = self._kernels(operation)
             return np.stack([forward, backward, 0 * forward])
         size = self._members(operation)
         return np.stack([ones, ones, 0 * ones]) * np.where(size > 1, _EXCHANGE_LAUNCHES, 0)
 
-    def _members(self, exchange: LayerExchange) -> Ints:
+    def _members(self, exchange: op.LayerExchange) -> Ints:
         """Ranks that take part in an exchange."""
         keys = self.keys
         sizes = {"context": keys.context, "dispatch": keys.expert, "combine": keys.expert}
@@ -259,15 +246,15 @@ class _RankShare:
 
     def _cost(self, operation: LayerOperation) -> tuple[str, Floats]:
         """The category of an operation and its seconds by phase."""
-        if isinstance(operation, MatrixProduct):
+        if isinstance(operation, op.MatrixProduct):
             return "matmul", self._product(operation)
-        if isinstance(operation, AttentionCore):
+        if isinstance(operation, op.AttentionCore):
             return "attention", self._attention(operation)
-        if isinstance(operation, Pointwise):
+        if isinstance(operation, op.Pointwise):
             return "pointwise", self._pointwise(operation)
         return self._exchange(operation)
 
-    def _product(self, product: MatrixProduct) -> Floats:
+    def _product(self, product: op.MatrixProduct) -> Floats:
         """Seconds of a matrix product by phase: forward, gradient of the input, gradient of the weights; casts included."""
         rows = self.rows(product.rows)
         own = product.columns - product.key_columns
@@ -311,7 +298,7 @@ class _RankShare:
         )
         return np.stack([forward, backward, np.zeros_like(forward)])
 
-    def _attention(self, attention: AttentionCore) -> Floats:
+    def _attention(self, attention: op.AttentionCore) -> Floats:
         """Seconds of attention by phase, for the rank that has most of it unless the pieces are balanced."""
         # 2 FLOP for each multiply-add, over half of the square; backward 2.5 times (arXiv 2307.08691, section 3.1).
         keys = attention.keys(self.job.workload.seq_len)
@@ -337,7 +324,7 @@ class _RankShare:
         """Experts of a rank out of ``experts``; one for operations that are not repeated for each expert."""
         return experts / self.keys.expert if experts else np.ones(len(self.keys.tensor))
 
-    def _kernels(self, operation: Pointwise) -> tuple[Floats, Floats]:
+    def _kernels(self, operation: op.Pointwise) -> tuple[Floats, Floats]:
         """Kernels forward and backward."""
         each = self._passes * self._local(operation.experts)
         return operation.kernels * each, (operation.backward_kernels or 2 * operation.kernels) * each
@@ -347,7 +334,7 @@ class _RankShare:
         """Number of passes: eager code keeps intermediate results in fp32 and makes several passes instead of one fused kernel's."""
         return 1 if self.job.stack.kernels.fused_pointwise else 3
 
-    def _pointwise(self, operation: Pointwise) -> Floats:
+    def _pointwise(self, operation: op.Pointwise) -> Floats:
         """Seconds of an operation bound by memory, by phase."""
         passes = self._passes
         elements = self.rows(operation.rows) / self.over(operation.over) * self.precision.activation_bytes
@@ -359,7 +346,7 @@ class _RankShare:
         )
         return np.stack([forward, backward, np.zeros_like(forward)])
 
-    def _exchange(self, exchange: LayerExchange) -> tuple[str, Floats]:
+    def _exchange(self, exchange: op.LayerExchange) -> tuple[str, Floats]:
         """The category of an exchange and its seconds by phase, of which other work hides none except in tensor parallelism."""
         if exchange.kind in ("dispatch", "combine"):
             both = self._to_experts(exchange)
@@ -382,7 +369,7 @@ class _RankShare:
         exposed = 1 - self.job.stack.overlap.tensor
         return "tensor_comm", np.stack([forward, backward, np.zeros_like(forward)]) * exposed
 
-    def _keys_and_values(self, exchange: LayerExchange) -> Floats:
+    def _keys_and_values(self, exchange: op.LayerExchange) -> Floats:
         """Seconds by phase to gather keys and values of all context ranks, or to pass them around the ring."""
         keys = self.keys
         block = (
@@ -402,7 +389,7 @@ class _RankShare:
         )
         return np.stack([forward, backward, np.zeros_like(forward)])
 
-    def _to_experts(self, exchange: LayerExchange) -> Floats:
+    def _to_experts(self, exchange: op.LayerExchange) -> Floats:
         """Seconds to bring tokens to their experts or back, once per domain or once per copy."""
         moe = self.job.workload.model.moe
         assert moe is not None, "only mixtures have an exchange with experts"

@@ -15,17 +15,9 @@ import msgspec
 from phalanx.hardware.cluster import Cluster
 from phalanx.run.spec import RunSpec
 from phalanx_plan.evidence import EXACT, Band
+from phalanx_plan.whole_run import resources
 from phalanx_plan.whole_run.failures import CLASSES, DAY_S, FailureClass, RateLevel, classes_at_node_rate
 from phalanx_plan.whole_run.recovery import RecoveryMethod
-from phalanx_plan.whole_run.resources import (
-    ELECTRICITY_USD_PER_KWH,
-    GRID_KG_PER_KWH,
-    STORAGE_USD_PER_GB_MONTH,
-    STORE_LATENCY_S,
-    STORE_REQUESTS_PER_S,
-    Activity,
-    DataNeed,
-)
 
 
 class RunEstimateError(ValueError):
@@ -83,15 +75,15 @@ class RunAssumptions:
     usd_per_accelerator_hour: float | None = None
     """The catalog's default price, if None."""
     electricity_in_price: bool = True
-    usd_per_kwh: float = ELECTRICITY_USD_PER_KWH.value
-    grid_kg_per_kwh: float = GRID_KG_PER_KWH.value
+    usd_per_kwh: float = resources.ELECTRICITY_USD_PER_KWH.value
+    grid_kg_per_kwh: float = resources.GRID_KG_PER_KWH.value
     checkpoints_kept: int = 5
-    usd_per_gb_month: float = STORAGE_USD_PER_GB_MONTH.value
+    usd_per_gb_month: float = resources.STORAGE_USD_PER_GB_MONTH.value
     data_bytes_per_s: float | None = None
     """Total read bandwidth of the data's store; the cluster's storage bandwidth if None."""
-    data_latency_s: float = STORE_LATENCY_S
+    data_latency_s: float = resources.STORE_LATENCY_S
     """Mean seconds of one request for data in object stores."""
-    data_requests_per_s: float = STORE_REQUESTS_PER_S
+    data_requests_per_s: float = resources.STORE_REQUESTS_PER_S
     """Requests for data that object stores answer in a second, in all."""
     draws: int = 1000
     """Simulated runs."""
@@ -237,9 +229,9 @@ class RunInputs:
     """Accelerators that hold ranks; spares come on top."""
     replicas: int = 1
     """Data-parallel replicas; a replica joins and leaves as a unit."""
-    activities: Mapping[Activity, float] = field(default_factory=lambda: {"compute": 1.0})
+    activities: Mapping[resources.Activity, float] = field(default_factory=lambda: {"compute": 1.0})
     """Shares of a step by the accelerator's activity; they sum to 1."""
-    data: DataNeed | None = None
+    data: resources.DataNeed | None = None
     """Data that a step reads; ``None`` if unknown."""
 
     def __post_init__(self) -> None:

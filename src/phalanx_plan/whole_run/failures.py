@@ -184,8 +184,8 @@ def mtti_s(per_s: float) -> float:
     return 1 / per_s if per_s else float("inf")
 
 
-def classes_at_node_rate(per_1000_node_days: float, per_node: int = 8) -> tuple[FailureClass, ...]:
-    """The classes, scaled together until a node of ``per_node`` accelerators fails at a rate that a fleet measured.
+def classes_at_node_rate(per_1000_node_days: float) -> tuple[FailureClass, ...]:
+    """The classes, scaled together until a node of eight accelerators fails at a rate that a fleet measured.
 
     The shares of the causes and the factors from typical to low and high stay as they are. Raises ``FailureModelError``
     unless the rate is positive and finite.
@@ -196,7 +196,7 @@ def classes_at_node_rate(per_1000_node_days: float, per_node: int = 8) -> tuple[
             + ", ".join(f"{name} {rate:.2f}" for name, (rate, _) in FLEETS.items())
         )
     published_rate = sum(
-        failure_class.typical * (per_node if failure_class.device == "accelerator" else 1)
+        failure_class.typical * (8 if failure_class.device == "accelerator" else 1)
         for failure_class in CLASSES
     )
     factor = per_1000_node_days / published_rate

@@ -59,11 +59,9 @@ class EnergyError(ValueError):
     """Shares that do not sum to one, or times that are negative."""
 
 
-def accelerator_power_w(
-    accelerator: Accelerator, shares: Mapping[Activity, float], draw: Mapping[Activity, Fact] = DRAW
-) -> float:
+def accelerator_power_w(accelerator: Accelerator, shares: Mapping[Activity, float]) -> float:
     """Mean power (W) of an accelerator that spends these shares of its time; raises ``EnergyError`` unless they sum to
-    1. ``draw`` has each activity's share of the range from idle to rated power.
+    1.
     """
     unknown = set(shares) - set(get_args(Activity))
     if unknown or abs(sum(shares.values()) - 1) > 1e-6 or min(shares.values()) < 0:
@@ -71,7 +69,7 @@ def accelerator_power_w(
             f"shares of {', '.join(get_args(Activity))} must be >= 0 and sum to 1: {dict(shares)}"
         )
     idle_w, rated_w = accelerator.idle_power_w.value, accelerator.power_w.value
-    return idle_w + (rated_w - idle_w) * sum(share * draw[name].value for name, share in shares.items())
+    return idle_w + (rated_w - idle_w) * sum(share * DRAW[name].value for name, share in shares.items())
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.run.kinds import block, prediction_ahead
-from phalanx.run.kinds.operations import (
-    Activation,
-    AroundExperts,
-    AttentionCore,
-    Dropout,
-    KeptTensor,
-    LayerExchange,
-    LossOfScores,
-    MatrixProduct,
-    Norm,
-    Operation,
-    Permutation,
-    Pointwise,
-    Rotation,
-)
+from phalanx.run.kinds import operations as op
 from phalanx_plan.workload.stacks import Stack, TrainingWorkload
 
 _PERMUTING = 8
@@ -42,7 +28,7 @@ _FUSED_LOGIT_BYTES = 4
 KINDS = ("dense", "mixture", "embedding", "head")
 """Kinds of parts of a stage: two kinds of layers, and the two ends of the model."""
 
-LayerOperation = MatrixProduct | AttentionCore | Pointwise | LayerExchange
+LayerOperation = op.MatrixProduct | op.AttentionCore | op.Pointwise | op.LayerExchange
 """The operations of a layer that take time."""
 
 
@@ -51,7 +37,7 @@ class Layer:
     """All of one layer."""
 
     operations: tuple[LayerOperation, ...] = ()
-    kept: tuple[KeptTensor, ...] = ()
+    kept: tuple[op.KeptTensor, ...] = ()
 
     def __add__(self, other: Layer) -> Layer:
         return Layer(self.operations + other.operations, self.kept + other.kept)
@@ -73,16 +59,16 @@ def layers(workload: TrainingWorkload, stack: Stack) -> dict[str, Layer]:
     }
 
 
-def _priced(operation: Operation, workload: TrainingWorkload, stack: Stack) -> Layer:
+def _priced(operation: op.Operation, workload: TrainingWorkload, stack: Stack) -> Layer:
     """One operation as ``stack`` carries it out."""
     match operation:
-        case KeptTensor():
+        case op.KeptTensor():
             return Layer(kept=(operation,))
-        case MatrixProduct():
+        case op.MatrixProduct():
             return _product(operation, stack)
-        case Norm():
+        case op.Norm():
             # Read and write; backward reads the input and two gradients.
-            moved = Pointwise(
+            moved = op.Pointwise(
                 operation.part,
                 "local",
                 2 * operation.width,
@@ -91,47 +77,49 @@ def _priced(operation: Operation, workload: TrainingWorkload, stack: Stack) -> L
                 # The input's gradient, both sums over rows in two steps, and both added to sums over micro-batches.
                 backward_kernels=5 * operation.kernels * stack.kernels.small_gradients,
             )
-            return Layer((moved,), (KeptTensor(operation.part, "gathered", operation.width, operand=True),))
-        case Rotation():
+            return Layer(
+                (moved,), (op.KeptTensor(operation.part, "gathered", operation.width, operand=True),)
+            )
+        case op.Rotation():
             return _rotation(operation, stack)
-        case AttentionCore():
+        case op.AttentionCore():
             return _core(operation, workload, stack)
-        case Activation():
+        case op.Activation():
             return _activation(operation, stack)
-        case Permutation():
+        case op.Permutation():
             return _permutation(operation, stack)
-        case AroundExperts():
+        case op.AroundExperts():
             return _around_experts(operation, stack)
-        case LossOfScores():
+        case op.LossOfScores():
             # A soft cap reads and writes logits once more, and in backward its slope and their gradient.
             bent = (2, 3) if operation.capped else (0, 0)
             passes = (once + more for once, more in zip(_loss_passes(stack), bent, strict=True))
             forward, backward = (count * operation.scores for count in passes)
-            return Layer((Pointwise("projection", "tokens", forward, backward, "tensor", kernels=6),))
-        case Dropout():
+            return Layer((op.Pointwise("projection", "tokens", forward, backward, "tensor", kernels=6),))
+        case op.Dropout():
             return _dropout(operation, stack)
-        case Pointwise() | LayerExchange():
+        case op.Pointwise() | op.LayerExchange():
             return Layer((operation,))
 
 
-def _product(product: MatrixProduct, stack: Stack) -> Layer:
+def _product(product: op.MatrixProduct, stack: Stack) -> Layer:
     """Price a matrix product: its biases' gradients, and the output that it keeps."""
     biases = _biases(product) if stack.kernels.small_gradients and not product.wide else ()
     if not product.kept:
         return Layer((product, *biases))
     narrow = product.experts > 0 and stack.experts.narrow_gates
     own = product.columns - product.key_columns
-    kept = [KeptTensor(product.part, product.rows, own, product.columns_over, operand=narrow)]
+    kept = [op.KeptTensor(product.part, product.rows, own, product.columns_over, operand=narrow)]
     if product.key_columns:
-        kept.append(KeptTensor(product.part, product.rows, product.key_columns, "key_heads"))
+        kept.append(op.KeptTensor(product.part, product.rows, product.key_columns, "key_heads"))
     return Layer((product, *biases), tuple(kept))
 
 
-def _biases(product: MatrixProduct) -> tuple[Pointwise, ...]:
+def _biases(product: op.MatrixProduct) -> tuple[op.Pointwise, ...]:
     """The bias of a product: backward it is summed over rows, and added to its sum; forward the next kernel adds it, if it is pointwise."""
     apart = product.part == "projection"
     return (
-        Pointwise(
+        op.Pointwise(
             product.part,
             product.rows,
             2 * product.columns * apart,
@@ -143,14 +131,14 @@ def _biases(product: MatrixProduct) -> tuple[Pointwise, ...]:
     )
 
 
-def _rotation(rotation: Rotation, stack: Stack) -> Layer:
+def _rotation(rotation: op.Rotation, stack: Stack) -> Layer:
     """Price the rotation of positions and the norms of queries and keys; nothing without rotary positions."""
     # Apart: products with cosine and sine, the halves turned and joined, their sum, and a copy of it; backward the same way.
     if not stack.attention.rotary:
         return Layer()
     forward, backward, kernels = (12, 13, 12) if stack.attention.turns_apart else (2, 2, 2)
     normed = bool(rotation.norms)
-    moved = Pointwise(
+    moved = op.Pointwise(
         "projection",
         "tokens",
         forward * rotation.width + 2 * normed * rotation.total_width,
@@ -161,24 +149,24 @@ def _rotation(rotation: Rotation, stack: Stack) -> Layer:
     return Layer((moved,))
 
 
-def _core(core: AttentionCore, workload: TrainingWorkload, stack: Stack) -> Layer:
+def _core(core: op.AttentionCore, workload: TrainingWorkload, stack: Stack) -> Layer:
     """Attention, which keeps its result for its own backward; a narrow output projection keeps it once more in its format."""
     width = core.heads * core.value_width
-    result = KeptTensor("core", "tokens", width, "tensor")
-    operand = KeptTensor("out", "tokens", width, "tensor", operand=True, beside=True)
+    result = op.KeptTensor("core", "tokens", width, "tensor")
+    operand = op.KeptTensor("out", "tokens", width, "tensor", operand=True, beside=True)
     if stack.attention.flash:
         # One fp32 number for each row and head: the logarithm of the softmax's sum (arXiv 2307.08691, section 3.1).
-        sums = KeptTensor("core", "tokens", core.heads, "tensor", bytes=4)
+        sums = op.KeptTensor("core", "tokens", core.heads, "tensor", bytes=4)
         return Layer((core, *_capping(core, workload)), (result, sums, operand))
     # Scores in memory: written by the product, scaled and masked, normalized, dropped, read by the product.
     scores = core.heads * workload.seq_len
-    moved = Pointwise("core", "tokens", 8 * scores, 8 * scores, "tensor", kernels=4)
+    moved = op.Pointwise("core", "tokens", 8 * scores, 8 * scores, "tensor", kernels=4)
     # The softmax, a dropout mask and its result: 5 bytes for each score (arXiv 2205.05198).
-    softmax = KeptTensor("core", "tokens", 5 * scores, "tensor", bytes=1)
+    softmax = op.KeptTensor("core", "tokens", 5 * scores, "tensor", bytes=1)
     return Layer((core, moved), (result, softmax, operand))
 
 
-def _capping(core: AttentionCore, workload: TrainingWorkload) -> tuple[Pointwise, ...]:
+def _capping(core: op.AttentionCore, workload: TrainingWorkload) -> tuple[op.Pointwise, ...]:
     """Memory traffic of soft-capped scores, which no fused kernel computes: half of the square, in fp32, a few rows at a time.
 
     They are scaled, capped, masked, summed, normalized and narrowed. Backward computes them again, with their slopes
@@ -186,31 +174,33 @@ def _capping(core: AttentionCore, workload: TrainingWorkload) -> tuple[Pointwise
     """
     scores = round(core.heads * core.keys(workload.seq_len) / 2)
     return (
-        (Pointwise("core", "tokens", 16 * scores, 26 * scores, "tensor", kernels=10),) if core.capped else ()
+        (op.Pointwise("core", "tokens", 16 * scores, 26 * scores, "tensor", kernels=10),)
+        if core.capped
+        else ()
     )
 
 
-def _activation(activation: Activation, stack: Stack) -> Layer:
+def _activation(activation: op.Activation, stack: Stack) -> Layer:
     """Price an activation, which keeps its inputs for backward."""
     part, rows, width, over = activation.part, activation.rows, activation.width, activation.over
     inputs = 2 if activation.gated else 1
-    moved = Pointwise(part, rows, (inputs + 1) * width, (2 * inputs + 1) * width, over)
-    kept = [KeptTensor(part, rows, width, over, operand=True)]
+    moved = op.Pointwise(part, rows, (inputs + 1) * width, (2 * inputs + 1) * width, over)
+    kept = [op.KeptTensor(part, rows, width, over, operand=True)]
     if activation.gated and not stack.kernels.fused_pointwise:
         # Unless one kernel does it all, the activated gate is kept beside gate, values and their product.
-        kept.append(KeptTensor(part, rows, width, over))
+        kept.append(op.KeptTensor(part, rows, width, over))
     return Layer((moved,), tuple(kept))
 
 
-def _permutation(permutation: Permutation, stack: Stack) -> Layer:
+def _permutation(permutation: op.Permutation, stack: Stack) -> Layer:
     """Price the sorting of tokens by expert, or back; only the way back may keep its tokens."""
     into, back = _sorting(permutation.copies, stack)
     copied = (into if permutation.part == "dispatch" else back) * permutation.width
-    moved = Pointwise(permutation.part, "local", copied, copied, kernels=_PERMUTING)
+    moved = op.Pointwise(permutation.part, "local", copied, copied, kernels=_PERMUTING)
     if permutation.part == "dispatch" or stack.experts.weighs_inside:
         return Layer((moved,))
     # The weights' gradients are of experts' results.
-    return Layer((moved,), (KeptTensor("combine", "routed", permutation.width),))
+    return Layer((moved,), (op.KeptTensor("combine", "routed", permutation.width),))
 
 
 def _sorting(copies: int, stack: Stack) -> tuple[float, float]:
@@ -228,20 +218,20 @@ def _sorting(copies: int, stack: Stack) -> tuple[float, float]:
     )
 
 
-def _around_experts(around: AroundExperts, stack: Stack) -> Layer:
+def _around_experts(around: op.AroundExperts, stack: Stack) -> Layer:
     """Price experts' padding, activation and biases that need separate kernels."""
     outer, inner = around.outer, around.inner
     # Gates and values are clamped and joined; backward they are masked by what was clamped, and joined.
     clamps = Layer(
-        (Pointwise("expert_activation", "routed", 8 * inner, 10 * inner, "expert_tensor", kernels=3),),
-        (KeptTensor("expert_activation", "routed", 2 * inner, "expert_tensor"),),
+        (op.Pointwise("expert_activation", "routed", 8 * inner, 10 * inner, "expert_tensor", kernels=3),),
+        (op.KeptTensor("expert_activation", "routed", 2 * inner, "expert_tensor"),),
     )
     # Weighted in fp32, added, joined, to 16 bits; backward the same way, with sums for weights and biases.
     biases = Layer(
-        (Pointwise("expert_down", "routed", 14 * outer, 18 * outer, kernels=2, experts=around.experts),)
+        (op.Pointwise("expert_down", "routed", 14 * outer, 18 * outer, kernels=2, experts=around.experts),)
     )
     # Rows read and written into the experts, and out of them; backward the same for their gradients.
-    padding = Layer((Pointwise("dispatch", "routed", 4 * outer, 4 * outer, kernels=2),))
+    padding = Layer((op.Pointwise("dispatch", "routed", 4 * outer, 4 * outer, kernels=2),))
     separate = (
         (stack.experts.clamps_apart, clamps),
         (stack.experts.weighs_biases, biases),
@@ -250,14 +240,14 @@ def _around_experts(around: AroundExperts, stack: Stack) -> Layer:
     return sum((layer for is_separate, layer in separate if is_separate), Layer())
 
 
-def _dropout(dropout: Dropout, stack: Stack) -> Layer:
+def _dropout(dropout: op.Dropout, stack: Stack) -> Layer:
     """Price dropout, which keeps its masks; nothing if the stack has none."""
     if not stack.activations.dropout:
         return Layer()
     results = dropout.results
-    masks = KeptTensor("out", "local", results * dropout.width, bytes=1)
+    masks = op.KeptTensor("out", "local", results * dropout.width, bytes=1)
     # One kernel adds bias, dropout and residual: those of the sum are counted.
-    return Layer((Pointwise("out", "local", 2 * results, 2 * results, kernels=0),), (masks,))
+    return Layer((op.Pointwise("out", "local", 2 * results, 2 * results, kernels=0),), (masks,))
 
 
 def _loss_passes(stack: Stack) -> tuple[float, float]:

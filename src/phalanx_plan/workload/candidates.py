@@ -221,11 +221,6 @@ class Recompute:
         """Return the share of a part's work and results that is computed again."""
         return 1.0 if part in self.parts else 0.5 if part in self.halves else 0.0
 
-    @property
-    def keeps_only_input(self) -> bool:
-        """True if only a layer's input is kept."""
-        return self.parts == frozenset(PARTS)
-
 
 _POINTWISE = frozenset({"norm", "activation", "expert_activation"})
 RECOMPUTE = (

@@ -32,52 +32,39 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.hardware.profile import Profile
+from phalanx_plan.workload import stacks
 from phalanx_plan.workload.recipes import Circumstances, PerformanceRecipe, with_recipe
-from phalanx_plan.workload.stacks import (
-    NEVER,
-    PHALANX,
-    Allocator,
-    AttentionPath,
-    DataExchange,
-    ExpertPath,
-    KeptActivations,
-    KernelFacts,
-    Overlap,
-    ParameterState,
-    Stack,
-    States,
-)
 
 # Stacks: ``phalanx plan layout --stack NAME``, and the base of what validation sets for published runs.
 
 
 _MEGATRON_STATES = (
-    ParameterState("gradients", 4, 2),
-    ParameterState("master weights", 4, 1, optimizer=True),
-    ParameterState("moments", 8, 1, optimizer=True),
+    stacks.ParameterState("gradients", 4, 2),
+    stacks.ParameterState("master weights", 4, 1, optimizer=True),
+    stacks.ParameterState("moments", 8, 1, optimizer=True),
 )
 _MEGATRON_SCHEDULES = ("1f1b", "interleaved")
-_ACCUMULATING = KernelFacts(accumulating_bytes=8)
+_ACCUMULATING = stacks.KernelFacts(accumulating_bytes=8)
 _OF_2022 = replace(_ACCUMULATING, small_gradients=True, random_states=4, checkpoint_states=12)
-_ATTENTION_OF_2022 = AttentionPath(flash=False, rotary=False)
+_ATTENTION_OF_2022 = stacks.AttentionPath(flash=False, rotary=False)
 
-MEGATRON = Stack(
+MEGATRON = stacks.Stack(
     "megatron",
-    States(_MEGATRON_STATES),
+    stacks.States(_MEGATRON_STATES),
     zero_stages=(0, 1),
     schedules=_MEGATRON_SCHEDULES,
     split="even",
-    overlap=Overlap(tensor=0.3),
+    overlap=stacks.Overlap(tensor=0.3),
     kernels=_ACCUMULATING,
-    experts=ExpertPath(streams=4, weighs_inside=True),
+    experts=stacks.ExpertPath(streams=4, weighs_inside=True),
 )
-FSDP = Stack(
+FSDP = stacks.Stack(
     "fsdp",
-    States(
+    stacks.States(
         (
-            ParameterState("master weights", 4, 3),
-            ParameterState("gradients", 4, 2),
-            ParameterState("moments", 8, 1),
+            stacks.ParameterState("master weights", 4, 3),
+            stacks.ParameterState("gradients", 4, 2),
+            stacks.ParameterState("moments", 8, 1),
         ),
         copies_unsharded=False,
         unit_gradient_bytes=4,
@@ -85,61 +72,63 @@ FSDP = Stack(
     zero_stages=(3,),
     schedules=_MEGATRON_SCHEDULES,
     split="balanced",
-    data=DataExchange(reduces_each_micro_batch=True),
-    kernels=KernelFacts(fused_pointwise=False),
-    activations=KeptActivations(gathered_inputs=True, wide_operands=True),
+    data=stacks.DataExchange(reduces_each_micro_batch=True),
+    kernels=stacks.KernelFacts(fused_pointwise=False),
+    activations=stacks.KeptActivations(gathered_inputs=True, wide_operands=True),
 )
-DEEPSPEED = Stack(
+DEEPSPEED = stacks.Stack(
     "deepspeed",
-    States(_MEGATRON_STATES, embedding_gradient_bytes=2.0),
+    stacks.States(_MEGATRON_STATES, embedding_gradient_bytes=2.0),
     zero_stages=(0, 1),
     schedules=("1f1b",),
     split="even",
-    overlap=Overlap(data=0.0, blocking_sends=True),
+    overlap=stacks.Overlap(data=0.0, blocking_sends=True),
     kernels=_OF_2022,
     attention=_ATTENTION_OF_2022,
-    activations=KeptActivations(stage_outputs=True, dropout=True),
-    allocator=Allocator(context_bytes=1.65e9, further_communicators=5, buffer_bytes=2e9),
+    activations=stacks.KeptActivations(stage_outputs=True, dropout=True),
+    allocator=stacks.Allocator(context_bytes=1.65e9, further_communicators=5, buffer_bytes=2e9),
 )
-MEGATRON_2022 = Stack(
+MEGATRON_2022 = stacks.Stack(
     "megatron-2022",
-    States(
+    stacks.States(
         (
-            ParameterState("gradients", 4, 2),
-            ParameterState("master weights", 4, NEVER, optimizer=True),
-            ParameterState("moments", 8, NEVER, optimizer=True),
+            stacks.ParameterState("gradients", 4, 2),
+            stacks.ParameterState("master weights", 4, stacks.NEVER, optimizer=True),
+            stacks.ParameterState("moments", 8, stacks.NEVER, optimizer=True),
         )
     ),
     zero_stages=(0,),
     schedules=_MEGATRON_SCHEDULES,
     split="even",
-    overlap=Overlap(data=0.0, blocking_sends=True, scattered_sends=True),
+    overlap=stacks.Overlap(data=0.0, blocking_sends=True, scattered_sends=True),
     kernels=_OF_2022,
     attention=_ATTENTION_OF_2022,
-    activations=KeptActivations(dropout=True),
+    activations=stacks.KeptActivations(dropout=True),
 )
-DEEPSEEK = Stack(
+DEEPSEEK = stacks.Stack(
     "deepseek",
-    States(
+    stacks.States(
         (
-            ParameterState("gradients", 4, 2),
-            ParameterState("master weights", 4, 1, optimizer=True),
-            ParameterState("moments", 4, 1, optimizer=True),
+            stacks.ParameterState("gradients", 4, 2),
+            stacks.ParameterState("master weights", 4, 1, optimizer=True),
+            stacks.ParameterState("moments", 4, 1, optimizer=True),
         )
     ),
     zero_stages=(1,),
     schedules=("1f1b", "dualpipev"),
     split="even",
-    overlap=Overlap(tensor=0.3, expert=0.75, paired=0.9),
+    overlap=stacks.Overlap(tensor=0.3, expert=0.75, paired=0.9),
     kernels=_ACCUMULATING,
-    experts=ExpertPath(dispatch="once per node", narrow_dispatch=True, narrow_gates=True, weighs_inside=True),
+    experts=stacks.ExpertPath(
+        dispatch="once per node", narrow_dispatch=True, narrow_gates=True, weighs_inside=True
+    ),
 )
 
-STACKS = {stack.name: stack for stack in (PHALANX, MEGATRON, FSDP, DEEPSPEED, MEGATRON_2022, DEEPSEEK)}
+STACKS = {stack.name: stack for stack in (stacks.PHALANX, MEGATRON, FSDP, DEEPSPEED, MEGATRON_2022, DEEPSEEK)}
 """Stacks that can be planned for, by name."""
 
 
-def stack_on(stack: Stack, vendor: str) -> Stack:
+def stack_on(stack: stacks.Stack, vendor: str) -> stacks.Stack:
     """``stack`` as it runs on accelerators of ``vendor``: XLA compiles whatever a TPU runs, and fuses its pointwise operations."""
     if vendor != "Google":
         return stack
@@ -149,7 +138,7 @@ def stack_on(stack: Stack, vendor: str) -> Stack:
 # Software.
 
 
-Adjustment = Callable[[Stack, Circumstances], Stack]
+Adjustment = Callable[[stacks.Stack, Circumstances], stacks.Stack]
 """Sets what a software does unlike its stack, some of it depending on the run."""
 
 
@@ -175,7 +164,7 @@ class TrainingSoftware:
     """Parts of a layer that it computes again in backward by a mode of its own, joined by "+"."""
 
 
-def _with_states(stack: Stack, **sizes: float) -> Stack:
+def _with_states(stack: stacks.Stack, **sizes: float) -> stacks.Stack:
     """The stack with other bytes per parameter for states, by kind with underscores for blanks."""
     states = (
         replace(state, bytes=sizes.get(state.kind.replace(" ", "_"), state.bytes))
@@ -184,11 +173,11 @@ def _with_states(stack: Stack, **sizes: float) -> Stack:
     return replace(stack, states=replace(stack.states, kept=tuple(states)))
 
 
-def _with_logits(stack: Stack, size: float) -> Stack:
+def _with_logits(stack: stacks.Stack, size: float) -> stacks.Stack:
     return replace(stack, loss=replace(stack.loss, logit_bytes=size))
 
 
-def _bloom(stack: Stack, run: Circumstances) -> Stack:
+def _bloom(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
     """DeepSpeed as it trained BLOOM.
 
     CUDA_LAUNCH_BLOCKING=1 is set in its scripts (train/tr11-176B-ml/tr11-176B-ml.slurm): a hang had made it necessary.
@@ -199,7 +188,7 @@ def _bloom(stack: Stack, run: Circumstances) -> Stack:
         stack = _with_states(stack, gradients=6.0)
         return replace(stack, states=replace(stack.states, embedding_gradient_bytes=6.0))
     # The fp16 optimizer keeps gradients in fp16, and makes of a rank's share a flat copy and one in fp32 for the update.
-    copies = ParameterState("gradients of the update", 6.0, 1, optimizer=True)
+    copies = stacks.ParameterState("gradients of the update", 6.0, 1, optimizer=True)
     states = _with_states(stack, gradients=2.0).states
     return replace(
         stack,
@@ -213,7 +202,7 @@ _TE_LOSS_PASSES = (5.1, 5.1)
 and backward (MooreThreads/SimuMax v1.2, configs/system/b200_bf16_ceperm.json: 8 bytes at 0.2795 of 8000 GiB/s)."""
 
 
-def _bridge(stack: Stack, run: Circumstances) -> Stack:
+def _bridge(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
     """Megatron-Bridge: its executors set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 
     The recipes of DeepSeek-V3 and Moonlight use the precision-aware optimizer with moments in bf16 (recipes/deepseek,
@@ -237,7 +226,7 @@ def _bridge(stack: Stack, run: Circumstances) -> Stack:
     return replace(stack, kernels=replace(stack.kernels, cast_kernels=4, cast_reads=2))
 
 
-def _megatron_core(stack: Stack, run: Circumstances) -> Stack:
+def _megatron_core(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
     """Megatron Core with Transformer Engine, whose multi_tensor_quantize_impl casts one expert after the other unless scaling is
     delayed."""
     if re.match(r"deepseek|kimi", run.model, re.IGNORECASE):
@@ -248,24 +237,24 @@ def _megatron_core(stack: Stack, run: Circumstances) -> Stack:
     return replace(stack, kernels=replace(stack.kernels, cast_kernels=1))
 
 
-def _weighs_afterwards(stack: Stack, _run: Circumstances) -> Stack:
+def _weighs_afterwards(stack: stacks.Stack, _run: Circumstances) -> stacks.Stack:
     """Megatron Core before 0.13."""
     return replace(stack, experts=replace(stack.experts, weighs_inside=False))
 
 
-def _permutes_apart(stack: Stack, _run: Circumstances) -> Stack:
+def _permutes_apart(stack: stacks.Stack, _run: Circumstances) -> stacks.Stack:
     """Megatron Core before 0.11."""
     return replace(stack, experts=replace(stack.experts, fused_permutation=False))
 
 
-def _torchtitan(stack: Stack, run: Circumstances) -> Stack:
+def _torchtitan(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
     """torchtitan: its default rotate method is all-gather. Its times by number of ranks show that pieces were contiguous."""
-    stack = replace(stack, attention=AttentionPath(exchange="gather", balanced=False))
+    stack = replace(stack, attention=stacks.AttentionPath(exchange="gather", balanced=False))
     # It compiles the loss too since January 2025.
     return _with_logits(stack, _FUSED_LOSS) if run.compiled == "model and loss" else stack
 
 
-def _nanotron(stack: Stack, run: Circumstances) -> Stack:
+def _nanotron(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
     """nanotron as in its scaling benchmarks: stages are cut by cost, and gradients accumulated in fp32.
 
     The gradients that autograd leaves in bf16 exist beside a further micro-batch's activations only if there is one. The memory of its runs
@@ -349,8 +338,8 @@ _STACKS = {
             FSDP,
             name="xla",
             states=replace(FSDP.states, unit_gradient_bytes=0.0),
-            kernels=KernelFacts(launch_s=0.0),
-            allocator=Allocator(context_bytes=0.3e9, communicator_bytes=0.0, fragmentation=0.0),
+            kernels=stacks.KernelFacts(launch_s=0.0),
+            allocator=stacks.Allocator(context_bytes=0.3e9, communicator_bytes=0.0, fragmentation=0.0),
         ),
         4.0,
     ),
@@ -360,25 +349,25 @@ _STACKS = {
     "fsdp-accumulating": replace(
         FSDP,
         name="fsdp-accumulating",
-        states=States(
+        states=stacks.States(
             (
-                ParameterState("gradients", 4, NEVER),
-                ParameterState("master weights", 4, 1),
-                ParameterState("moments", 8, 1),
+                stacks.ParameterState("gradients", 4, stacks.NEVER),
+                stacks.ParameterState("master weights", 4, 1),
+                stacks.ParameterState("moments", 8, 1),
             )
         ),
         zero_stages=(1,),
         split="even",
-        data=DataExchange(),
-        attention=AttentionPath(exchange="gather"),
-        activations=KeptActivations(),
+        data=stacks.DataExchange(),
+        attention=stacks.AttentionPath(exchange="gather"),
+        activations=stacks.KeptActivations(),
     ),
     "deepspeed-zero3": replace(
         FSDP,
         name="deepspeed-zero3",
         data=replace(FSDP.data, reduce_bytes=2.0, gathers_per_block=_PARAMETERS_OF_A_BLOCK),
-        kernels=KernelFacts(),
-        attention=AttentionPath(flash=False),
+        kernels=stacks.KernelFacts(),
+        attention=stacks.AttentionPath(flash=False),
         activations=replace(FSDP.activations, dropout=True),
     ),
 }
@@ -394,7 +383,7 @@ _ATTENTION = {
 
 def stack_of_software(
     software: TrainingSoftware, run: Circumstances, recipe: PerformanceRecipe | None
-) -> Stack:
+) -> stacks.Stack:
     """The stack of ``software`` in these circumstances, as its ``recipe`` sets it if it follows one."""
     stack = _STACKS[software.stack]
     if run.zero == 3 and 3 not in stack.zero_stages:

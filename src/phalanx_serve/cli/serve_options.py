@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -227,16 +227,37 @@ def require_consistent(options: ServeOptions, path: Path) -> None:
     _require_workers(options)
     divided, workers = options.divided, options.workers or ()
     for option, degrees in (("--pipeline", options.pipeline), ("--tensor", options.tensor)):
-        _require_roles(option, degrees, workers)
+        if degrees.by_role and not workers:
+            raise click.UsageError(
+                f"{option} names roles, which are those of --workers: give that, or {option} one number"
+            )
+        if unknown := sorted(set(degrees.by_role) - set(workers)):
+            role_names = ", ".join(dict.fromkeys(workers))
+            raise click.UsageError(
+                f"{option} names the role {' or '.join(unknown)}, which no worker of --workers has: its roles are {role_names}"
+            )
     if any(options.pipeline.of(role) > 1 < options.tensor.of(role) for role in workers or ("both",)):
         raise click.UsageError("--tensor shares out each layer, and --pipeline the layers: give one of them")
-    _require_stage_timeout(options.stage_timeout, divided)
+    if math.isnan(options.stage_timeout):
+        raise click.UsageError("--stage-timeout nan is no time: give seconds, from 1 to 86400")
+    if not divided and "stage_timeout" in given_options():
+        raise click.UsageError(
+            "--stage-timeout is for the processes of --pipeline or --tensor: give one of them, 2 or more"
+        )
     if divided and (options.stream or options.drafts or path.is_file()):
         raise click.UsageError(
             f"{divided} divides the model of a run directory, which drafts nothing then: leave out --stream and --drafts, and give no pack"
         )
     if options.follow:
-        _require_followed(options, path)
+        if options.divided:
+            raise click.UsageError(
+                f"--follow exchanges the weights of one process: leave out {options.divided}"
+            )
+        if options.workers or options.step is not None or options.stream or path.is_file():
+            raise click.UsageError(
+                "--follow switches to newer steps of a run directory in this process: leave out --workers (all workers hold the same weights), "
+                "--step and --stream, and give the run's directory, not a pack"
+            )
     if is_published(path):
         _require_for_published(options, path)
 
@@ -275,30 +296,6 @@ def _require_workers(options: ServeOptions) -> None:
         raise click.UsageError("--audit has another worker score a text again: it needs --workers 2 or more")
 
 
-def _require_roles(option: str, degrees: Degrees, workers: Sequence[Role]) -> None:
-    """Raise UsageError for a role in ``degrees`` that no worker has."""
-    if degrees.by_role and not workers:
-        raise click.UsageError(
-            f"{option} names roles, which are those of --workers: give that, or {option} one number"
-        )
-    if unknown := sorted(set(degrees.by_role) - set(workers)):
-        role_names = ", ".join(dict.fromkeys(workers))
-        raise click.UsageError(
-            f"{option} names the role {' or '.join(unknown)}, which no worker of --workers has: its roles are {role_names}"
-        )
-
-
-def _require_followed(options: ServeOptions, path: Path) -> None:
-    """Raise UsageError for options that do not go with ``--follow``."""
-    if options.divided:
-        raise click.UsageError(f"--follow exchanges the weights of one process: leave out {options.divided}")
-    if options.workers or options.step is not None or options.stream or path.is_file():
-        raise click.UsageError(
-            "--follow switches to newer steps of a run directory in this process: leave out --workers (all workers hold the same weights), "
-            "--step and --stream, and give the run's directory, not a pack"
-        )
-
-
 def require_stage_options(options: ServeOptions) -> None:
     """Raise UsageError for options that cannot be combined with, or lack, ``--stages-at``, ``--join`` or ``--token-file``."""
     if options.token_file is None:
@@ -319,16 +316,4 @@ def require_stage_options(options: ServeOptions) -> None:
     if options.workers:
         raise click.UsageError(
             "--stages-at is for one server: with --workers, stages are started on this machine"
-        )
-
-
-def _require_stage_timeout(seconds: float, divided: str) -> None:
-    """Raise UsageError for a ``--stage-timeout`` that is no duration, or that is set while ``divided`` is empty
-    (one process).
-    """
-    if math.isnan(seconds):
-        raise click.UsageError("--stage-timeout nan is no time: give seconds, from 1 to 86400")
-    if not divided and "stage_timeout" in given_options():
-        raise click.UsageError(
-            "--stage-timeout is for the processes of --pipeline or --tensor: give one of them, 2 or more"
         )

@@ -20,17 +20,8 @@ from phalanx_serve.engine.drafts import DraftState
 from phalanx_serve.engine.model_runner import FarLayers
 from phalanx_serve.engine.sampler import SampledToken, SamplerOutput, SamplingRequest
 from phalanx_serve.kv_cache.memory import KVFormat, PageBox, PageBytes, PageMemory, PageShape, RowSpan, TextKV
+from phalanx_serve.traffic import scheduler
 from phalanx_serve.traffic.events import Request
-from phalanx_serve.traffic.scheduler import (
-    PAGE,
-    BlockTable,
-    RequestProgress,
-    ScheduledRows,
-    SchedulerOutput,
-    next_name,
-    page_names,
-    root_name,
-)
 
 
 @dataclass(eq=False)
@@ -57,9 +48,9 @@ class RunningText:
     """Drafts of its next tokens, to be computed behind its last one."""
 
     @property
-    def progress(self) -> RequestProgress:
+    def progress(self) -> scheduler.RequestProgress:
         """Progress for the scheduler."""
-        return RequestProgress(self.request.id, self.computed, len(self.tokens), len(self.drafts))
+        return scheduler.RequestProgress(self.request.id, self.computed, len(self.tokens), len(self.drafts))
 
     @property
     def scores_prompt(self) -> bool:
@@ -92,13 +83,13 @@ class KVCacheManager:
         self._spec, self._dtype, self._prefix_cache = spec, kept.dtype, prefix_cache
         self._layers, self._far, self._numbers = layers, far, itertools.count(1)
         self._device = device
-        self.table, self._memory = BlockTable(pages), PageMemory(len(layers), pages, kept, device)
+        self.table, self._memory = scheduler.BlockTable(pages), PageMemory(len(layers), pages, kept, device)
         self.root = b""
         """Root of the names of pages."""
 
     def made_by(self, weights: str, numerics: str) -> None:
         """Name pages after these weights from now on. Pages of other weights are no longer found, and are evicted when memory is needed."""
-        self.root = root_name(weights, numerics)
+        self.root = scheduler.root_name(weights, numerics)
 
     def new(self, request: Request) -> RunningText:
         """Return the text of a request, without pages."""
@@ -119,13 +110,13 @@ class KVCacheManager:
         """
         # One row of a text is always computed, for its logits.
         usable = 0 if text.scores_prompt else len(text.tokens) - 1
-        names = page_names(text.tokens[:usable], self._root_of(text)) if self._prefix_cache else []
+        names = scheduler.page_names(text.tokens[:usable], self._root_of(text)) if self._prefix_cache else []
         places = self.table.use_prefix(names)
-        if self.table.available < 1 and len(places) * PAGE <= usable and not alone:
+        if self.table.available < 1 and len(places) * scheduler.PAGE <= usable and not alone:
             self.table.release(places)
             return None
         text.places, text.names = places, names[: len(places)]
-        text.computed = len(places) * PAGE
+        text.computed = len(places) * scheduler.PAGE
         text.kv.grow(text.computed + 1)
         for number, place in enumerate(places):
             self._memory.copy_in(text.kv, number, place)
@@ -138,7 +129,7 @@ class KVCacheManager:
 
         ``preempt`` frees those of a text; return False if it was this one, else True.
         """
-        while len(text.places) * PAGE < tokens:
+        while len(text.places) * scheduler.PAGE < tokens:
             place = self.table.take()
             if place is not None:
                 text.places.append(place)
@@ -155,7 +146,7 @@ class KVCacheManager:
 
     def room_for(self, text: RunningText, tokens: int) -> bool:
         """Return True if unused pages suffice for a text of ``tokens``."""
-        return tokens <= (len(text.places) + self.table.available) * PAGE
+        return tokens <= (len(text.places) + self.table.available) * scheduler.PAGE
 
     def keep(self, text: RunningText) -> None:
         """Name the pages that are full now, and copy their contents out, so that other texts may use them.
@@ -165,10 +156,12 @@ class KVCacheManager:
         # Pages computed by several weights have no name.
         if not self._prefix_cache or "+" in text.weights:
             return
-        while (len(text.names) + 1) * PAGE <= text.computed:
+        while (len(text.names) + 1) * scheduler.PAGE <= text.computed:
             number = len(text.names)
             before = text.names[-1] if text.names else self._root_of(text)
-            name = next_name(before, text.tokens[number * PAGE : (number + 1) * PAGE])
+            name = scheduler.next_name(
+                before, text.tokens[number * scheduler.PAGE : (number + 1) * scheduler.PAGE]
+            )
             place = text.places[number]
             self._memory.copy_out(text.kv, number, place)
             if self._far is not None:
@@ -229,7 +222,7 @@ class KVCacheManager:
         return None
 
     def _root_of(self, text: RunningText) -> bytes:
-        return next_name(self.root, [1]) if self.is_long(text) else self.root
+        return scheduler.next_name(self.root, [1]) if self.is_long(text) else self.root
 
 
 # Batch of one engine step.
@@ -239,7 +232,7 @@ class KVCacheManager:
 class Batch:
     """Rows of several texts that the model computes together."""
 
-    texts: list[tuple[RunningText, ScheduledRows]]
+    texts: list[tuple[RunningText, scheduler.ScheduledRows]]
     spans: list[RowSpan]
     """The rows of the texts, in the same order."""
     tokens: list[int]
@@ -279,7 +272,7 @@ class InFlightBatch:
         return self.output.result() if isinstance(self.output, Future) else self.output
 
 
-def build_batch(scheduled: SchedulerOutput, running: Mapping[str, RunningText]) -> Batch:
+def build_batch(scheduled: scheduler.SchedulerOutput, running: Mapping[str, RunningText]) -> Batch:
     """Collect tokens and sampling requests of the scheduled rows; ``running`` has the texts by the ids of their requests."""
     batch = Batch([], [], [], [], [])
     for rows in scheduled.requests:

@@ -289,8 +289,9 @@ def restored_part(
     model, spec, _ = restored_model(run_dir, step, dtype=dtype, cut=partial(_cut, layers=layers))
     assert isinstance(model, Transformer), "others are refused where they are cut"
     digests = tensor_digests(model)
-    if layers.stop == spec.layers and layers.start > 0:
-        _take_projection(model)
+    if layers.stop == spec.layers and layers.start > 0 and model.embedding is not None:
+        # A tied embedding in the last part is its output projection only, since that part receives no tokens.
+        model.head, model.embedding = projection_by(model.embedding.weight), None
     return model, spec, digests
 
 
@@ -347,13 +348,6 @@ def restored_share(
     assert isinstance(model, Transformer), "others are refused where they are cut"
     settle_projection(model, share)
     return model, spec, digests
-
-
-def _take_projection(model: Transformer) -> None:
-    """Keep a tied embedding in the last part as its output projection only, since that part receives no tokens."""
-    if model.embedding is None:
-        return
-    model.head, model.embedding = projection_by(model.embedding.weight), None
 
 
 def tensor_digests(model: nn.Module) -> dict[str, TensorDigest]:

@@ -26,49 +26,6 @@ from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.pack.layout import CHUNK_BYTES, padded_bytes
 from phalanx.checkpoint.pack.reader import PackFile
 
-# The closed form of streaming.
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Several passes over all layers."""
-
-    pass_ends: tuple[float, ...]
-    """When each pass has been computed, in seconds from the first read."""
-    stalls: tuple[float, ...]
-    """Seconds that each layer of the last pass waited to be read."""
-
-    @property
-    def pass_seconds(self) -> float:
-        """Seconds of the last pass: with three passes or more, that of the steady state."""
-        before = self.pass_ends[-2] if len(self.pass_ends) > 1 else 0.0
-        return self.pass_ends[-1] - before
-
-
-def timeline(read_s: Sequence[float], compute_s: Sequence[float], buffers: int, passes: int = 4) -> Timeline:
-    """Simulate the timeline of layers that take ``read_s`` (0: resident) and ``compute_s``. Raises ValueError for
-    numbers out of range.
-    """
-    if buffers < 1 or passes < 1 or len(read_s) != len(compute_s):
-        raise ValueError("streaming needs a buffer, a pass, and both times of each layer")
-    free = [0.0] * buffers  # when each buffer's last layer was computed, in the order in which they are taken
-    read_end = compute_end = 0.0
-    taken, ends, stalls = 0, [], [0.0] * len(read_s)
-    for _ in range(passes):
-        for layer, (reading, computing) in enumerate(zip(read_s, compute_s, strict=True)):
-            ready = 0.0
-            if reading:
-                read_end = max(read_end, free[taken % buffers]) + reading
-                ready = read_end
-            stalls[layer] = max(0.0, ready - compute_end)
-            compute_end = max(ready, compute_end) + computing
-            if reading:
-                free[taken % buffers] = compute_end
-                taken += 1
-        ends.append(compute_end)
-    return Timeline(tuple(ends), tuple(stalls))
-
-
 # Reading threads.
 
 
@@ -299,32 +256,6 @@ class ExpertFrequency:
         return uses * _AGEING ** (turn - last)
 
 
-def optimal_hits(trace: Sequence[ExpertName], capacity: int) -> int:
-    """Return the hits of the optimal cache of ``capacity`` experts, with knowledge of the full trace (Belady, IBM
-    Systems Journal 5, 1966).
-    """
-    following: list[int] = [len(trace)] * len(trace)
-    next_use: dict[ExpertName, int] = {}
-    for place in range(len(trace) - 1, -1, -1):
-        following[place] = next_use.get(trace[place], len(trace) + place)
-        next_use[trace[place]] = place
-    cached: dict[ExpertName, int] = {}
-    furthest: list[tuple[int, ExpertName]] = []
-    hits = 0
-    for place, expert in enumerate(trace):
-        if expert in cached:
-            hits += 1
-        elif len(cached) >= capacity:
-            while True:
-                when, victim = heapq.heappop(furthest)
-                if cached.get(victim) == -when:
-                    del cached[victim]
-                    break
-        cached[expert] = following[place]
-        heapq.heappush(furthest, (-following[place], expert))
-    return hits
-
-
 _NOW: Urgency = (-1, 0)
 
 
@@ -353,7 +284,6 @@ class ExpertCache:
         self._cached: dict[ExpertName, _CachedExpert] = {}
         self._frequency = ExpertFrequency(1 + max(layer for layer, _ in self._numbers))
         self.slots = slots
-        self.trace: list[ExpertName] | None = None
         """Every expert that was needed, in turn, if it is a list."""
 
     def need(self, layer: int, experts: Collection[int], turn: int) -> None:
@@ -366,11 +296,18 @@ class ExpertCache:
             self._frequency.use(name, turn)
             if name in self._cached:
                 self._statistics.expert_hits += 1
-                self._hurry(name)
+                # A prefetch that waits goes before all other reads.
+                cached = self._cached[name]
+                if cached.reading and cached.reading[0].cancel():
+                    for future in cached.reading[1:]:
+                        if not future.cancel():
+                            future.exception()
+                    number = self._numbers[name]
+                    cached.reading = read_ahead(
+                        self._pack, self._pool, number, self._memory[cached.slot], _NOW
+                    )
             else:
                 self._statistics.expert_misses += 1
-        if self.trace is not None:
-            self.trace += names
         needed = set(names)
         for name in names:
             if name not in self._cached and not self._read(name, needed, turn, _NOW):
@@ -403,16 +340,6 @@ class ExpertCache:
             raise
         cached.reading = []
         return self._memory[cached.slot][: self._pack.index.sections[self._numbers[expert]].nbytes]
-
-    def _hurry(self, expert: ExpertName) -> None:
-        """Raise the priority of a waiting prefetch above all other reads. Does nothing if it is being read or was read."""
-        cached = self._cached[expert]
-        if cached.reading and cached.reading[0].cancel():
-            for future in cached.reading[1:]:
-                if not future.cancel():
-                    future.exception()
-            number = self._numbers[expert]
-            cached.reading = read_ahead(self._pack, self._pool, number, self._memory[cached.slot], _NOW)
 
     def _read(self, expert: ExpertName, spared: Collection[ExpertName], turn: int, urgency: Urgency) -> bool:
         """Begin to read an expert into a free slot, or that of the least used other than ``spared``; False if all are spared."""

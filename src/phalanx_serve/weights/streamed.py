@@ -135,7 +135,14 @@ class StreamedWeights:
         self.experts: ExpertCache | None = None
         if residency.expert_slots:
             self.experts = ExpertCache(pack, self._pool, residency.expert_slots, self.statistics)
-            self._hook_mixtures(self.experts)
+            mixtures = [
+                (int(name.split(".")[1]), part)
+                for name, part in model.named_modules()
+                if isinstance(part, MoE)
+            ]
+            for place, (layer, mixture) in enumerate(mixtures):
+                following = mixtures[place + 1] if place + 1 < len(mixtures) else None
+                _StreamedMixture(self, self.experts, layer, mixture, following).hook()
         model.register_forward_pre_hook(self._count)
 
     def close(self) -> None:
@@ -167,17 +174,6 @@ class StreamedWeights:
 
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after, always_call=True)
-
-    def _hook_mixtures(self, cache: ExpertCache) -> None:
-        """Let each mixture of experts take its experts from ``cache``."""
-        mixtures = [
-            (int(name.split(".")[1]), part)
-            for name, part in self._model.named_modules()
-            if isinstance(part, MoE)
-        ]
-        for place, (layer, mixture) in enumerate(mixtures):
-            following = mixtures[place + 1] if place + 1 < len(mixtures) else None
-            _StreamedMixture(self, cache, layer, mixture, following).hook()
 
     @property
     def turn(self) -> int:

@@ -236,52 +236,45 @@ class RequestRouter:
         while True:
             await asyncio.sleep(self.settings.tick_s)
             self._hear(e.ClockTick())
-            self._report_late(time.monotonic())
-
-    def _report_late(self, now_s: float) -> None:
-        """Report each worker that has become late, once."""
-        for number, worker in self.traffic.pool.workers.items():
-            peer = self.peers.get(number)
-            if not worker.late or worker.life in self._late or peer is None:
-                continue
-            self._late.add(worker.life)
-            silent_s, still_s = now_s - worker.heard_s, now_s - worker.stepped_s
-            reason = (
-                f"it has given no sign of life for {silent_s:.0f} s"
-                if silent_s > self.settings.late_s
-                else f"its engine has made no step for {still_s:.0f} s"
-            )
-            self.watcher.late(peer, reason)
+            now_s = time.monotonic()
+            for number, worker in self.traffic.pool.workers.items():
+                peer = self.peers.get(number)
+                if not worker.late or worker.life in self._late or peer is None:
+                    continue
+                self._late.add(worker.life)
+                silent_s, still_s = now_s - worker.heard_s, now_s - worker.stepped_s
+                reason = (
+                    f"it has given no sign of life for {silent_s:.0f} s"
+                    if silent_s > self.settings.late_s
+                    else f"its engine has made no step for {still_s:.0f} s"
+                )
+                self.watcher.late(peer, reason)
 
     def _hear(self, event: e.Event) -> None:
         """Pass an event to the traffic's decisions, and carry out their commands."""
         self.traffic, commands = dispatch.step(self.traffic, event, time.monotonic())
         for command in commands:
-            self._carry_out(command)
-
-    def _carry_out(self, command: e.Command) -> None:
-        """Deliver an output to its sink, or send a command to its worker."""
-        match command:
-            case e.DeliverOutput(output):
-                sink = self._sinks.get(output.request)
-                if sink is not None:
-                    sink([output])
-                if isinstance(output, Ended):
-                    self._sinks.pop(output.request, None)
-            case e.ComputeJob():
-                self._send(command.worker, self._job(command))
-            case e.CancelJob(worker, job):
-                self._send(worker, m.StopJob(job))
-            case e.Forget(worker):
-                self._send(worker, m.ForgetPages())
-            case e.Dismiss(worker):
-                self._send(worker, m.Go())
-            case e.Refuse(worker, life, reason):
-                peer = self.peers.get(worker)
-                if peer is not None and peer.life == life:
-                    self._refusals[life] = reason
-                    peer.stream.send_message(m.Go(reason))
-                    peer.stream.close()
+            match command:
+                case e.DeliverOutput(output):
+                    sink = self._sinks.get(output.request)
+                    if sink is not None:
+                        sink([output])
+                    if isinstance(output, Ended):
+                        self._sinks.pop(output.request, None)
+                case e.ComputeJob():
+                    self._send(command.worker, self._job(command))
+                case e.CancelJob(worker, job):
+                    self._send(worker, m.StopJob(job))
+                case e.Forget(worker):
+                    self._send(worker, m.ForgetPages())
+                case e.Dismiss(worker):
+                    self._send(worker, m.Go())
+                case e.Refuse(worker, life, reason):
+                    peer = self.peers.get(worker)
+                    if peer is not None and peer.life == life:
+                        self._refusals[life] = reason
+                        peer.stream.send_message(m.Go(reason))
+                        peer.stream.close()
 
     def _job(self, run: e.ComputeJob) -> m.RunJob:
         """Return the message of a job, with the source's door for pages, if it is connected."""

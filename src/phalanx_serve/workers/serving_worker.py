@@ -125,28 +125,24 @@ class ServingWorker:
                 message = self._inbox.get(block)
             except queue.Empty:
                 return
-            self._take(message)
+            match message:
+                case m.RunJob():
+                    self._begin(message)
+                case m.StopJob(job):
+                    if self._orders.pop(job, None):
+                        self._engine.cancel(str(job))
+                case m.ForgetPages():
+                    self._engine.forget_pages()
+                    self.offered.forget()
+                case _Came():
+                    self._keep(message)
+                case _Asked(names, answer):
+                    answer.put(self._read_pages(names))
+                case m.Leaving():
+                    self._link.send_message(message)
+                case m.Go(reason) | _Over(reason):
+                    raise _OverError(reason)
             block = block and not self._engine.busy
-
-    def _take(self, message: m.ToWorker | m.Leaving | _Came | _Asked | _Over) -> None:
-        """Carry out a message. Raises _OverError at the end."""
-        match message:
-            case m.RunJob():
-                self._begin(message)
-            case m.StopJob(job):
-                if self._orders.pop(job, None):
-                    self._engine.cancel(str(job))
-            case m.ForgetPages():
-                self._engine.forget_pages()
-                self.offered.forget()
-            case _Came():
-                self._keep(message)
-            case _Asked(names, answer):
-                answer.put(self._read_pages(names))
-            case m.Leaving():
-                self._link.send_message(message)
-            case m.Go(reason) | _Over(reason):
-                raise _OverError(reason)
 
     def _begin(self, order: m.RunJob) -> None:
         """Submit a job, after its missing pages are pulled in a thread, if they are offered."""

@@ -147,7 +147,7 @@ def _report(console: Console, directory: RunDirectory, summary: Mapping[str, Any
 
     step_s = float(summary["step_s"])
     verdict, *further = summary["findings"]
-    console.print(f"{_capital(verdict['text'])}.", style="bold")
+    console.print(f"{verdict['text'][:1].upper() + verdict['text'][1:]}.", style="bold")
     for finding in further[:4]:
         console.print(f"  also: {finding['text']}")
     for note in summary["notes"]:
@@ -294,7 +294,3 @@ def _memory(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
     console.print(
         f"memory: {format_bytes(line['peak_bytes'])} at the peak, on rank {line['rank']}, {duration(line['peak_s'])} after the first step began: {resident}; {live}\n"
     )
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

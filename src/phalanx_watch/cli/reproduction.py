@@ -87,7 +87,10 @@ def reproduce_command(
             python = make_environment(recording, environment, lambda text: click.echo(text, err=True))
             click.echo(f"{python} -m phalanx reproduce {run_dir}")
             return
-        differ = _differences(recording, spec)
+        packages = Path(recording.packages).read_text() if recording.packages else ""
+        differ = changes(
+            then(recording, packages), now(spec, RunDirectory(Path(recording.row.path)), _probes(spec))
+        )
     if not as_json:
         for line in _lines(recording, differ):
             click.echo(line)
@@ -115,13 +118,6 @@ def _fitting(ranks: int) -> int:
             f"the run had {ranks:,} ranks, which are not for one machine: give --ranks N; the bits do not depend on it"
         )
     return max(1, ranks)
-
-
-def _differences(recording: RunRecording, spec: RunSpec) -> list[Changed]:
-    packages = Path(recording.packages).read_text() if recording.packages else ""
-    return changes(
-        then(recording, packages), now(spec, RunDirectory(Path(recording.row.path)), _probes(spec))
-    )
 
 
 def _probes(spec: RunSpec) -> dict[str, str]:

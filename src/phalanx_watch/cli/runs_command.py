@@ -19,20 +19,7 @@ from phalanx.command_help import Command, DefaultGroup
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.fields import POSITIVE
 from phalanx_watch.cli.runs_show import compare_command, show_command
-from phalanx_watch.runs.index import (
-    HEADINGS,
-    Removal,
-    RunIndex,
-    SelectionError,
-    checked_name,
-    is_run,
-    ordered,
-    read_conditions,
-    removal,
-    remove,
-    selected,
-    value_of,
-)
+from phalanx_watch.runs import index
 from phalanx_watch.runs.row import LabelError, RunLabels, RunRow, read_labels, write_labels
 
 # ``phalanx runs list``: the runs in folders, how far each is, and which goes on from which.
@@ -103,12 +90,12 @@ def list_command(options: ListOptions) -> None:
     places = options.folders or (Path("runs"),)
     for folder in places:
         demand_folder(folder)
-    with explained(SelectionError):
-        demands = [demand for text in options.conditions for demand in read_conditions(text)]
-        columns = [checked_name(name.strip()) for name in options.columns.split(",") if name.strip()]
-        rows = selected(RunIndex(places).rows(), demands, options.tags)
+    with explained(index.SelectionError):
+        demands = [demand for text in options.conditions for demand in index.read_conditions(text)]
+        columns = [index.checked_name(name.strip()) for name in options.columns.split(",") if name.strip()]
+        rows = index.selected(index.RunIndex(places).rows(), demands, options.tags)
         if options.sort:
-            rows = ordered(rows, options.sort.lstrip("-"), falling=options.sort.startswith("-"))
+            rows = index.ordered(rows, options.sort.lstrip("-"), falling=options.sort.startswith("-"))
     rows = rows[-options.last :] if options.last else rows
     if options.as_json:
         tables = [{**asdict(row), "finished": row.state == "finished"} for row in rows]
@@ -133,7 +120,7 @@ def _print(rows: list[RunRow], shown: list[str]) -> None:
         console.width = _ANY_WIDTH  # what is piped is searched and cut by other programs
     table = Table(box=None, pad_edge=False)
     for name in ("path", *shown, "goes on from"):
-        table.add_column(HEADINGS.get(name, name), overflow="fold")
+        table.add_column(index.HEADINGS.get(name, name), overflow="fold")
     now = time.time()
     for row in rows:
         cells = (row.path, *(_cell(row, name, now) for name in shown), origin(row))
@@ -145,7 +132,7 @@ def _print(rows: list[RunRow], shown: list[str]) -> None:
 
 def _cell(row: RunRow, name: str, now: float) -> str:
     """Format a column of a run; empty if it has no value."""
-    value = value_of(row, name)
+    value = index.value_of(row, name)
     if value is None:
         return ""
     match name:
@@ -229,7 +216,7 @@ def remove_command(run_dirs: tuple[Path, ...], yes: bool, force: bool, beside: t
     for path in run_dirs:
         demand_folder(path)
     with explained(RunDirectoryError):
-        removals = [removal(path, beside, run_dirs) for path in dict.fromkeys(run_dirs)]
+        removals = [index.removal(path, beside, run_dirs) for path in dict.fromkeys(run_dirs)]
     for removal_plan in removals:
         _print_removal(removal_plan)
     refused = [removal_plan for removal_plan in removals if removal_plan.obstacles and not force]
@@ -245,11 +232,11 @@ def remove_command(run_dirs: tuple[Path, ...], yes: bool, force: bool, beside: t
         click.confirm(f"remove {len(removals)} run{'s' * (len(removals) > 1)}, {size(total)}?", abort=True)
     with explained(RunDirectoryError):
         for removal_plan in removals:
-            remove(Path(removal_plan.row.path))
+            index.remove(Path(removal_plan.row.path))
             click.echo(f"removed {removal_plan.row.path}")
 
 
-def _print_removal(removal_plan: Removal) -> None:
+def _print_removal(removal_plan: index.Removal) -> None:
     """Print what the removal of a run would delete: its state, files, sizes, weights and labels."""
     row = removal_plan.row
     click.echo(
@@ -304,7 +291,7 @@ def note_command(run_dir: Path, text: str | None) -> None:
 def _labels(run_dir: Path) -> RunLabels:
     """Return the labels of a run. Raises ``RunDirectoryError`` if it is no run directory."""
     demand_folder(run_dir)
-    if not is_run(run_dir):
+    if not index.is_run(run_dir):
         raise RunDirectoryError(f"{run_dir} is no run directory")
     return read_labels(run_dir)
 

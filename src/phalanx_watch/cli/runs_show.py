@@ -55,7 +55,17 @@ def _lines(recording: RunRecording) -> Iterator[str]:
     yield from _results(recording)
     yield from _code(recording)
     yield from _machines(recording)
-    yield from _data(recording.environment.get("data"), row.data_fingerprint)
+    data = recording.environment.get("data")
+    yield f"data           {row.data_fingerprint or 'unknown'}"
+    for name, table in _table(data).items():
+        source = _table(table)
+        title = f"{name}: " if name else ""
+        yield (
+            f"  {title}{source.get('address')}, {_number(source.get('train_tokens'))} tokens of {_number(source.get('documents'))} documents, "
+            f"manifest {str(source.get('manifest_sha256'))[:12]}"
+        )
+        recipe = _table(source.get("recipe"))
+        yield "    made from  " + ", ".join(f"{key}={_short(value)}" for key, value in recipe.items())
     for origin in row.lineage:
         yield f"goes on from   {origin}"
     steps = ", ".join(f"{step:,}" for step in recording.checkpoints[-_MOST_NAMES:])
@@ -156,20 +166,6 @@ def _machines(recording: RunRecording) -> Iterator[str]:
         yield f"  and {len(recording.machines) - _MOST_NODES} more"
     for difference in recording.differences:
         yield f"  DIFFER in {difference.sentence}"
-
-
-def _data(data: object, fingerprint: str) -> Iterator[str]:
-    """Yield the lines of the data: fingerprint, addresses, sizes and recipes."""
-    yield f"data           {fingerprint or 'unknown'}"
-    for name, table in _table(data).items():
-        source = _table(table)
-        title = f"{name}: " if name else ""
-        yield (
-            f"  {title}{source.get('address')}, {_number(source.get('train_tokens'))} tokens of {_number(source.get('documents'))} documents, "
-            f"manifest {str(source.get('manifest_sha256'))[:12]}"
-        )
-        recipe = _table(source.get("recipe"))
-        yield "    made from  " + ", ".join(f"{key}={_short(value)}" for key, value in recipe.items())
 
 
 def _short(value: object) -> str:

@@ -35,6 +35,7 @@ from phalanx.observe.metrics.endpoint import targets
 from phalanx.observe.metrics.exporter import Exporter
 from phalanx.observe.metrics.samples import OPEN_METRICS, TEXT, Labels
 from phalanx_watch.lookout import Lookout
+from phalanx_watch.page import view_run
 from phalanx_watch.page.export import ExportError, exported
 from phalanx_watch.page.http import (
     Access,
@@ -51,15 +52,6 @@ from phalanx_watch.page.runs import PageRuns, RunPlace, StoredSeries, default_fo
 from phalanx_watch.page.view_curves import compare_view, curves_view, layers_view
 from phalanx_watch.page.view_fleet import fleet_view, goodput_view
 from phalanx_watch.page.view_ranks import profile_view, profiles_view, rank_view, ranks_view, trace_file
-from phalanx_watch.page.view_run import (
-    checkpoints_view,
-    logs_view,
-    runs_view,
-    samples_view,
-    settings_view,
-    summary,
-    why_view,
-)
 from phalanx_watch.runs.index import RunIndex, found_in
 
 # Responses to simultaneous requests are computed once: fifty open pages of one run cost little more than one.
@@ -188,8 +180,8 @@ def application(runs: PageRuns, access: Access, kept_s: float = KEPT_S) -> ASGIA
 
     routes = [
         Route("/", _index),
-        Route("/api/runs", partial(_list, runs, kept, runs_view)),
-        Route("/api/settings", partial(_list, runs, kept, settings_view)),
+        Route("/api/runs", partial(_list, runs, kept, view_run.runs_view)),
+        Route("/api/settings", partial(_list, runs, kept, view_run.settings_view)),
         Route("/api/compare", partial(_list, runs, kept, compare_view)),
         Route("/api/events", _events(runs, live)),
         Route("/metrics", metrics.text),
@@ -212,17 +204,17 @@ def application(runs: PageRuns, access: Access, kept_s: float = KEPT_S) -> ASGIA
 
 def _views() -> dict[str, View]:
     return {
-        "": summary,
+        "": view_run.summary,
         "/curves": curves_view,
         "/goodput": goodput_view,
         "/fleet": fleet_view,
-        "/checkpoints": checkpoints_view,
-        "/samples": samples_view,
+        "/checkpoints": view_run.checkpoints_view,
+        "/samples": view_run.samples_view,
         "/ranks": ranks_view,
         "/layers": layers_view,
         "/rank/{rank:int}": rank_view,
-        "/logs": logs_view,
-        "/why": why_view,
+        "/logs": view_run.logs_view,
+        "/why": view_run.why_view,
         "/profiles": profiles_view,
         "/profile/{name}": profile_view,
     }

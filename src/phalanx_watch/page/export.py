@@ -30,17 +30,11 @@ from pathlib import Path
 import msgspec
 
 from phalanx.run.directory.files import write_atomically
+from phalanx_watch.page import view_ranks
 from phalanx_watch.page.http import PageRequestError, Parameters, json_bytes
 from phalanx_watch.page.runs import PageRuns, RunPlace
 from phalanx_watch.page.view_curves import AXES, curves_view, exported_figures, layers_view
 from phalanx_watch.page.view_fleet import fleet_view, goodput_view
-from phalanx_watch.page.view_ranks import (
-    HEAT_COLUMNS,
-    heat_table,
-    profile_names,
-    profile_summary,
-    profiles_view,
-)
 from phalanx_watch.page.view_run import checkpoints_view, logs_view, samples_view, summary, why_view
 
 STATIC = Path(__file__).parent / "static"
@@ -119,15 +113,17 @@ def _answers(runs: PageRuns, place: RunPlace) -> Iterator[tuple[str, object]]:
         yield from _answer(f"{base}/curves?x={axis}", partial(curves_view, runs, place, query))
     query = Parameters({"grouped": "1", "last": "1000"})
     yield from _answer(f"{base}/logs", partial(logs_view, runs, place, query))
-    for column in HEAT_COLUMNS:
-        yield from _answer(f"{base}/ranks?column={column}", partial(heat_table, runs, place, column))
+    for column in view_ranks.HEAT_COLUMNS:
+        yield from _answer(
+            f"{base}/ranks?column={column}", partial(view_ranks.heat_table, runs, place, column)
+        )
     yield from _answer(f"{base}/layers", partial(layers_view, runs, place, plain))
     for figure in exported_figures(runs, place):
         query = Parameters({"column": figure})
         yield from _answer(f"{base}/layers?column={figure}", partial(layers_view, runs, place, query))
-    yield from _answer(f"{base}/profiles", partial(profiles_view, runs, place, plain))
-    for name in profile_names(place):
-        yield from _answer(f"{base}/profile/{name}", partial(profile_summary, place, name))
+    yield from _answer(f"{base}/profiles", partial(view_ranks.profiles_view, runs, place, plain))
+    for name in view_ranks.profile_names(place):
+        yield from _answer(f"{base}/profile/{name}", partial(view_ranks.profile_summary, place, name))
 
 
 def _answer(key: str, make: Callable[[], object]) -> Iterator[tuple[str, object]]:

@@ -124,9 +124,9 @@ class Guard:
             if scope["path"].startswith("/api/"):
                 return None
             remaining_query = urlencode([(name, value) for name, value in query if name != "token"])
-            answer = RedirectResponse(
-                _local(scope["path"]) + (f"?{remaining_query}" if remaining_query else ""), 303
-            )
+            # ``//name`` would be another host.
+            path = "/" + scope["path"].lstrip("/\\")
+            answer = RedirectResponse(path + (f"?{remaining_query}" if remaining_query else ""), 303)
             answer.set_cookie(self._cookie, self._pass, httponly=True, samesite="strict", path="/")
             return answer
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
@@ -152,11 +152,6 @@ def _cookie(header: str, name: str) -> str:
     except CookieError:
         return ""
     return morsel.value if morsel else ""
-
-
-def _local(path: str) -> str:
-    """Return a path that a browser resolves on this server: ``//name`` would be another host."""
-    return "/" + path.lstrip("/\\")
 
 
 # Parameters and answers.

@@ -66,10 +66,15 @@ def summary(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[st
     result = directory.finished_result()
     now = time.time()
     body = starts[-1].body if starts else None
+    text = _text(directory.run_file)
+    try:
+        table: dict[str, object] = tomllib.loads(text)
+    except (ValueError, RecursionError):
+        table = {}
     return asdict(runs.row(place)) | {
         "started_events": [_start(event) for event in starts],
         "environment": dict(body.environment) if isinstance(body, RunStarted) else {},
-        "run_file": _masked(_text(directory.run_file)),
+        "run_file": run_file_mask(table)(text),
         "lineage": [
             asdict(origin) | {"text": str(origin)}
             for origin in read_lineage(read_small_json(directory.record))
@@ -157,15 +162,6 @@ def samples_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> di
     return {
         "samples": [{"name": name, "texts": list(texts[name].values())} for name in reversed(texts)],
     }
-
-
-def _masked(text: str) -> str:
-    """Return the text of a run file without secrets."""
-    try:
-        table: dict[str, object] = tomllib.loads(text)
-    except (ValueError, RecursionError):
-        table = {}
-    return run_file_mask(table)(text)
 
 
 def _text(path: Path) -> str:

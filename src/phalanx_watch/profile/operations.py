@@ -22,21 +22,7 @@ from phalanx.hardware.cluster import HardwareError
 from phalanx.launch.planner import PlannerError, installed_planner
 from phalanx.observe.profile import RankTrace
 from phalanx.run.spec import RunSpec
-from phalanx_watch.profile.partition import (
-    BACKWARD,
-    BUBBLE,
-    COMM,
-    COMPUTE,
-    COPY,
-    DATA,
-    FORWARD,
-    GAPS,
-    OPTIMIZER,
-    SAVE,
-    StepPieces,
-    duration,
-    kind_of,
-)
+from phalanx_watch.profile import partition
 from phalanx_watch.profile.waits import Passage, Waits
 
 _MOST_LAYERS = 400
@@ -67,15 +53,22 @@ class KindRow:
 
 
 def kinds(
-    traces: Sequence[RankTrace], cuts: Sequence[StepPieces], peak_flops: float, copy_bytes_per_s: float
+    traces: Sequence[RankTrace],
+    cuts: Sequence[partition.StepPieces],
+    peak_flops: float,
+    copy_bytes_per_s: float,
 ) -> list[KindRow]:
     """Return the table of kinds in a step, added up over ranks, the longest first. The roofline is the share of the least possible
     time."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
     for trace, cut in zip(traces, cuts, strict=True):
         steps = max(len(cut.steps), 1)
-        kind_names = [kind_of(name) for name in trace.names]
-        counted = [cut.categories.index(word) for word in (COMPUTE, COPY) if word in cut.categories]
+        kind_names = [partition.kind_of(name) for name in trace.names]
+        counted = [
+            cut.categories.index(word)
+            for word in (partition.COMPUTE, partition.COPY)
+            if word in cut.categories
+        ]
         mine = np.isin(cut.pieces["category"], counted) & (cut.pieces["event"] >= 0)
         spent = np.zeros(len(trace.events))
         lengths = cut.pieces["end_ns"][mine] - cut.pieces["begin_ns"][mine]
@@ -109,23 +102,26 @@ class LayerRow:
     communication_s: float
 
 
-def by_layer(cuts: Sequence[StepPieces]) -> list[LayerRow]:
+def by_layer(cuts: Sequence[partition.StepPieces]) -> list[LayerRow]:
     """Return the layers in order of first use, each of the rank on which it takes longest; at most ``_MOST_LAYERS``."""
     rows: dict[str, LayerRow] = {}
     for cut in cuts:
         pieces, steps = cut.pieces, max(len(cut.steps), 1)
         lengths = (pieces["end_ns"] - pieces["begin_ns"]) / (1e9 * steps)
         communicates = np.array([word.startswith("communication") for word in cut.categories], bool)
-        own = np.array([word in (COMPUTE, COPY, OPTIMIZER) for word in cut.categories], bool)
+        own = np.array(
+            [word in (partition.COMPUTE, partition.COPY, partition.OPTIMIZER) for word in cut.categories],
+            bool,
+        )
         if not len(pieces):
             continue
         moving, busy = communicates[pieces["category"]], own[pieces["category"]]
         table = {
             "forward": np.bincount(
-                pieces["layer"], lengths * (busy & (pieces["phase"] == FORWARD)), len(cut.layers)
+                pieces["layer"], lengths * (busy & (pieces["phase"] == partition.FORWARD)), len(cut.layers)
             ),
             "backward": np.bincount(
-                pieces["layer"], lengths * (busy & (pieces["phase"] == BACKWARD)), len(cut.layers)
+                pieces["layer"], lengths * (busy & (pieces["phase"] == partition.BACKWARD)), len(cut.layers)
             ),
             "moving": np.bincount(pieces["layer"], lengths * moving, len(cut.layers)),
         }
@@ -196,7 +192,7 @@ def predict(spec: RunSpec, ranks: int, cluster_name: str) -> Prediction:
 
 
 def measured(
-    cuts: Sequence[StepPieces],
+    cuts: Sequence[partition.StepPieces],
     kinds: Sequence[KindRow],
     waits: Waits,
     passages: Mapping[int, Sequence[Passage]],
@@ -217,20 +213,20 @@ def measured(
     for (_, axis), seconds in waits.waited.items():
         waited[axis] += seconds / (count * steps)
     for word, seconds in categories.items():
-        if word.startswith(COMM):
-            axis = word.removeprefix(COMM)
+        if word.startswith(partition.COMM):
+            axis = word.removeprefix(partition.COMM)
             late = min(waited[axis], seconds)
             rows["waiting for slower ranks"] += late
             gathers = _gathers(passages, axis)
             rows["gathering weights"] += (seconds - late) * gathers
             rows[_row_of_axis(axis)] += (seconds - late) * (1 - gathers)
-        elif word == BUBBLE:
+        elif word == partition.BUBBLE:
             rows["pipeline"] += seconds
-        elif word == OPTIMIZER:
+        elif word == partition.OPTIMIZER:
             rows["update"] += seconds
-        elif word in GAPS:
+        elif word in partition.GAPS:
             rows["host gaps"] += seconds
-        elif word in (DATA, SAVE):
+        elif word in (partition.DATA, partition.SAVE):
             rows[word] += seconds
     step_s = sum(cut.step_s for cut in cuts) / count
     other_s = step_s - sum(rows.values())
@@ -276,11 +272,13 @@ def what_would_pay(rows: Sequence[TermRow], step_s: float) -> list[str]:
     sentences = []
     for row in over[:3]:
         plan = (
-            f"the plan has {duration(row.predicted_s)}" if row.predicted_s else "the plan has nothing for it"
+            f"the plan has {partition.duration(row.predicted_s)}"
+            if row.predicted_s
+            else "the plan has nothing for it"
         )
         gain_s = row.measured_s - row.predicted_s
         sentences.append(
-            f"{row.term}: {plan}, measured {duration(row.measured_s)}; as planned, a step would take {duration(step_s - gain_s)} "
-            f"instead of {duration(step_s)}"
+            f"{row.term}: {plan}, measured {partition.duration(row.measured_s)}; as planned, a step would take {partition.duration(step_s - gain_s)} "
+            f"instead of {partition.duration(step_s)}"
         )
     return sentences

@@ -400,7 +400,6 @@ def train_again(
     run_file: Path,
     into: RunDirectory,
     steps: int | None,
-    on_step: Callable[[int], None] = lambda _step: None,
     command: Sequence[str] = (sys.executable, "-m", "phalanx", "train"),
 ) -> int:
     """Train until the end, or until ``steps`` are logged and the run has stopped; return the exit code.
@@ -411,7 +410,6 @@ def train_again(
     try:
         while training.wait(_POLL_S) is None:
             step = read_tail(into.events).step
-            on_step(step.step if step else 0)
             if steps is not None and step is not None and step.step >= steps and not stopped:
                 stopped = True
                 training.signal(signal.SIGTERM)

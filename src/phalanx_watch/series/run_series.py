@@ -21,36 +21,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.observe import events as e
 from phalanx.observe.event_log import MOST_STEP, Row, index_beside, row_of
-from phalanx.observe.events import (
-    FROM_OUTSIDE,
-    CheckpointCopied,
-    CheckpointFailed,
-    CheckpointSaved,
-    ChildTaken,
-    EndedEarly,
-    EpochLeft,
-    Evaluated,
-    Event,
-    Finished,
-    Forked,
-    IncidentKind,
-    LayerStatistics,
-    MachineUsed,
-    MemoryMeasured,
-    Message,
-    NonFinite,
-    RanksChanged,
-    Restored,
-    RunStarted,
-    Sampled,
-    Step,
-    Stopped,
-    TaskEvaluated,
-    Unknown,
-    decode,
-    fields_of,
-)
 from phalanx.observe.lines import FileTail, Position, read_lines_at
 from phalanx.observe.throughput import format_bytes, format_duration
 from phalanx.run.directory.paths import RunDirectory
@@ -62,7 +34,7 @@ from phalanx_watch.series.table import NAMES, Integers, StepTable, step_row
 
 LONGEST_TEXT = 500
 _SPIKE = "LossSpike"
-_SLOW = (IncidentKind.STRAGGLER, IncidentKind.SLOW_WITHOUT_SPARE)
+_SLOW = (e.IncidentKind.STRAGGLER, e.IncidentKind.SLOW_WITHOUT_SPARE)
 
 
 @dataclass(frozen=True)
@@ -76,7 +48,7 @@ class CurveMark:
     text: str
 
 
-def mark_of(event: Event, step: int) -> CurveMark | None:
+def mark_of(event: e.Event, step: int) -> CurveMark | None:
     """Return the mark of an event, or None; ``step`` is the last logged step before it."""
     mark = _mark(event, step)
     if mark is None:
@@ -85,52 +57,52 @@ def mark_of(event: Event, step: int) -> CurveMark | None:
     return CurveMark(at, event.t, kind, text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ...")
 
 
-def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
+def _mark(event: e.Event, step: int) -> tuple[int, str, str] | None:
     """Return step, kind and text of the mark of an event; None for events without one."""
     body = event.body
-    if type(body).__name__ == _SPIKE or (isinstance(body, Unknown) and body.kind == _SPIKE):
-        fields = fields_of(body)
+    if type(body).__name__ == _SPIKE or (isinstance(body, e.Unknown) and body.kind == _SPIKE):
+        fields = e.fields_of(body)
         at = fields.get("step")
         return (at if isinstance(at, int) else step), "spike", _spike(fields)
     match body:
-        case CheckpointSaved(step=at, size_bytes=size):
+        case e.CheckpointSaved(step=at, size_bytes=size):
             return at, "checkpoint", f"checkpoint of step {at:,} is durable ({format_bytes(size)})"
-        case CheckpointCopied(step=at, url=url):
+        case e.CheckpointCopied(step=at, url=url):
             return at, "checkpoint", f"the checkpoint of step {at:,} was copied to {url}"
-        case CheckpointFailed(step=at, reason=reason):
+        case e.CheckpointFailed(step=at, reason=reason):
             return at, "message", f"the checkpoint of step {at:,} failed: {reason}"
-        case Restored(step=at, source=source, seconds=seconds, reason=reason):
+        case e.Restored(step=at, source=source, seconds=seconds, reason=reason):
             after = f" ({reason})" if reason else ""
             took = format_duration(seconds)
             return at, "recovery", f"continues from step {at:,}, restored from {source} in {took}{after}"
-        case Forked(step=at, base=base, candidates=candidates):
+        case e.Forked(step=at, base=base, candidates=candidates):
             return (
                 base,
                 "message",
                 f"the fork at step {at:,} goes back to here, and trains {', '.join(candidates)}",
             )
-        case ChildTaken(step=at, end=end, candidate=candidate):
+        case e.ChildTaken(step=at, end=end, candidate=candidate):
             return end, "message", f"continues as the child {candidate} of the fork at step {at:,}"
-        case NonFinite(step=at, problem=detail, skipped=skipped):
+        case e.NonFinite(step=at, problem=detail, skipped=skipped):
             outcome = "skipped" if skipped else "the run ends before it"
             return at, "nonfinite", f"step {at:,} is not finite, {outcome}: {detail}"
-        case Evaluated(step=at, loss=loss):
+        case e.Evaluated(step=at, loss=loss):
             return at, "evaluation", f"held-out loss {loss:.4f} after step {at:,}"
-        case RanksChanged(step=at, ranks=ranks, reason=reason):
+        case e.RanksChanged(step=at, ranks=ranks, reason=reason):
             return (
                 at,
                 "message",
                 f"{ranks:,} ranks from step {at + 1:,} on" + (f": {reason}" if reason else ""),
             )
-        case EpochLeft(text=text, incident=incident):
+        case e.EpochLeft(text=text, incident=incident):
             return step, "straggler" if incident in _SLOW else "left", text
-        case Message(level=level, text=text, incident=incident):
+        case e.Message(level=level, text=text, incident=incident):
             return step, "straggler" if incident in _SLOW else "message", f"{level}: {text}"
-        case EndedEarly(step=at):
+        case e.EndedEarly(step=at):
             return at, "message", body.text
-        case Stopped(step=at, reason=reason):
+        case e.Stopped(step=at, reason=reason):
             return at, "message", f"stopped after step {at:,}: {reason}"
-        case Step():
+        case e.Step():
             return None
     return None
 
@@ -164,7 +136,7 @@ _MOST_SPARSE = {"memory": MOST_MEMORY_KINDS, "machine": 256, "task": 256}
 """Largest number of curves whose names begin so."""
 USUAL_BUDGET_S = 1.5
 _NEWEST = 256
-_ENDINGS = (Stopped, Finished)
+_ENDINGS = (e.Stopped, e.Finished)
 _UNREADABLE = (ValueError, RecursionError, OverflowError)
 
 
@@ -198,22 +170,22 @@ class RunSeries:
         """Reset everything that was read."""
         self.table = StepTable()
         self.marks: deque[CurveMark] = deque(maxlen=MOST_MARKS)
-        self.starts: deque[Event] = deque(maxlen=MOST_STARTS)
+        self.starts: deque[e.Event] = deque(maxlen=MOST_STARTS)
         """Events of kind ``RunStarted``."""
         self.others: deque[tuple[int, int]] = deque(maxlen=MOST_OTHERS)
         """For each event other than a step: the number of rows before it, and the offset of its line."""
-        self.evaluations: deque[tuple[Event, Evaluated]] = deque(maxlen=MOST_EVALUATIONS)
+        self.evaluations: deque[tuple[e.Event, e.Evaluated]] = deque(maxlen=MOST_EVALUATIONS)
         self.measured: dict[int, int] = {}
         """Offset of the line with the statistics of layers in each measured step; of a step that was repeated, the newest."""
-        self.samples: deque[tuple[Event, Sampled]] = deque(maxlen=MOST_SAMPLES)
-        self.machines: MachineUsed | None = None
+        self.samples: deque[tuple[e.Event, e.Sampled]] = deque(maxlen=MOST_SAMPLES)
+        self.machines: e.MachineUsed | None = None
         """Newest use of the machines."""
         self.torn_lines = 0
         self.parsed_bytes = 0
         """Bytes that were parsed as text."""
         self.last_t: float | None = None
         """Time of the newest event."""
-        self.ending: Event | None = None
+        self.ending: e.Event | None = None
         """Newest event of the ranks, if it ended an attempt."""
         self.problem = ""
 
@@ -340,27 +312,24 @@ class RunSeries:
             self.table.append(rows)
         except (ValueError, OverflowError):  # a word that is no number: one row of all
             for row in rows:
-                self._append_alone(row)
+                try:
+                    self.table.append([row])
+                except (ValueError, OverflowError):
+                    self.torn_lines += 1
         rows.clear()
         self.last_t = float(self.table.column("t")[-1]) if self.table.rows else self.last_t
         self.ending = None
 
-    def _append_alone(self, row: Row) -> None:
-        try:
-            self.table.append([row])
-        except (ValueError, OverflowError):
-            self.torn_lines += 1
-
     def _take_other(self, line: bytes, offset: int, before: int) -> None:
         """Take a line that the fast path does not parse, written after ``before`` rows; the table may have later ones already."""
         try:
-            event = decode(line)
+            event = e.decode(line)
         except _UNREADABLE:
             self.torn_lines += 1
             return
         body = event.body
         self.last_t = event.t
-        if isinstance(body, Step):
+        if isinstance(body, e.Step):
             row = row_of(body, event.t, event.attempt, offset, bool(body.ledger))
             if row is None:
                 self.torn_lines += 1
@@ -368,26 +337,26 @@ class RunSeries:
                 self._flush([row])
             return
         self.others.append((before, offset))
-        if not isinstance(body, FROM_OUTSIDE):
+        if not isinstance(body, e.FROM_OUTSIDE):
             self.ending = event if isinstance(body, _ENDINGS) else None
-        if isinstance(body, RunStarted):
+        if isinstance(body, e.RunStarted):
             self.starts.append(event)
-        elif isinstance(body, Evaluated):
+        elif isinstance(body, e.Evaluated):
             self.evaluations.append((event, body))
             self._note(body.step, "eval_loss", body.loss, before)
             self._note(body.step, "eval_bits_per_byte", body.bits_per_byte, before)
-        elif isinstance(body, TaskEvaluated):
+        elif isinstance(body, e.TaskEvaluated):
             for figure, value in body.figures.items():
                 self._note(body.step, f"task.{body.task}.{figure}", value, before)
-        elif isinstance(body, LayerStatistics) and len(self.measured) < MOST_OTHERS:
+        elif isinstance(body, e.LayerStatistics) and len(self.measured) < MOST_OTHERS:
             self.measured[body.step] = offset
-        elif isinstance(body, Sampled):
+        elif isinstance(body, e.Sampled):
             self.samples.append((event, body))
-        elif isinstance(body, MachineUsed):
+        elif isinstance(body, e.MachineUsed):
             self.machines = body
             for name, value in machine_curves(body):
                 self._note(body.step, name, value, before)
-        elif isinstance(body, MemoryMeasured):
+        elif isinstance(body, e.MemoryMeasured):
             for kind, size in list(body.most.items())[:MOST_MEMORY_KINDS]:
                 self._note(body.step, f"memory.{kind}", size, before)
         mark = mark_of(event, self._step_before(before))
@@ -422,7 +391,7 @@ class RunSeries:
             return [*names, *sorted(self.table.sparse)]
 
 
-def machine_curves(used: MachineUsed) -> Iterator[tuple[str, float]]:
+def machine_curves(used: e.MachineUsed) -> Iterator[tuple[str, float]]:
     """Yield the curves of the use of machines: ``machine.FIGURE``, its ``.least`` and ``.most``, and ``machine.FIGURE@NODE`` of few machines."""
     for suffix, figures in (("", used.figures), (".least", used.least), (".most", used.most)):
         for name, value in figures.items():
@@ -443,7 +412,7 @@ def _has_value(column: NDArray[np.generic]) -> bool:
 _MOST_WITHOUT_LEDGER = 20_000
 
 
-def thinned_events(run: RunSeries) -> list[Event]:
+def thinned_events(run: RunSeries) -> list[e.Event]:
     """Return the events of a run, in the order written, without steps that do not affect its accounts. Raises ``OSError``."""
     with run.lock:
         others = list(run.others)
@@ -454,18 +423,18 @@ def thinned_events(run: RunSeries) -> list[Event]:
     return [event for _, event in sorted((events_by_offset | steps).items())]
 
 
-def _read(run: RunSeries, offsets: list[int]) -> dict[int, Event]:
+def _read(run: RunSeries, offsets: list[int]) -> dict[int, e.Event]:
     """Return the events at the offsets; missing ones are left out."""
     events_by_offset = {}
     for offset, line in zip(offsets, read_lines_at(run.directory.events, offsets), strict=True):
         try:
-            events_by_offset[offset] = decode(line)
+            events_by_offset[offset] = e.decode(line)
         except _UNREADABLE:
             continue
     return events_by_offset
 
 
-def _rows(run: RunSeries, places: list[int], events: list[Event]) -> Integers:
+def _rows(run: RunSeries, places: list[int], events: list[e.Event]) -> Integers:
     """Return the kept rows: at the ends of each attempt, next to each event other than a step, and next to each
     step that may divide the accounts.
     """
@@ -481,7 +450,7 @@ def _rows(run: RunSeries, places: list[int], events: list[Event]) -> Integers:
     broken = np.flatnonzero((steps[1:] <= steps[:-1]) | (attempts[1:] != attempts[:-1])) + 1
     firsts = np.concatenate(([0], broken))
     lasts = np.concatenate((broken, [count])) - 1
-    cuts = [event.body.step for event in events if isinstance(event.body, CheckpointSaved | Restored)]
+    cuts = [event.body.step for event in events if isinstance(event.body, e.CheckpointSaved | e.Restored)]
     divisions = np.unique(np.concatenate((np.array(cuts, np.int64), steps[firsts] - 1)))
     for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
         kept[[first, last, first + int(np.argmax(times[first : last + 1]))]] = True

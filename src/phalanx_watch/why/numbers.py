@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 
 from phalanx.observe.display.state import described_layer, first_nonfinite
@@ -90,7 +90,7 @@ def diverged(observed: Observed) -> Iterator[Reason]:
         return  # a spike that has not come back names the step and its batch
     window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
     untrained = _untrained_loss(observed)
-    best = _best_loss(observed)
+    best = _least_median(observed, lambda step: step.loss)
     now = median(step.loss for _, step in losses[-RECENT_STEPS:])
     above = now > (1 + BACK) * untrained
     limit = (1 + BACK) * untrained if above else (1 + RISEN) * best
@@ -154,7 +154,7 @@ def growing_norm(observed: Observed) -> Iterator[Reason]:
     if len(norms) < RECENT_STEPS or any(diverged(observed)):
         return
     window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
-    least = _least_norm(observed)
+    least = _least_median(observed, lambda step: step.grad_norm)
     now = median(step.grad_norm for _, step in norms[-RECENT_STEPS:])
     limit = NORM_GROWN * least
     if not now > limit > 0:
@@ -189,16 +189,6 @@ def _since_step(below: int, first: Step) -> str:
     return f"step {first.step:,} and after" if below else "all of the newest steps"
 
 
-def _least_norm(observed: Observed) -> float:
-    """Return the least median gradient norm over stretches of the run's steps; infinite if there are too few."""
-    norms = [
-        event.body.grad_norm
-        for event in (*observed.past, *observed.events)
-        if isinstance(event.body, Step) and math.isfinite(event.body.grad_norm)
-    ]
-    return _least_of_stretches(norms)
-
-
 def _untrained_loss(observed: Observed) -> float:
     """Return the loss of a uniform prediction, or of the run's first step if that is larger; infinite if neither is known."""
     vocabulary = observed.spec.model.vocab_size if observed.spec else 0
@@ -211,18 +201,10 @@ def _untrained_loss(observed: Observed) -> float:
     return max(losses, default=math.inf)
 
 
-def _best_loss(observed: Observed) -> float:
-    """Return the least median loss over stretches of the run's steps; infinite if there are too few."""
-    losses = [
-        event.body.loss
-        for event in (*observed.past, *observed.events)
-        if isinstance(event.body, Step) and math.isfinite(event.body.loss)
-    ]
-    return _least_of_stretches(losses)
-
-
-def _least_of_stretches(values: list[float]) -> float:
-    """Return the least median of stretches of ``RECENT_STEPS`` values; infinite if there are too few."""
+def _least_median(observed: Observed, figure: Callable[[Step], float]) -> float:
+    """Return the least median of a figure over stretches of ``RECENT_STEPS`` of the run's steps; infinite if there are too few."""
+    steps = [event.body for event in (*observed.past, *observed.events) if isinstance(event.body, Step)]
+    values = [value for value in map(figure, steps) if math.isfinite(value)]
     stretches = range(0, len(values) - RECENT_STEPS + 1, RECENT_STEPS)
     return min((median(values[first : first + RECENT_STEPS]) for first in stretches), default=math.inf)
 

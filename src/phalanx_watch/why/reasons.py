@@ -53,18 +53,7 @@ from phalanx_watch.ranks import (
     values_of,
 )
 from phalanx_watch.runs.probe import KernelLocks, holder_of
-from phalanx_watch.why.fleet import (
-    fewer_ranks,
-    hardware,
-    lost_nodes,
-    no_coordinator,
-    no_spares,
-    nodes_back,
-    not_finite_nodes,
-    straggler,
-)
-from phalanx_watch.why.layers import collapsed_router, dead_units, growing_layer, saturated_layer
-from phalanx_watch.why.numbers import diverged, growing_norm, imbalance, not_finite, not_learning, spike
+from phalanx_watch.why import fleet, layers, numbers, progress, surroundings
 from phalanx_watch.why.observed import (
     BURST_ALONE,
     BURST_WINDOWS,
@@ -77,35 +66,33 @@ from phalanx_watch.why.observed import (
     Reason,
     SlowRankSeen,
 )
-from phalanx_watch.why.progress import (
-    failed,
-    gone,
-    low_goodput,
-    never_began,
-    queued,
-    slow_data,
-    slower_than_before,
-    standstill,
-)
-from phalanx_watch.why.surroundings import (
-    clock_skew,
-    failed_checkpoints,
-    full_disk,
-    old_checkpoint,
-    other_data,
-    other_libraries,
-    throttled,
-)
 
 Rule = Callable[[Observed], Iterator[Reason]]
 RULES: tuple[Rule, ...] = (
-    *(failed, gone, never_began, queued, standstill),
-    *(not_finite, spike, diverged, not_learning, growing_norm, other_data, no_coordinator),
-    *(failed_checkpoints, full_disk, old_checkpoint),
-    *(not_finite_nodes, lost_nodes, nodes_back, fewer_ranks, no_spares, hardware, throttled, straggler),
-    *(growing_layer, saturated_layer, collapsed_router, dead_units),
-    *(slow_data, slower_than_before, low_goodput, imbalance),
-    *(other_libraries, clock_skew),
+    *(progress.failed, progress.gone, progress.never_began, progress.queued, progress.standstill),
+    *(
+        numbers.not_finite,
+        numbers.spike,
+        numbers.diverged,
+        numbers.not_learning,
+        numbers.growing_norm,
+        surroundings.other_data,
+        fleet.no_coordinator,
+    ),
+    *(surroundings.failed_checkpoints, surroundings.full_disk, surroundings.old_checkpoint),
+    *(
+        fleet.not_finite_nodes,
+        fleet.lost_nodes,
+        fleet.nodes_back,
+        fleet.fewer_ranks,
+        fleet.no_spares,
+        fleet.hardware,
+        surroundings.throttled,
+        fleet.straggler,
+    ),
+    *(layers.growing_layer, layers.saturated_layer, layers.collapsed_router, layers.dead_units),
+    *(progress.slow_data, progress.slower_than_before, progress.low_goodput, numbers.imbalance),
+    *(surroundings.other_libraries, surroundings.clock_skew),
 )
 """Rules in the order in which reasons of equal severity are listed."""
 _ORDER = ("critical", "warning", "info")

@@ -14,7 +14,6 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx_plan.serving.step_cost import (
     Division,
     ServingStep,
-    pass_s,
     rank_token_bytes,
     requests_held,
     step_parts,
@@ -88,11 +87,6 @@ def test_overlapping_halves_never_take_less_than_the_larger_of_both_parts() -> N
 
 def test_rows_touch_as_many_of_256_experts_as_uniform_choice_says() -> None:
     assert [round(touched_experts(256, 8, rows)) for rows in (1, 8, 64)] == [8, 57, 222]
-
-
-def test_a_streamed_pass_takes_the_larger_of_reading_and_computing() -> None:
-    assert pass_s([2.0] * 6, [1.0] * 6) == pytest.approx(12)
-    assert pass_s([1.0] * 6, [3.0] * 6) == pytest.approx(18)
 
 
 def test_opt_30b_over_12_gigabytes_a_second_gives_at_most_0_80_tokens_for_four_rows() -> None:

@@ -39,8 +39,8 @@ def test_rows_are_taken_only_of_fields_that_have_them() -> None:
 
 
 def test_full_recomputation_is_that_of_every_part() -> None:
-    assert RECOMPUTE[-1].keeps_only_input
-    assert not any(mode.keeps_only_input for mode in RECOMPUTE[:-1])
+    assert RECOMPUTE[-1].parts == set(PARTS)
+    assert not any(mode.parts == set(PARTS) for mode in RECOMPUTE[:-1])
     assert all(mode.parts <= set(PARTS) for mode in RECOMPUTE)
 
 

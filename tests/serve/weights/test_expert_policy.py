@@ -1,35 +1,8 @@
-"""Which expert gives way, against the best that could be done."""
+"""Which expert gives way."""
 
 from __future__ import annotations
 
-import itertools
-from functools import cache
-
-from hypothesis import given
-from hypothesis import strategies as st
-
-from phalanx_serve.weights.ring import ExpertFrequency, ExpertName, optimal_hits
-
-TRACES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2)), max_size=9)
-
-
-def best_by_trying(trace: list[ExpertName], capacity: int) -> int:
-    @cache
-    def best(place: int, held: frozenset[ExpertName]) -> int:
-        if place == len(trace):
-            return 0
-        one = trace[place]
-        if one in held:
-            return 1 + best(place + 1, held)
-        kept = itertools.combinations(held, min(len(held), capacity - 1))
-        return max(best(place + 1, frozenset({*some, one})) for some in kept)
-
-    return best(0, frozenset())
-
-
-@given(TRACES, st.integers(1, 4))
-def test_the_optimum_is_that_of_trying_everything(trace: list[ExpertName], capacity: int) -> None:
-    assert optimal_hits(trace, capacity) == best_by_trying(trace, capacity)
+from phalanx_serve.weights.ring import ExpertFrequency
 
 
 def test_an_expert_that_was_chosen_often_stays_until_its_uses_have_aged() -> None:
