@@ -26,14 +26,7 @@ from phalanx_plan.evidence import (
 )
 from phalanx_plan.planner import lost_node_notes
 from phalanx_plan.run_fields import notes_of
-from phalanx_plan.search import alternatives, query
-from phalanx_plan.search.layout_text import (
-    least_change,
-    parallel_of,
-    read_layout,
-    replaced_sharding,
-    what_would_fit,
-)
+from phalanx_plan.search import alternatives, layout_text, query
 from phalanx_plan.search.options import LEAST_ROOM, NO_ROOM, Options, free_share
 from phalanx_plan.search.search import NothingFitsError, SearchResult, search
 from phalanx_plan.step_cost.estimate import Estimate, estimate
@@ -276,9 +269,15 @@ def make_plan(
     run = estimate_run(inputs, assumptions)
     other_stack = "" if own else job.stack.name
     offload = query.options_of(spec, job, optimize=aim.optimize, require=(), top=1).offload
-    notes: tuple[str, ...] = () if chosen.fits else (least_change(job, chosen.layout, offload=offload),)
+    notes: tuple[str, ...] = (
+        () if chosen.fits else (layout_text.least_change(job, chosen.layout, offload=offload),)
+    )
     notes += notes_of(spec, cluster, other_stack, stated)
-    if from_file and aim.layout is not None and (note := replaced_sharding(aim.layout, spec, job)):
+    if (
+        from_file
+        and aim.layout is not None
+        and (note := layout_text.replaced_sharding(aim.layout, spec, job))
+    ):
         notes = (*notes, note)
     if own and job.workload.slots:
         micro_batches = job.workload.batch // chosen.layout.micro_batch
@@ -313,11 +312,11 @@ def make_plan(
 
 def _requested_estimate(spec: RunSpec, job: TrainingJob, text: str) -> Estimate:
     """Estimate the layout of ``text``; raises ``PlanRequestError`` if it is malformed, or this project's trainer cannot run it."""
-    layout = read_layout(text, spec, job)
+    layout = layout_text.read_layout(text, spec, job)
     if job.stack.name == query.OWN:
         slots = job.workload.slots or layout.data
         train = replace(spec.train, micro_batch_size=layout.micro_batch, slots=slots)
-        changed = replace(spec, parallel=parallel_of(spec, layout), train=train)
+        changed = replace(spec, parallel=layout_text.parallel_of(spec, layout), train=train)
         problems = query.problems_of(changed, layout.ranks)
         if problems:
             raise query.PlanRequestError(f"--layout {text} is not possible:\n{problems}")
@@ -329,7 +328,7 @@ def _search(job: TrainingJob, options: Options) -> SearchResult:
     try:
         return search(job, options)
     except NothingFitsError as error:
-        helps = what_would_fit(job, options)
+        helps = layout_text.what_would_fit(job, options)
         raise query.PlanRequestError(f"{error}\n{helps}" if helps else str(error)) from error
 
 

@@ -13,16 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from phalanx.run import pieces
 from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.whole_model import cut_by_tensor_ranks, shares_key_heads, tensor_sizes, undivided
-from phalanx.run.pieces import (
-    STAGES_PER_RANK,
-    fixed_pieces,
-    folds,
-    rank_pieces,
-    team_size,
-    width_multiple,
-)
 from phalanx_plan.search.options import Options, is_required, nothing_left, requirement
 from phalanx_plan.step_cost.memory import rounds
 from phalanx_plan.step_cost.pipeline import Pipelines, legal
@@ -41,7 +34,7 @@ from phalanx_plan.workload.stacks import TrainingJob
 # Geometries.
 
 
-STAGES = {name: (least,) for name, (least, most) in STAGES_PER_RANK.items() if least == most}
+STAGES = {name: (least,) for name, (least, most) in pieces.STAGES_PER_RANK.items() if least == most}
 """Stages on each rank, for schedules that fix their number."""
 
 Table = dict[str, Ints]
@@ -73,8 +66,8 @@ def geometries(job: TrainingJob, options: Options, counts: tuple[int, ...]) -> t
         divides = model.context_tiles % table["context"] == 0
         divides &= (table["context"] == 1) | (job.stack.attention.exchange == "gather")
         table = _keep(table, divides, "the context tiles do not divide", excluded)
-    divides = workload.seq_len % rank_pieces(table["context"], table["tensor"]) == 0
-    divides &= workload.seq_len % fixed_pieces(model.lanes, model.context_tiles) == 0
+    divides = workload.seq_len % pieces.rank_pieces(table["context"], table["tensor"]) == 0
+    divides &= workload.seq_len % pieces.fixed_pieces(model.lanes, model.context_tiles) == 0
     table = _keep(table, divides, "the sequence does not divide", excluded)
     table = crossed(table, "pipeline", list(range(1, model.layers + 1)))
     if job.stack.name == "phalanx":  # other software can share one matrix between two stages
@@ -214,12 +207,12 @@ def _experts(job: TrainingJob, table: Table, excluded: dict[str, int]) -> Table:
     possible = (table["divided"] == 0) | (table["tensor"] > 1)
     table = _keep(table, possible, "an expert is whole without tensor ranks", excluded)
     table["expert_tensor"] = np.where(table.pop("divided") > 0, table["tensor"], 1)
-    inner = moe.ffn_dim % width_multiple(table["expert_tensor"]) == 0
+    inner = moe.ffn_dim % pieces.width_multiple(table["expert_tensor"]) == 0
     table = _keep(table, inner, "an expert's width does not divide", excluded)
     table = _keep(table, _whole_blocks(job, table["expert_tensor"], stacked=True), _CUT_BLOCKS, excluded)
     group, ranks = table["expert"] * table["expert_tensor"], table["tensor"] * table["context"]
-    team = team_size(group, ranks)
-    legal_folds = folds(group, ranks) & (table["data"] % team == 0)
+    team = pieces.team_size(group, ranks)
+    legal_folds = pieces.folds(group, ranks) & (table["data"] % team == 0)
     if job.workload.slots:
         legal_folds &= job.workload.slots % team == 0
     if job.workload.model.lanes:
@@ -233,7 +226,7 @@ def _shards(job: TrainingJob, table: Table) -> Table:
     """Cross with the number of data-parallel ranks that share one copy: all, or so many that a copy ends with a domain of the fabric."""
     reaches = [job.cluster.domain.size, *(level.reach for level in job.cluster.fabric.levels)]
     inner = table["tensor"] * table["context"]
-    experts = team_size(table["expert"] * table["expert_tensor"], inner)
+    experts = pieces.team_size(table["expert"] * table["expert_tensor"], inner)
     tables = [table | {"shard": table["data"]}]
     shards_before = [table["data"]]
     for reach in sorted(set(reaches)):

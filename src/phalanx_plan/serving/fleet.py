@@ -14,15 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from phalanx_plan.serving.step_cost import (
-    FORMAT_BYTES,
-    Division,
-    ServingStep,
-    step_parts,
-    streamed_bytes,
-    token_bytes,
-    tokens_per_s,
-)
+from phalanx_plan.serving import step_cost
 from phalanx_plan.serving.workers import (
     DemandError,
     PlannedWorker,
@@ -97,8 +89,8 @@ class ServingFleet:
     """A fleet of workers with its rates and times; ``killed`` is the limit that it violates, empty if none."""
 
     roles: Roles
-    prefill: Division
-    decode: Division
+    prefill: step_cost.Division
+    decode: step_cost.Division
     prefill_workers: int
     decode_workers: int
     accelerators: int
@@ -149,8 +141,8 @@ def _streamed(service: Service) -> str:
     rate = cluster.accelerator.host_bytes_per_s.value * cluster.accelerators
     bounds = []
     for rows in (1, 64):
-        size = streamed_bytes(service.model, FORMAT_BYTES[service.format], rows)
-        bounds.append(f"{tokens_per_s(rows, size, rate, 0.0):,.3g} tokens/s with {rows} rows")
+        size = step_cost.streamed_bytes(service.model, step_cost.FORMAT_BYTES[service.format], rows)
+        bounds.append(f"{step_cost.tokens_per_s(rows, size, rate, 0.0):,.3g} tokens/s with {rows} rows")
     return f"from host memory at most {' and '.join(bounds)}"
 
 
@@ -177,10 +169,10 @@ def _with_parts(service: Service, answer: ServingFleet) -> ServingFleet:
     """Return the fleet with the seconds of each part of its decode step."""
     division = answer.decode
     rows = max(1.0, answer.running / division.data / division.pipeline)
-    step = ServingStep(
+    step = step_cost.ServingStep(
         service.model, service.cluster, division, service.format, rows, service.traffic.context_tokens
     )
-    return replace(answer, parts_s=step_parts(step))
+    return replace(answer, parts_s=step_cost.step_parts(step))
 
 
 def nearest(service: Service, bad: list[ServingFleet]) -> str:
@@ -363,7 +355,7 @@ def _answer(
     if (
         roles == "apart"
     ):  # the pages of all layers but the last are sent while the following layers are computed
-        pages = token_bytes(service.model) * traffic.prompt / service.model.layers
+        pages = step_cost.token_bytes(service.model) * traffic.prompt / service.model.layers
         link = service.cluster.fabric.bytes_per_s.value or service.cluster.domain.bytes_per_s.value
         ttft = tuple(seconds + pages / max(link, 1.0) for seconds in ttft)
     if not killed and ttft[1] > goal.ttft_s:

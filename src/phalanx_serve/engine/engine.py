@@ -22,36 +22,13 @@ from phalanx.model.facts.shape import longest_short
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec
+from phalanx_serve.engine import model_runner
 from phalanx_serve.engine.drafts import Drafter, DraftInput
-from phalanx_serve.engine.model_runner import (
-    FarLayers,
-    FarSpan,
-    ModelRunner,
-    require_computable,
-    require_supported,
-)
 from phalanx_serve.engine.sampler import SampledToken, SamplerOutput, require_sampling
+from phalanx_serve.kv_cache import memory
 from phalanx_serve.kv_cache.manager import Batch, InFlightBatch, KVCacheManager, RunningText, build_batch
-from phalanx_serve.kv_cache.memory import (
-    KVFormatName,
-    PageBytes,
-    Rule,
-    copy_bytes,
-    kv_format,
-    page_bytes,
-    pages_within,
-)
 from phalanx_serve.numerics import Numerics, begin_exact, computing_on, numerics_id, require_device
-from phalanx_serve.traffic.events import (
-    Ended,
-    EngineOutput,
-    GenerationRequestError,
-    Outcome,
-    PromptScored,
-    Request,
-    ServeError,
-    Token,
-)
+from phalanx_serve.traffic import events as e
 from phalanx_serve.traffic.scheduler import PAGE, SchedulerOutput, schedule, youngest
 
 
@@ -84,7 +61,7 @@ KeptPages = Literal["recompute", "mixed"]
 class Prepared:
     """Weights that are ready to replace those of the same model."""
 
-    runner: ModelRunner
+    runner: model_runner.ModelRunner
     drafter: Drafter | None
 
 
@@ -104,8 +81,8 @@ class Engine:
         prefix_cache: bool = True,
         context: int = 0,
         drafts: int = 0,
-        kept: KVFormatName = "compute",
-        far: FarLayers | None = None,
+        kept: memory.KVFormatName = "compute",
+        far: model_runner.FarLayers | None = None,
         weights_id: str,
     ) -> None:
         """Serve ``model``, built from a resolved ``spec``, with ``pages`` KV pages or as many as fit into
@@ -126,31 +103,31 @@ class Engine:
         numerics. Raises ServeError for a model, machine or memory that cannot serve.
         """
         if not isinstance(model, Transformer):
-            raise ServeError(
+            raise e.ServeError(
                 "the engine serves the transformer of [model], and model.factory makes another, whose blocks keep no keys and values: "
                 "use phalanx generate"
             )
         exact = numerics == "exact"
-        require_supported(model, drafts=drafts)
+        model_runner.require_supported(model, drafts=drafts)
         weight = next(model.parameters())
         self.device = weight.device
         """Where it computes."""
         require_device(self.device, exact=exact, divided=far is not None)
-        form = kv_format(kept, spec, weight.dtype)
-        self.page_bytes = page_bytes(spec, form)
+        form = memory.kv_format(kept, spec, weight.dtype)
+        self.page_bytes = memory.page_bytes(spec, form)
         """Bytes of a page as it is kept, and as it travels."""
         own_spec = spec if far is None else far.kv_spec
-        own_form = kv_format(kept, own_spec, weight.dtype)
-        needed = page_bytes(own_spec, own_form) + copy_bytes(own_spec, weight.dtype, drafts)
-        pages = pages or pages_within(own_spec, own_form, memory_bytes, drafts)
+        own_form = memory.kv_format(kept, own_spec, weight.dtype)
+        needed = memory.page_bytes(own_spec, own_form) + memory.copy_bytes(own_spec, weight.dtype, drafts)
+        pages = pages or memory.pages_within(own_spec, own_form, memory_bytes, drafts)
         if pages < 1:
-            raise ServeError(
+            raise e.ServeError(
                 f"{memory_bytes} bytes hold no page of 64 tokens: one needs {needed} bytes; give more memory"
             )
         if exact:
             begin_exact()
         self._spec, self._rows, self._texts, self._far = spec, rows, texts, far
-        self._rule = Rule(exact, form if kept != "compute" else None)
+        self._rule = memory.Rule(exact, form if kept != "compute" else None)
         self._runner = self._computing(model)
         self.context = min(context or pages * PAGE, pages * PAGE)
         layers = range(len(model.blocks))
@@ -176,7 +153,7 @@ class Engine:
         self._pages.made_by(weights_id, self.numerics_id)
         self._waiting: list[RunningText] = []
         self._running: list[RunningText] = []
-        self._pending: list[EngineOutput] = []
+        self._pending: list[e.EngineOutput] = []
         self._drafts, self._drafter = drafts, Drafter(model, drafts) if drafts else None
         self._drafted = self._accepted = 0
         self.max_in_flight, self._in_flight = 1 if far is None else far.max_in_flight, deque[InFlightBatch]()
@@ -184,10 +161,10 @@ class Engine:
         self._rows_last = self._cached = self._preempted = self._recomputed = self._swaps = 0
         self._long_turn = False
 
-    def _computing(self, model: Transformer) -> ModelRunner:
+    def _computing(self, model: Transformer) -> model_runner.ModelRunner:
         """Return the runner of a model, attached to the other processes if there are any."""
         projection = None if self._far is None else self._far.attach(model, exact=self._rule.exact)
-        return ModelRunner(model, self._rule, projection)
+        return model_runner.ModelRunner(model, self._rule, projection)
 
     # Calls from outside.
 
@@ -219,17 +196,17 @@ class Engine:
         """Return the number of drafted tokens that were computed, and of those that were accepted."""
         return self._drafted, self._accepted
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: e.Request) -> None:
         """Add a request.
 
         It is computed by later steps. Raises GenerationRequestError for one that cannot be computed or an id in use,
         and ValueError for ``sampling`` out of range.
         """
         if any(text.request.id == request.id for text in (*self._running, *self._waiting)):
-            raise GenerationRequestError(
+            raise e.GenerationRequestError(
                 f"a request {request.id!r} is being computed: give each its own id", "id"
             )
-        require_computable(request, self._spec.vocab_size, self.context)
+        model_runner.require_computable(request, self._spec.vocab_size, self.context)
         require_sampling(request.sampling)
         self._waiting.append(self._pages.new(request))
 
@@ -239,7 +216,7 @@ class Engine:
             if text.request.id == request_id:
                 self._end(text, "cancelled")
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> list[e.EngineOutput]:
         """Schedule and compute rows; return the outputs of this step, or of an earlier one, or ``[]``.
 
         If other processes have a part of the layers, enough steps are in flight to keep all of them busy, each of other texts. Raises
@@ -271,7 +248,7 @@ class Engine:
         with computing_on(self.device, "a page that is read"):
             return self._pages.read(name)
 
-    def write_page(self, name: bytes, content: PageBytes, before: bytes = b"") -> bool:
+    def write_page(self, name: bytes, content: memory.PageBytes, before: bytes = b"") -> bool:
         """Cache a page that another worker computed, after the page named ``before``. Return False if all pages
         are in use. Raises the errors of ``step`` if a GPU cannot store it.
         """
@@ -297,10 +274,12 @@ class Engine:
         engine computes. Raises ServeError for another architecture.
         """
         if self._far is not None:
-            raise ServeError("weights of a model in several stages cannot be exchanged: start another server")
+            raise e.ServeError(
+                "weights of a model in several stages cannot be exchanged: start another server"
+            )
         weight = next(model.parameters())
         if model.spec != self._spec or weight.dtype != self._dtype or weight.device != self.device:
-            raise ServeError(
+            raise e.ServeError(
                 "the weights are of another model, or in another format or place, than those served: start another server for them"
             )
         return Prepared(self._computing(model), Drafter(model, self._drafts) if self._drafts else None)
@@ -397,7 +376,7 @@ class Engine:
             output = self._runner.compute(rows, spans, length, requests)
             sampler_output: SamplerOutput | Future[SamplerOutput] | None = output.sampler_output
         else:
-            far_spans = [FarSpan(span.kv.number, span.begin, span.end) for span in spans]
+            far_spans = [model_runner.FarSpan(span.kv.number, span.begin, span.end) for span in spans]
             with far.step(rows, far_spans, length, requests) as inputs:
                 output = self._runner.compute(inputs, spans, length, requests)
             sampler_output = output.sampler_output
@@ -480,12 +459,12 @@ class Engine:
             text.scored = True
             scores = [text.scores[position] for position in range(1, len(request.prompt))]
             top = tuple(score.top for score in scores) if request.top_logprobs > 0 else ()
-            self._pending.append(PromptScored(request.id, tuple(score.logprob for score in scores), top))
+            self._pending.append(e.PromptScored(request.id, tuple(score.logprob for score in scores), top))
         token = sampled.token
         if token in request.stop_tokens:
             return self._end(text, "stop")
         self._pending.append(
-            Token(
+            e.Token(
                 request.id,
                 len(text.tokens) - len(request.prompt),
                 token,
@@ -504,8 +483,8 @@ class Engine:
             text.weights = self.weights_id
         return None
 
-    def _end(self, text: RunningText, outcome: Outcome, message: str = "") -> None:
+    def _end(self, text: RunningText, outcome: e.Outcome, message: str = "") -> None:
         """Release a text's pages, remove it, and emit its end."""
         self._pages.release(text)
         (self._running if text in self._running else self._waiting).remove(text)
-        self._pending.append(Ended(text.request.id, outcome, message, text.cached or 0))
+        self._pending.append(e.Ended(text.request.id, outcome, message, text.cached or 0))

@@ -23,13 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.hardware.local.device import brought
-from phalanx.hardware.portable.layer_step import (
-    MOST_ROWS,
-    CachedRows,
-    LayerKernel,
-    LayerWeights,
-    LinearWeights,
-)
+from phalanx.hardware.portable import layer_step
 from phalanx.hardware.portable.library import is_available, operations
 from phalanx.model.facts.shape import longest_short
 from phalanx.model.layers.attention.attention import Attention, CausalCore
@@ -165,10 +159,10 @@ _Table = tuple[Tensor, Tensor]
 class FewRows:
     """Layers of a model, computed by one kernel call per layer."""
 
-    def __init__(self, model: Transformer, layers: list[LayerWeights]) -> None:
+    def __init__(self, model: Transformer, layers: list[layer_step.LayerWeights]) -> None:
         self.model = model
         self._attentions = [(int(layer), _attention(block)) for layer, block in model.blocks.items()]
-        self.kernel = LayerKernel(layers, MOST_ROWS)
+        self.kernel = layer_step.LayerKernel(layers, layer_step.MOST_ROWS)
         self._turns: tuple[_Table, _Table] = ((torch.empty(0, 0),) * 2,) * 2
         self._scale = self._plain_scale()
 
@@ -204,14 +198,14 @@ class FewRows:
         positions = [position for span in spans for position in range(span.begin, span.end)]
         rows = None
         if self._scale is not None and rule.kept is None:
-            rows = CachedRows(positions, self._scale)
+            rows = layer_step.CachedRows(positions, self._scale)
         masks: dict[tuple[int, ...], Tensor] = {}
         states = (x if model.embedding is None else model.embedded(x)).float()  # (rows, dim)
         if states is x:
             states = x.clone()
         tables = self._tables(positions, length)
         full, windowed = ((cos.float().contiguous(), sin.float().contiguous()) for cos, sin in tables)
-        mixed: Tensor | CachedRows | None = None
+        mixed: Tensor | layer_step.CachedRows | None = None
         for number, (layer, attention) in enumerate(self._attentions):
             table = windowed if window_of(model.spec, layer) else full
             self.kernel.step(number - 1, states, mixed, *table)
@@ -247,7 +241,7 @@ def _attention(block: nn.Module) -> Attention:
     return block.attention
 
 
-def _weights(block: nn.Module, model: Transformer) -> LayerWeights | None:
+def _weights(block: nn.Module, model: Transformer) -> layer_step.LayerWeights | None:
     """Return a block's weights for the kernel; ``None`` if it has a part that the kernel does not support."""
     if not isinstance(block, Block):
         return None
@@ -269,11 +263,11 @@ def _weights(block: nn.Module, model: Transformer) -> LayerWeights | None:
     if not usual:
         return None
     query, key, value, output, gate, up, down = (
-        LinearWeights(linear.weight, linear.bias) for linear in linears
+        layer_step.LinearWeights(linear.weight, linear.bias) for linear in linears
     )
     assert block.attention_norm is not None
     assert block.ffn_norm is not None
-    return LayerWeights(
+    return layer_step.LayerWeights(
         query=query,
         key=key,
         value=value,
@@ -404,7 +398,7 @@ class ModelRunner:
         self._model, self._rule, self._projection = model, rule, projection or products
         self._few = few_rows(model)
         has_library = next(model.parameters()).dtype == torch.bfloat16 and products is None
-        self._most_few = MOST_ROWS if rule.exact or not has_library else _MOST_BESIDE_LIBRARY
+        self._most_few = layer_step.MOST_ROWS if rule.exact or not has_library else _MOST_BESIDE_LIBRARY
 
     @torch.no_grad()
     def compute(

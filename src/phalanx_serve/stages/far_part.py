@@ -19,16 +19,9 @@ from phalanx_serve.engine.model_runner import ModelRunner, RunnerOutput, require
 from phalanx_serve.kv_cache.memory import PageMemory, RowSpan, Rule, TextKV, kv_format
 from phalanx_serve.numerics import begin_exact, numerics_id
 from phalanx_serve.stages import messages as m
+from phalanx_serve.stages import shares
 from phalanx_serve.stages.far_layers import NearShare, bytes_of, tensor_of
 from phalanx_serve.stages.messages import StageLink
-from phalanx_serve.stages.shares import (
-    Share,
-    assemble,
-    checkpoint_name,
-    held_share,
-    restored_part,
-    restored_share,
-)
 from phalanx_serve.traffic.events import ServeError
 from phalanx_serve.traffic.scheduler import PAGE
 
@@ -48,18 +41,18 @@ class FarPart:
         exact = served.numerics == "exact"
         if exact:
             begin_exact()
-        share = Share(opened.stage, opened.shares)
+        share = shares.Share(opened.stage, opened.shares)
         self._shares = opened.shares > 1
         if self._shares:
-            model, self._spec, digests = restored_share(run_dir, opened.step, share, self._dtype)
+            model, self._spec, digests = shares.restored_share(run_dir, opened.step, share, self._dtype)
             self._layers = range(self._spec.layers)
         else:
-            model, self._spec, digests = restored_part(run_dir, opened.step, self._layers, self._dtype)
+            model, self._spec, digests = shares.restored_part(run_dir, opened.step, self._layers, self._dtype)
         require_supported(model)
-        self._kv_spec = held_share(self._spec, opened.shares)
+        self._kv_spec = shares.held_share(self._spec, opened.shares)
         self._kept = kv_format(served.kept, self._kv_spec, self._dtype)
         rule = Rule(exact, self._kept if served.kept != "compute" else None)
-        projection = assemble(model, share, NearShare(link), exact=exact) if self._shares else None
+        projection = shares.assemble(model, share, NearShare(link), exact=exact) if self._shares else None
         self._runner = ModelRunner(model, rule, projection)
         self._memory = PageMemory(len(self._layers), 0, self._kept)
         self._pieces: dict[int, TextKV] = {}
@@ -68,7 +61,7 @@ class FarPart:
                 name: m.Digest(digest.dtype, tuple(digest.shape), digest.sha256)
                 for name, digest in digests.items()
             },
-            checkpoint_name(run_dir, opened.step),
+            shares.checkpoint_name(run_dir, opened.step),
             numerics_id(
                 served.numerics,
                 self._dtype,

@@ -33,14 +33,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.compose import compute_dtype, whole_model
 from phalanx.train.score import DTYPES, Compute, Scorer, begin_scoring
-from phalanx_serve.weights.budget import (
-    LIBRARIES,
-    Computing,
-    TooLargeError,
-    divide_budget,
-    divide_memory,
-    resident_bytes,
-)
+from phalanx_serve.weights import budget
 from phalanx_serve.weights.streamed import StreamedWeights, load_resident, load_stack
 
 _FORMATS: dict[torch.dtype, PackFormat] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -98,7 +91,7 @@ def stream_weights(
 
     Raises TooLargeError. Logs the division.
     """
-    residency = divide_memory(file.index, dtype_name(dtype), memory_bytes)
+    residency = budget.divide_memory(file.index, dtype_name(dtype), memory_bytes)
     # Kept alive by the hooks that it has set.
     weights = StreamedWeights(model, file, residency, dtype)
     _log.info("streaming %s: %s", file.path, weights.residency)
@@ -109,9 +102,9 @@ def read_weights(model: nn.Module, file: PackFile, memory_bytes: int, dtype: tor
     """Read all weights of an empty model, and close ``file``. Raises TooLargeError if they exceed
     ``memory_bytes``.
     """
-    needed = resident_bytes(file.index, dtype_name(dtype))
+    needed = budget.resident_bytes(file.index, dtype_name(dtype))
     if needed > memory_bytes:
-        raise TooLargeError(
+        raise budget.TooLargeError(
             f"{file.path}: its weights take {needed:,} bytes in {dtype_name(dtype)}, and {memory_bytes:,} may be used: stream them "
             "(--stream), or give them more memory (--memory)"
         )
@@ -285,12 +278,12 @@ def _weights_bytes(
     """Return the process's memory that remains for weights while a micro-batch is scored."""
     train, name = spec.train, dtype_name(dtype)
     rows = (train.micro_batch_size or train.batch_size // train.slots) * train.seq_len
-    computing = Computing(rows, min(rows, train.loss_chunk or rows), train.seq_len).nbytes(model, name)
-    return divide_budget(
+    computing = budget.Computing(rows, min(rows, train.loss_chunk or rows), train.seq_len).nbytes(model, name)
+    return budget.divide_budget(
         index,
         name,
         resident_memory() + free_to_use() * 4 // 5 if memory_bytes is None else memory_bytes,
-        process=resident_memory() + LIBRARIES,
+        process=resident_memory() + budget.LIBRARIES,
         computing=computing,
         of_text=0,
         most_texts=0,

@@ -37,15 +37,7 @@ from phalanx.process.child import Child, describe_exit
 from phalanx.wire.connection import FramedConnection, SealedConnection
 from phalanx.wire.messages import WireError
 from phalanx_serve.traffic.events import ServeError
-from phalanx_serve.workers.nixl_agent import (
-    TO_WORKER,
-    AgentUnable,
-    Begun,
-    NixlAgent,
-    Over,
-    Read,
-    ServingReaders,
-)
+from phalanx_serve.workers import nixl_agent
 from phalanx_serve.workers.page_wire import MESSAGES, Laid, Lay, NotLaid, Offer, digest
 
 
@@ -154,7 +146,7 @@ class AgentProcess:
             raise NixlError(f"the system gives no memory for pages over NIXL: {error}") from error
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._numbers = itertools.count()
-        self._agent: NixlAgent | None = None
+        self._agent: nixl_agent.NixlAgent | None = None
         self._trouble = "it has not begun"
         self._pending: dict[int, Future[str]] = {}
         self._readers = 0
@@ -177,7 +169,7 @@ class AgentProcess:
         process = self._process
         return process.pid if process is not None else 0
 
-    def agent(self) -> NixlAgent:
+    def agent(self) -> nixl_agent.NixlAgent:
         """Return the agent's address for other workers. Raises NixlError while there is no agent."""
         agent = self._agent
         if agent is None:
@@ -186,7 +178,7 @@ class AgentProcess:
 
     def read(
         self,
-        source: NixlAgent,
+        source: nixl_agent.NixlAgent,
         address: int,
         into: StagingRange,
         pieces: int,
@@ -197,7 +189,7 @@ class AgentProcess:
 
         Raises NixlError if they do not arrive in time.
         """
-        request = Read(
+        request = nixl_agent.Read(
             next(self._numbers), source, address, into.start, pieces, piece_bytes, max(0.0, within_s)
         )
         over: Future[str] = Future()
@@ -228,7 +220,7 @@ class AgentProcess:
         """Send the number of readers to the process, if it runs."""
         if self._link is not None:
             with suppress(WireError):  # it has ended: the next one gets it
-                self._link.send_message(ServingReaders(self._readers))
+                self._link.send_message(nixl_agent.ServingReaders(self._readers))
 
     def close(self) -> None:
         """End the process."""
@@ -269,15 +261,15 @@ class AgentProcess:
             reason = ""
             with suppress(WireError):
                 while True:
-                    match link.receive_message(TO_WORKER):
-                        case Begun(agent):
+                    match link.receive_message(nixl_agent.TO_WORKER):
+                        case nixl_agent.Begun(agent):
                             with self._lock:
                                 self._agent = agent
                                 self._say_readers()
                             outcomes.put("")
-                        case AgentUnable(reason):
+                        case nixl_agent.AgentUnable(reason):
                             pass
-                        case Over(number, failure):
+                        case nixl_agent.Over(number, failure):
                             self._tell(number, failure)
             code = process.end()
             self._trouble = reason or f"its process {describe_exit(code)}"

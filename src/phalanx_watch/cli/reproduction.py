@@ -18,17 +18,7 @@ from phalanx.observe.event_log import EventLogError
 from phalanx.observe.record.records import usable_cores
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
-from phalanx.train.compare.runs import (
-    MOST_STEPS_FROM_THE_BEGINNING,
-    NothingToCompareError,
-    NothingToReplayError,
-    RunComparison,
-    Verdict,
-    compare_runs,
-    judge_replays,
-    read_logged,
-    steps_to_replay,
-)
+from phalanx.train.compare import runs
 from phalanx_watch.runs.recorded import RunRecording, read_recorded
 from phalanx_watch.runs.reproduce import Changed, changes, now, then
 
@@ -168,11 +158,10 @@ def _again(
 
     Raises ``TroubleError`` if the training fails, or there is nothing to compare.
     """
-    from phalanx.train.compare.runs import NothingToCompareError, compare_runs
     from phalanx_watch.runs.reproduce import again, free_directory, train_again, write_run_file
 
     place = into or free_directory(run_dir)
-    with trouble(RunDirectoryError, NothingToCompareError):
+    with trouble(RunDirectoryError, runs.NothingToCompareError):
         file = write_run_file(again(spec, RunDirectory(run_dir), place, ranks), place)
         click.echo(f"training it again in {place}, by {file}", err=True)
         code = train_again(file, RunDirectory(place), steps)
@@ -180,7 +169,7 @@ def _again(
             raise RunDirectoryError(
                 f"the training in {place} ended with exit code {code}; its logs are in {place / 'logs'}"
             )
-        compared = compare_runs(run_dir, place)
+        compared = runs.compare_runs(run_dir, place)
     hashes = [RunDirectory(path).finished_result() for path in (run_dir, place)]
     finals = [result.weights_sha256 for result in hashes if result is not None]
     same = compared.equal and len(set(finals)) <= 1
@@ -229,7 +218,7 @@ def _verdict(parts_at: int | None, finals: list[str], steps: int, *, same: bool)
 @click.option(
     "--from-start",
     is_flag=True,
-    help=f"With --replay: without a common checkpoint, replay more than {MOST_STEPS_FROM_THE_BEGINNING} steps from the beginning.",
+    help=f"With --replay: without a common checkpoint, replay more than {runs.MOST_STEPS_FROM_THE_BEGINNING} steps from the beginning.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def diff_command(
@@ -254,8 +243,10 @@ def diff_command(
         raise click.UsageError(f"{'--ranks' if ranks else '--from-start'} needs --replay")
     from phalanx.launch.local import ReplayError, replay_run
 
-    with trouble(EventLogError, NothingToCompareError, NothingToReplayError, ReplayError, RunDirectoryError):
-        comparison = compare_runs(run_a, run_b, progress_on(console_for(True)))
+    with trouble(
+        EventLogError, runs.NothingToCompareError, runs.NothingToReplayError, ReplayError, RunDirectoryError
+    ):
+        comparison = runs.compare_runs(run_a, run_b, progress_on(console_for(True)))
         report = msgspec.to_builtins(comparison) | {
             "equal": comparison.equal,
             "parts_at": comparison.parts_at,
@@ -268,15 +259,15 @@ def diff_command(
             click.echo("nothing is replayed: no step and no checkpoint differs", err=True)
         elif replay:
             steps, logs = (
-                steps_to_replay(comparison, from_start=from_start),
-                (read_logged(RunDirectory(run_a)), read_logged(RunDirectory(run_b))),
+                runs.steps_to_replay(comparison, from_start=from_start),
+                (runs.read_logged(RunDirectory(run_a)), runs.read_logged(RunDirectory(run_b))),
             )
             replays = []
             with tempfile.TemporaryDirectory(prefix="phalanx-replay-") as folder:
                 for name, path, log in zip("AB", (run_a, run_b), logs, strict=True):
                     click.echo(f"replaying {name}: steps {steps[0] + 1} to {steps[1]}", err=True)
                     replays.append(replay_run(path, log, steps, ranks or 0, Path(folder) / name))
-            verdict = judge_replays((replays[0], replays[1]), logs, steps)
+            verdict = runs.judge_replays((replays[0], replays[1]), logs, steps)
             report["replay"] = msgspec.to_builtins(verdict) | {"sentence": verdict.sentence}
             for line in () if as_json else verdict_lines(verdict):
                 click.echo(line)
@@ -288,7 +279,7 @@ def diff_command(
 # The text: what two runs differ in, a line for each thing.
 
 
-def comparison_lines(comparison: RunComparison, run_a: Path, run_b: Path) -> Iterator[str]:
+def comparison_lines(comparison: runs.RunComparison, run_a: Path, run_b: Path) -> Iterator[str]:
     """Yield the lines of a comparison of two run directories."""
     yield f"A  {run_a}"
     yield f"B  {run_b}"
@@ -325,7 +316,7 @@ def comparison_lines(comparison: RunComparison, run_a: Path, run_b: Path) -> Ite
     )
 
 
-def _kinship(comparison: RunComparison) -> str:
+def _kinship(comparison: runs.RunComparison) -> str:
     """Return a sentence on how far the two runs are the same."""
     if comparison.same_run:
         return "the same run and the same data: every bit should be equal"
@@ -336,7 +327,7 @@ def _kinship(comparison: RunComparison) -> str:
     return "two different runs (fields of the run, or their data, differ): compared as far as they go"
 
 
-def verdict_lines(verdict: Verdict) -> Iterator[str]:
+def verdict_lines(verdict: runs.Verdict) -> Iterator[str]:
     """Yield the lines of the result of both replays."""
     origin = f"from the checkpoint of step {verdict.from_step}" if verdict.from_step else "from the beginning"
     yield f"replayed {origin} to step {verdict.to_step}: {verdict.compared.observations:,} tensors compared"

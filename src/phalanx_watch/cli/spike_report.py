@@ -27,14 +27,8 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.read import RUN_FILE
 from phalanx.run.spec import RunSpec
 from phalanx.store.store import MissingObjectError
+from phalanx.train.compare import runs
 from phalanx.train.compare.observation import BatchScores, Replay, reached_file
-from phalanx.train.compare.runs import (
-    MOST_STEPS_FROM_THE_BEGINNING,
-    Logged,
-    Unconfirmed,
-    read_logged,
-    unconfirmed_numbers,
-)
 from phalanx.train.compare.spike import SpikeFindings, judge_spike_replay
 
 _FAR = 50
@@ -86,7 +80,7 @@ class SpikeReport:
     ranks: int
     compared: int
     """Number of recorded losses and gradient norms that the replay computed again."""
-    unconfirmed: tuple[Unconfirmed, ...]
+    unconfirmed: tuple[runs.Unconfirmed, ...]
     """Recorded numbers whose bits are others; the replay is exact if there are none."""
     findings: SpikeFindings
     documents: tuple[SpikeDocument, ...]
@@ -147,7 +141,7 @@ def examine_spike(
         start,
         len(replay.observed),
         sum(name in log.steps.get(number, {}) for number, table in replay.numbers.items() for name in table),
-        tuple(unconfirmed_numbers(str(run), replay.numbers, log)),
+        tuple(runs.unconfirmed_numbers(str(run), replay.numbers, log)),
         findings,
         tuple(_documents(spec, readings, replay.scores)),
         Counter(reading.source for reading in readings),
@@ -184,7 +178,7 @@ def newest_spike(directory: RunDirectory) -> int:
     return step
 
 
-def _require_computed(directory: RunDirectory, spec: RunSpec, log: Logged, step: int) -> None:
+def _require_computed(directory: RunDirectory, spec: RunSpec, log: runs.Logged, step: int) -> None:
     """Raise ``RunDirectoryError`` for a step that the run has not computed, as far as it has recorded its steps."""
     if step > spec.train.steps:
         raise RunDirectoryError(
@@ -207,7 +201,7 @@ def _states_before(
             f"step {step:,} was trained by the run that this one continues: phalanx spike {parent} {step}"
         )
     saved = directory.committed_steps()
-    is_near = step - origin.step <= MOST_STEPS_FROM_THE_BEGINNING
+    is_near = step - origin.step <= runs.MOST_STEPS_FROM_THE_BEGINNING
     states = [
         *([origin.step] if is_near or from_start else []),
         *(number for number in saved if number < step),
@@ -240,9 +234,9 @@ def _states_before(
     return states
 
 
-def _logged(directory: RunDirectory, step: int) -> Logged:
+def _logged(directory: RunDirectory, step: int) -> runs.Logged:
     """Return the recorded numbers of the run. Steps that are not logged have those of their spikes."""
-    log = read_logged(directory)
+    log = runs.read_logged(directory)
     spike = newest_event(
         directory.events, lambda event: isinstance(event.body, LossSpike) and event.body.step == step
     )

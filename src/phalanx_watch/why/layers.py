@@ -11,43 +11,28 @@ from statistics import median
 
 from phalanx.observe.display.state import described_layer, groups_of, values_of
 from phalanx.observe.events import LayerStatistics
-from phalanx_watch.why.observed import (
-    DEAD_SHARE,
-    IMBALANCE,
-    IMBALANCE_AFTER_STEPS,
-    LARGE_LOGIT,
-    LARGE_RMS,
-    LAYER_ALONE,
-    LAYER_MEASUREMENTS,
-    LAYER_SHARE,
-    NEWEST_MEASUREMENTS,
-    NORM_GROWN,
-    TOKENS_PER_EXPERT,
-    Code,
-    Observed,
-    Reason,
-)
+from phalanx_watch.why import observed as o
 
 Measurement = tuple[float, LayerStatistics]
 """Time and content of an event."""
 _NORMS = {"gradient_norm": "gradient", "weight_norm": "weights"}
 
 
-def growing_layer(observed: Observed) -> Iterator[Reason]:
+def growing_layer(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if a norm of one layer has grown by orders of magnitude over its own past, and those of most layers have not."""
     measurements = _measurements(observed)
-    if len(measurements) < LAYER_MEASUREMENTS:
+    if len(measurements) < o.LAYER_MEASUREMENTS:
         return
     growths: dict[tuple[str, str], tuple[float, str, float, float]] = {}
     for figure in _NORMS:
-        now = _medians(measurements[-NEWEST_MEASUREMENTS:], figure)
-        past = _least(measurements[:-NEWEST_MEASUREMENTS], figure)
+        now = _medians(measurements[-o.NEWEST_MEASUREMENTS :], figure)
+        past = _least(measurements[: -o.NEWEST_MEASUREMENTS], figure)
         ratios = {cell: now[cell] / past[cell] for cell in now if past.get(cell)}
         model_norm = math.sqrt(math.fsum(value**2 for value in now.values()))
         usual = median(ratios.values()) if ratios else math.inf
         for cell, ratio in ratios.items():
-            alone = ratio >= NORM_GROWN and ratio >= LAYER_ALONE * usual
-            if alone and now[cell] >= LAYER_SHARE * model_norm:
+            alone = ratio >= o.NORM_GROWN and ratio >= o.LAYER_ALONE * usual
+            if alone and now[cell] >= o.LAYER_SHARE * model_norm:
                 growths[cell] = max(
                     growths.get(cell, (0.0, "", 0.0, 0.0)), (ratio, figure, past[cell], usual)
                 )
@@ -72,13 +57,13 @@ def growing_layer(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def saturated_layer(observed: Observed) -> Iterator[Reason]:
+def saturated_layer(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if attention logits are so large that the softmax has one winner, or a residual stream so large that layers
     add nothing."""
-    newest = _measurements(observed)[-NEWEST_MEASUREMENTS:]
+    newest = _measurements(observed)[-o.NEWEST_MEASUREMENTS :]
     capped = observed.spec is not None and observed.spec.model.score_cap
-    logits = {} if capped else _lasting(newest, "attention.largest_logit", LARGE_LOGIT)
-    streams = _lasting(newest, "residual.rms", LARGE_RMS)
+    logits = {} if capped else _lasting(newest, "attention.largest_logit", o.LARGE_LOGIT)
+    streams = _lasting(newest, "residual.rms", o.LARGE_RMS)
     if not logits and not streams:
         return
     values = logits or streams
@@ -92,7 +77,7 @@ def saturated_layer(observed: Observed) -> Iterator[Reason]:
         described_layer(layer),
         newest,
         (
-            f"above {LARGE_LOGIT if logits else LARGE_RMS:g} in each of the newest {len(newest)} measurements, up to step "
+            f"above {o.LARGE_LOGIT if logits else o.LARGE_RMS:g} in each of the newest {len(newest)} measurements, up to step "
             f"{newest[-1][1].step:,}{count}",
         ),
         "model.qk_norm = true or model.score_cap bounds the logits, in a run of its own; lower optimizer.lr in this one"
@@ -101,20 +86,20 @@ def saturated_layer(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def collapsed_router(observed: Observed) -> Iterator[Reason]:
+def collapsed_router(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the router of a layer sends nearly all tokens to the same few experts, or leaves many experts without any."""
     moe = observed.spec.model.moe if observed.spec else None
-    newest = _measurements(observed)[-NEWEST_MEASUREMENTS:]
+    newest = _measurements(observed)[-o.NEWEST_MEASUREMENTS :]
     if moe is None or observed.spec is None or moe.per_token == moe.experts:
         return
-    if len(newest) < NEWEST_MEASUREMENTS or newest[0][1].step < IMBALANCE_AFTER_STEPS:
+    if len(newest) < o.NEWEST_MEASUREMENTS or newest[0][1].step < o.IMBALANCE_AFTER_STEPS:
         return
     least = math.log(moe.per_token) / math.log(moe.experts)
     even, most = 1 / moe.experts, 1 / moe.per_token
-    entropies = _lasting(newest, "router.entropy", 1 - IMBALANCE * (1 - least), below=True)
-    shares = _lasting(newest, "router.largest_share", even + IMBALANCE * (most - even))
+    entropies = _lasting(newest, "router.entropy", 1 - o.IMBALANCE * (1 - least), below=True)
+    shares = _lasting(newest, "router.largest_share", even + o.IMBALANCE * (most - even))
     tokens = observed.spec.train.batch_size * observed.spec.train.seq_len * moe.per_token / moe.experts
-    idle = _lasting(newest, "experts.idle", DEAD_SHARE) if tokens >= TOKENS_PER_EXPERT else {}
+    idle = _lasting(newest, "experts.idle", o.DEAD_SHARE) if tokens >= o.TOKENS_PER_EXPERT else {}
     layers = [layer for layer in newest[-1][1].layers if layer in {*entropies, *shares, *idle}]
     if not layers:
         return
@@ -135,10 +120,10 @@ def collapsed_router(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def dead_units(observed: Observed) -> Iterator[Reason]:
+def dead_units(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if many hidden units of a feed-forward layer are zero for every token."""
-    newest = _measurements(observed)[-NEWEST_MEASUREMENTS:]
-    shares = _lasting(newest, "feed_forward.dead_units", DEAD_SHARE)
+    newest = _measurements(observed)[-o.NEWEST_MEASUREMENTS :]
+    shares = _lasting(newest, "feed_forward.dead_units", o.DEAD_SHARE)
     if not shares:
         return
     layer = max(shares, key=lambda name: shares[name])
@@ -160,7 +145,7 @@ def dead_units(observed: Observed) -> Iterator[Reason]:
 _ROUTER_FIGURES = ("router.largest_share", "router.entropy", "experts.idle")
 
 
-def _measurements(observed: Observed) -> list[Measurement]:
+def _measurements(observed: o.Observed) -> list[Measurement]:
     """Return the finite measurements of the run after its warmup, by step; of a step that was repeated, the newest if it is finite.
 
     Empty for a run that has finished.
@@ -211,7 +196,7 @@ def _lasting(
     newest: Sequence[Measurement], figure: str, limit: float, *, below: bool = False
 ) -> Mapping[str, float]:
     """Return the newest values of the layers whose figure is beyond ``limit`` in all of the newest measurements."""
-    if len(newest) < NEWEST_MEASUREMENTS:
+    if len(newest) < o.NEWEST_MEASUREMENTS:
         return {}
     tables = [values_of(body, figure) for _, body in newest]
     return {
@@ -228,26 +213,26 @@ def _place(layer: str, group: str) -> str:
 
 
 def _reason(
-    observed: Observed,
-    code: Code,
+    observed: o.Observed,
+    code: o.Code,
     title: str,
     where: str,
     measurements: Sequence[Measurement],
     evidence: tuple[str, ...],
     remedy: str,
-) -> Reason:
-    before = [step for step, _ in observed.checkpoints if step < measurements[-NEWEST_MEASUREMENTS][1].step]
+) -> o.Reason:
+    before = [step for step, _ in observed.checkpoints if step < measurements[-o.NEWEST_MEASUREMENTS][1].step]
     back = (
         f"; back with phalanx train {observed.run} --from {before[-1]}"
         if before and "--from" not in remedy
         else ""
     )
-    return Reason(
+    return o.Reason(
         code=code,
         severity="warning",
         title=title,
         where=where,
-        since=measurements[-NEWEST_MEASUREMENTS][0],
+        since=measurements[-o.NEWEST_MEASUREMENTS][0],
         evidence=evidence,
         doing=observed.doing("training continues"),
         next=f"{remedy}{back}",

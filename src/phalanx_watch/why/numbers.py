@@ -8,25 +8,13 @@ from statistics import median
 
 from phalanx.observe.display.state import described_layer, first_nonfinite
 from phalanx.observe.events import Event, LayerStatistics, LossSpike, NonFinite, Step
+from phalanx_watch.why import observed as o
 from phalanx_watch.why.layers import collapsed_router
-from phalanx_watch.why.observed import (
-    BACK,
-    IMBALANCE,
-    IMBALANCE_AFTER_STEPS,
-    NEWS_S,
-    NORM_GROWN,
-    RECENT_STEPS,
-    RISEN,
-    SPIKE_WINDOWS,
-    UNLEARNED,
-    Observed,
-    Reason,
-)
 
 _USUAL_WINDOW = 128
 
 
-def spike(observed: Observed) -> Iterator[Reason]:
+def spike(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason for the worst spike of loss or gradient norm that is recent; critical if it ended the run or the loss has not
     come back."""
     if observed.finished or observed.last_step is None:
@@ -37,7 +25,7 @@ def spike(observed: Observed) -> Iterator[Reason]:
     fresh = {
         _spike(event).step: event
         for event in spikes
-        if _spike(event).step + SPIKE_WINDOWS * window > reached or observed.now - event.t < NEWS_S
+        if _spike(event).step + o.SPIKE_WINDOWS * window > reached or observed.now - event.t < o.NEWS_S
     }
     if not fresh:
         return
@@ -60,7 +48,7 @@ def spike(observed: Observed) -> Iterator[Reason]:
         evidence.append(f"{count} steps since step {min(fresh):,} were spikes")
     if back is not None:
         evidence.append("the loss is back where it was" if back else "the loss has not come back since")
-    yield Reason(
+    yield o.Reason(
         code="loss-spike",
         severity="critical" if worst.action == "stop" or back is False else "warning",
         title=f"Loss spike in step {worst.step:,}"
@@ -83,17 +71,17 @@ def spike(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def diverged(observed: Observed) -> Iterator[Reason]:
+def diverged(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the loss is above that of an untrained model, or far above the run's own past for a window of steps."""
     losses = [(t, step) for t, step in observed.settled if math.isfinite(step.loss)]
-    if len(losses) < RECENT_STEPS or any(reason.severity == "critical" for reason in spike(observed)):
+    if len(losses) < o.RECENT_STEPS or any(reason.severity == "critical" for reason in spike(observed)):
         return  # a spike that has not come back names the step and its batch
     window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
     untrained = _untrained_loss(observed)
     best = _least_median(observed, lambda step: step.loss)
-    now = median(step.loss for _, step in losses[-RECENT_STEPS:])
-    above = now > (1 + BACK) * untrained
-    limit = (1 + BACK) * untrained if above else (1 + RISEN) * best
+    now = median(step.loss for _, step in losses[-o.RECENT_STEPS :])
+    above = now > (1 + o.BACK) * untrained
+    limit = (1 + o.BACK) * untrained if above else (1 + o.RISEN) * best
     reached = losses[-1][1].step
     # The steps since the loss was below the limit last, on which the rule rests.
     below = max((step.step for _, step in losses if step.loss <= limit), default=0)
@@ -103,14 +91,14 @@ def diverged(observed: Observed) -> Iterator[Reason]:
     since, first = next(((t, step) for t, step in losses if step.loss > limit), losses[-1])
     before = [step for step, _ in observed.checkpoints if step < first.step]
     back = f"phalanx train {observed.run} --from {before[-1]}" if before else "phalanx train RUN_FILE"
-    yield Reason(
+    yield o.Reason(
         code="diverged",
         severity="critical",
         title=f"The loss has diverged: {now:.4g}",
         where=_since_step(below, first),
         since=since,
         evidence=(
-            f"the median loss of the newest {RECENT_STEPS} logged steps, up to {reached:,}, is {now:.4g}",
+            f"the median loss of the newest {o.RECENT_STEPS} logged steps, up to {reached:,}, is {now:.4g}",
             *((f"an untrained model has {untrained:.4g} (it guesses each token alike)",) if above else ()),
             *((f"the run's own best is {best:.4g}",) if math.isfinite(best) else ()),
         ),
@@ -119,19 +107,19 @@ def diverged(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def not_learning(observed: Observed) -> Iterator[Reason]:
+def not_learning(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the loss is still that of an untrained model, two windows of steps after the warmup."""
     spec = observed.spec
     losses = [(t, step) for t, step in observed.recent if math.isfinite(step.loss)]
     # The first loss is no measure: a run may begin with trained weights, or with weights that are worse than none.
-    if spec is None or spec.model.vocab_size < 2 or len(losses) < RECENT_STEPS or any(diverged(observed)):
+    if spec is None or spec.model.vocab_size < 2 or len(losses) < o.RECENT_STEPS or any(diverged(observed)):
         return
     after = spec.schedule.warmup_steps + 2 * spec.train.spike_window
     reached = losses[-1][1].step
     untrained, now = math.log(spec.model.vocab_size), median(step.loss for _, step in losses)
-    if reached < after or now <= (1 - UNLEARNED) * untrained:
+    if reached < after or now <= (1 - o.UNLEARNED) * untrained:
         return
-    yield Reason(
+    yield o.Reason(
         code="not-learning",
         severity="warning",
         title=f"The loss does not fall: {now:.4g}",
@@ -147,16 +135,16 @@ def not_learning(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def growing_norm(observed: Observed) -> Iterator[Reason]:
+def growing_norm(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the gradient norm has grown by orders of magnitude over the run's past, for a window of steps. None if it
     diverged."""
     norms = [(t, step) for t, step in observed.settled if math.isfinite(step.grad_norm)]
-    if len(norms) < RECENT_STEPS or any(diverged(observed)):
+    if len(norms) < o.RECENT_STEPS or any(diverged(observed)):
         return
     window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
     least = _least_median(observed, lambda step: step.grad_norm)
-    now = median(step.grad_norm for _, step in norms[-RECENT_STEPS:])
-    limit = NORM_GROWN * least
+    now = median(step.grad_norm for _, step in norms[-o.RECENT_STEPS :])
+    limit = o.NORM_GROWN * least
     if not now > limit > 0:
         return
     reached = norms[-1][1].step
@@ -167,14 +155,14 @@ def growing_norm(observed: Observed) -> Iterator[Reason]:
     since, first = grown[0]
     before = [step for step, _ in observed.checkpoints if step < first.step]
     back = f"phalanx train {observed.run} --from {before[-1]}" if before else "phalanx train RUN_FILE"
-    yield Reason(
+    yield o.Reason(
         code="growing-norm",
         severity="warning",
         title=f"The gradient norm has grown {now / least:.0f} times: {now:.4g}",
         where=_since_step(below, first),
         since=since,
         evidence=(
-            f"the median norm of the newest {RECENT_STEPS} logged steps, up to {reached:,}, is {now:.4g}, before clipping",
+            f"the median norm of the newest {o.RECENT_STEPS} logged steps, up to {reached:,}, is {now:.4g}, before clipping",
             f"the least of the run's past is {least:.4g}",
         ),
         doing=observed.doing("training continues, with clipped gradients if optimizer.clip_norm is set"),
@@ -189,7 +177,7 @@ def _since_step(below: int, first: Step) -> str:
     return f"step {first.step:,} and after" if below else "all of the newest steps"
 
 
-def _untrained_loss(observed: Observed) -> float:
+def _untrained_loss(observed: o.Observed) -> float:
     """Return the loss of a uniform prediction, or of the run's first step if that is larger; infinite if neither is known."""
     vocabulary = observed.spec.model.vocab_size if observed.spec else 0
     first = next(
@@ -201,12 +189,12 @@ def _untrained_loss(observed: Observed) -> float:
     return max(losses, default=math.inf)
 
 
-def _least_median(observed: Observed, figure: Callable[[Step], float]) -> float:
+def _least_median(observed: o.Observed, figure: Callable[[Step], float]) -> float:
     """Return the least median of a figure over stretches of ``RECENT_STEPS`` of the run's steps; infinite if there are too few."""
     steps = [event.body for event in (*observed.past, *observed.events) if isinstance(event.body, Step)]
     values = [value for value in map(figure, steps) if math.isfinite(value)]
-    stretches = range(0, len(values) - RECENT_STEPS + 1, RECENT_STEPS)
-    return min((median(values[first : first + RECENT_STEPS]) for first in stretches), default=math.inf)
+    stretches = range(0, len(values) - o.RECENT_STEPS + 1, o.RECENT_STEPS)
+    return min((median(values[first : first + o.RECENT_STEPS]) for first in stretches), default=math.inf)
 
 
 def _spike(event: Event) -> LossSpike:
@@ -214,7 +202,7 @@ def _spike(event: Event) -> LossSpike:
     return event.body
 
 
-def _way_back(observed: Observed, worst: LossSpike, before: list[int], back: bool | None) -> str:
+def _way_back(observed: o.Observed, worst: LossSpike, before: list[int], back: bool | None) -> str:
     """Return the commands that explain a spike and, if the run needs it, go back before it."""
     look = f"phalanx spike {observed.run} {worst.step}"
     if worst.action == "stop":
@@ -224,15 +212,15 @@ def _way_back(observed: Observed, worst: LossSpike, before: list[int], back: boo
     return look
 
 
-def _is_back(observed: Observed, worst: LossSpike) -> bool | None:
+def _is_back(observed: o.Observed, worst: LossSpike) -> bool | None:
     """Return True if the newest loss is back at the level before the spike; None if there are too few steps since."""
     since = [step.loss for _, step in observed.steps if step.step > worst.step and math.isfinite(step.loss)]
-    if len(since) < RECENT_STEPS // 2:
+    if len(since) < o.RECENT_STEPS // 2:
         return None
-    return median(since[-RECENT_STEPS:]) <= (1 + BACK) * worst.typical_loss
+    return median(since[-o.RECENT_STEPS :]) <= (1 + o.BACK) * worst.typical_loss
 
 
-def not_finite(observed: Observed) -> Iterator[Reason]:
+def not_finite(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason for the newest step that was not finite, unless the run has trained on for a while since."""
     event_by_step = {event.body.step: event for event in observed.events if isinstance(event.body, NonFinite)}
     if not event_by_step or observed.finished:
@@ -242,7 +230,7 @@ def not_finite(observed: Observed) -> Iterator[Reason]:
     assert isinstance(last, NonFinite)
     reached = observed.last_step[1].step if observed.last_step else 0
     window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
-    if last.skipped and reached >= last.step + window and observed.now - event.t >= NEWS_S:
+    if last.skipped and reached >= last.step + window and observed.now - event.t >= o.NEWS_S:
         return
     if not last.skipped and any(
         isinstance(later.body, Step) and later.t > event.t and later.body.step >= last.step
@@ -283,7 +271,7 @@ def not_finite(observed: Observed) -> Iterator[Reason]:
         else ()
     )
     shown = f" --slot {last.slots[0]}" if last.slots else ""
-    yield Reason(
+    yield o.Reason(
         code="not-finite",
         severity="warning" if last.skipped else "critical",
         title=f"Step {last.step:,} is not finite: NaN or infinity",
@@ -302,23 +290,23 @@ def not_finite(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def imbalance(observed: Observed) -> Iterator[Reason]:
+def imbalance(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if nearly all tokens go to the same few experts, long after the router should have learned, and no router has
     collapsed."""
     moe = observed.spec.model.moe if observed.spec else None
-    if not observed.running or moe is None or len(observed.recent) < RECENT_STEPS // 2:
+    if not observed.running or moe is None or len(observed.recent) < o.RECENT_STEPS // 2:
         return
     if any(collapsed_router(observed)):
         return  # it names the layer
     balances = [step.balance for _, step in observed.recent if step.balance is not None]
-    if not balances or observed.recent[-1][1].step < IMBALANCE_AFTER_STEPS:
+    if not balances or observed.recent[-1][1].step < o.IMBALANCE_AFTER_STEPS:
         return
     now, most = median(balances), moe.experts / moe.per_token
-    limit = 1 + IMBALANCE * (most - 1)
+    limit = 1 + o.IMBALANCE * (most - 1)
     if now < limit:
         return
     late = [t for t, step in observed.settled if step.balance is not None and step.balance >= limit]
-    yield Reason(
+    yield o.Reason(
         code="expert-imbalance",
         severity="warning",
         title="A few experts get nearly all tokens",

@@ -13,17 +13,7 @@ from typing import Literal, TypeVar, get_args
 
 from phalanx.fleet.control.fleet_file import FleetFile
 from phalanx.launch.engines.engine import JobStanding
-from phalanx.observe.events import (
-    FROM_OUTSIDE,
-    CheckpointSaved,
-    Event,
-    Finished,
-    RanksChanged,
-    Restored,
-    RunStarted,
-    Step,
-    Stopped,
-)
+from phalanx.observe import events as e
 from phalanx.observe.record.notes import Throttling
 from phalanx.run.spec import RunSpec
 
@@ -267,9 +257,9 @@ class Observed:
     now: float
     spec: RunSpec | None = None
     """None if its run file cannot be read."""
-    events: tuple[Event, ...] = ()
+    events: tuple[e.Event, ...] = ()
     """Newest events, in the order written; all of them if the stream is short."""
-    past: tuple[Event, ...] = ()
+    past: tuple[e.Event, ...] = ()
     """Samples of the stream before ``events``, with the first start."""
     is_held: bool | None = None
     """True if a process holds the run directory, False if none does, None if unknown from this machine."""
@@ -307,37 +297,37 @@ class Observed:
     @cached_property
     def attempt(self) -> int:
         """Newest attempt (of a fleet: epoch) with an event of a rank; -1 if there is none."""
-        own = (event.attempt for event in self.events if not isinstance(event.body, FROM_OUTSIDE))
+        own = (event.attempt for event in self.events if not isinstance(event.body, e.FROM_OUTSIDE))
         return max(own, default=-1)
 
     @cached_property
-    def mine(self) -> tuple[Event, ...]:
+    def mine(self) -> tuple[e.Event, ...]:
         """Events of the newest attempt."""
         return tuple(event for event in self.events if event.attempt == self.attempt)
 
     @cached_property
-    def steps(self) -> list[tuple[float, Step]]:
+    def steps(self) -> list[tuple[float, e.Step]]:
         """Time and content of the newest attempt's logged steps."""
-        return [(event.t, event.body) for event in self.mine if isinstance(event.body, Step)]
+        return [(event.t, event.body) for event in self.mine if isinstance(event.body, e.Step)]
 
     @cached_property
-    def settled(self) -> list[tuple[float, Step]]:
+    def settled(self) -> list[tuple[float, e.Step]]:
         """The attempt's steps since the number of ranks last changed, without the warmup."""
-        changed = max((event.t for event in self.mine if isinstance(event.body, RanksChanged)), default=0.0)
-        has_start = any(isinstance(event.body, RunStarted) for event in self.mine)
+        changed = max((event.t for event in self.mine if isinstance(event.body, e.RanksChanged)), default=0.0)
+        has_start = any(isinstance(event.body, e.RunStarted) for event in self.mine)
         steps = [(t, step) for t, step in self.steps if t > changed]
         return steps[NEW_STEPS:] if has_start or changed else steps
 
     @cached_property
-    def recent(self) -> list[tuple[float, Step]]:
+    def recent(self) -> list[tuple[float, e.Step]]:
         """Newest of the settled steps."""
         return self.settled[-RECENT_STEPS:]
 
     @cached_property
-    def last_step(self) -> tuple[float, Step] | None:
+    def last_step(self) -> tuple[float, e.Step] | None:
         """Newest step of any attempt."""
         return next(
-            ((event.t, event.body) for event in reversed(self.events) if isinstance(event.body, Step)), None
+            ((event.t, event.body) for event in reversed(self.events) if isinstance(event.body, e.Step)), None
         )
 
     @cached_property
@@ -356,7 +346,7 @@ class Observed:
         """True if the run has logged its end: it is finished, or it was stopped."""
         if self.finished or (self.fleet is not None and self.fleet.over):
             return True
-        return bool(self.mine) and isinstance(self.mine[-1].body, Stopped | Finished)
+        return bool(self.mine) and isinstance(self.mine[-1].body, e.Stopped | e.Finished)
 
     @cached_property
     def running(self) -> bool:
@@ -383,34 +373,34 @@ class Observed:
         )
 
     @cached_property
-    def started(self) -> RunStarted | None:
+    def started(self) -> e.RunStarted | None:
         """Newest start."""
-        start = self.newest(RunStarted) or self._first_start
+        start = self.newest(e.RunStarted) or self._first_start
         return start[1] if start else None
 
     @cached_property
-    def first_started(self) -> RunStarted | None:
+    def first_started(self) -> e.RunStarted | None:
         """First start."""
         return self._first_start[1] if self._first_start else None
 
     @cached_property
-    def _first_start(self) -> tuple[float, RunStarted] | None:
+    def _first_start(self) -> tuple[float, e.RunStarted] | None:
         starts = (
             (event.t, event.body)
             for event in (*self.past, *self.events)
-            if isinstance(event.body, RunStarted)
+            if isinstance(event.body, e.RunStarted)
         )
         return next(starts, None)
 
     @cached_property
     def saved_step(self) -> int:
         """Newest durable step on disk; 0 if there is none."""
-        saved = self.newest(CheckpointSaved)
+        saved = self.newest(e.CheckpointSaved)
         steps = [step for step, _ in self.checkpoints]
         return max([*steps, saved[1].step if saved else 0])
 
     @cached_property
     def began_at(self) -> float | None:
         """Time at which the newest attempt started or restored its state."""
-        times = [event.t for event in self.mine if isinstance(event.body, RunStarted | Restored)]
+        times = [event.t for event in self.mine if isinstance(event.body, e.RunStarted | e.Restored)]
         return max(times, default=None)

@@ -12,38 +12,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from phalanx.fleet.core.state import FleetPhase
-from phalanx.observe.events import (
-    CheckpointSaved,
-    EndedEarly,
-    Evaluated,
-    Evaluating,
-    IncidentKind,
-    Message,
-    Step,
-)
+from phalanx.observe import events as e
 from phalanx.observe.throughput import format_duration, usual_deviation
-from phalanx_watch.why.observed import (
-    DATA_SHARE,
-    FLEET_PATIENCE_S,
-    GOODPUT,
-    GOODPUT_AFTER_S,
-    NEW_STEPS,
-    PAST_STEPS,
-    RECENT_STEPS,
-    SILENT_ELSEWHERE_S,
-    SLOWER,
-    SLOWER_DEVIATIONS,
-    STALL_LEAST_S,
-    STALL_STEPS,
-    START_PATIENCE_S,
-    WORK_PATIENCE_S,
-    WORK_TIMES,
-    Code,
-    FirstFailureSeen,
-    Observed,
-    ProcessSeen,
-    Reason,
-)
+from phalanx_watch.why import observed as o
 
 # Ended: with a reason, or without a word.
 
@@ -52,7 +23,7 @@ _BURST_S = 60.0
 """Seconds from the first failure of a start to its last event: ranks that wait for a lost one log nothing more."""
 
 
-def failed(observed: Observed) -> Iterator[Reason]:
+def failed(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if a process has recorded its failure and training has not resumed since, or the fleet has given up."""
     if observed.finished or observed.is_held or (observed.job is not None and observed.job.is_waiting):
         return
@@ -79,7 +50,7 @@ def failed(observed: Observed) -> Iterator[Reason]:
         if first and first.remedy
         else f"see phalanx logs {observed.run}, and the kernel's log (dmesg) if a process was killed; then"
     )
-    yield Reason(
+    yield o.Reason(
         code="failed",
         severity="critical",
         title=f"The run has failed: {failure}",
@@ -91,13 +62,13 @@ def failed(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def _logged(observed: Observed) -> FirstFailureSeen | None:
+def _logged(observed: o.Observed) -> o.FirstFailureSeen | None:
     """Return the first failure from the logs, if the newest start ended by it: later steps would mean that it was recovered."""
     failure = observed.first_failure
     return failure if failure is not None and failure.at >= observed.last_t - _BURST_S else None
 
 
-def gone(observed: Observed) -> Iterator[Reason]:
+def gone(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the processes of the run are gone without a recorded one, or a run on another machine is silent."""
     if observed.over or (observed.job is not None and observed.job.is_waiting) or any(failed(observed)):
         return
@@ -105,7 +76,7 @@ def gone(observed: Observed) -> Iterator[Reason]:
     if not observed.events:
         yield from _gone_at_start(observed)
     elif observed.is_held is False:
-        yield Reason(
+        yield o.Reason(
             code="gone",
             severity="critical",
             title="The run's processes are gone, without a word",
@@ -118,8 +89,8 @@ def gone(observed: Observed) -> Iterator[Reason]:
             doing=observed.after_end,
             next=f"phalanx train {observed.run} (see {observed.run}/logs and the kernel's log, dmesg, for what killed it)",
         )
-    elif observed.is_held is None and silent_s > max(SILENT_ELSEWHERE_S, STALL_STEPS * observed.step_s):
-        yield Reason(
+    elif observed.is_held is None and silent_s > max(o.SILENT_ELSEWHERE_S, o.STALL_STEPS * observed.step_s):
+        yield o.Reason(
             code="silent",
             severity="warning",
             title=f"The run is silent for {format_duration(silent_s)}",
@@ -134,11 +105,11 @@ def gone(observed: Observed) -> Iterator[Reason]:
         )
 
 
-def _gone_at_start(observed: Observed) -> Iterator[Reason]:
+def _gone_at_start(observed: o.Observed) -> Iterator[o.Reason]:
     """The processes of a start are gone, and it has written no event."""
     if observed.is_held is not False or not observed.starts or observed.job is not None:
         return
-    yield Reason(
+    yield o.Reason(
         code="gone",
         severity="critical",
         title="The run's processes are gone, and it has not begun",
@@ -153,12 +124,12 @@ def _gone_at_start(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def never_began(observed: Observed) -> Iterator[Reason]:
+def never_began(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the run's job ended before its first event, and no process logged a cause."""
     job = observed.job
     if job is None or not job.has_ended or observed.events or observed.finished or any(failed(observed)):
         return
-    yield Reason(
+    yield o.Reason(
         code="failed",
         severity="critical",
         title=f"{job.title} has ended before the run's first event",
@@ -170,12 +141,12 @@ def never_began(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def queued(observed: Observed) -> Iterator[Reason]:
+def queued(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the run's job is held, or waits in a queue."""
     job = observed.job
     if job is None or not job.is_waiting or observed.finished:
         return
-    yield Reason(
+    yield o.Reason(
         code="job-held" if job.is_held else "job-waiting",
         severity="warning" if job.is_held else "info",
         title=f"{job.title} is held: nothing starts it" if job.is_held else f"{job.title} waits to start",
@@ -204,11 +175,11 @@ class _Doing:
 
     activity: str
     patience_s: float
-    code: Code = "stalled"
+    code: o.Code = "stalled"
     next: str = ""
 
 
-def standstill(observed: Observed) -> Iterator[Reason]:
+def standstill(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the run has not finished a step within the timeout of its current activity."""
     if not observed.running or not observed.last_t:
         return
@@ -235,7 +206,7 @@ def standstill(observed: Observed) -> Iterator[Reason]:
     stopped = [str(process.pid) for process in halted if process.state in _STOPPED]
     fleet = observed.fleet is not None
     stall_s = observed.spec.fleet.stall_s if observed.spec else 120.0
-    yield Reason(
+    yield o.Reason(
         code=doing.code,
         severity="critical",
         title=f"No step for {format_duration(silent_s)}, while {doing.activity}",
@@ -256,19 +227,19 @@ def standstill(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def _called(process: ProcessSeen) -> str:
+def _called(process: o.ProcessSeen) -> str:
     return (
         f"process {process.pid}" if process.rank is None else f"rank {process.rank} (process {process.pid})"
     )
 
 
-def _ahead(observed: Observed) -> Reason | None:
+def _ahead(observed: o.Observed) -> o.Reason | None:
     """Return a reason if training continues, by the fleet's heartbeats, but the event stream does not grow; else None."""
     fleet, last = observed.fleet, observed.last_step
     if fleet is None or last is None or fleet.phase is not FleetPhase.RUNNING or fleet.step <= last[1].step:
         return None
     silent_s = observed.now - observed.last_t
-    return Reason(
+    return o.Reason(
         code="events-unwritten",
         severity="critical",
         title=f"Steps are trained and not written down, since step {last[1].step:,}",
@@ -284,80 +255,80 @@ def _ahead(observed: Observed) -> Reason | None:
     )
 
 
-def _doing(observed: Observed) -> _Doing:
+def _doing(observed: o.Observed) -> _Doing:
     """Return the run's current activity by its newest events, and the seconds that it may take."""
-    stepping_s = max(STALL_LEAST_S, STALL_STEPS * observed.step_s)
+    stepping_s = max(o.STALL_LEAST_S, o.STALL_STEPS * observed.step_s)
     if observed.fleet is not None and observed.fleet.phase is not FleetPhase.RUNNING:
         return _of_fleet(observed, stepping_s)
     if not observed.steps:
-        return _Doing("starting (restoring, compiling, reading data)", START_PATIENCE_S)
+        return _Doing("starting (restoring, compiling, reading data)", o.START_PATIENCE_S)
     if (waiting := _data(observed)) is not None:
         return waiting
     _, step = observed.steps[-1]
-    early = observed.newest(EndedEarly)
+    early = observed.newest(e.EndedEarly)
     if step.step >= step.steps or (early is not None and early[1].step == step.step):
-        return _Doing("ending (saving, evaluating and hashing the weights)", WORK_PATIENCE_S)
+        return _Doing("ending (saving, evaluating and hashing the weights)", o.WORK_PATIENCE_S)
     spec = observed.spec
     if spec is not None and spec.evaluation.every_steps and step.step % spec.evaluation.every_steps == 0:
-        usual = observed.newest(Evaluated)
+        usual = observed.newest(e.Evaluated)
         is_earlier = usual is not None and usual[1].step != step.step
         if usual is None or is_earlier:
-            patience = WORK_TIMES * usual[1].seconds + stepping_s if usual else WORK_PATIENCE_S
+            patience = o.WORK_TIMES * usual[1].seconds + stepping_s if usual else o.WORK_PATIENCE_S
             return _Doing("evaluating", patience)
-    if isinstance(observed.mine[-1].body, Evaluating):
-        return _Doing("evaluating", WORK_PATIENCE_S)
+    if isinstance(observed.mine[-1].body, e.Evaluating):
+        return _Doing("evaluating", o.WORK_PATIENCE_S)
     if spec is not None and spec.checkpoint.every_steps and step.step % spec.checkpoint.every_steps == 0:
-        saved = observed.newest(CheckpointSaved)
-        patience = WORK_TIMES * saved[1].seconds + stepping_s if saved else spec.checkpoint.timeout_s
+        saved = observed.newest(e.CheckpointSaved)
+        patience = o.WORK_TIMES * saved[1].seconds + stepping_s if saved else spec.checkpoint.timeout_s
         return _Doing("saving a checkpoint", patience)
     return _Doing("computing a step", stepping_s)
 
 
-def _of_fleet(observed: Observed, stepping_s: float) -> _Doing:
+def _of_fleet(observed: o.Observed, stepping_s: float) -> _Doing:
     """Return the activity of a fleet that does not train: waiting for nodes, saving, or coming together."""
     assert observed.fleet is not None
     fleet = observed.fleet
     if fleet.phase is FleetPhase.WAITING:
         return _Doing(
             f"waiting for nodes ({fleet.reason})" if fleet.reason else "waiting for nodes",
-            FLEET_PATIENCE_S,
+            o.FLEET_PATIENCE_S,
             "waiting-for-nodes",
             f"start nodes that join (phalanx agent), or allow a smaller fleet (fleet.min_nodes): phalanx status {observed.run}",
         )
     if fleet.phase is FleetPhase.SAVING:
-        return _Doing("saving what only its nodes' memory holds", WORK_PATIENCE_S)
-    patience = START_PATIENCE_S if not observed.steps else FLEET_PATIENCE_S + stepping_s
+        return _Doing("saving what only its nodes' memory holds", o.WORK_PATIENCE_S)
+    patience = o.START_PATIENCE_S if not observed.steps else o.FLEET_PATIENCE_S + stepping_s
     return _Doing(f"coming together (the fleet is {fleet.phase})", patience)
 
 
-def _data(observed: Observed) -> _Doing | None:
+def _data(observed: o.Observed) -> _Doing | None:
     """Return the wait for an object store, if that is the newest message."""
     texts = [
         event.body.text
         for event in observed.events
-        if isinstance(event.body, Message)
-        and event.body.incident is IncidentKind.DATA_WAIT
+        if isinstance(event.body, e.Message)
+        and event.body.incident is e.IncidentKind.DATA_WAIT
         and event.t >= observed.steps[-1][0]
     ]
     if not texts:
         return None
-    timeout = observed.spec.data.timeout_s if observed.spec else WORK_PATIENCE_S
+    timeout = observed.spec.data.timeout_s if observed.spec else o.WORK_PATIENCE_S
     wait = f"see whether the object store answers (phalanx data show URL); training continues by itself when it does, within data.timeout_s = {timeout:g} s"
-    return _Doing(f"waiting for samples ({texts[-1][:160]})", STALL_LEAST_S, "waiting-for-data", wait)
+    return _Doing(f"waiting for samples ({texts[-1][:160]})", o.STALL_LEAST_S, "waiting-for-data", wait)
 
 
 # Steps that come more slowly than they could.
 
 
-def slow_data(observed: Observed) -> Iterator[Reason]:
+def slow_data(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the newest steps wait for their samples for much of their time."""
-    if not observed.running or len(observed.recent) < RECENT_STEPS // 2:
+    if not observed.running or len(observed.recent) < o.RECENT_STEPS // 2:
         return
     took = sum(step.logged_s for _, step in observed.recent)
     waited = sum(step.data_wait_s for _, step in observed.recent)
-    if not took or waited < DATA_SHARE * took:
+    if not took or waited < o.DATA_SHARE * took:
         return
-    late = [t for t, step in observed.settled if step.data_wait_s >= DATA_SHARE * step.logged_s]
+    late = [t for t, step in observed.settled if step.data_wait_s >= o.DATA_SHARE * step.logged_s]
     last = observed.recent[-1][1]
     evidence = [
         f"{waited / took:.0%} of the time of steps {observed.recent[0][1].step:,} to {last.step:,} was waiting for samples: "
@@ -373,7 +344,7 @@ def slow_data(observed: Observed) -> Iterator[Reason]:
         if last.data_store
         else "put the dataset on a faster disk (phalanx data copy), and look at what else reads from this one"
     )
-    yield Reason(
+    yield o.Reason(
         code="slow-data",
         severity="warning",
         title=f"Training waits for its data: {waited / took:.0%} of the time",
@@ -385,25 +356,25 @@ def slow_data(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def slower_than_before(observed: Observed) -> Iterator[Reason]:
+def slower_than_before(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if throughput has fallen against the run's own past, in the same attempt."""
-    if not observed.running or len(observed.recent) < RECENT_STEPS:
+    if not observed.running or len(observed.recent) < o.RECENT_STEPS:
         return
     ranks = observed.started.ranks if observed.started else 0
     sampled = [
         event.body
         for event in observed.past
-        if isinstance(event.body, Step) and event.attempt == observed.attempt
+        if isinstance(event.body, e.Step) and event.attempt == observed.attempt
     ]
-    before = [*sampled[NEW_STEPS:], *(step for _, step in observed.settled[: -len(observed.recent)])]
-    if len(before) < PAST_STEPS:
+    before = [*sampled[o.NEW_STEPS :], *(step for _, step in observed.settled[: -len(observed.recent)])]
+    if len(before) < o.PAST_STEPS:
         return
     usual, limit = _usual_speed([step.tokens_per_s for step in before])
     now = median(step.tokens_per_s for _, step in observed.recent)
     if now >= limit:
         return
     slow = [t for t, step in observed.settled if step.tokens_per_s < limit]
-    yield Reason(
+    yield o.Reason(
         code="slower",
         severity="warning",
         title=f"Throughput is {1 - now / usual:.0%} below the run's own past",
@@ -426,18 +397,18 @@ def _usual_speed(speeds: list[float]) -> tuple[float, float]:
     The variation is that of the medians of stretches: on a shared machine full minutes are slow.
     """
     stretches = [
-        median(speeds[first : first + RECENT_STEPS])
-        for first in range(0, len(speeds) - RECENT_STEPS + 1, RECENT_STEPS)
+        median(speeds[first : first + o.RECENT_STEPS])
+        for first in range(0, len(speeds) - o.RECENT_STEPS + 1, o.RECENT_STEPS)
     ]
     usual = median(stretches)
     deviation = usual_deviation(stretches, usual)
-    return usual, usual - max(SLOWER * usual, SLOWER_DEVIATIONS * deviation)
+    return usual, usual - max(o.SLOWER * usual, o.SLOWER_DEVIATIONS * deviation)
 
 
-def _grown(before: list[Step], now: list[Step]) -> tuple[str, ...]:
+def _grown(before: list[e.Step], now: list[e.Step]) -> tuple[str, ...]:
     """Return the bucket of a step that has grown most, from the ledgers at the two ends of a stretch."""
 
-    def shares(steps: list[Step]) -> dict[str, float]:
+    def shares(steps: list[e.Step]) -> dict[str, float]:
         first, last = steps[0].ledger, steps[-1].ledger
         spent = {name: last[name] - first.get(name, 0.0) for name in last if name.startswith("step.")}
         count = max(1, steps[-1].step - steps[0].step)
@@ -454,17 +425,17 @@ def _grown(before: list[Step], now: list[Step]) -> tuple[str, ...]:
     )
 
 
-def low_goodput(observed: Observed) -> Iterator[Reason]:
+def low_goodput(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if little of the attempt's time is training. The evidence has the largest other cause."""
     if not observed.running or not observed.steps:
         return
     t, step = observed.steps[-1]
     held_s = sum(step.ledger.values())
-    if held_s < GOODPUT_AFTER_S or step.goodput is None or step.goodput >= GOODPUT:
+    if held_s < o.GOODPUT_AFTER_S or step.goodput is None or step.goodput >= o.GOODPUT:
         return
     other = {name: seconds for name, seconds in step.ledger.items() if not name.startswith("step.")}
     cause = max(other, key=lambda name: other[name])
-    yield Reason(
+    yield o.Reason(
         code="low-goodput",
         severity="warning",
         title=f"Only {step.goodput:.0%} of the time is training",

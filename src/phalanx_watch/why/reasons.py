@@ -54,20 +54,9 @@ from phalanx_watch.ranks import (
 )
 from phalanx_watch.runs.probe import KernelLocks, holder_of
 from phalanx_watch.why import fleet, layers, numbers, progress, surroundings
-from phalanx_watch.why.observed import (
-    BURST_ALONE,
-    BURST_WINDOWS,
-    SLOW_RANK,
-    DiskSeen,
-    FailureSeen,
-    FirstFailureSeen,
-    Observed,
-    ProcessSeen,
-    Reason,
-    SlowRankSeen,
-)
+from phalanx_watch.why import observed as o
 
-Rule = Callable[[Observed], Iterator[Reason]]
+Rule = Callable[[o.Observed], Iterator[o.Reason]]
 RULES: tuple[Rule, ...] = (
     *(progress.failed, progress.gone, progress.never_began, progress.queued, progress.standstill),
     *(
@@ -98,7 +87,7 @@ RULES: tuple[Rule, ...] = (
 _ORDER = ("critical", "warning", "info")
 
 
-def judge(observed: Observed) -> list[Reason]:
+def judge(observed: o.Observed) -> list[o.Reason]:
     """Return all reasons, worst first."""
     results = [reason for rule in RULES for reason in rule(observed)]
     return sorted(results, key=lambda reason: (_ORDER.index(reason.severity), reason.since or math.inf))
@@ -119,7 +108,7 @@ _MOST_LOOKED_AT = 256
 _CUT = 300
 
 
-def slow_ranks(directory: RunDirectory, attempt: int) -> list[SlowRankSeen]:
+def slow_ranks(directory: RunDirectory, attempt: int) -> list[o.SlowRankSeen]:
     """Return the ranks of ``attempt`` that were slower than their peers in its newest windows; none of an earlier attempt."""
     with (
         suppress(RankStreamError, RunDirectoryError, EventLogError, OSError, IndexError, ValueError),
@@ -135,7 +124,7 @@ def slow_ranks(directory: RunDirectory, attempt: int) -> list[SlowRankSeen]:
         worst = max(latenesses, key=lambda rank: rank.late_share, default=None)
         nodes = nodes_of_ranks(directory, ranks)
         return [
-            SlowRankSeen(
+            o.SlowRankSeen(
                 rank.rank,
                 rank.slowdown,
                 rank.value,
@@ -156,8 +145,8 @@ def _is_late_alone(worst: RankLateness, ranks: Sequence[RankLateness]) -> bool:
     busy machine every rank is late at times.
     """
     others = max((rank.late_share for rank in ranks if rank is not worst), default=0.0)
-    often = worst.slower >= BURST_WINDOWS * worst.windows
-    return often and worst.late_share >= SLOW_RANK and worst.late_share >= BURST_ALONE * others
+    often = worst.slower >= o.BURST_WINDOWS * worst.windows
+    return often and worst.late_share >= o.SLOW_RANK and worst.late_share >= o.BURST_ALONE * others
 
 
 def unlike_machines(directory: RunDirectory) -> list[str]:
@@ -175,13 +164,13 @@ def last_line(directory: RunDirectory) -> str:
     return ""
 
 
-def failed_first(directory: RunDirectory) -> FirstFailureSeen | None:
+def failed_first(directory: RunDirectory) -> o.FirstFailureSeen | None:
     """Return the first failure in the logs of the newest start; None if nothing failed."""
     with suppress(OSError, ValueError):
         line = first_failure(directory)
         if line is not None:
             text = shorten(what_happened(line.text), _CUT, placeholder=" ...")
-            return FirstFailureSeen(who(line), text, line.t)
+            return o.FirstFailureSeen(who(line), text, line.t)
     return None
 
 
@@ -192,7 +181,7 @@ _RANK = (b"PHALANX_RANK", b"RANK", b"SLURM_PROCID")
 """Environment variables with the rank: of our own launcher, of torchrun, and of srun."""
 
 
-def processes_of(directory: RunDirectory, proc: Path = Path("/proc")) -> Iterator[ProcessSeen]:
+def processes_of(directory: RunDirectory, proc: Path = Path("/proc")) -> Iterator[o.ProcessSeen]:
     """Yield the process that holds the run directory, its siblings that write there, and the descendants of them all.
 
     The siblings are the ranks that torchrun or srun has started beside rank 0. Processes that this user may not read are left out.
@@ -209,7 +198,7 @@ def processes_of(directory: RunDirectory, proc: Path = Path("/proc")) -> Iterato
             return
         pid = waiting.pop()
         if stat := _stat(proc / str(pid)):
-            yield ProcessSeen(pid, stat[0], _rank(proc / str(pid)))
+            yield o.ProcessSeen(pid, stat[0], _rank(proc / str(pid)))
         waiting += _children(proc / str(pid))
 
 
@@ -262,7 +251,7 @@ _MOST_FAILURES = 64
 _FAILURE = re.compile(r"attempt-(\d+)-(.+)\.failure\.json")
 
 
-def observe(directory: RunDirectory, now: float, job: JobStanding | None = None) -> Observed:
+def observe(directory: RunDirectory, now: float, job: JobStanding | None = None) -> o.Observed:
     """Return all facts of the run in ``directory`` at ``now``. ``job`` is its state in the engine, if known."""
     past, events = read_ends(directory.events)
     spec = _spec(directory)
@@ -271,7 +260,7 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
     data_now, data_error = _data_now(spec, record)
     failures = _failures(directory)
     is_held = KernelLocks().holds(directory)
-    observed = Observed(
+    observed = o.Observed(
         run=str(directory.path),
         now=now,
         spec=spec,
@@ -331,9 +320,9 @@ def _between(file: BinaryIO, start: int, end: int) -> Iterator[Event]:
 # --- processes ------------------------------------------------------------------------------------
 
 
-def _failures(directory: RunDirectory) -> list[FailureSeen]:
+def _failures(directory: RunDirectory) -> list[o.FailureSeen]:
     """Return the recorded failures of the newest start's processes, by time."""
-    failures: list[tuple[int, FailureSeen]] = []
+    failures: list[tuple[int, o.FailureSeen]] = []
     with suppress(OSError):
         names = [
             (int(match[1]), match)
@@ -345,7 +334,7 @@ def _failures(directory: RunDirectory) -> list[FailureSeen]:
             path = directory.logs / match[0]
             failure = read_failure(path.with_name(match[0].removesuffix(".failure.json") + ".log"))
             if failure is not None:
-                failure_seen = FailureSeen(
+                failure_seen = o.FailureSeen(
                     match[2], failure.kind, failure.message, failure.remedy, path.stat().st_mtime
                 )
                 failures.append((attempt, failure_seen))
@@ -392,11 +381,11 @@ def _checkpoint_bytes(directory: RunDirectory) -> int:
     return 0
 
 
-def _disk(directory: RunDirectory) -> DiskSeen | None:
+def _disk(directory: RunDirectory) -> o.DiskSeen | None:
     place = directory.checkpoints if directory.checkpoints.is_dir() else directory.path
     with suppress(OSError):
         usage = shutil.disk_usage(place)
-        return DiskSeen(usage.free, usage.total)
+        return o.DiskSeen(usage.free, usage.total)
     return None
 
 
@@ -413,7 +402,7 @@ def _data_now(spec: RunSpec | None, record: dict[str, object]) -> tuple[str, str
         return "", str(error)
 
 
-def reasons(directory: RunDirectory, now: float, job: JobStanding | None = None) -> list[Reason]:
+def reasons(directory: RunDirectory, now: float, job: JobStanding | None = None) -> list[o.Reason]:
     """Return everything that is wrong with the run in ``directory`` at ``now`` (Unix seconds), worst first.
 
     ``job`` is the state of its job in the engine that it was submitted to, if known.

@@ -10,16 +10,7 @@ from statistics import median
 
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, CheckpointSaved, Message, RunStarted
 from phalanx.observe.throughput import format_duration
-from phalanx_watch.why.observed import (
-    CHECKPOINT_INTERVALS,
-    CHECKPOINT_LEAST_S,
-    DISK_CHECKPOINTS,
-    DISK_NEXT,
-    DISK_SHARE,
-    SKEW_S,
-    Observed,
-    Reason,
-)
+from phalanx_watch.why import observed as o
 
 # Checkpoints: they fail, they are too old, or the disk that they go to is nearly full.
 
@@ -27,7 +18,7 @@ from phalanx_watch.why.observed import (
 _URL = "://"
 
 
-def failed_checkpoints(observed: Observed) -> Iterator[Reason]:
+def failed_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if checkpoints or their copies have failed since the newest good one."""
     if observed.finished:
         return
@@ -42,7 +33,7 @@ def failed_checkpoints(observed: Observed) -> Iterator[Reason]:
         return
     (since, _), (_, last) = failures[0], failures[-1]
     store = _URL in last.path
-    yield Reason(
+    yield o.Reason(
         code="checkpoint-failed",
         severity="critical" if not store and (len(failures) > 1 or not observed.saved_step) else "warning",
         title=f"{'Copies of checkpoints' if store else 'Checkpoints'} fail: {len(failures)} since the last good one",
@@ -61,23 +52,23 @@ def failed_checkpoints(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def old_checkpoint(observed: Observed) -> Iterator[Reason]:
+def old_checkpoint(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the newest checkpoint is older than the run's interval allows, so that a crash would cost more."""
     if not observed.running or not observed.steps or observed.spec is None:
         return
     every_s = _interval_s(observed)
     saved_at = max([t for _, t in observed.checkpoints] + [observed.steps[0][0]])
     age_s = observed.now - saved_at
-    if every_s is None or age_s <= max(CHECKPOINT_LEAST_S, CHECKPOINT_INTERVALS * every_s):
+    if every_s is None or age_s <= max(o.CHECKPOINT_LEAST_S, o.CHECKPOINT_INTERVALS * every_s):
         return
     step = observed.steps[-1][1].step
     every = observed.spec.checkpoint.every_steps
     if (
         every
-        and step - max(observed.saved_step, observed.steps[0][1].step - 1) <= CHECKPOINT_INTERVALS * every
+        and step - max(observed.saved_step, observed.steps[0][1].step - 1) <= o.CHECKPOINT_INTERVALS * every
     ):
         return
-    yield Reason(
+    yield o.Reason(
         code="checkpoint-old",
         severity="warning",
         title=f"The newest checkpoint is {format_duration(age_s)} old",
@@ -93,7 +84,7 @@ def old_checkpoint(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def _interval_s(observed: Observed) -> float | None:
+def _interval_s(observed: o.Observed) -> float | None:
     """Return the intended seconds between two checkpoints; None if unknown."""
     assert observed.spec is not None
     every = observed.spec.checkpoint.every_steps
@@ -105,18 +96,18 @@ def _interval_s(observed: Observed) -> float | None:
     return median(gaps) if len(gaps) > 1 else None
 
 
-def full_disk(observed: Observed) -> Iterator[Reason]:
+def full_disk(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the disk has no room for the next checkpoint, or will soon have none."""
     if observed.disk is None or not observed.running:
         return
     saved = observed.newest(CheckpointSaved)
     size = observed.checkpoint_bytes or (saved[1].size_bytes if saved else 0)
     free, total = observed.disk.free, observed.disk.total
-    none_left = free < DISK_NEXT * size or not free
-    filling = free < DISK_SHARE * total and free < DISK_CHECKPOINTS * max(size, 1 << 30)
+    none_left = free < o.DISK_NEXT * size or not free
+    filling = free < o.DISK_SHARE * total and free < o.DISK_CHECKPOINTS * max(size, 1 << 30)
     if not none_left and not filling:
         return
-    yield Reason(
+    yield o.Reason(
         code="disk-full" if none_left else "disk-filling",
         severity="critical" if none_left else "warning",
         title="The disk has no room for the next checkpoint" if none_left else "The disk fills up",
@@ -141,12 +132,12 @@ def full_disk(observed: Observed) -> Iterator[Reason]:
 _NAMED = 8
 
 
-def other_data(observed: Observed) -> Iterator[Reason]:
+def other_data(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the data cannot be opened, or differ from those at the start of the run."""
     if observed.finished or not observed.data_fingerprint:
         return
     if observed.data_error:
-        yield Reason(
+        yield o.Reason(
             code="data-gone",
             severity="warning",
             title="The run's data cannot be opened",
@@ -159,7 +150,7 @@ def other_data(observed: Observed) -> Iterator[Reason]:
         return
     if not observed.data_now or observed.data_now == observed.data_fingerprint:
         return
-    yield Reason(
+    yield o.Reason(
         code="other-data",
         severity="critical",
         title="The data are another version than those that the run was started with",
@@ -175,18 +166,18 @@ def other_data(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def _data_path(observed: Observed) -> str:
+def _data_path(observed: o.Observed) -> str:
     if observed.spec is None:
         return "its dataset"
     return observed.spec.data.path or ", ".join(source.path for source in observed.spec.data.sources[:3])
 
 
-def other_libraries(observed: Observed) -> Iterator[Reason]:
+def other_libraries(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the nodes differ in libraries, drivers or hardware, and one if the run was begun with other libraries."""
     if observed.finished:
         return
     if observed.machines:
-        yield Reason(
+        yield o.Reason(
             code="mixed-machines",
             severity="warning",
             title="The nodes of the run are not alike",
@@ -206,7 +197,7 @@ def other_libraries(observed: Observed) -> Iterator[Reason]:
         if after.get(name, before[name]) != before[name]
     ]
     if changed:
-        yield Reason(
+        yield o.Reason(
             code="changed-libraries",
             severity="warning",
             title="The run goes on with other libraries than it was begun with",
@@ -225,14 +216,14 @@ def _packages(started: RunStarted) -> Mapping[str, str]:
     )
 
 
-def throttled(observed: Observed) -> Iterator[Reason]:
+def throttled(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason for each node whose processors are throttled by heat or power, until the run is finished."""
     if observed.finished:
         return
     in_fleet = observed.fleet is not None
     for node in observed.throttled:
         slow = [rank for rank in observed.slow_ranks if rank.node == node.node]
-        yield Reason(
+        yield o.Reason(
             code="throttled",
             severity="warning",
             title=f"Node {node.node} is slowed down: {node.reasons[0]}",
@@ -254,7 +245,7 @@ def throttled(observed: Observed) -> Iterator[Reason]:
         )
 
 
-def clock_skew(observed: Observed) -> Iterator[Reason]:
+def clock_skew(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the clocks that wrote the stream, or this one, differ by seconds."""
     if observed.finished:
         return
@@ -266,12 +257,12 @@ def clock_skew(observed: Observed) -> Iterator[Reason]:
         if earlier.t - later.t > back and not isinstance(later.body, CheckpointCopied):
             back, since = earlier.t - later.t, later.t
     worst = max(ahead, back)
-    if worst <= SKEW_S:
+    if worst <= o.SKEW_S:
         return
     by_fleet = (
         any(isinstance(event.body, Message) for event in observed.events) and observed.fleet is not None
     )
-    yield Reason(
+    yield o.Reason(
         code="clock-skew",
         severity="warning",
         title=f"Clocks differ by {worst:.3g} s",
