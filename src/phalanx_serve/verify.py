@@ -208,11 +208,15 @@ def _judged(model: Transformer | Chain, number: int, prompt: list[int], text: li
     if not text:
         return Judged(number, 0)
     rows = slice(len(prompt) - 1, -1)
-    readout = partial(_scores, rows=rows, cap=model.spec.logit_cap)
     device = next(model.parameters()).device
     with torch.no_grad():
         scores = (
-            model(torch.tensor([prompt + text], device=device), readout=readout)[0].float().log_softmax(-1)
+            model(
+                torch.tensor([prompt + text], device=device),
+                readout=lambda hidden, weight: logits(hidden[:, rows], weight, model.spec.logit_cap),
+            )[0]
+            .float()
+            .log_softmax(-1)
         )
     best, ours = scores.max(-1)  # (new tokens,)
     theirs = torch.tensor(text, device=device)
@@ -225,7 +229,3 @@ def _judged(model: Transformer | Chain, number: int, prompt: list[int], text: li
     return Judged(
         number, len(text), first, text[first], int(ours[first]), float(gaps[first]), float(gaps.max())
     )
-
-
-def _scores(hidden: torch.Tensor, weight: torch.Tensor, *, rows: slice, cap: float) -> torch.Tensor:
-    return logits(hidden[:, rows], weight, cap)

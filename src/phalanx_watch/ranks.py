@@ -155,15 +155,12 @@ def slowest(
         values: ``(windows, ranks)``; NaN if a rank did not measure. Ranks with a NaN are left out.
     """
     worth = np.maximum(values, np.float32(LEAST[column]))  # NaN stays
-    latenesses = [rank for peers in _peers(values, layout) for rank in _latest(worth, peers, most, rule)]
+    # The ranks of each role that have a value in every window.
+    role, complete = np.array(roles(layout)), ~np.isnan(values).any(0)
+    groups = [np.flatnonzero((role == number) & complete) for number in np.unique(role[complete])]
+    latenesses = [rank for peers in groups for rank in _latest(worth, peers, most, rule)]
     latenesses.sort(key=lambda rank: (not rank.slow, -rank.slowdown, rank.rank))
     return latenesses[:most]
-
-
-def _peers(values: NDArray[np.float32], layout: Layout) -> list[NDArray[np.int64]]:
-    """Return the ranks of each role that have a value in every window."""
-    role, complete = np.array(roles(layout)), ~np.isnan(values).any(0)
-    return [np.flatnonzero((role == number) & complete) for number in np.unique(role[complete])]
 
 
 def _latest(

@@ -12,15 +12,8 @@ from itertools import pairwise
 import msgspec
 
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, FleetIncident, read_fleet_file
+from phalanx.observe import goodput
 from phalanx.observe.events import EpochLeft, Event
-from phalanx.observe.goodput import (
-    AttemptAccount,
-    Goodput,
-    attempt_accounts,
-    goodput,
-    google_goodput,
-    meta_ettr,
-)
 from phalanx.observe.ledger import NS_PER_S, Recovery, recoveries
 from phalanx_watch.page.http import PageRequestError, Parameters
 from phalanx_watch.page.runs import PageRuns, RunPlace
@@ -43,7 +36,7 @@ def fleet_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict
 
 def story(events: Sequence[Event], fleet: FleetFile | None) -> dict[str, object]:
     """Return the fleet's state from its file, and its history from the run's events."""
-    attempts = attempt_accounts(events)
+    attempts = goodput.attempt_accounts(events)
     recoveries_by_attempt = {
         account.attempt: account for account in recoveries(events, attempts[0].attempt if attempts else 0)
     }
@@ -89,7 +82,7 @@ def _now(fleet: FleetFile) -> dict[str, object]:
 
 def _faults(
     events: Sequence[Event],
-    attempts: Sequence[AttemptAccount],
+    attempts: Sequence[goodput.AttemptAccount],
     recoveries_by_attempt: dict[int, Recovery],
     happenings: Sequence[FleetIncident],
 ) -> list[dict[str, object]]:
@@ -180,7 +173,7 @@ def goodput_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dic
 
 def account(events: Sequence[Event], price: float | None) -> dict[str, object]:
     """Return the run's time account from its events, in seconds."""
-    total, attempts = goodput(events), attempt_accounts(events)
+    total, attempts = goodput.goodput(events), goodput.attempt_accounts(events)
     first = attempts[0].attempt if attempts else 0
     recoveries_by_attempt = {attempt.attempt: attempt for attempt in recoveries(events, first)}
     return {
@@ -209,7 +202,7 @@ def account(events: Sequence[Event], price: float | None) -> dict[str, object]:
     }
 
 
-def _outcomes(total: Goodput) -> dict[str, int]:
+def _outcomes(total: goodput.Goodput) -> dict[str, int]:
     return {
         "committed": total.committed_ns,
         "pending": total.pending_ns,
@@ -224,7 +217,7 @@ def _seconds(parts: Mapping[str, int]) -> dict[str, float]:
 
 
 def _causes(
-    attempts: Sequence[AttemptAccount], recoveries_by_attempt: Mapping[int, Recovery]
+    attempts: Sequence[goodput.AttemptAccount], recoveries_by_attempt: Mapping[int, Recovery]
 ) -> list[dict[str, object]]:
     """Return the cost of each end of an attempt until the next one trained: the gap, the new start, and steps computed again."""
     causes: list[dict[str, object]] = []
@@ -252,7 +245,9 @@ def _causes(
     return causes
 
 
-def _cost(total: Goodput, attempts: Sequence[AttemptAccount], price: float) -> dict[str, object]:
+def _cost(
+    total: goodput.Goodput, attempts: Sequence[goodput.AttemptAccount], price: float
+) -> dict[str, object]:
     """Return dollars by bucket and outcome. The first rank's time is used for all ranks; nodes without a rank are not counted."""
     buckets: dict[str, float] = {}
     rank_s = 0.0
@@ -274,8 +269,8 @@ def _cost(total: Goodput, attempts: Sequence[AttemptAccount], price: float) -> d
     }
 
 
-def _others(total: Goodput) -> dict[str, object]:
-    google, meta = google_goodput(total), meta_ettr(total)
+def _others(total: goodput.Goodput) -> dict[str, object]:
+    google, meta = goodput.google_goodput(total), goodput.meta_ettr(total)
     return {
         "google": {
             "goodput": google.goodput,

@@ -17,6 +17,7 @@ from typing import Any
 
 from phalanx.observe.profile import RankTrace
 from phalanx.observe.throughput import format_bytes
+from phalanx_watch.profile import partition
 from phalanx_watch.profile.chrome import memory_line, merged
 from phalanx_watch.profile.operations import (
     Prediction,
@@ -26,22 +27,6 @@ from phalanx_watch.profile.operations import (
     measured,
     term_rows,
     what_would_pay,
-)
-from phalanx_watch.profile.partition import (
-    BETWEEN,
-    BUBBLE,
-    COMPUTE,
-    COPY,
-    DATA,
-    INSIDE,
-    LOG,
-    OPTIMIZER,
-    SAVE,
-    StepPieces,
-    axis_of,
-    duration,
-    in_order,
-    partition,
 )
 from phalanx_watch.profile.waits import (
     ClockFit,
@@ -65,9 +50,9 @@ _CULPRIT = 0.08
 _UNLIKE = 3.0
 """Slowdown against the other groups of its axis from which a link is reported by itself."""
 _BOUND = {
-    COMPUTE: "computing",
-    COPY: "copies",
-    OPTIMIZER: "the update",
+    partition.COMPUTE: "computing",
+    partition.COPY: "copies",
+    partition.OPTIMIZER: "the update",
 }
 
 
@@ -84,7 +69,7 @@ class Finding:
     axis: str = ""
 
 
-def findings(cuts: Sequence[StepPieces], waits: Waits) -> list[Finding]:
+def findings(cuts: Sequence[partition.StepPieces], waits: Waits) -> list[Finding]:
     """Return the findings that cost a noticeable share of the step, the most costly first; a healthy one if none costs much."""
     if not cuts:
         return []
@@ -123,7 +108,7 @@ def _late(
         if net_s <= 0:
             continue
         others_are = "the others wait" if len(seconds) > 2 else f"rank {next(iter(waiting))} waits"
-        text = f"{cause}: {others_are} {duration(cost_s)} of each {duration(step_s)} step for it"
+        text = f"{cause}: {others_are} {partition.duration(cost_s)} of each {partition.duration(step_s)} step for it"
         late_ranks.append(Finding("late rank", net_s, text, (late,)))
     return late_ranks
 
@@ -133,9 +118,10 @@ def _without_waits(
 ) -> dict[str, float]:
     """Return a rank's seconds of a step by category, without waits for later ranks."""
     return {
-        word: value - (waits.waited.get((rank, axis), 0.0) / steps if (axis := axis_of(word)) else 0.0)
+        word: value
+        - (waits.waited.get((rank, axis), 0.0) / steps if (axis := partition.axis_of(word)) else 0.0)
         for word, value in seconds[rank].items()
-        if word != BUBBLE
+        if word != partition.BUBBLE
     }
 
 
@@ -148,7 +134,7 @@ def _why(
     words = {word for rank_seconds in (mine, *others) for word in rank_seconds}
     usual = {word: median(rank_seconds.get(word, 0.0) for rank_seconds in others) for word in words}
     more = {word: mine.get(word, 0.0) - usual[word] for word in words}
-    computing = [word for word in (COMPUTE, COPY, OPTIMIZER) if word in words]
+    computing = [word for word in (partition.COMPUTE, partition.COPY, partition.OPTIMIZER) if word in words]
     extra_s = sum(more[word] for word in computing)
     idle = {word: more[word] for word in words if word not in computing}
     most = max(idle, key=lambda word: idle[word], default=None)
@@ -157,18 +143,18 @@ def _why(
         if extra_s <= 0:
             return f"rank {late} comes last", 0.0
         times = (base_s + extra_s) / base_s if base_s else float("inf")
-        figures = f"{duration(base_s + extra_s)} against {duration(base_s)}"
+        figures = f"{partition.duration(base_s + extra_s)} against {partition.duration(base_s)}"
         return f"rank {late} computes {times:.2g}x as long as its peers ({figures})", extra_s
-    if axis_of(most) is not None:
+    if partition.axis_of(most) is not None:
         return None
     doing = {
-        BETWEEN: "stands still between steps",
-        INSIDE: "stands still between operations (its host is behind, or sleeps)",
-        LOG: "writes its log",
-        DATA: "waits for data",
-        SAVE: "saves",
+        partition.BETWEEN: "stands still between steps",
+        partition.INSIDE: "stands still between operations (its host is behind, or sleeps)",
+        partition.LOG: "writes its log",
+        partition.DATA: "waits for data",
+        partition.SAVE: "saves",
     }.get(most, f"spends on {most}")
-    return f"rank {late} {doing} {duration(idle[most])} longer than its peers", idle[most]
+    return f"rank {late} {doing} {partition.duration(idle[most])} longer than its peers", idle[most]
 
 
 def _links(waits: Waits, steps: int, step_s: float) -> list[Finding]:
@@ -202,7 +188,7 @@ def _links(waits: Waits, steps: int, step_s: float) -> list[Finding]:
             else f"the collectives of axis {axis}"
         )
         but = f", {times:.1f}x as long a call as in the other groups" if unlike else ""
-        text = f"{who} take{'s' if unlike else ''} {duration(cost_s)} of each {duration(step_s)} step with everybody there ({each}){but}"
+        text = f"{who} take{'s' if unlike else ''} {partition.duration(cost_s)} of each {partition.duration(step_s)} step with everybody there ({each}){but}"
         slow_links.append(Finding("slow link", cost_s, text, ranks, axis))
     return slow_links
 
@@ -210,22 +196,28 @@ def _links(waits: Waits, steps: int, step_s: float) -> list[Finding]:
 def _common(seconds: Mapping[int, Mapping[str, float]], step_s: float) -> list[Finding]:
     """Return the non-compute time that all ranks have: the minimum over ranks, since the excess is one rank's lateness."""
     texts = {
-        BETWEEN: ("host gap", "between steps no rank computes"),
-        INSIDE: ("host gap", "between operations no rank computes, the host is behind"),
-        LOG: ("host gap", "writing the log"),
-        DATA: ("data wait", "all ranks wait for data"),
-        SAVE: ("save", "all ranks wait for a save or snapshot"),
+        partition.BETWEEN: ("host gap", "between steps no rank computes"),
+        partition.INSIDE: ("host gap", "between operations no rank computes, the host is behind"),
+        partition.LOG: ("host gap", "writing the log"),
+        partition.DATA: ("data wait", "all ranks wait for data"),
+        partition.SAVE: ("save", "all ranks wait for a save or snapshot"),
     }
     common = []
     for word, (code, text) in texts.items():
         cost_s = min(rank_seconds.get(word, 0.0) for rank_seconds in seconds.values())
         if cost_s:
             common.append(
-                Finding(code, cost_s, f"{text}: {duration(cost_s)} of each {duration(step_s)} step")
+                Finding(
+                    code,
+                    cost_s,
+                    f"{text}: {partition.duration(cost_s)} of each {partition.duration(step_s)} step",
+                )
             )
-    bubble_s = sum(rank_seconds.get(BUBBLE, 0.0) for rank_seconds in seconds.values()) / len(seconds)
+    bubble_s = sum(rank_seconds.get(partition.BUBBLE, 0.0) for rank_seconds in seconds.values()) / len(
+        seconds
+    )
     if bubble_s:
-        text = f"stages have nothing to compute for {duration(bubble_s)} of each {duration(step_s)} step, on average over ranks"
+        text = f"stages have nothing to compute for {partition.duration(bubble_s)} of each {partition.duration(step_s)} step, on average over ranks"
         common.append(Finding("bubble", bubble_s, text))
     return common
 
@@ -239,7 +231,7 @@ def _healthy(seconds: Mapping[int, Mapping[str, float]], step_s: float) -> Findi
     total = sum(shares.values())
     most = max(shares, key=lambda word: shares[word])
     text = (
-        f"nothing holds the step up: {total / step_s:.0%} of {duration(step_s)} is computing, most of it {_BOUND[most]}"
+        f"nothing holds the step up: {total / step_s:.0%} of {partition.duration(step_s)} is computing, most of it {_BOUND[most]}"
         if step_s
         else "nothing was recorded"
     )
@@ -286,7 +278,7 @@ def analyze(
 
     Raises ``ValueError`` if no step was recorded.
     """
-    cuts = [partition(trace) for trace in traces]
+    cuts = [partition.partition(trace) for trace in traces]
     if not any(len(cut.pieces) for cut in cuts):
         raise ValueError("no rank recorded a whole step")
     kept = [(trace, cut) for trace, cut in zip(traces, cuts, strict=True) if len(cut.pieces)]
@@ -356,7 +348,7 @@ def _transfers(waits: Waits, steps: int) -> list[dict[str, Any]]:
 
 
 def _critical_path(
-    kept: Sequence[tuple[RankTrace, StepPieces]],
+    kept: Sequence[tuple[RankTrace, partition.StepPieces]],
     clocks: Mapping[int, ClockFit],
     ways: Mapping[int, Sequence[Passage]],
     waits: Waits,
@@ -366,7 +358,7 @@ def _critical_path(
     bases = {trace.rank: int(trace.meta.get("base_unix_ns", 0)) for trace, _ in kept}
     by_rank = {cut.rank: cut for _, cut in kept}
 
-    def common_ns(cut: StepPieces, field: str, place: int) -> int:
+    def common_ns(cut: partition.StepPieces, field: str, place: int) -> int:
         return int(clocks[cut.rank].to_common(cut.pieces[field][[place]] + bases[cut.rank]).item())
 
     windows = {
@@ -396,10 +388,12 @@ def _plan(prediction: Prediction | None, rows: Sequence[TermRow], step_s: float)
     }
 
 
-def _table(cuts: Sequence[StepPieces], waited: Mapping[tuple[int, str], float], steps: int) -> dict[str, Any]:
+def _table(
+    cuts: Sequence[partition.StepPieces], waited: Mapping[tuple[int, str], float], steps: int
+) -> dict[str, Any]:
     """Return the time of a step by rank and category; each row sums to that rank's step."""
     seconds = {cut.rank: cut.seconds() for cut in cuts}
-    words = in_order({word for rank_seconds in seconds.values() for word in rank_seconds})
+    words = partition.in_order({word for rank_seconds in seconds.values() for word in rank_seconds})
     return {
         "columns": words,
         "rows": [

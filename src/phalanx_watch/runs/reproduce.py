@@ -84,7 +84,7 @@ def then(recording: RunRecording, packages: str) -> RunEnvironment:
     host = environment.get("host")
     processor = str(host.get("cpu_model", "")) if isinstance(host, dict) else ""
     return RunEnvironment(
-        code=_object_table(environment.get("code")),
+        code=_table(environment.get("code")),
         packages={**_texts(environment.get("packages")), **parse_packages(packages)},
         processor=machine.cpu_model if machine else processor,
         accelerators=machine.accelerators if machine else (),
@@ -128,7 +128,12 @@ def changes(past: RunEnvironment, present: RunEnvironment) -> list[Changed]:
         *_code_change(past, present),
         *_packages(past.packages, present.packages),
         *_machine(past, present),
-        *_variables(past.variables, present.variables),
+        # Of variables, those that were set then; ones of run processes only are skipped.
+        *(
+            Changed(name, value, present.variables[name], "no")
+            for name, value in past.variables.items()
+            if name in present.variables and value != present.variables[name]
+        ),
     ]
     order = ("bits", "perhaps", "no")
     return sorted(differences, key=lambda change: order.index(change.weight))
@@ -220,13 +225,6 @@ def _machine(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]
             yield Changed(title, before or "none", after or "none", "no" if settled else "perhaps")
 
 
-def _variables(past: Mapping[str, str], present: Mapping[str, str]) -> Iterator[Changed]:
-    """Yield the variables that were set then and differ now; variables of run processes only are skipped."""
-    for name in past:
-        if name in present and past[name] != present[name]:
-            yield Changed(name, past[name], present[name], "no")
-
-
 def parse_packages(listed: str) -> dict[str, str]:
     """Return packages by name from a list of requirements, as ``machines.installed_packages`` writes it."""
     pairs = (line.partition("==") for line in listed.splitlines())
@@ -243,10 +241,6 @@ def requirements(listed: str) -> str:
 
 def _kinds(names: tuple[str, ...]) -> str:
     return ", ".join(sorted(set(names)))
-
-
-def _object_table(value: object) -> dict[str, object]:
-    return dict(value) if isinstance(value, dict) else {}
 
 
 def _texts(value: object) -> dict[str, str]:

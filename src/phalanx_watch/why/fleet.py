@@ -10,20 +10,13 @@ from phalanx.fleet.core.requests import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.events import EpochLeft, IncidentKind
 from phalanx.observe.throughput import format_duration
-from phalanx_watch.why.observed import (
-    COORDINATOR_SILENT_S,
-    FLEET_PATIENCE_S,
-    RECOVERING_S,
-    SLOW_RANK,
-    Observed,
-    Reason,
-)
+from phalanx_watch.why import observed as o
 
 _AWAY = ("lost", "quarantined")
 _GOING = ("leaving", "drained", GIVEN_BACK)
 
 
-def _live(observed: Observed) -> FleetFile | None:
+def _live(observed: o.Observed) -> FleetFile | None:
     """Return the fleet of a run that has not ended."""
     return (
         observed.fleet
@@ -32,16 +25,16 @@ def _live(observed: Observed) -> FleetFile | None:
     )
 
 
-def straggler(observed: Observed) -> Iterator[Reason]:
+def straggler(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason for each rank that computes longer than its peers while the run trains, and for each node recorded as slow."""
     if not observed.running:
         return
-    for slow in [rank for rank in observed.slow_ranks if max(rank.slowdown, rank.late_share) >= SLOW_RANK][
+    for slow in [rank for rank in observed.slow_ranks if max(rank.slowdown, rank.late_share) >= o.SLOW_RANK][
         :5
     ]:
         node = f" on {slow.node}" if slow.node else ""
-        is_steady = slow.slowdown >= SLOW_RANK
-        yield Reason(
+        is_steady = slow.slowdown >= o.SLOW_RANK
+        yield o.Reason(
             code="straggler",
             severity="warning",
             title=f"Rank {slow.rank} is {slow.slowdown:.0%} slower than its peers, and all wait for it"
@@ -67,10 +60,10 @@ def straggler(observed: Observed) -> Iterator[Reason]:
     for node, happenings in _by_node(
         fleet.happenings if fleet else (), IncidentKind.STRAGGLER, IncidentKind.SLOW_WITHOUT_SPARE
     ).items():
-        if observed.now - happenings[-1].unix_s > RECOVERING_S:
+        if observed.now - happenings[-1].unix_s > o.RECOVERING_S:
             continue
         replaced = happenings[-1].kind is IncidentKind.STRAGGLER
-        yield Reason(
+        yield o.Reason(
             code="straggler",
             severity="info" if replaced else "warning",
             title=f"Node {node} was slower than its peers"
@@ -89,7 +82,7 @@ def straggler(observed: Observed) -> Iterator[Reason]:
         )
 
 
-def hardware(observed: Observed) -> Iterator[Reason]:
+def hardware(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason for each node that is out of the fleet since its hardware was found unfit."""
     fleet = _live(observed)
     if fleet is None:
@@ -102,7 +95,7 @@ def hardware(observed: Observed) -> Iterator[Reason]:
     incidents = _by_node(fleet.happenings, IncidentKind.HARDWARE)
     for name, member in away.items():
         first = incidents.get(name, [])
-        yield Reason(
+        yield o.Reason(
             code="hardware",
             severity="warning",
             title=f"Node {name} is unfit: {member.reason[:120]}",
@@ -114,7 +107,7 @@ def hardware(observed: Observed) -> Iterator[Reason]:
         )
 
 
-def not_finite_nodes(observed: Observed) -> Iterator[Reason]:
+def not_finite_nodes(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason for each node that is quarantined since a step was not finite on it; that is the cause of its absence."""
     fleet = _live(observed)
     if fleet is None:
@@ -125,7 +118,7 @@ def not_finite_nodes(observed: Observed) -> Iterator[Reason]:
             continue
         first = incidents.get(member.name, [])
         step = f"Step {first[0].step:,}" if first else "A step"
-        yield Reason(
+        yield o.Reason(
             code="not-finite",
             severity="warning",
             title=f"{step} was NaN or infinite on node {member.name}",
@@ -137,7 +130,7 @@ def not_finite_nodes(observed: Observed) -> Iterator[Reason]:
         )
 
 
-def lost_nodes(observed: Observed) -> Iterator[Reason]:
+def lost_nodes(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield one reason if nodes are lost or quarantined for other causes than hardware or numbers, and have not come back."""
     fleet = _live(observed)
     if fleet is None:
@@ -152,7 +145,7 @@ def lost_nodes(observed: Observed) -> Iterator[Reason]:
     spares = sum(member.role in ("spare", "warming") for member in fleet.members)
     target_nodes = observed.spec.fleet.nodes if observed.spec else 0
     short = bool(target_nodes) and seated < target_nodes
-    yield Reason(
+    yield o.Reason(
         code="lost-node",
         severity="warning",
         title=f"{len(away)} node{'s are' if len(away) > 1 else ' is'} lost or put aside: {', '.join(sorted(names)[:5])}",
@@ -183,16 +176,16 @@ def lost_nodes(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def nodes_back(observed: Observed) -> Iterator[Reason]:
+def nodes_back(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason for each node that was lost minutes ago and is back. It explains the interruption; nothing is to be done."""
     fleet = _live(observed)
     if fleet is None:
         return
     present = {member.name: member for member in fleet.members if member.role not in (*_AWAY, *_GOING)}
     for name, happenings in _by_node(fleet.happenings, IncidentKind.LOST).items():
-        if name not in present or observed.now - happenings[-1].unix_s > RECOVERING_S:
+        if name not in present or observed.now - happenings[-1].unix_s > o.RECOVERING_S:
             continue
-        yield Reason(
+        yield o.Reason(
             code="lost-node",
             severity="info",
             title=f"Node {name} was lost and is back",
@@ -204,7 +197,7 @@ def nodes_back(observed: Observed) -> Iterator[Reason]:
         )
 
 
-def no_spares(observed: Observed) -> Iterator[Reason]:
+def no_spares(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if all configured spares are used up: the next lost node makes the fleet smaller."""
     fleet = _live(observed)
     if (
@@ -218,10 +211,13 @@ def no_spares(observed: Observed) -> Iterator[Reason]:
     if any(role in ("spare", "warming") for role in roles) or "member" not in roles:
         return
     away = [happening.unix_s for happening in fleet.happenings if happening.node]
-    if not any(role in _AWAY for role in roles) and observed.now - max(away, default=0.0) < FLEET_PATIENCE_S:
+    if (
+        not any(role in _AWAY for role in roles)
+        and observed.now - max(away, default=0.0) < o.FLEET_PATIENCE_S
+    ):
         return  # one that was killed is being started again
     target_spares = observed.spec.fleet.spares
-    yield Reason(
+    yield o.Reason(
         code="no-spares",
         severity="warning",
         title="No spare node is left",
@@ -240,7 +236,7 @@ def no_spares(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def fewer_ranks(observed: Observed) -> Iterator[Reason]:
+def fewer_ranks(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if enough nodes are there, but fewer ranks train than configured. The evidence has the reasons of the newest
     epochs' ends."""
     fleet, spec = _live(observed), observed.spec
@@ -253,7 +249,7 @@ def fewer_ranks(observed: Observed) -> Iterator[Reason]:
         return
     counts = Counter(end.reason for _, end in ends)
     reason, often = counts.most_common(1)[0]
-    yield Reason(
+    yield o.Reason(
         code="fewer-ranks",
         severity="warning",
         title=f"{fleet.ranks} of {target_ranks} ranks train, and {len(present)} nodes are there",
@@ -269,17 +265,17 @@ def fewer_ranks(observed: Observed) -> Iterator[Reason]:
     )
 
 
-def no_coordinator(observed: Observed) -> Iterator[Reason]:
+def no_coordinator(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the coordinator has not written the fleet's file for a while."""
     fleet = _live(observed)
     if fleet is None:
         return
     silent_s = observed.now - fleet.written_unix_s
-    if silent_s <= COORDINATOR_SILENT_S:
+    if silent_s <= o.COORDINATOR_SILENT_S:
         return
     lease = observed.spec.fleet.coordinator_lease_s if observed.spec else 1800.0
     succession = observed.spec.fleet.succession_s if observed.spec else 0.0
-    yield Reason(
+    yield o.Reason(
         code="no-coordinator",
         severity="critical",
         title=f"The fleet's coordinator has been silent for {format_duration(silent_s)}",
