@@ -201,7 +201,10 @@ def _plain_message(number: int, message: Mapping[str, object], template: ChatTem
     plain["role"] = _role(number, plain.get("role"), template)
     content = plain.get("content")
     if "tool_calls" in plain:
-        plain["tool_calls"] = [_with_arguments(number, call) for call in _list(number, plain["tool_calls"])]
+        calls = plain["tool_calls"]
+        if not isinstance(calls, list):
+            raise TokenizerError(f"messages[{number}].tool_calls: a list")
+        plain["tool_calls"] = [_with_arguments(number, call) for call in calls]
     elif content is None:
         content = ""
     plain["content"] = None if content is None else _content(number, content)
@@ -219,13 +222,6 @@ def _role(number: int, role: object, template: ChatTemplate) -> str:
             f"messages[{number}].role = 'tool': the model's chat template does not know it; write the result into a message of the user"
         )
     return str(role)
-
-
-def _list(number: int, calls: object) -> Sequence[object]:
-    """Return the calls. Raises TokenizerError for no list."""
-    if not isinstance(calls, list):
-        raise TokenizerError(f"messages[{number}].tool_calls: a list")
-    return calls
 
 
 def _with_arguments(number: int, call: object) -> object:

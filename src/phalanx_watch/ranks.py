@@ -145,9 +145,7 @@ def _of_one_epoch(stream: RankStream, first: int, second: int) -> bool:
     return heads[0].attempt == heads[1].attempt and heads[0].ranks == heads[1].ranks
 
 
-def slowest(
-    column: str, values: NDArray[np.float32], layout: Layout, most: int, rule: StragglerRule = _RULE
-) -> list[RankLateness]:
+def slowest(column: str, values: NDArray[np.float32], layout: Layout, most: int) -> list[RankLateness]:
     """Return the ``most`` ranks that exceed their peers by the largest fraction; slow ranks come first.
 
     Args:
@@ -158,26 +156,26 @@ def slowest(
     # The ranks of each role that have a value in every window.
     role, complete = np.array(roles(layout)), ~np.isnan(values).any(0)
     groups = [np.flatnonzero((role == number) & complete) for number in np.unique(role[complete])]
-    latenesses = [rank for peers in groups for rank in _latest(worth, peers, most, rule)]
+    latenesses = [rank for peers in groups for rank in _latest(worth, peers, most)]
     latenesses.sort(key=lambda rank: (not rank.slow, -rank.slowdown, rank.rank))
     return latenesses[:most]
 
 
-def _latest(
-    values: NDArray[np.float32], peers: NDArray[np.int64], most: int, rule: StragglerRule
-) -> list[RankLateness]:
+def _latest(values: NDArray[np.float32], peers: NDArray[np.int64], most: int) -> list[RankLateness]:
     """Return the ``most`` ranks of a group of peers that exceed the others most, slow ones first, by the medians over windows."""
     mine = values[:, peers].astype(np.float64)  # (windows, peers)
     if not mine.size:
         return []
-    late = np.array([lateness(window, rule)[0] for window in mine])  # (windows, peers)
-    slower = (late >= rule.slowdown).sum(0)
-    late_share = np.where(late >= rule.slowdown, late, 0.0).sum(0) / len(mine)
+    late = np.array([lateness(window, _RULE)[0] for window in mine])  # (windows, peers)
+    slower = (late >= _RULE.slowdown).sum(0)
+    late_share = np.where(late >= _RULE.slowdown, late, 0.0).sum(0) / len(mine)
     usual = np.median(mine, axis=0)
-    slowdown, deviations = lateness(usual, rule)
-    mostly = slower * rule.windows >= rule.needed * len(mine)
+    slowdown, deviations = lateness(usual, _RULE)
+    mostly = slower * _RULE.windows >= _RULE.needed * len(mine)
     # A single window may be noise: a straggler's replacement in a fleet needs as many.
-    slow = (len(mine) >= rule.needed) & mostly & (slowdown >= rule.slowdown) & (deviations >= rule.deviations)
+    slow = (
+        (len(mine) >= _RULE.needed) & mostly & (slowdown >= _RULE.slowdown) & (deviations >= _RULE.deviations)
+    )
     order = np.lexsort((peers, -slowdown, ~slow))[:most]
     return [
         RankLateness(

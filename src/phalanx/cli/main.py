@@ -85,7 +85,10 @@ TASKS = {
             "phalanx_watch.cli.reproduction:reproduce_command",
             "Repeat a run, or show the differences between then and now.",
         ),
-        "sinks": ("phalanx_watch.cli", "Send a run's trackers the events that they missed."),
+        "sinks": (
+            "phalanx_watch.cli.run_views:sinks_command",
+            "Send a run's trackers the events that they missed.",
+        ),
     },
     "Fleet": {
         "submit": ("phalanx.cli.launch.submit:submit_command", "Start a run on a cluster."),

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import click
@@ -238,7 +238,6 @@ def start_command(options: SimulateStartOptions) -> None:
       phalanx simulate start --nodes 12500 --files shared --checkpoint-gb 5700
       phalanx simulate start --nodes 500 --by-ssh --json
     """
-    from dataclasses import replace
 
     costs = MEASURED
     if options.file_calls_per_s is not None:

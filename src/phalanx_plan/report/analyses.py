@@ -160,24 +160,22 @@ def perfetto(job: TrainingJob, chosen: Estimate) -> dict[str, object]:
         for rank in range(line.ranks)
     ]
     process = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "a simulated step"}}
+    events = [
+        {
+            "ph": "X",
+            "name": event.name,
+            "pid": 0,
+            "tid": event.rank,
+            "ts": event.begin_s * 1e6,
+            "dur": (event.end_s - event.begin_s) * 1e6,
+            "args": {"stage": event.stage, "micro_batch": event.micro_batch} if event.stage >= 0 else {},
+        }
+        for event in line.events
+    ]
     return {
         "displayTimeUnit": "ms",
-        "traceEvents": [process, *names, *(_chrome(event) for event in line.events)],
+        "traceEvents": [process, *names, *events],
         "otherData": {"step_s": line.step_s, "layout": {k: str(v) for k, v in asdict(chosen.layout).items()}},
-    }
-
-
-def _chrome(event: TraceEvent) -> dict[str, object]:
-    """Return an event in the format of Chrome's traces."""
-    arguments = {"stage": event.stage, "micro_batch": event.micro_batch} if event.stage >= 0 else {}
-    return {
-        "ph": "X",
-        "name": event.name,
-        "pid": 0,
-        "tid": event.rank,
-        "ts": event.begin_s * 1e6,
-        "dur": (event.end_s - event.begin_s) * 1e6,
-        "args": arguments,
     }
 
 

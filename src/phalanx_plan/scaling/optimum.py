@@ -29,7 +29,7 @@ from phalanx_plan.scaling.laws import LossSurface, PowerLaw, StandardErrors
 CostPerToken = Callable[[float], float]
 """Cost of training on one token, by the (active) parameters; in the budget's unit."""
 
-SMALLEST, LARGEST = 1e5, 1e14
+_SMALLEST, _LARGEST = 1e5, 1e14
 """Bounds of the parameters in the search for an optimum."""
 _GRID = 160
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -57,12 +57,7 @@ def tokens_for(parameters: float, budget: float, cost: CostPerToken, inference_t
 
 
 def optimum(
-    surface: LossSurface,
-    budget: float,
-    cost: CostPerToken,
-    *,
-    inference_tokens: float = 0.0,
-    between: tuple[float, float] = (SMALLEST, LARGEST),
+    surface: LossSurface, budget: float, cost: CostPerToken, *, inference_tokens: float = 0.0
 ) -> Optimum:
     """Return the size of least loss that ``budget`` pays for, with its tokens.
 
@@ -74,7 +69,7 @@ def optimum(
         size = math.exp(log_size)
         return surface.loss(size, tokens_for(size, budget, cost, inference_tokens))
 
-    low, high = (math.log(end) for end in between)
+    low, high = math.log(_SMALLEST), math.log(_LARGEST)
     points = [low + (high - low) * step / _GRID for step in range(_GRID + 1)]
     losses = [loss_at(point) for point in points]
     best = losses.index(min(losses))

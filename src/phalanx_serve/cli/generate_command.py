@@ -10,12 +10,13 @@ from typing import Annotated
 
 import click
 
+from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.cli.errors import Bytes, DeviceName, DtypeName, TrustCode, explained, require_trusted_code
 from phalanx.cli.output import data_output
 from phalanx.cli.run_places import weights_place
 from phalanx.command import Argument, AsJson, Heading, Option, command_options
 from phalanx.command_help import Command
-from phalanx.run.directory.paths import is_published
+from phalanx.run.directory.paths import RunDirectoryError, is_published
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
 
 
@@ -65,9 +66,7 @@ def command(options: GenerateOptions) -> None:
       phalanx generate model.pack --stream --memory 2GiB --prompt "def "
       phalanx generate Llama-3.1-8B --chat --prompt "Why is the sky blue?"
     """
-    from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
-    from phalanx.run.directory.paths import RunDirectoryError
     from phalanx_serve.generate import continued
     from phalanx_serve.traffic.events import PartLostError
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import click
 
+from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import weights_place
 from phalanx.command_help import Command
+from phalanx.run.directory.paths import RunDirectoryError
 
 
 @click.command("pack", cls=Command)
@@ -45,9 +47,7 @@ def command(place: Path | None, form: str, step: int | None, out: Path | None, v
         _verify(verify)
         return
     assert place is not None, "one of both is given"
-    from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.checkpoint.pack.writer import pack
-    from phalanx.run.directory.paths import RunDirectoryError
 
     with explained(CheckpointError, RunDirectoryError), weights_place(place, step) as where:
         path, index = pack(where.root.parent, where.step, out, form, progress=_shown)  # type: ignore[arg-type]
@@ -62,7 +62,6 @@ def command(place: Path | None, form: str, step: int | None, out: Path | None, v
 
 def _verify(path: Path) -> None:
     """Read a pack, and print that it is whole, or each damage on standard error. Raises ClickException."""
-    from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.checkpoint.pack.reader import damage, open_pack
 
     with explained(CheckpointError):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, TextIO
 
 import click
 
+from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.cli.errors import (
     RUN_FILE_NAMES,
     Bytes,
@@ -25,6 +26,7 @@ from phalanx.cli.errors import (
 from phalanx.cli.run_places import weights_place
 from phalanx.command import Argument, AsJson, Option, command_options
 from phalanx.command_help import Command
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,9 +71,7 @@ def score_command(options: ScoreOptions) -> None:
       echo '{"tokens": [12, 7, 99]}' | phalanx score runs/quickstart-1f3a9c04 - --step 200
       phalanx score model.pack texts.jsonl --stream --memory 4GiB
     """
-    from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
-    from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.kinds.latent_attention import is_absorbed
     from phalanx_serve.numerics import computing_on, numerics_id
     from phalanx_serve.prompt import load_run_tokenizer
@@ -149,7 +149,6 @@ def scorer_for(
     """
     from phalanx.hardware.local.detect import set_for_rank
     from phalanx.hardware.local.device import gpus, on_gpu
-    from phalanx.run.directory.paths import RunDirectory, read_resolved
     from phalanx.train.score import Scorer
     from phalanx_serve.numerics import computing_on, device_named
     from phalanx_serve.weights.open_model import scorer_of
@@ -344,9 +343,7 @@ def eval_command(options: EvalOptions) -> None:
       phalanx eval runs/quickstart-1f3a9c04 --task arc-easy --step 200 --json
       phalanx eval runs/quickstart-1f3a9c04 --file questions.jsonl --kind choice --scores scores.jsonl
     """
-    from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
-    from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.train.evaluation.tasks import encode_task
     from phalanx_serve.numerics import computing_on
     from phalanx_serve.prompt import load_run_tokenizer
@@ -393,7 +390,6 @@ def _tasks(run_dir: Path, options: EvalOptions) -> Iterator[Task]:
 
     Raises ``click.UsageError`` if there are none, and ``TaskError``.
     """
-    from phalanx.run.directory.paths import RunDirectory, read_resolved
     from phalanx.run.fields import unknown_value
     from phalanx.train.evaluation.tasks import read_task, task_file
 

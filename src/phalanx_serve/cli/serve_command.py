@@ -16,7 +16,7 @@ from msgspec import structs
 from phalanx.cli.errors import demand_folder, explained, require_trusted_code
 from phalanx.command import command_options
 from phalanx.command_help import Command
-from phalanx.run.directory.paths import is_published
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, is_published
 from phalanx_serve.cli.serve_options import (
     ServeOptions,
     another_machine,
@@ -25,6 +25,7 @@ from phalanx_serve.cli.serve_options import (
     served_run,
 )
 from phalanx_serve.served.served_run import ServedRun
+from phalanx_serve.traffic.events import ServeError
 
 if TYPE_CHECKING:
     from phalanx_serve.http.worker import WorkerPort
@@ -119,7 +120,6 @@ def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.wire.messages import WireError
     from phalanx_serve.stages.door import StageTask, address, join, read_token
-    from phalanx_serve.traffic.events import ServeError
 
     with explained(CheckpointError, ServeError, WireError, OSError):
         host, port = address(at, "--join")
@@ -170,13 +170,11 @@ def _start(options: ServeOptions, served: ServedRun, output: ServePrinter, sock:
     from phalanx.data.errors import TokenizerError
     from phalanx.model.custom import CustomModelError
     from phalanx.observe.record.notes import ServingNote
-    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
     from phalanx.run.peers import loopback_names
     from phalanx_serve.http.admission import KeyFileError, Limits, read_keys
     from phalanx_serve.http.app import Gateway
     from phalanx_serve.http.server import serve, serving_of
     from phalanx_serve.served.of_run import served_folder
-    from phalanx_serve.traffic.events import ServeError
 
     path = served.path
     directory = RunDirectory(path)

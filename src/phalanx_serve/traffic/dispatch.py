@@ -101,7 +101,10 @@ def step(state: RouterState, event: e.Event, now_s: float) -> tuple[RouterState,
                 if worker is not None and state.pool.open_to_work():
                     for job in sorted(worker.jobs):
                         _move(state, job, now_s, commands, is_gone=False, loss=False)
-    _place_waiting(state, now_s, commands)
+    while state.waiting and state.pool.open_to_work():  # in order
+        first = next(iter(state.waiting))
+        del state.waiting[first]
+        _place(state, first, now_s, commands)
     return state, commands
 
 
@@ -126,14 +129,6 @@ def _abandon(state: RouterState, request: str, commands: list[e.Command]) -> Non
 
 
 # --- placing ------------------------------------------------------------------------------------
-
-
-def _place_waiting(state: RouterState, now_s: float, commands: list[e.Command]) -> None:
-    """Assign waiting requests, in order, while a worker accepts jobs."""
-    while state.waiting and state.pool.open_to_work():
-        request = next(iter(state.waiting))
-        del state.waiting[request]
-        _place(state, request, now_s, commands)
 
 
 def _place(

@@ -28,8 +28,6 @@ from phalanx_serve.traffic.simulated_worker import SimulatedWorker, page_names, 
 # The world: gateway, workers, clients and the network between them, all of which fail.
 
 
-Step = Callable[[dispatch.RouterState, e.Event, float], tuple[dispatch.RouterState, list[e.Command]]]
-"""Type of ``dispatch.step``; tests also run deliberately broken variants."""
 TICK_S = 0.25
 
 
@@ -48,9 +46,9 @@ class Client:
 class SimulatedService:
     """Gateway, workers, clients and network of one simulation."""
 
-    def __init__(self, seed: int, step: Step = dispatch.step, *, checked: bool = True) -> None:
+    def __init__(self, seed: int, *, checked: bool) -> None:
         self.seed, self.random, self.clock = seed, random.Random(seed), SimulatedClock()
-        self.step_core, self.checked = step, checked
+        self.checked = checked
         self.identity = e.WorkerIdentity("weights", "numerics")
         self.workers: dict[int, SimulatedWorker] = {}
         self.clients: dict[str, Client] = {}
@@ -109,7 +107,7 @@ class SimulatedService:
         if reign != self.reign or not self.gateway_up:
             return
         self.events += 1
-        self.router, commands = self.step_core(self.router, event, self.clock.now_s)
+        self.router, commands = dispatch.step(self.router, event, self.clock.now_s)
         if self.checked:
             check(self.router)
         for command in commands:
@@ -250,13 +248,13 @@ class TrafficOutcome:
     """Longest time between two tokens of a text."""
 
 
-def run_seed(seed: int, load: Load | None = None, step: Step = dispatch.step) -> TrafficOutcome:
+def run_seed(seed: int, load: Load | None = None) -> TrafficOutcome:
     """Run the simulation of one seed.
 
     Raises RouterInvariantError, with the command that reproduces it. Any other exception becomes one too.
     """
     load = load or Load()
-    world = SimulatedService(seed, step, checked=load.workers <= 32)
+    world = SimulatedService(seed, checked=load.workers <= 32)
     try:
         return _run(world, load)
     except Exception as error:

@@ -361,18 +361,13 @@ _RUN_S = 2.0
 """Timeout of a run, about twenty times its longest duration."""
 
 
-@dataclass(frozen=True)
-class Came:
-    """A page that was read, in memory of its own, with its expected and actual digest."""
-
-    page: bytearray
-    expected: bytes
-    actual: bytes
+CopiedPage = tuple[bytearray, bytes, bytes]
+"""A page that was read, in memory of its own, with its expected and actual digest."""
 
 
 def read_pages(
     wire: SealedConnection, process: AgentProcess, offer: Offer, until_s: float
-) -> Generator[Came]:
+) -> Generator[CopiedPage]:
     """Yield the pages of an offer, in order.
 
     Raises NixlError if the remaining pages need another transport, and WireError if the connection fails. Digests are
@@ -384,7 +379,7 @@ def read_pages(
         process.staging.stretches(2, len(runs[0]) * offer.page_bytes) as turns,
         ThreadPoolExecutor(1) as hashing,
     ):
-        unhashed: deque[Future[list[Came]]] = deque()
+        unhashed: deque[Future[list[CopiedPage]]] = deque()
         trouble: NixlError | WireError | None = None
         try:
             for number, digests in enumerate(
@@ -440,10 +435,10 @@ def _heard(wire: SealedConnection, pages: int) -> Laid | NotLaid:
     raise WireError(f"{wire.peer}: offers other pages than requested")
 
 
-def _copied(memory: memoryview, page_bytes: int, digests: Sequence[bytes]) -> list[Came]:
+def _copied(memory: memoryview, page_bytes: int, digests: Sequence[bytes]) -> list[CopiedPage]:
     """Copy pages out of the staging memory. The copy is hashed, because a late read can still change the original."""
     pages = []
     for number, right in enumerate(digests):
         page = bytearray(memory[number * page_bytes : (number + 1) * page_bytes])
-        pages.append(Came(page, right, digest(page)))
+        pages.append((page, right, digest(page)))
     return pages

@@ -158,8 +158,8 @@ class _Pull:
         self.pulled.way = "nixl"
         try:
             with closing(read_pages(self.wire, nixl, offer, self.until_s)) as pages:
-                for name, arrival in zip(offer.names, pages, strict=False):
-                    self._keep(name, arrival.page, arrival.expected, arrival.actual)
+                for name, copied in zip(offer.names, pages, strict=False):
+                    self._keep(name, *copied)
                     self.pulled.over_nixl += 1
                     self._observe_time()
         except NixlError as error:

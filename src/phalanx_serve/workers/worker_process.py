@@ -28,9 +28,9 @@ from phalanx.process.restarts import RestartPolicy, Restarts
 from phalanx.wire.connection import SealedConnection, sealed
 from phalanx.wire.messages import WireError
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.events import Role
+from phalanx_serve.traffic.events import PartLostError, Role, ServeError, WorkerIdentity
 from phalanx_serve.workers import messages as m
-from phalanx_serve.workers.page_transfer import PageWay
+from phalanx_serve.workers.page_transfer import PageServer, PageWay
 
 if TYPE_CHECKING:
     from phalanx_serve.workers.serving_worker import ServingWorker
@@ -94,7 +94,6 @@ def _reason(error: Exception) -> str:
     """Return an error's message; one that is not expected is called a defect."""
     from phalanx.data.errors import TokenizerError
     from phalanx.run.directory.paths import RunDirectoryError
-    from phalanx_serve.traffic.events import PartLostError, ServeError
 
     expected_errors = (
         CheckpointError,
@@ -112,9 +111,7 @@ def _serve(task: WorkerTask, link: SealedConnection) -> str:
     from phalanx_serve.engine.engine import Engine
     from phalanx_serve.served.of_run import open_engine
     from phalanx_serve.served.opened import device_of
-    from phalanx_serve.traffic.events import ServeError, WorkerIdentity
     from phalanx_serve.workers.nixl_client import AgentProcess
-    from phalanx_serve.workers.page_transfer import PageServer
     from phalanx_serve.workers.serving_worker import ServingWorker, measured_rate
 
     nixl = AgentProcess() if task.pages == "nixl" else None  # before the model, which takes longer

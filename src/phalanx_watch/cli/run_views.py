@@ -1,11 +1,12 @@
-"""``phalanx watch``, ``goodput``, ``ranks`` and ``ui``: a run in the terminal, where its time went, its ranks side by side; and a page over
-all runs.
+"""``phalanx watch``, ``goodput``, ``ranks``, ``ui`` and ``sinks``: a run in the terminal, where its time went, its ranks side by side; a page
+over all runs; and what a run's trackers missed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,15 +19,17 @@ from numpy.typing import NDArray
 
 from phalanx.cli.errors import HostName, demand_folder, explained
 from phalanx.cli.output import text_console
-from phalanx.command import Argument, Option, command_options
-from phalanx.command_help import Command
+from phalanx.command import Argument, Option, PluginName, command_options
+from phalanx.command_help import Command, CommandGroup
 from phalanx.observe.display.terminal import show_events
 from phalanx.observe.event_log import EventLogError, follow, read_events
 from phalanx.observe.goodput import format_goodput, goodput
 from phalanx.observe.rank_stream import RANK_COLUMNS, HeatMap, RankStream, RankStreamError
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.observe.sink_registry import SinkError, fill_sink
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.fields import ValueRange
 from phalanx.run.layout import Layout, rank_place
+from phalanx.train.start.open_run import take_lock
 from phalanx_watch.ranks import (
     RankLateness,
     layout_of_attempt,
@@ -328,3 +331,51 @@ def ui_command(options: UiOptions) -> None:
             open_page=options.open_page,
             tell=click.echo,
         )
+
+
+@click.group("sinks", cls=CommandGroup)
+def sinks_command() -> None:
+    """Experiment trackers of a run: send missing events.
+
+    \b
+      phalanx sinks fill runs/quickstart-1f3a9c04
+    """
+
+
+@sinks_command.command("fill")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option(
+    "--sink",
+    "names",
+    multiple=True,
+    type=PluginName("phalanx.sinks"),
+    help="Which; may be repeated.",
+)
+def fill_command(run_dir: Path, names: tuple[str, ...]) -> None:
+    """Send missing events of the run in RUN_DIR to its trackers (observe.sinks), or to those of --sink.
+
+    Each start of a run sends the events that a killed one did not. This command also fills gaps in the middle, after a full queue or an
+    outage of the tracker.
+    TensorBoard's folder and the offline files of W&B are written from scratch; MLflow gets the points that it does not hold.
+
+    \b
+      phalanx sinks fill runs/quickstart-1f3a9c04
+      phalanx sinks fill runs/quickstart-1f3a9c04 --sink mlflow
+    """
+    directory = RunDirectory(run_dir)
+    with explained(RunDirectoryError, SinkError, EventLogError):
+        described = read_resolved(
+            directory
+        ).observe.sinks  # a folder that is no run is refused, and keeps what it has
+        sink_names = names or described
+        if not sink_names:
+            raise click.UsageError(
+                f"the run file of {run_dir} names no sink (observe.sinks); give one: --sink NAME"
+            )
+        lock = take_lock(directory.lock)  # a running run sends its events itself
+        try:
+            for name in sink_names:
+                sent = fill_sink(name, run_dir, run_dir.name, read_events(directory.events))
+                click.echo(f"{name}: {sent:,} events sent")
+        finally:
+            os.close(lock)

@@ -254,7 +254,9 @@ _FAILURE = re.compile(r"attempt-(\d+)-(.+)\.failure\.json")
 def observe(directory: RunDirectory, now: float, job: JobStanding | None = None) -> o.Observed:
     """Return all facts of the run in ``directory`` at ``now``. ``job`` is its state in the engine, if known."""
     past, events = read_ends(directory.events)
-    spec = _spec(directory)
+    spec: RunSpec | None = None
+    with suppress(RunDirectoryError, RecursionError):
+        spec = read_resolved(directory)
     record = read_small_json(directory.record)
     fingerprint = record.get("data_fingerprint")
     data_now, data_error = _data_now(spec, record)
@@ -351,12 +353,6 @@ def _fleet(directory: RunDirectory) -> FleetFile | None:
 
 
 # --- disk and data --------------------------------------------------------------------------------
-
-
-def _spec(directory: RunDirectory) -> RunSpec | None:
-    with suppress(RunDirectoryError, RecursionError):
-        return read_resolved(directory)
-    return None
 
 
 def _checkpoints(directory: RunDirectory) -> list[tuple[int, float]]:
