@@ -15,17 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.hardware import profile
 from phalanx.hardware.cluster import Accelerator, Fact
-from phalanx.hardware.profile import (
-    AttentionFit,
-    CollectiveFit,
-    Constants,
-    MatmulFit,
-    MemoryFit,
-    Profile,
-    Provenance,
-    profile_of,
-)
 from phalanx_plan.step_cost.hardware_times import matmul_s
 from phalanx_plan.workload.candidates import Floats
 
@@ -56,7 +47,7 @@ class Fitted:
     """An accelerator with its measured peaks, its constants, and the rates of its link and disk."""
 
     accelerator: Accelerator
-    constants: Constants
+    constants: profile.Constants
     link_bytes_per_s: float
     """The link between two ranks of this machine, one direction."""
     link_latency_s: float
@@ -65,7 +56,7 @@ class Fitted:
 
 def fit_profile(points: MeasuredPoints, base: Accelerator, origin: CalibrationOrigin) -> Fitted:
     """Fit the constants of the accelerator that ``points`` were measured on; quantities that were not measured come from ``base``."""
-    start = profile_of(base).constants
+    start = profile.profile_of(base).constants
     accelerator = _with_peaks(points, base, origin)
     formats = [name.removeprefix("matmul.") for name in points if name.startswith("matmul.")]
     matmul = {
@@ -119,15 +110,15 @@ def _last_rate(points: Sequence[tuple[tuple[float, ...], float]]) -> float:
 def _fit_matmul(
     points: Sequence[tuple[tuple[float, ...], float]],
     accelerator: Accelerator,
-    start: Constants,
+    start: profile.Constants,
     name: str,
     origin: CalibrationOrigin,
-) -> MatmulFit:
+) -> profile.MatmulFit:
     """Fit launch time, efficiency, half-size and memory efficiency of products in format ``name`` to measured (size, seconds)."""
     first = dataclasses.replace(start.matmul.get(name, next(iter(start.matmul.values()))), wave_share=0.0)
     sizes, seconds = np.array([size for size, _ in points]), np.array([took for _, took in points])
 
-    def fit_of(values: Floats) -> MatmulFit:
+    def fit_of(values: Floats) -> profile.MatmulFit:
         launch_s, efficiency, k_half, memory = np.exp(values).tolist()
         return dataclasses.replace(
             first, launch_s=launch_s, efficiency=min(1.0, efficiency), k_half=k_half, memory_efficiency=memory
@@ -135,7 +126,7 @@ def _fit_matmul(
 
     def predict(values: Floats) -> Floats:
         constants = dataclasses.replace(start, matmul={name: fit_of(values)}, joules_per_flop={})
-        return matmul_s(Profile(accelerator, constants), name, *sizes.T)
+        return matmul_s(profile.Profile(accelerator, constants), name, *sizes.T)
 
     initial = np.log(
         [max(first.launch_s, 1e-7), first.efficiency, max(first.k_half, 1.0), first.memory_efficiency]
@@ -147,9 +138,9 @@ def _fit_matmul(
 def _fit_memory(
     points: Sequence[tuple[tuple[float, ...], float]],
     accelerator: Accelerator,
-    start: Constants,
+    start: profile.Constants,
     origin: CalibrationOrigin,
-) -> MemoryFit:
+) -> profile.MemoryFit:
     """Fit launch time and efficiency of memory-bound kernels to measured (bytes, seconds)."""
     bytes_, seconds = np.array([size[0] for size, _ in points]), np.array([took for _, took in points])
     peak = accelerator.memory_bytes_per_s.value
@@ -163,8 +154,8 @@ def _fit_memory(
 
 
 def _fit_attention(
-    points: MeasuredPoints, accelerator: Accelerator, start: Constants, origin: CalibrationOrigin
-) -> AttentionFit:
+    points: MeasuredPoints, accelerator: Accelerator, start: profile.Constants, origin: CalibrationOrigin
+) -> profile.AttentionFit:
     """Return attention's median rates, forward and backward, as shares of the peak, with their scatter."""
     peak = max(accelerator.flops[name].value for name in ("fp32", "bf16") if name in accelerator.flops)
     shares: dict[str, float] = {}
@@ -201,8 +192,12 @@ _SHARE = {"all_reduce": 2.0}
 
 
 def _fit_collective(
-    points: MeasuredPoints, name: str, start: Constants, link: tuple[float, float], origin: CalibrationOrigin
-) -> CollectiveFit:
+    points: MeasuredPoints,
+    name: str,
+    start: profile.Constants,
+    link: tuple[float, float],
+    origin: CalibrationOrigin,
+) -> profile.CollectiveFit:
     """Fit the constants of the collective ``name`` to measured ((members, bytes), seconds)."""
     measured = points[name]
     members, bytes_ = np.array([size for size, _ in measured]).T
@@ -231,7 +226,7 @@ def _fit_collective(
 
 def _fit(
     predict: Callable[[Floats], Floats], initial: Floats, seconds: Floats, origin: CalibrationOrigin
-) -> tuple[Floats, Provenance]:
+) -> tuple[Floats, profile.Provenance]:
     """Fit the logarithms of the constants to all points; the provenance has the errors on held-out points."""
     errors = [_blind_errors(predict, initial, seconds, mask) for mask in _held_out(len(seconds))]
     values = _search(lambda v: _misfit(predict(v), seconds), initial)
@@ -277,8 +272,8 @@ def _search(loss: Callable[[Floats], float], initial: Floats) -> Floats:
     return best
 
 
-def _provenance(errors: Floats, points: int, origin: CalibrationOrigin) -> Provenance:
-    return Provenance(
+def _provenance(errors: Floats, points: int, origin: CalibrationOrigin) -> profile.Provenance:
+    return profile.Provenance(
         origin.source, origin.date, origin.versions, points, float(np.median(errors)), float(np.mean(errors))
     )
 

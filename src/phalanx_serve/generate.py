@@ -21,19 +21,12 @@ from phalanx.model.transformer import Transformer, logits
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import ModelSpec, SampleSpec
 from phalanx.train.score import restored_model
+from phalanx_serve import prompt as prompts
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.engine.model_runner import require_computable
 from phalanx_serve.engine.sampler import draw, require_sampling
 from phalanx_serve.http.detokenizer import IncrementalDetokenizer
 from phalanx_serve.numerics import Numerics, computing_on, device_named
-from phalanx_serve.prompt import (
-    encode_chat,
-    encode_prompt,
-    load_run_tokenizer,
-    published_with,
-    stop_tokens,
-    template_folder,
-)
 from phalanx_serve.traffic.events import Ended, Request, Sampling, Token
 from phalanx_serve.traffic.scheduler import PAGE
 
@@ -112,10 +105,14 @@ def continued(
     The other arguments are those of ``phalanx_serve.generate.generate``. Raises the errors of that function and of
     ``load_model``, at once.
     """
-    tokenizer = load_run_tokenizer(run_dir)
-    published = published_with(run_dir, tokenizer)
-    templates = template_folder(run_dir, published)
-    prompt_ids = encode_chat(templates, tokenizer, prompt) if chat else encode_prompt(tokenizer, prompt)
+    tokenizer = prompts.load_run_tokenizer(run_dir)
+    published = prompts.published_with(run_dir, tokenizer)
+    templates = prompts.template_folder(run_dir, published)
+    prompt_ids = (
+        prompts.encode_chat(templates, tokenizer, prompt)
+        if chat
+        else prompts.encode_prompt(tokenizer, prompt)
+    )
     portable = read_resolved(RunDirectory(run_dir)).runtime.numerics == "portable"
     if model is None:
         computing = device_named("cpu" if portable and device == "auto" else device, gpus())
@@ -129,7 +126,7 @@ def continued(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        stop=stop_tokens(published, tokenizer, templates),
+        stop=prompts.stop_tokens(published, tokenizer, templates),
         vocab_size=tokenizer.vocab_size,
         numerics="exact" if exact else "fast",
     )

@@ -69,29 +69,24 @@ def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool
     """
     from phalanx.hardware.catalog import accelerator
     from phalanx.hardware.local.device import device_name, device_of_rank, gpus
-    from phalanx.train.measure.calibrate import (
-        Settings,
-        cores,
-        host_memory_bytes,
-        measure_collectives,
-        operations,
-        usual_clock,
-    )
+    from phalanx.train.measure import calibrate
     from phalanx_plan.fit_profile import fit_profile, to_tables
 
     device = device_of_rank(0)
-    settings = Settings(device, clock or usual_clock(device), quick)
-    count = ranks or (gpus() or cores())
+    settings = calibrate.Settings(device, clock or calibrate.usual_clock(device), quick)
+    count = ranks or (gpus() or calibrate.cores())
     gpu = device_name(device)
     key = "cpu" if gpu is None else _key(gpu)
     _say(quiet, f"products, attention, memory, copies, disk (clock: {settings.clock})")
-    points = operations(settings)
+    points = calibrate.operations(settings)
     for members in sorted({2, count}) if count > 1 else ():
         _say(quiet, f"collectives of {members} ranks")
-        for name, collective_points in measure_collectives(settings, members).items():
+        for name, collective_points in calibrate.measure_collectives(settings, members).items():
             points.setdefault(name, []).extend(collective_points)
     origin = _origin(settings)
-    tables = to_tables(fit_profile(points, accelerator(key), origin), count, host_memory_bytes(), origin)
+    tables = to_tables(
+        fit_profile(points, accelerator(key), origin), count, calibrate.host_memory_bytes(), origin
+    )
     _say(quiet, "training steps")
     tables["profile"]["stack"] = _stack_scalar(tables, settings, origin)
     return tables

@@ -16,17 +16,9 @@ import numpy as np
 
 from phalanx.parallel.pipeline_schedules import ScheduleName
 from phalanx.run.kinds.feed_forward import is_mixture
+from phalanx_plan.step_cost import memory as rank_memory
 from phalanx_plan.step_cost import pipeline, step_time
 from phalanx_plan.step_cost.layer_costs import LayerCosts, layer_costs
-from phalanx_plan.step_cost.memory import (
-    OVERHEADS,
-    lasting_bytes,
-    memory_at,
-    passing_bytes,
-    pipelines_of,
-    state_columns,
-    total,
-)
 from phalanx_plan.workload.candidates import (
     SCHEDULES,
     Candidates,
@@ -73,14 +65,18 @@ class Evaluation:
 
     def memory(self, kind: int) -> dict[str, Floats]:
         """Bytes by kind on the ranks of the ``kind``-th place."""
-        return memory_at(self.job, self.candidates, self.holdings, self.costs, self.pipes, self.table[kind])
+        return rank_memory.memory_at(
+            self.job, self.candidates, self.holdings, self.costs, self.pipes, self.table[kind]
+        )
 
     def most_memory(self, more: Floats | float = 0.0) -> Floats:
         """Bytes of the worst rank of each candidate; ``more`` bytes are added to those of state. ``more`` broadcasts."""
         lasting = self.lasting or self.with_lasting().lasting
         assert lasting is not None, "it was computed just now"
         each, place, candidate, kind = self._each_place()
-        passing = passing_bytes(each.job, each.candidates, each.holdings, each.costs, each.pipes, place)
+        passing = rank_memory.passing_bytes(
+            each.job, each.candidates, each.holdings, each.costs, each.pipes, place
+        )
         activations = _by_kind(passing, candidate, kind)
         most = (lasting.of(0) + more) + activations[0]
         place_bytes = np.empty_like(most)
@@ -98,11 +94,11 @@ class Evaluation:
     def with_lasting(self) -> Evaluation:
         """Return the evaluation with the bytes of state and overheads, computed once for all candidates that share them."""
         length = self.candidates.shape[-1]
-        columns = state_columns(self.job, self.candidates, self.table)
+        columns = rank_memory.state_columns(self.job, self.candidates, self.table)
         # Choices with an axis of their own stay on it.
         first, row = occurrences([column for column in columns if column.size == column.shape[-1] == length])
         each, place, candidate, kind = self.rows(first)._each_place()
-        bytes_ = lasting_bytes(each.job, each.candidates, each.holdings, place)
+        bytes_ = rank_memory.lasting_bytes(each.job, each.candidates, each.holdings, place)
         wide = np.broadcast_to(bytes_, (*bytes_.shape[:-1], len(candidate)))
         lasting = LastingBytes(tuple(_by_kind(wide, candidate, kind)), row)
         return replace(self, lasting=lasting)
@@ -188,7 +184,7 @@ def prepare(job: TrainingJob, candidates: Candidates) -> Evaluation:
         candidates,
         holdings(job.workload.model, candidates, job.stack.states.shards, job.stack.states.optimizer),
         layer_costs(job, candidates),
-        pipelines_of(job, candidates),
+        rank_memory.pipelines_of(job, candidates),
         pipeline.place_table(job, candidates),
     )
 
@@ -230,7 +226,7 @@ class Estimate:
     @property
     def allocated_bytes(self) -> float:
         """Bytes that an allocator reports as allocated: without contexts, communicators and fragmentation."""
-        return sum(size for kind, size in self.memory.items() if kind not in OVERHEADS)
+        return sum(size for kind, size in self.memory.items() if kind not in rank_memory.OVERHEADS)
 
     @property
     def fits(self) -> bool:
@@ -291,7 +287,7 @@ def estimated(
     memory = [_columns(evaluation.memory(kind), length) for kind in range(len(evaluation.table))]
     closed = evaluation.time()
     terms = _columns(_with_exact_schedule(evaluation, closed) if exact else closed, length)
-    closed_s = np.broadcast_to(total(closed), length)
+    closed_s = np.broadcast_to(rank_memory.total(closed), length)
     accelerator = job.cluster.accelerator
     flops = accelerator.flops
     results = []
@@ -334,7 +330,7 @@ def _check(job: TrainingJob, candidates: Candidates) -> None:
             f"data-parallel ranks of micro-batches of {candidates.micro_batch[0]}: change batch_size, slots, "
             "micro_batch or the data-parallel degree"
         )
-    pipes = pipelines_of(job, candidates)
+    pipes = rank_memory.pipelines_of(job, candidates)
     if not pipeline.legal(pipes, with_gaps=job.stack.any_micro_batches)[0]:
         raise ValueError(
             f"{SCHEDULES[int(candidates.schedule[0])]} with {candidates.stages_per_rank[0]} stages on each of "

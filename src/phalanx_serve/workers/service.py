@@ -28,14 +28,8 @@ from phalanx.checkpoint.pack.reader import is_pack
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx_serve.http.worker import ModelIdentity, Streaming, WorkerFacts, WorkerLoad
 from phalanx_serve.prompt import ModelText, read_model_text
+from phalanx_serve.served import opened
 from phalanx_serve.served.of_run import require_drafts, served_folder
-from phalanx_serve.served.opened import (
-    device_of,
-    newest_step,
-    older_than_damaged,
-    require_divisible,
-    threads_of_each,
-)
 from phalanx_serve.served.served_run import ServedRun
 from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Role, ServeError
 from phalanx_serve.weights.open_model import free_to_use, packed
@@ -382,7 +376,7 @@ def open_service(
         require_installed()
     called = served.text_name(name)
     served = _of_one_kind(served, divisions or {})
-    device_of(served)  # before packing, which takes long
+    opened.device_of(served)  # before packing, which takes long
     any_step = served.step is None
     served = _settled(served)
     if served.stream and not served.memory_bytes:
@@ -396,10 +390,10 @@ def open_service(
         processes = 0
         for role in roles:  # refused here rather than by each worker
             role_run = service.task_of(role).served
-            device_of(role_run)
-            require_divisible(role_run)
+            opened.device_of(role_run)
+            opened.require_divisible(role_run)
             processes += role_run.stages * role_run.tensor
-        environment = {"OMP_NUM_THREADS": str(threads or threads_of_each(processes))}
+        environment = {"OMP_NUM_THREADS": str(threads or opened.threads_of_each(processes))}
         service = dataclasses.replace(service, environment=environment)
         try:
             return words, RouterClient(service, tell)
@@ -419,14 +413,14 @@ def devices_of(
     ServeError.
     """
     served = _of_one_kind(served, divisions or {})
-    return list(dict.fromkeys(device_of(served, number) for number in range(workers)))
+    return list(dict.fromkeys(opened.device_of(served, number) for number in range(workers)))
 
 
 def _older_than_damaged(served: ServedRun) -> int | None:
     """Return ``older_than_damaged`` for the step of ``served``; None for a pack."""
     if served.step is None or is_pack(served.path):
         return None
-    return older_than_damaged(served.path, served.step)
+    return opened.older_than_damaged(served.path, served.step)
 
 
 def _of_one_kind(served: ServedRun, divisions: Mapping[Role, WorkerDivision]) -> ServedRun:
@@ -451,4 +445,6 @@ def _settled(served: ServedRun) -> ServedRun:
         path = file.path.resolve()
     if is_pack(path):
         return replace(served, run_dir=str(path))
-    return replace(served, run_dir=str(path), step=newest_step(path) if served.step is None else served.step)
+    return replace(
+        served, run_dir=str(path), step=opened.newest_step(path) if served.step is None else served.step
+    )

@@ -25,16 +25,9 @@ from phalanx.checkpoint.format.manifest import Index, decode_index
 from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.fleet.control.fleet_file import path_in
 from phalanx.observe.events import Event, RunStarted
+from phalanx.observe.logs import read_lines
 from phalanx.observe.logs.line import LEVELS, what_happened
 from phalanx.observe.logs.masking import run_file_mask
-from phalanx.observe.logs.read_lines import (
-    LogLine,
-    LogQuery,
-    grouped,
-    read_lines,
-    recovered_step,
-    told_failure,
-)
 from phalanx.observe.record.notes import read_serving
 from phalanx.observe.sinks import Setting, hyperparameters
 from phalanx.run.directory.files import files_below, open_regular
@@ -287,14 +280,14 @@ def logs_view(_runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[
     """Return the newest ``last`` lines that pass the filters, oldest first, and the first failure."""
     directory = RunDirectory(place.path)
     last = parameters.integer("last", 500, 1, _MOST_LINES)
-    lines = read_lines(directory, query_of(parameters), last + 1)
+    lines = read_lines.read_lines(directory, query_of(parameters), last + 1)
     shown = lines[-last:]
-    failure = told_failure(directory)
+    failure = read_lines.told_failure(directory)
     return {
         "lines": [
             _said(item.example)
             | {"count": item.count, "first": item.first, "last": item.last, "place": item.place}
-            for item in grouped(shown)
+            for item in read_lines.grouped(shown)
         ]
         if parameters.text("grouped") == "1"
         else [_line(item) for item in shown],
@@ -304,18 +297,18 @@ def logs_view(_runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[
         else _line(failure.line)
         | {
             "what": what_happened(failure.line.text)[:_LONGEST_TEXT],
-            "recovered_step": recovered_step(directory, failure.line),
+            "recovered_step": read_lines.recovered_step(directory, failure.line),
             "evidence": list(failure.evidence),
             "followers": [_line(item) for item in failure.followers[:_MOST_FOLLOWERS]],
         },
     }
 
 
-def query_of(parameters: Parameters) -> LogQuery:
+def query_of(parameters: Parameters) -> read_lines.LogQuery:
     """Return the log query of a request. Text is matched literally, because a regular expression could take forever."""
     ranks = [_rank(word) for word in parameters.names("rank", most=1000)]
     level = parameters.choice("level", LEVELS)
-    return LogQuery(
+    return read_lines.LogQuery(
         ranks=frozenset(ranks),
         nodes=frozenset(parameters.names("node", most=1000)),
         level=level,
@@ -331,12 +324,12 @@ def _rank(word: str) -> int:
     return int(word)
 
 
-def _line(line: LogLine) -> dict[str, object]:
+def _line(line: read_lines.LogLine) -> dict[str, object]:
     where = ", ".join(word for word in (line.process, line.node or "") if word)
     return _said(line) | {"count": 1, "first": line.t, "last": line.t, "place": where}
 
 
-def _said(line: LogLine) -> dict[str, object]:
+def _said(line: read_lines.LogLine) -> dict[str, object]:
     """Return a log line as plain values, with a long text cut."""
     text = line.text if len(line.text) <= _LONGEST_TEXT else f"{line.text[:_LONGEST_TEXT]} ..."
     shortened = structs.replace(line, text=text, goes_on=UNSET)

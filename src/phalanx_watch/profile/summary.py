@@ -17,28 +17,10 @@ from typing import Any
 
 from phalanx.observe.profile import RankTrace
 from phalanx.observe.throughput import format_bytes
+from phalanx_watch.profile import operations as op_times
 from phalanx_watch.profile import partition
+from phalanx_watch.profile import waits as wait_times
 from phalanx_watch.profile.chrome import memory_line, merged
-from phalanx_watch.profile.operations import (
-    Prediction,
-    TermRow,
-    by_layer,
-    kinds,
-    measured,
-    term_rows,
-    what_would_pay,
-)
-from phalanx_watch.profile.waits import (
-    ClockFit,
-    Passage,
-    Transfer,
-    Waits,
-    critical_path,
-    fit_clocks,
-    meet,
-    passages,
-    path_seconds,
-)
 
 # Findings, in sentences.
 
@@ -69,7 +51,7 @@ class Finding:
     axis: str = ""
 
 
-def findings(cuts: Sequence[partition.StepPieces], waits: Waits) -> list[Finding]:
+def findings(cuts: Sequence[partition.StepPieces], waits: wait_times.Waits) -> list[Finding]:
     """Return the findings that cost a noticeable share of the step, the most costly first; a healthy one if none costs much."""
     if not cuts:
         return []
@@ -89,7 +71,7 @@ def findings(cuts: Sequence[partition.StepPieces], waits: Waits) -> list[Finding
 
 
 def _late(
-    seconds: Mapping[int, Mapping[str, float]], waits: Waits, steps: int, step_s: float
+    seconds: Mapping[int, Mapping[str, float]], waits: wait_times.Waits, steps: int, step_s: float
 ) -> list[Finding]:
     """Return a finding for each rank that others wait for, net of its own waits; none if moving bytes is the cause."""
     late_ranks = []
@@ -114,7 +96,7 @@ def _late(
 
 
 def _without_waits(
-    rank: int, seconds: Mapping[int, Mapping[str, float]], waits: Waits, steps: int
+    rank: int, seconds: Mapping[int, Mapping[str, float]], waits: wait_times.Waits, steps: int
 ) -> dict[str, float]:
     """Return a rank's seconds of a step by category, without waits for later ranks."""
     return {
@@ -157,10 +139,10 @@ def _why(
     return f"rank {late} {doing} {partition.duration(idle[most])} longer than its peers", idle[most]
 
 
-def _links(waits: Waits, steps: int, step_s: float) -> list[Finding]:
+def _links(waits: wait_times.Waits, steps: int, step_s: float) -> list[Finding]:
     """Return the collectives of each axis by their time with all ranks present, the slowest group of each, and how it compares with
     the others."""
-    by_axis: dict[str, dict[str, Transfer]] = {}
+    by_axis: dict[str, dict[str, wait_times.Transfer]] = {}
     for (axis, group), transfer in waits.moved.items():
         by_axis.setdefault(axis, {})[group] = transfer
     slow_links = []
@@ -264,7 +246,7 @@ def analyze(
     name: str,
     traces: Sequence[RankTrace],
     order: Mapping[str, Any],
-    prediction: Prediction | None,
+    prediction: op_times.Prediction | None,
     notes: Sequence[str] = (),
 ) -> Analysis:
     """Analyze the recordings of at least one rank.
@@ -283,12 +265,12 @@ def analyze(
         raise ValueError("no rank recorded a whole step")
     kept = [(trace, cut) for trace, cut in zip(traces, cuts, strict=True) if len(cut.pieces)]
     traces, cuts = [trace for trace, _ in kept], [cut for _, cut in kept]
-    clocks = fit_clocks(traces)
-    ways = {trace.rank: passages(trace, clocks[trace.rank], cut.steps) for trace, cut in kept}
-    waits = meet(ways)
+    clocks = wait_times.fit_clocks(traces)
+    ways = {trace.rank: wait_times.passages(trace, clocks[trace.rank], cut.steps) for trace, cut in kept}
+    waits = wait_times.meet(ways)
     memory = [line for trace, cut in kept if (line := memory_line(trace, cut))]
     peak, copy_rate = _peaks(traces, order)
-    operations = kinds(traces, cuts, peak, copy_rate)
+    operations = op_times.kinds(traces, cuts, peak, copy_rate)
     results = findings(cuts, waits)
     steps = max(len(cut.steps) for cut in cuts)
     step_s = sum(cut.step_s for cut in cuts) / len(cuts)
@@ -321,8 +303,12 @@ def analyze(
             {**asdict(row), "flops_per_s": row.flops_per_s, "bytes_per_s": row.bytes_per_s}
             for row in operations
         ],
-        "layers": [asdict(row) for row in by_layer(cuts)],
-        "plan": _plan(prediction, term_rows(prediction, measured(cuts, operations, waits, ways)), step_s),
+        "layers": [asdict(row) for row in op_times.by_layer(cuts)],
+        "plan": _plan(
+            prediction,
+            op_times.term_rows(prediction, op_times.measured(cuts, operations, waits, ways)),
+            step_s,
+        ),
         "memory": [asdict(line) for line in memory],
         "recording": [_recording(trace) for trace in traces],
         "notes": list(notes),
@@ -331,7 +317,7 @@ def analyze(
     return Analysis(summary, merged(traces, clocks, waits, memory, about=about))
 
 
-def _transfers(waits: Waits, steps: int) -> list[dict[str, Any]]:
+def _transfers(waits: wait_times.Waits, steps: int) -> list[dict[str, Any]]:
     """Return the bytes and time of each group of ranks in a step, the longest first."""
     longest = sorted(waits.moved.items(), key=lambda pair: -pair[1].seconds)[:_MOST_PAIRS]
     return [
@@ -349,9 +335,9 @@ def _transfers(waits: Waits, steps: int) -> list[dict[str, Any]]:
 
 def _critical_path(
     kept: Sequence[tuple[RankTrace, partition.StepPieces]],
-    clocks: Mapping[int, ClockFit],
-    ways: Mapping[int, Sequence[Passage]],
-    waits: Waits,
+    clocks: Mapping[int, wait_times.ClockFit],
+    ways: Mapping[int, Sequence[wait_times.Passage]],
+    waits: wait_times.Waits,
     steps: int,
 ) -> dict[str, dict[str, float]]:
     """Return the seconds of a step on the critical path, by rank and category."""
@@ -364,14 +350,16 @@ def _critical_path(
     windows = {
         rank: (common_ns(cut, "begin_ns", 0), common_ns(cut, "end_ns", -1)) for rank, cut in by_rank.items()
     }
-    path = critical_path(waits, ways, windows)
+    path = wait_times.critical_path(waits, ways, windows)
     return {
         str(rank): {word: seconds / steps for word, seconds in words.items()}
-        for rank, words in sorted(path_seconds(path, by_rank, clocks, bases).items())
+        for rank, words in sorted(wait_times.path_seconds(path, by_rank, clocks, bases).items())
     }
 
 
-def _plan(prediction: Prediction | None, rows: Sequence[TermRow], step_s: float) -> dict[str, Any]:
+def _plan(
+    prediction: op_times.Prediction | None, rows: Sequence[op_times.TermRow], step_s: float
+) -> dict[str, Any]:
     """Return the planner's step beside the measured one, term by term."""
     return {
         "cluster": None if prediction is None else prediction.cluster,
@@ -384,7 +372,7 @@ def _plan(prediction: Prediction | None, rows: Sequence[TermRow], step_s: float)
             }
             for row in rows
         ],
-        "would_pay": [] if prediction is None else what_would_pay(rows, step_s),
+        "would_pay": [] if prediction is None else op_times.what_would_pay(rows, step_s),
     }
 
 
