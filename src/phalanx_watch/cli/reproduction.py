@@ -19,8 +19,8 @@ from phalanx.observe.record.records import usable_cores
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
 from phalanx.train.compare import runs
+from phalanx_watch.runs import reproduce
 from phalanx_watch.runs.recorded import RunRecording, read_recorded
-from phalanx_watch.runs.reproduce import Changed, changes, now, then
 
 _LONGEST = 100
 _MOST_RANKS = 8
@@ -67,19 +67,21 @@ def reproduce_command(
 
     Exit codes: 0 the same bits (with --dry-run: nothing that may change them differs), 1 they part (or something differs), 2 trouble.
     """
-    from phalanx_watch.runs.reproduce import make_environment
 
     demand_folder(run_dir, TroubleError)
     with trouble(RunDirectoryError):
         recording = read_recorded(run_dir)
         spec = read_resolved(RunDirectory(run_dir))
         if environment is not None:
-            python = make_environment(recording, environment, lambda text: click.echo(text, err=True))
+            python = reproduce.make_environment(
+                recording, environment, lambda text: click.echo(text, err=True)
+            )
             click.echo(f"{python} -m phalanx reproduce {run_dir}")
             return
         packages = Path(recording.packages).read_text() if recording.packages else ""
-        differ = changes(
-            then(recording, packages), now(spec, RunDirectory(Path(recording.row.path)), _probes(spec))
+        differ = reproduce.changes(
+            reproduce.then(recording, packages),
+            reproduce.now(spec, RunDirectory(Path(recording.row.path)), _probes(spec)),
         )
     if not as_json:
         for line in _lines(recording, differ):
@@ -125,7 +127,7 @@ def _probes(spec: RunSpec) -> dict[str, str]:
     return dict(probe(spec, device).probes)
 
 
-def _lines(recording: RunRecording, differ: list[Changed]) -> Iterator[str]:
+def _lines(recording: RunRecording, differ: list[reproduce.Changed]) -> Iterator[str]:
     """Yield lines on what differs between then and now, with its weight and remedy."""
     yield f"{recording.row.name}: {recording.row.state}, step {recording.row.step:,} of {recording.row.steps:,}, weights {recording.row.weights_sha256[:12] or 'not final'}"
     if not differ:
@@ -150,7 +152,7 @@ def _again(
     ranks: int,
     steps: int | None,
     into: Path | None,
-    differ: list[Changed],
+    differ: list[reproduce.Changed],
     *,
     as_json: bool,
 ) -> int:
@@ -158,13 +160,12 @@ def _again(
 
     Raises ``TroubleError`` if the training fails, or there is nothing to compare.
     """
-    from phalanx_watch.runs.reproduce import again, free_directory, train_again, write_run_file
 
-    place = into or free_directory(run_dir)
+    place = into or reproduce.free_directory(run_dir)
     with trouble(RunDirectoryError, runs.NothingToCompareError):
-        file = write_run_file(again(spec, RunDirectory(run_dir), place, ranks), place)
+        file = reproduce.write_run_file(reproduce.again(spec, RunDirectory(run_dir), place, ranks), place)
         click.echo(f"training it again in {place}, by {file}", err=True)
-        code = train_again(file, RunDirectory(place), steps)
+        code = reproduce.train_again(file, RunDirectory(place), steps)
         if code:
             raise RunDirectoryError(
                 f"the training in {place} ended with exit code {code}; its logs are in {place / 'logs'}"

@@ -30,14 +30,7 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_re
 from phalanx.run.fields import ValueRange
 from phalanx.run.layout import Layout, rank_place
 from phalanx.train.start.open_run import take_lock
-from phalanx_watch.ranks import (
-    RankLateness,
-    layout_of_attempt,
-    newest_windows,
-    nodes_of_ranks,
-    slowest,
-    values_of,
-)
+from phalanx_watch import ranks as comparison
 
 
 @click.command("watch", cls=Command)
@@ -109,20 +102,20 @@ def ranks_command(
         explained(RankStreamError, RunDirectoryError, EventLogError),
         RankStream(directory.ranks) as stream,
     ):
-        windows = newest_windows(stream, last, attempt)
+        windows = comparison.newest_windows(stream, last, attempt)
         if not windows:
             scope = "" if attempt is None else f" of attempt {attempt}"
             raise RunDirectoryError(
                 f"{directory.ranks} has no numbers{scope} yet: ranks write there every observe.ranks_every_steps steps, and never if that is 0"
             )
         head = stream.head(windows[-1])
-        layout = layout_of_attempt(directory, head.attempt, head.ranks)
-        slow_ranks = slowest(
-            column, values_of(stream, column, windows), layout, _MOST_SLOW if slow else _ROWS
+        layout = comparison.layout_of_attempt(directory, head.attempt, head.ranks)
+        slow_ranks = comparison.slowest(
+            column, comparison.values_of(stream, column, windows), layout, _MOST_SLOW if slow else _ROWS
         )
         slow_ranks = [rank for rank in slow_ranks if rank.slow or not slow]
         newest = head.attempt == stream.head(-1).attempt
-        nodes = nodes_of_ranks(directory, head.ranks) if newest else {}
+        nodes = comparison.nodes_of_ranks(directory, head.ranks) if newest else {}
         if as_json:
             click.echo(json.dumps(_as_json(stream, column, windows, layout, slow_ranks, nodes)))
             return
@@ -140,7 +133,7 @@ def _headline(stream: RankStream, column: str, windows: range) -> str:
 
 
 def _print_table(
-    column: str, layout: Layout, latenesses: Sequence[RankLateness], nodes: dict[int, str]
+    column: str, layout: Layout, latenesses: Sequence[comparison.RankLateness], nodes: dict[int, str]
 ) -> None:
     """Print the ranks that are slower than their peers with their places in the mesh, or that none is."""
     from rich.table import Table
@@ -190,7 +183,7 @@ def _as_json(
     column: str,
     windows: range,
     layout: Layout,
-    latenesses: Sequence[RankLateness],
+    latenesses: Sequence[comparison.RankLateness],
     nodes: dict[int, str],
 ) -> dict[str, object]:
     first, last = stream.head(windows[0]), stream.head(windows[-1])

@@ -44,14 +44,7 @@ from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_url
 from phalanx.store.store import StoreError
 from phalanx.train.lifecycle.ending import read_failure
-from phalanx_watch.ranks import (
-    RankLateness,
-    layout_of_attempt,
-    newest_windows,
-    nodes_of_ranks,
-    slowest,
-    values_of,
-)
+from phalanx_watch import ranks as comparison
 from phalanx_watch.runs.probe import KernelLocks, holder_of
 from phalanx_watch.why import fleet, layers, numbers, progress, surroundings
 from phalanx_watch.why import observed as o
@@ -114,15 +107,15 @@ def slow_ranks(directory: RunDirectory, attempt: int) -> list[o.SlowRankSeen]:
         suppress(RankStreamError, RunDirectoryError, EventLogError, OSError, IndexError, ValueError),
         RankStream(directory.ranks) as stream,
     ):
-        windows = newest_windows(stream, _WINDOWS)
+        windows = comparison.newest_windows(stream, _WINDOWS)
         if len(windows) < _LEAST_WINDOWS or stream.head(windows[-1]).attempt != attempt:
             return []
         ranks = stream.head(windows[-1]).ranks
-        values = values_of(stream, "compute_s", windows)
-        layout = layout_of_attempt(directory, attempt, ranks)
-        latenesses = slowest("compute_s", values, layout, _MOST_LOOKED_AT)
+        values = comparison.values_of(stream, "compute_s", windows)
+        layout = comparison.layout_of_attempt(directory, attempt, ranks)
+        latenesses = comparison.slowest("compute_s", values, layout, _MOST_LOOKED_AT)
         worst = max(latenesses, key=lambda rank: rank.late_share, default=None)
-        nodes = nodes_of_ranks(directory, ranks)
+        nodes = comparison.nodes_of_ranks(directory, ranks)
         return [
             o.SlowRankSeen(
                 rank.rank,
@@ -140,7 +133,7 @@ def slow_ranks(directory: RunDirectory, attempt: int) -> list[o.SlowRankSeen]:
     return []
 
 
-def _is_late_alone(worst: RankLateness, ranks: Sequence[RankLateness]) -> bool:
+def _is_late_alone(worst: comparison.RankLateness, ranks: Sequence[comparison.RankLateness]) -> bool:
     """Return True if a rank is late in bursts: often, by much in total, and far more than any other rank. On a
     busy machine every rank is late at times.
     """
