@@ -17,7 +17,7 @@ from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.events import RunStarted
 from phalanx.observe.goodput import Goodput, goodput
 from phalanx.observe.logs.masking import run_file_mask
-from phalanx.observe.record import notes
+from phalanx.observe.record import notes as record_notes
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.identity import all_fields, identity
 from phalanx.run.spec import RunSpec
@@ -49,9 +49,9 @@ class RunRecording:
     row: RunRow
     started: RunStarted | None
     """Newest start."""
-    machines: tuple[notes.Machine, ...]
+    machines: tuple[record_notes.Machine, ...]
     """Machines of the newest start that recorded any."""
-    differences: tuple[notes.MachineDifference, ...]
+    differences: tuple[record_notes.MachineDifference, ...]
     checkpoints: tuple[int, ...]
     """Steps with a checkpoint on disk."""
     patch: str
@@ -89,7 +89,7 @@ def read_recorded(run_dir: Path, price: float = 0.0) -> RunRecording:
         started = read_tail(directory.events).started
     except OSError as error:
         raise RunDirectoryError(f"cannot read {directory.events}: {error.strerror}") from error
-    machines = notes.newest_machines(directory)
+    machines = record_notes.newest_machines(directory)
     code = started.environment.get("code") if started else None
     patch = str(code.get("patch_sha256", ""))[:12] if isinstance(code, dict) else ""
     packages = next((machine.packages_sha256[:12] for machine in machines), "")
@@ -101,7 +101,7 @@ def read_recorded(run_dir: Path, price: float = 0.0) -> RunRecording:
         row=row,
         started=started,
         machines=tuple(machines),
-        differences=tuple(notes.machine_differences(machines)),
+        differences=tuple(record_notes.machine_differences(machines)),
         checkpoints=tuple(checkpoints),
         patch=_there(directory.code / f"{patch}.patch") if patch else "",
         packages=_there(directory.code / f"packages-{packages}.txt") if packages else "",
