@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx_serve.traffic.events import Beat, WorkerIdentity, WorkerJoined
-from phalanx_serve.traffic.pools import Pool, PoolSettings, Refuse, quarantine, step
+from phalanx_serve.traffic.events import Beat, Refuse, WorkerIdentity, WorkerJoined
+from phalanx_serve.traffic.pools import Pool, PoolSettings, quarantine, step
 
 
 def test_a_worker_that_was_set_aside_gets_the_reason_also_for_a_heartbeat_that_was_under_way() -> None:
