@@ -11,7 +11,7 @@ import random
 import ssl
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -416,7 +416,6 @@ def restore_from_holders(
     *,
     rank: int | None = None,
     further: Sequence[ReadableTier] = (),
-    may_be_missing: Collection[str] = (),
 ) -> dict[str, object]:
     """Run ``restore`` from ``snapshot`` (and ``further`` tiers); retry as long as another holder can replace a failed one.
 
@@ -431,7 +430,6 @@ def restore_from_holders(
                 shards,
                 rank=rank,
                 reader=snapshot.reader,
-                may_be_missing=may_be_missing,
             )
         except CheckpointError as error:
             if snapshot.failed == failed:

@@ -218,14 +218,9 @@ class Credentials:
     handshake_timeout_s: float = HANDSHAKE_S
     """Limit of the whole handshake of a stream."""
 
-    def with_keys(self, join: Keyring, operate: Keyring | None = None) -> Credentials:
+    def with_keys(self, join: Keyring) -> Credentials:
         """Return the same credentials after a rotation of the tokens."""
-        changed = replace(self, token=join.token, earlier=join)
-        return (
-            changed
-            if operate is None
-            else replace(changed, operator_token=operate.token, earlier_operators=operate)
-        )
+        return replace(self, token=join.token, earlier=join)
 
     def accepted_names(self) -> frozenset[str]:
         """Return the names of the tokens with which agents may be attached now."""
