@@ -23,21 +23,8 @@ from torch import Tensor, nn
 
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.snapshot.segments import Segment
+from phalanx.fleet import fault as faults
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
-from phalanx.fleet.fault import (
-    Corrupt,
-    CutLink,
-    DelayLink,
-    Fault,
-    FaultPhase,
-    FillDisk,
-    Freeze,
-    Kill,
-    NanLoss,
-    Slow,
-    fault_marker,
-    parse_fault,
-)
 from phalanx.observe.ledger import Bucket
 from phalanx.parallel.reduction.checksum import Witness, attach
 from phalanx.parallel.reduction.data_parallel import local
@@ -72,7 +59,7 @@ class Saboteur:
     witness: Witness = field(default_factory=Witness)
     """Hook through which gradients pass; with audits, theirs."""
     began_s: float = field(default_factory=time.monotonic)
-    _faults: list[tuple[int, Fault]] = field(default_factory=list)
+    _faults: list[tuple[int, faults.Fault]] = field(default_factory=list)
     _slow: float = 1.0
     _nan: bool = False
     """True if the loss of the next slot that counts is to be NaN."""
@@ -81,7 +68,9 @@ class Saboteur:
     def learn(self, sentences: Iterable[str]) -> None:
         """Add faults. They are numbered in the order of the arguments, the same on every worker."""
         first_number = len(self._faults)
-        self._faults += [(first_number + n, parse_fault(sentence)) for n, sentence in enumerate(sentences)]
+        self._faults += [
+            (first_number + n, faults.parse_fault(sentence)) for n, sentence in enumerate(sentences)
+        ]
 
     def enters(self, rank: int) -> None:
         """Note that this worker has become a rank."""
@@ -106,7 +95,7 @@ class Saboteur:
         _between(model, "begin", "end", self._dawdle)
         self._spoil_losses(built)
         if built.spec.fleet.audit_every_steps == 0 and any(
-            isinstance(fault.action, Corrupt) for _, fault in self._faults
+            isinstance(fault.action, faults.Corrupt) for _, fault in self._faults
         ):
             self.witness = attach(model)
 
@@ -119,13 +108,13 @@ class Saboteur:
         self.step = step
         self.at(None)
 
-    def at(self, phase: FaultPhase | None) -> None:
+    def at(self, phase: faults.FaultPhase | None) -> None:
         """Inject the faults that are due in this phase of the present step."""
         for number, fault in self._faults:
             if self._due(fault, phase) and self._concerns_me(fault) and self._first(number):
                 self._commit(fault)
 
-    def _due(self, fault: Fault, phase: FaultPhase | None) -> bool:
+    def _due(self, fault: faults.Fault, phase: faults.FaultPhase | None) -> bool:
         """Return True if the fault is due now, in ``phase`` (None: at the end of a step)."""
         when = fault.when
         if when.phase != phase:
@@ -134,22 +123,22 @@ class Saboteur:
             return time.monotonic() - self.began_s >= (when.time_s or 0.0)
         return self.step >= when.step if phase == "recovery" else self.step == when.step
 
-    def _concerns_me(self, fault: Fault) -> bool:
+    def _concerns_me(self, fault: faults.Fault) -> bool:
         """Return True if the fault's target is this worker, its rank or its node; rank 0 injects all others."""
         match fault.action:
-            case Kill(target="worker", number=number):
+            case faults.Kill(target="worker", number=number):
                 return number == self.here.worker
-            case Kill(target="node", number=number):
+            case faults.Kill(target="node", number=number):
                 return number == self.here.node
             case (
-                Kill(target="rank", number=rank)
-                | Freeze(rank)
-                | Slow(rank)
-                | Corrupt(_, rank)
-                | NanLoss(rank)
+                faults.Kill(target="rank", number=rank)
+                | faults.Freeze(rank)
+                | faults.Slow(rank)
+                | faults.Corrupt(_, rank)
+                | faults.NanLoss(rank)
             ):
                 return rank == self.rank
-            case CutLink(nodes) | DelayLink(nodes):
+            case faults.CutLink(nodes) | faults.DelayLink(nodes):
                 return self.here.node in nodes
             case _:
                 return self.rank == 0
@@ -157,41 +146,41 @@ class Saboteur:
     def _first(self, number: int) -> bool:
         """Return True if no worker has injected this fault yet, and mark it as injected."""
         with suppress(FileExistsError):
-            marker = fault_marker(self.here.run_dir, number)
+            marker = faults.fault_marker(self.here.run_dir, number)
             marker.parent.mkdir(exist_ok=True)
             marker.touch(exist_ok=False)
             return True
         return False
 
-    def _commit(self, fault: Fault) -> None:
+    def _commit(self, fault: faults.Fault) -> None:
         """Inject the fault: print it, and kill, suspend, slow down, cut off or corrupt this process."""
         print(f"fault: {fault} (rank {self.rank}, step {self.step})", flush=True)
         match fault.action:
-            case Kill(target="coordinator"):
+            case faults.Kill(target="coordinator"):
                 with suppress(FleetFileError, ProcessLookupError):
                     os.kill(read_fleet_file(self.here.run_dir).coordinator_pid, signal.SIGKILL)
-            case Kill(target="node"):
+            case faults.Kill(target="node"):
                 os.killpg(os.getpgrp(), signal.SIGKILL)
-            case Kill():
+            case faults.Kill():
                 os.kill(os.getpid(), signal.SIGKILL)
-            case Freeze():
+            case faults.Freeze():
                 self._stop(fault.for_s)
-            case Slow(_, factor):
+            case faults.Slow(_, factor):
                 self._slow = factor
                 self._later(fault.for_s, lambda: setattr(self, "_slow", 1.0))
-            case CutLink():
+            case faults.CutLink():
                 self._cut_off(fault.for_s)
-            case DelayLink(_, delay_s):
+            case faults.DelayLink(_, delay_s):
                 time.sleep(delay_s)
-            case Corrupt("gradient", _):
+            case faults.Corrupt("gradient", _):
                 self.witness.corrupt = _once(self.witness)
-            case Corrupt("parameter", _):
+            case faults.Corrupt("parameter", _):
                 _flip_bit(max(map(local, state_tensors(self._parts).values()), key=Tensor.numel))
-            case Corrupt():
+            case faults.Corrupt():
                 self._corrupt_snapshot()
-            case NanLoss():
+            case faults.NanLoss():
                 self._nan = True
-            case FillDisk():
+            case faults.FillDisk():
                 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
                 self._later(fault.for_s, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))

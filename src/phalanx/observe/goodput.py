@@ -24,19 +24,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from phalanx.observe.events import (
-    FROM_OUTSIDE,
-    CheckpointSaved,
-    EpochLeft,
-    Event,
-    Finished,
-    LossSpike,
-    NonFinite,
-    Restored,
-    RunStarted,
-    Step,
-    Stopped,
-)
+from phalanx.observe import events as e
 from phalanx.observe.ledger import NS_PER_S, Bucket, add, format_ledger
 from phalanx.observe.throughput import format_duration
 
@@ -75,13 +63,13 @@ class Goodput:
         return (self.committed_ns + self.pending_ns) / self.held_ns if self.held_ns else 0.0
 
 
-def goodput(events: Iterable[Event]) -> Goodput:
+def goodput(events: Iterable[e.Event]) -> Goodput:
     """Return the goodput of a run from its events, in any order of attempts but each attempt in its own.
 
     Steps without a ledger count with their ``step_s``, times the steps since the last event; the rest
     of such an attempt is unattributed.
     """
-    attempts: dict[int, list[Event]] = {}
+    attempts: dict[int, list[e.Event]] = {}
     for event in events:
         attempts.setdefault(event.attempt, []).append(event)
     accounts = _disjoint([_account(own) for _, own in sorted(attempts.items()) if _lived(own)])
@@ -120,30 +108,30 @@ class AttemptAccount:
     last_step: int
 
 
-def attempt_accounts(events: Iterable[Event]) -> list[AttemptAccount]:
+def attempt_accounts(events: Iterable[e.Event]) -> list[AttemptAccount]:
     """Return the account of each attempt that held its machines, in order, with the reason of its end; together they are all of
     ``goodput(events)``."""
-    attempts: dict[int, list[Event]] = {}
+    attempts: dict[int, list[e.Event]] = {}
     reasons: dict[int, str] = {}
     lived = 0
     for event in events:
         attempts.setdefault(event.attempt, []).append(event)
         match event.body:
-            case EpochLeft(reason=reason):  # told by the coordinator, under an attempt of its own
+            case e.EpochLeft(reason=reason):  # told by the coordinator, under an attempt of its own
                 reasons.setdefault(lived, reason)
-            case Stopped(reason=reason):
+            case e.Stopped(reason=reason):
                 reasons[event.attempt] = reason
-            case Finished():
+            case e.Finished():
                 reasons[event.attempt] = "finished"
-        if not isinstance(event.body, FROM_OUTSIDE):
+        if not isinstance(event.body, e.FROM_OUTSIDE):
             lived = event.attempt
     accounts = _disjoint([_account(own) for _, own in sorted(attempts.items()) if _lived(own)])
     return [_described(account, reasons.get(account.events[0].attempt, "")) for account in accounts]
 
 
 def _described(account: _Account, reason: str) -> AttemptAccount:
-    steps = [event.body.step for event in account.events if isinstance(event.body, Step)]
-    ranks = [event.body.ranks for event in account.events if isinstance(event.body, RunStarted)]
+    steps = [event.body.step for event in account.events if isinstance(event.body, e.Step)]
+    ranks = [event.body.ranks for event in account.events if isinstance(event.body, e.RunStarted)]
     return AttemptAccount(
         attempt=account.events[0].attempt,
         started_s=account.start_ns / NS_PER_S,
@@ -170,7 +158,7 @@ class _InSteps(NamedTuple):
 class _Account:
     """One attempt: when it began and ended (unix nanoseconds), and where the time between went."""
 
-    events: Sequence[Event]
+    events: Sequence[e.Event]
     in_steps: Sequence[_InSteps | None]
     """Beside each event: the time in the step loop so far, where the event has it."""
     start_ns: int
@@ -198,12 +186,12 @@ def _disjoint(accounts: list[_Account]) -> list[_Account]:
     return latest_first[::-1]
 
 
-def _lived(events: list[Event]) -> list[Event]:
+def _lived(events: list[e.Event]) -> list[e.Event]:
     """The events that the ranks of an attempt wrote themselves."""
-    return [event for event in events if not isinstance(event.body, FROM_OUTSIDE)]
+    return [event for event in events if not isinstance(event.body, e.FROM_OUTSIDE)]
 
 
-def _account(events: list[Event]) -> _Account:
+def _account(events: list[e.Event]) -> _Account:
     """Return an attempt's account by its last ledger; the time after that is unattributed. Without a ledger, by its step times.
 
     It ends with the last event in which the attempt lived, of which there must be one (``ValueError``).
@@ -223,17 +211,17 @@ def _account(events: list[Event]) -> _Account:
     )
 
 
-def _account_from_step_times(events: list[Event], end_ns: int) -> _Account:
+def _account_from_step_times(events: list[e.Event], end_ns: int) -> _Account:
     """Return the account of an attempt without a ledger: each logged step's seconds count for all steps since the one before."""
     in_steps: list[_InSteps | None] = []
     done_ns, cursor = 0, 0
     for event in events:
-        if isinstance(event.body, Restored):
+        if isinstance(event.body, e.Restored):
             cursor = event.body.step
-        if isinstance(event.body, Step):
+        if isinstance(event.body, e.Step):
             done_ns += _ns(event.body.step_s) * max(1, event.body.step - cursor)
             cursor = event.body.step
-        in_steps.append(_InSteps(done_ns, 0) if isinstance(event.body, Step) else None)
+        in_steps.append(_InSteps(done_ns, 0) if isinstance(event.body, e.Step) else None)
     start_ns = min(_ns(event.t) for event in events)
     rest_ns = end_ns - start_ns - done_ns
     return _Account(
@@ -241,9 +229,9 @@ def _account_from_step_times(events: list[Event], end_ns: int) -> _Account:
     )
 
 
-def ledger_of(event: Event) -> Mapping[str, float]:
+def ledger_of(event: e.Event) -> Mapping[str, float]:
     """The ledger of the event's attempt up to the event; empty if the event carries none."""
-    return event.body.ledger if isinstance(event.body, (Step, Stopped, Finished)) else {}
+    return event.body.ledger if isinstance(event.body, (e.Step, e.Stopped, e.Finished)) else {}
 
 
 def _in_steps(ledger: Mapping[str, float]) -> _InSteps | None:
@@ -294,16 +282,16 @@ class _Line:
         cursor, seen, skipped = 0, _InSteps(0, 0), 0
         for event, in_steps in zip(account.events, account.in_steps, strict=True):
             match event.body:
-                case Restored(step=step):
+                case e.Restored(step=step):
                     self._go_back_to(step)
                     cursor = step
-                case NonFinite(skipped=True) | LossSpike(action="skip"):
+                case e.NonFinite(skipped=True) | e.LossSpike(action="skip"):
                     skipped += 1
-                case CheckpointSaved(step=step):
+                case e.CheckpointSaved(step=step):
                     self.durable_step = max(self.durable_step, step)
-                case Finished():
+                case e.Finished():
                     self.durable_step = max(self.durable_step, cursor)
-                case Step(step=step) if in_steps is not None:
+                case e.Step(step=step) if in_steps is not None:
                     cursor = min(cursor, step - 1)
                     self._go_back_to(cursor)
                     done = _InSteps(in_steps.rest_ns - seen.rest_ns, in_steps.waiting_ns - seen.waiting_ns)

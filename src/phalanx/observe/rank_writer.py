@@ -24,21 +24,7 @@ from typing import BinaryIO, Self
 
 import numpy as np
 
-from phalanx.observe.rank_file import (
-    HEAD_BYTES,
-    RANK_COLUMNS,
-    TITLE,
-    UNKNOWN,
-    Codes,
-    FrameHead,
-    FrameIndex,
-    RankFrame,
-    RankStreamError,
-    encode_frame,
-    join_frame,
-    open_for_reading,
-    unfinished,
-)
+from phalanx.observe import rank_file
 
 MOST_BYTES = 1 << 30
 """Size from which the file is coarsened: of 100,000 ranks some 1,340 frames, a day and a half of windows of 100 s."""
@@ -77,13 +63,13 @@ class RankStreamWriter:
         """Where the next frame begins, and how many there are before it."""
         self._open()
 
-    def append(self, frame: RankFrame) -> None:
+    def append(self, frame: rank_file.RankFrame) -> None:
         """Write one frame, and coarsen the file if it is too long. A file that was replaced is opened again.
 
         Raises ``ValueError`` for a frame that cannot be encoded, and ``RankStreamError`` if it cannot be written: earlier frames
         are intact.
         """
-        data = encode_frame(frame)
+        data = rank_file.encode_frame(frame)
         if self._replaced():
             self.close()
             self._open()
@@ -111,7 +97,7 @@ class RankStreamWriter:
         ``RankStreamError``."""
         try:
             self._open_as_it_is()
-        except RankStreamError:
+        except rank_file.RankStreamError:
             if self._descriptor < 0:
                 raise
             self.close()  # what is there is no stream; it may be worth something to somebody
@@ -123,15 +109,15 @@ class RankStreamWriter:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             self._descriptor = os.open(self.path, flags, 0o644)
-            missing = len(TITLE) - os.fstat(self._descriptor).st_size
+            missing = len(rank_file.TITLE) - os.fstat(self._descriptor).st_size
             if missing > 0:
-                os.write(self._descriptor, TITLE[-missing:])
+                os.write(self._descriptor, rank_file.TITLE[-missing:])
         except OSError as error:
             self.close()
             raise self._unwritten(error.strerror or "") from error
         with _indexed(self.path) as index:
             self._frames = len(index.heads)
-            self._next = unfinished(self._descriptor, max(index.position, len(TITLE)))
+            self._next = rank_file.unfinished(self._descriptor, max(index.position, len(rank_file.TITLE)))
 
     def _replaced(self) -> bool:
         """True if the name leads to another file by now, or to none: of a rank that took over, or of somebody who cleans up."""
@@ -153,12 +139,14 @@ class RankStreamWriter:
         except OSError as error:
             raise self._unwritten(error.strerror or "") from error
         # Of a frame whose head is there the rest is owed; a part of a head is no frame.
-        self._next = begin + len(data) if size >= begin + HEAD_BYTES else max(begin, _whole(size))
+        self._next = begin + len(data) if size >= begin + rank_file.HEAD_BYTES else max(begin, _whole(size))
         if size < begin + len(data):
             raise self._unwritten("the disk is full")
 
-    def _unwritten(self, reason: str) -> RankStreamError:
-        return RankStreamError(f"cannot write {self.path}: {reason}; what was written before is intact")
+    def _unwritten(self, reason: str) -> rank_file.RankStreamError:
+        return rank_file.RankStreamError(
+            f"cannot write {self.path}: {reason}; what was written before is intact"
+        )
 
     # --- bounds ---
 
@@ -180,20 +168,20 @@ class RankStreamWriter:
         self._bytes_at = self._most_bytes if is_complete else self._next + self._most_bytes // 8
         self._frames_at = self._most_frames if is_complete else self._frames + self._most_frames // 8
 
-    def _write_coarsened(self, index: FrameIndex, file: BinaryIO) -> bool:
+    def _write_coarsened(self, index: rank_file.FrameIndex, file: BinaryIO) -> bool:
         """Write the frames of ``index``, coarsened. Return False if there was no time for it."""
-        file.write(TITLE)
+        file.write(rank_file.TITLE)
         for group in coarser(index.heads, _WORTH_IT * self._most_bytes, _WORTH_IT * self._most_frames):
             if self._hurry():
                 return False
             last = index.heads[group[-1]]
-            columns = [_largest(index, group, place) for place in range(len(RANK_COLUMNS))]
+            columns = [_largest(index, group, place) for place in range(len(rank_file.RANK_COLUMNS))]
             steps = min(_MOST_STEPS, sum(index.heads[number].steps for number in group))
-            file.write(join_frame(last.ranks, last.attempt, steps, last.step, last.t, columns))
+            file.write(rank_file.join_frame(last.ranks, last.attempt, steps, last.step, last.t, columns))
         return True
 
 
-def coarser(heads: Sequence[FrameHead], most_bytes: float, most_frames: float) -> list[range]:
+def coarser(heads: Sequence[rank_file.FrameHead], most_bytes: float, most_frames: float) -> list[range]:
     """Return the frames that become one: neighbors of the older half by two, each of the newer half alone.
 
     The oldest are left out if there would still be more than ``most_bytes`` or ``most_frames``; the newest never.
@@ -204,17 +192,19 @@ def coarser(heads: Sequence[FrameHead], most_bytes: float, most_frames: float) -
         groups.append(range(number, number + 1 + pair))
         number = groups[-1].stop
     sizes = list(accumulate(heads[group[-1]].nbytes for group in reversed(groups)))
-    fitting = [size for size in sizes[: max(1, int(most_frames))] if len(TITLE) + size <= most_bytes]
+    fitting = [
+        size for size in sizes[: max(1, int(most_frames))] if len(rank_file.TITLE) + size <= most_bytes
+    ]
     return groups[len(groups) - max(1, len(fitting)) :]
 
 
-def _alike(head: FrameHead, other: FrameHead) -> bool:
+def _alike(head: rank_file.FrameHead, other: rank_file.FrameHead) -> bool:
     return (head.ranks, head.attempt) == (other.ranks, other.attempt)
 
 
-def _largest(index: FrameIndex, group: range, place: int) -> Codes:
+def _largest(index: rank_file.FrameIndex, group: range, place: int) -> rank_file.Codes:
     """Return the larger number of each rank in the frames of ``group``; damaged columns are ignored."""
-    most = np.full(index.heads[group[-1]].ranks, UNKNOWN, np.int16)
+    most = np.full(index.heads[group[-1]].ranks, rank_file.UNKNOWN, np.int16)
     for number in group:
         codes = index.codes(number, place)
         if codes is not None:
@@ -228,13 +218,13 @@ def _whole(position: int) -> int:
 
 
 @contextmanager
-def _indexed(path: Path) -> Iterator[FrameIndex]:
+def _indexed(path: Path) -> Iterator[rank_file.FrameIndex]:
     """Context with the index of the file as it is now. Raises ``RankStreamError``."""
-    descriptor = open_for_reading(path)
+    descriptor = rank_file.open_for_reading(path)
     if descriptor is None:
-        raise RankStreamError(f"{path} was removed while it was written")
+        raise rank_file.RankStreamError(f"{path} was removed while it was written")
     try:
-        index = FrameIndex(path, descriptor)
+        index = rank_file.FrameIndex(path, descriptor)
         index.extend()
         yield index
     finally:
@@ -257,13 +247,13 @@ class RankRecorder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._queue: queue.Queue[RankFrame | None] = queue.Queue(_QUEUE_FRAMES)
+        self._queue: queue.Queue[rank_file.RankFrame | None] = queue.Queue(_QUEUE_FRAMES)
         self._ending = threading.Event()
         self._trouble = ""
         self._is_reported = False
         self._thread: threading.Thread | None = None
 
-    def record(self, frame: RankFrame) -> str:
+    def record(self, frame: rank_file.RankFrame) -> str:
         """Queue a frame for the writing thread, which the first one starts. Return a warning the first time that there is one, else
         "".
 
@@ -305,7 +295,7 @@ class RankRecorder:
                 if writer is None:
                     writer = RankStreamWriter(self._path, hurry=self._ending.is_set)
                 writer.append(frame)
-            except (RankStreamError, OSError, ValueError) as error:
+            except (rank_file.RankStreamError, OSError, ValueError) as error:
                 self._trouble = str(error)
         if writer is not None:
             writer.close()

@@ -18,18 +18,8 @@ from torch import Tensor, nn
 
 from phalanx.hardware.local.device import CommClock, on_gpu
 from phalanx.model.autograd import FunctionContext, apply_function, uncompiled
+from phalanx.model.layers import moe
 from phalanx.model.layers.expert_groups import groups_of_slots
-from phalanx.model.layers.moe import (
-    Exchange,
-    Experts,
-    LocalExchange,
-    MoE,
-    Routing,
-    combine,
-    copies_by_expert,
-    order_by_expert,
-    permute,
-)
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh import DimSplit, Mesh, Partition
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
@@ -58,16 +48,16 @@ def apply_experts(
     exchange = _exchange(mesh, clock)
     partitions = {}
     for name, part in module.named_modules():
-        if isinstance(part, MoE):
+        if isinstance(part, moe.MoE):
             part.exchange = exchange
             partitions.update(_cut(part.experts, f"{name}.experts", mesh))
     return partitions
 
 
-def _exchange(mesh: Mesh, clock: CommClock) -> Exchange:
+def _exchange(mesh: Mesh, clock: CommClock) -> moe.Exchange:
     """Return the exchange between experts of the mesh's layout: local, over expert ranks, over divided experts, or both."""
     layout = mesh.layout
-    exchange: Exchange = LocalExchange()
+    exchange: moe.Exchange = moe.LocalExchange()
     if layout.expert > 1:
         exchange = ExpertExchange(mesh.expert_group, layout.team, clock, apart=not on_gpu(mesh.device))
     if layout.expert_tensor == 1:
@@ -75,7 +65,7 @@ def _exchange(mesh: Mesh, clock: CommClock) -> Exchange:
     return DividedExperts(SequenceComm(mesh.expert_tensor_group, clock), exchange)
 
 
-def _cut(experts: Experts, prefix: str, mesh: Mesh) -> dict[str, Partition]:
+def _cut(experts: moe.Experts, prefix: str, mesh: Mesh) -> dict[str, Partition]:
     """Replace the parameters of ``experts`` by this rank's parts.
 
     Return the partitions by name. Biases of down projections also set where this rank's part of the result begins.
@@ -152,16 +142,16 @@ class ExpertExchange:
     """True if each group's rows are multiplied by a separate product (``Groups.apart``)."""
 
     @uncompiled  # split sizes depend on the data
-    def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    def __call__(self, tokens: Tensor, routing: moe.Routing, experts: moe.Experts) -> Tensor:
         """Dispatch this rank's ``tokens`` ``(n, d)`` to their experts and combine the results: ``(n, d)``. A collective."""
         ranks = self.group.size()
-        order = order_by_expert(routing.experts, ranks * len(experts.up))  # step 1
+        order = moe.order_by_expert(routing.experts, ranks * len(experts.up))  # step 1
         route = self._route(order.counts.view(ranks, -1))  # step 2
-        copies = _exchanged(copies_by_expert(tokens, order), route, self)  # step 3: (received, d)
+        copies = _exchanged(moe.copies_by_expert(tokens, order), route, self)  # step 3: (received, d)
         results = _exchanged(
             self._compute(copies, route, experts), route.return_route, self
         )  # step 4: (sent, d)
-        return combine(results, order, routing.weights)  # (n, d)
+        return moe.combine(results, order, routing.weights)  # (n, d)
 
     def _route(self, sending: Tensor) -> TokenRoute:
         """Exchange the token counts by expert, and return the route. Waits for the device."""
@@ -171,14 +161,14 @@ class ExpertExchange:
         ranks, sums = len(sending), torch.cat((sending.sum(1), coming.sum(1), coming.sum(0))).tolist()
         return TokenRoute(sums[:ranks], sums[ranks : 2 * ranks], coming, sums[2 * ranks :])
 
-    def _compute(self, copies: Tensor, route: TokenRoute, experts: Experts) -> Tensor:
+    def _compute(self, copies: Tensor, route: TokenRoute, experts: moe.Experts) -> Tensor:
         """Return the local experts' results for ``copies`` ``(m, d)``, in their order: by rank, then expert, then token."""
         # Received rows are ordered by source rank, then expert, and the sources of a slot are neighbors. So an order by expert,
         # then source is also an order by expert, then slot.
         permutation, inverse = by_expert(route.counts, len(copies))
         counts = route.counts.view(self.slots, -1, route.counts.shape[1]).sum(1).t()  # (experts, slots)
         groups = groups_of_slots(counts.contiguous(), route.of_experts, apart=self.apart)
-        return permute(experts(permute(copies, permutation, inverse), groups), inverse, permutation)
+        return moe.permute(experts(moe.permute(copies, permutation, inverse), groups), inverse, permutation)
 
 
 @dataclass(frozen=True)
@@ -190,17 +180,17 @@ class DividedExperts:
     """
 
     comm: SequenceComm
-    inner: Exchange
+    inner: moe.Exchange
 
     @uncompiled
-    def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    def __call__(self, tokens: Tensor, routing: moe.Routing, experts: moe.Experts) -> Tensor:
         """Return the expert results of this rank's ``tokens`` ``(n, d)``: ``(n, d)``. A collective of the tensor ranks."""
         all_tokens, weights = (
             self._gather(tokens),
             self._gather(routing.weights),
         )  # (n ranks, d), (n ranks, k)
         expert_ids = self.comm.stack(routing.experts).flatten(0, 1)  # (n ranks, k)
-        partial = self.inner(all_tokens, Routing(expert_ids, weights), experts)  # (n ranks, d)
+        partial = self.inner(all_tokens, moe.Routing(expert_ids, weights), experts)  # (n ranks, d)
         return self.comm.sum_scatter(partial.unsqueeze(0)).squeeze(0)  # (n, d)
 
     def _gather(self, rows: Tensor) -> Tensor:

@@ -39,22 +39,12 @@ from phalanx.fleet.control.credentials import (
     accepted,
     host_in,
 )
+from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.commands import (
     Command,
     Fence,
     Lead,
     ReadToken,
-)
-from phalanx.fleet.core.messages import (
-    AgentMessage,
-    Folded,
-    Joined,
-    OperatorRequest,
-    Received,
-    Rollcall,
-    Suspect,
-    decode_report,
-    encode,
 )
 from phalanx.hardware.local.network import family_of, join_address, resolved
 from phalanx.process.this_process import RESERVE, raise_open_file_limit
@@ -149,13 +139,13 @@ class AgentLink:
 class Listener(Protocol):
     """The coordinator's handlers of incoming messages. Called from the event loop; must not block."""
 
-    def on_report(self, report: AgentMessage) -> None:
+    def on_report(self, report: m.AgentMessage) -> None:
         """Take a report of an attached agent, its Joined included."""
 
     def on_disconnect(self, link: AgentLink) -> None:
         """Handle the end of an attached agent's stream."""
 
-    async def on_operation(self, operation: OperatorRequest) -> str:
+    async def on_operation(self, operation: m.OperatorRequest) -> str:
         """Take an operator's request, and return the answer."""
 
     def log(self, line: str) -> None:
@@ -222,7 +212,7 @@ class FleetServer:
         """Send a leader heartbeat to the agents that have attached since the last call; with ``again``, to
         all of them.
         """
-        message, unnotified = encode(Lead(reign)), self._unnotified
+        message, unnotified = m.encode(Lead(reign)), self._unnotified
         self._unnotified = set()
         for node in self.links.keys() if again else unnotified & self.links.keys():
             self.links[node].send(message)
@@ -236,7 +226,7 @@ class FleetServer:
         if node in self.links:
             link = self.links[node]
             link.attaches_again |= isinstance(command, ReadToken) and command.key != link.token_name
-            link.send(encode(command))
+            link.send(m.encode(command))
 
     def drop_outdated(self, reported_key: str) -> None:
         """End the streams that were opened with a token that is refused by now.
@@ -402,28 +392,28 @@ class FleetServer:
         except EndedError:
             return
 
-    async def _decoded(self, requests: AsyncIterator[bytes], peer: str) -> AsyncIterator[Received]:
+    async def _decoded(self, requests: AsyncIterator[bytes], peer: str) -> AsyncIterator[m.Received]:
         """Yield the reports of a stream. A message that cannot be decoded is refused."""
         async for body in requests:
             try:
-                yield decode_report(body)
+                yield m.decode_report(body)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 self._refuse("malformed message", peer, str(error)[:200])
 
-    def _attached_link(self, first: Received, peer: str, token_name: str) -> AgentLink | None:
+    def _attached_link(self, first: m.Received, peer: str, token_name: str) -> AgentLink | None:
         """Attach the stream that begins with ``first``; return None if that is no Joined.
 
         An older stream of the node is closed. If a newer agent of the node is attached, this one gets a Fence and is
         closed.
         """
-        if not isinstance(first, Joined):
+        if not isinstance(first, m.Joined):
             self._refuse("stream that does not begin with Joined", peer)
             return None
         link = AgentLink(first.node, first.incarnation, token_name)
         before = self.links.get(first.node)
         if before is not None and before.incarnation > first.incarnation:
             self._refuse("superseded incarnation", f"{first.node} at {peer}")
-            link.send(encode(Fence("a newer agent of this node is attached", first.incarnation)))
+            link.send(m.encode(Fence("a newer agent of this node is attached", first.incarnation)))
             link.close()
             return link
         self.links[first.node] = link
@@ -433,12 +423,12 @@ class FleetServer:
         self.listener.on_report(first)
         return link
 
-    async def _read(self, link: AgentLink, reports: AsyncIterator[Received], peer: str) -> None:
+    async def _read(self, link: AgentLink, reports: AsyncIterator[m.Received], peer: str) -> None:
         """Pass the reports of a link to the listener while it is the node's current one; refuse reports about other nodes."""
         async for report in reports:
             if self.links.get(link.node) is not link:
                 return
-            if isinstance(report, Joined) and report.node == link.node:
+            if isinstance(report, m.Joined) and report.node == link.node:
                 link.incarnation = report.incarnation
             if _speaks_for_itself(report, link.node):
                 self.listener.on_report(report)
@@ -456,8 +446,8 @@ class FleetServer:
         if body == END:  # A program that only checks who coordinates the run.
             return
         try:
-            operation = decode_report(body)
-            if not isinstance(operation, OperatorRequest):
+            operation = m.decode_report(body)
+            if not isinstance(operation, m.OperatorRequest):
                 raise msgspec.ValidationError(f"{type(operation).__name__} is no operation")
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._refuse("malformed message", peer, str(error)[:200])
@@ -466,12 +456,13 @@ class FleetServer:
         await frames.send(seals.outgoing.close(answer.encode()))
 
 
-def _speaks_for_itself(report: Received, node: str) -> TypeGuard[AgentMessage]:
+def _speaks_for_itself(report: m.Received, node: str) -> TypeGuard[m.AgentMessage]:
     """Return True if a report is about its sender, or is an audit or statistic that may accuse another node."""
-    if isinstance(report, Suspect):
+    if isinstance(report, m.Suspect):
         return True
     return (
-        not isinstance(report, OperatorRequest | Folded | Rollcall) and getattr(report, "node", node) == node
+        not isinstance(report, m.OperatorRequest | m.Folded | m.Rollcall)
+        and getattr(report, "node", node) == node
     )
 
 

@@ -13,29 +13,20 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from phalanx.fleet.core.messages import (
-    Address,
-    EpochNumber,
-    Holders,
-    Natural,
-    ShortText,
-    StepNumber,
-    WireMessage,
-    WorkerIndex,
-)
+from phalanx.fleet.core import messages as m
 
 
-class Fresh(WireMessage, frozen=True):
+class Fresh(m.WireMessage, frozen=True):
     """Start at step 0, with weights drawn from the seed."""
 
 
-class FromDisk(WireMessage, frozen=True):
+class FromDisk(m.WireMessage, frozen=True):
     """Restore the committed checkpoint of ``step``."""
 
-    step: StepNumber
+    step: m.StepNumber
 
 
-class FromMemory(WireMessage, frozen=True):
+class FromMemory(m.WireMessage, frozen=True):
     """Restore the snapshot of ``step``, taken on ``ranks`` ranks, from the nearest of ``holders``.
 
     If the number of ranks is the same, only holders of the state of the node's own ranks are listed. A state
@@ -43,9 +34,9 @@ class FromMemory(WireMessage, frozen=True):
     equal state: a holder's ``ranks`` have the needed states, but are not always the ranks that need them.
     """
 
-    step: StepNumber
-    ranks: Natural
-    holders: Holders
+    step: m.StepNumber
+    ranks: m.Natural
+    holders: m.Holders
     shared: bool = False
     """Every rank needs the holders of all states, and ``holders`` is this node's share of them.
 
@@ -57,95 +48,95 @@ class FromMemory(WireMessage, frozen=True):
 Resume = Fresh | FromDisk | FromMemory
 
 
-class Park(WireMessage, frozen=True):
+class Park(m.WireMessage, frozen=True):
     """Leave ``epoch`` and every earlier one, and never enter them again; answer Parked.
 
     If ``planned``, leave at the next step boundary, with a snapshot of that step; otherwise at once.
     """
 
-    epoch: EpochNumber
-    reason: ShortText = ""
+    epoch: m.EpochNumber
+    reason: m.ShortText = ""
     planned: bool = False
 
 
-class Bind(WireMessage, frozen=True):
+class Bind(m.WireMessage, frozen=True):
     """Rendezvous in ``epoch`` as these ranks, restore, train; answer Bound. Refused if ``epoch`` has been
     parked.
 
     Snapshots later than the restored step are dropped: those steps are computed again.
     """
 
-    epoch: EpochNumber
-    attempt: Natural
+    epoch: m.EpochNumber
+    attempt: m.Natural
     """The number under which the ranks write events and checkpoints, the same for all ranks."""
-    ranks: Natural
-    places: Annotated[tuple[tuple[WorkerIndex, Natural], ...], Meta(max_length=4096)]
+    ranks: m.Natural
+    places: Annotated[tuple[tuple[m.WorkerIndex, m.Natural], ...], Meta(max_length=4096)]
     """(worker, rank) pairs; workers that are not listed stay warm."""
-    meeting_point: Address
+    meeting_point: m.Address
     """The rendezvous address: that of the worker that gets rank 0."""
     resume: Resume
-    buddies: Holders = ()
+    buddies: m.Holders = ()
     """For each rank of this node that needs one, the buddy that keeps a second copy of its snapshots."""
     left_s_ago: float | None = None
     """Seconds since the decision to leave the last epoch that trained, if there was one."""
     left_planned: bool = False
     """True if that epoch was left at a step boundary, not because of a fault."""
-    key: ShortText = ""
+    key: m.ShortText = ""
     """The name of the token under which all ranks meet, once tokens have been changed.
 
     A node without it reads it from the run directory.
     """
-    nonfinite_step: StepNumber | None = None
+    nonfinite_step: m.StepNumber | None = None
     """The step that is not finite whichever node computes it: ``train.on_nonfinite`` applies to it."""
 
 
-class Release(WireMessage, frozen=True):
+class Release(m.WireMessage, frozen=True):
     """Hold no rank from ``epoch`` on: be a spare."""
 
-    epoch: EpochNumber
+    epoch: m.EpochNumber
 
 
-class KillWorker(WireMessage, frozen=True):
+class KillWorker(m.WireMessage, frozen=True):
     """Kill a worker at once (SIGKILL), and start another."""
 
-    worker: WorkerIndex
+    worker: m.WorkerIndex
 
 
-class Diagnose(WireMessage, frozen=True):
+class Diagnose(m.WireMessage, frozen=True):
     """No step has ended for ``silent_s``: answer with the flight record of each worker (Recorded)."""
 
-    epoch: EpochNumber
+    epoch: m.EpochNumber
     silent_s: float
 
 
-class TellAll(WireMessage, frozen=True):
+class TellAll(m.WireMessage, frozen=True):
     """Send Joined again: an earlier report seems to have been lost."""
 
 
-class Fence(WireMessage, frozen=True):
+class Fence(m.WireMessage, frozen=True):
     """Every incarnation up to ``incarnation`` is fenced: kill the workers, keep the snapshots, join again
     with a higher one.
     """
 
-    reason: ShortText = ""
-    incarnation: Natural = 0
+    reason: m.ShortText = ""
+    incarnation: m.Natural = 0
 
 
-class Stop(WireMessage, frozen=True):
+class Stop(m.WireMessage, frozen=True):
     """Let the workers save and end the run; answer RunFinished."""
 
-    epoch: EpochNumber
+    epoch: m.EpochNumber
 
 
-class ReadToken(WireMessage, frozen=True):
+class ReadToken(m.WireMessage, frozen=True):
     """The run's tokens were changed: read the new one, which has this name, from the run directory, and
     attach again with it.
     """
 
-    key: ShortText
+    key: m.ShortText
 
 
-class SaveSnapshots(WireMessage, frozen=True):
+class SaveSnapshots(m.WireMessage, frozen=True):
     """Write these snapshots of your memory into the checkpoint of ``step``: the run ends, and no worker is in
     an epoch.
 
@@ -153,19 +144,19 @@ class SaveSnapshots(WireMessage, frozen=True):
     write its share reports NotSaved.
     """
 
-    epoch: EpochNumber
+    epoch: m.EpochNumber
     """The epoch number under which the checkpoint is saved; no worker enters it."""
-    attempt: Natural
-    step: StepNumber
-    ranks: Natural
+    attempt: m.Natural
+    step: m.StepNumber
+    ranks: m.Natural
     """Number of ranks of the layout that took the snapshots."""
-    states: Natural
+    states: m.Natural
     """Number of different states, each of which one node writes."""
-    share: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=65536)]
+    share: Annotated[tuple[tuple[m.Natural, m.Natural], ...], Meta(max_length=65536)]
     """(rank, state): the rank whose snapshot the node holds, and the number under which it writes it."""
 
 
-class Lead(WireMessage, frozen=True):
+class Lead(m.WireMessage, frozen=True):
     """Leader heartbeat: this coordinator leads the fleet in this reign. It is the first command on each of
     its streams, and repeated.
 
@@ -174,13 +165,13 @@ class Lead(WireMessage, frozen=True):
     ``fleet.succession_s`` does so too, though the stream is open.
     """
 
-    reign: Natural
+    reign: m.Natural
 
 
-class Shutdown(WireMessage, frozen=True):
+class Shutdown(m.WireMessage, frozen=True):
     """The run is over: exit."""
 
-    reason: ShortText = ""
+    reason: m.ShortText = ""
 
 
 Command = (

@@ -23,16 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.fleet.health.checks import (
-    ANY_RATE,
-    CheckResult,
-    HealthLimits,
-    disk,
-    exact_products,
-    guarded,
-    loopback,
-    memory,
-)
+from phalanx.fleet.health import checks as machine_checks
 from phalanx.hardware.local.detect import reasons_in_words
 
 FATAL_XIDS = {
@@ -87,7 +78,9 @@ def xids(log: str) -> tuple[Xid, ...]:
     )
 
 
-def judge_gpu(reading: GpuReading, errors: Sequence[Xid], limits: HealthLimits = ANY_RATE) -> CheckResult:
+def judge_gpu(
+    reading: GpuReading, errors: Sequence[Xid], limits: machine_checks.HealthLimits = machine_checks.ANY_RATE
+) -> machine_checks.CheckResult:
     """Judge a GPU by its report and the kernel's log: bad for uncorrected or unrepaired memory and fatal Xids, slow if
     it throttles or is too hot.
     """
@@ -108,7 +101,7 @@ def judge_gpu(reading: GpuReading, errors: Sequence[Xid], limits: HealthLimits =
     text = (
         "; ".join([*bad, *slow]) or f"{reading.temperature_c:.0f} C, {reading.clock_mhz:.0f} MHz, no errors"
     )
-    return CheckResult(
+    return machine_checks.CheckResult(
         "gpu",
         "bad" if bad else "slow" if slow else "good",
         f"{reading.name} at {reading.bus}: {text}",
@@ -125,7 +118,7 @@ def same_bus(left: str, right: str) -> bool:
     return short[0] == short[1]
 
 
-def gpus(limits: HealthLimits = ANY_RATE) -> list[CheckResult]:
+def gpus(limits: machine_checks.HealthLimits = machine_checks.ANY_RATE) -> list[machine_checks.CheckResult]:
     """Check all GPUs of this machine; one result "not checked" if there are none or NVML is missing.
 
     Bad if a GPU does not answer NVML.
@@ -133,17 +126,17 @@ def gpus(limits: HealthLimits = ANY_RATE) -> list[CheckResult]:
     try:
         pynvml: Any = importlib.import_module("pynvml")  # Optional: only machines with GPUs need it.
     except ImportError:
-        return [CheckResult("gpu", "not checked", "nvidia-ml-py is not installed")]
+        return [machine_checks.CheckResult("gpu", "not checked", "nvidia-ml-py is not installed")]
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return [CheckResult("gpu", "not checked", f"NVML: {error}")]
+        return [machine_checks.CheckResult("gpu", "not checked", f"NVML: {error}")]
     try:
         errors = xids(kernel_log())
         count = pynvml.nvmlDeviceGetCount()
         return [judge_gpu(read_gpu(pynvml, number), errors, limits) for number in range(count)]
     except pynvml.NVMLError as error:
-        return [CheckResult("gpu", "bad", f"a GPU does not answer: {error}")]
+        return [machine_checks.CheckResult("gpu", "bad", f"a GPU does not answer: {error}")]
     finally:
         pynvml.nvmlShutdown()
 
@@ -200,37 +193,37 @@ _DISK_BYTES, _LINK_BYTES, _MEMORY_BYTES, _PRODUCTS = 4 << 20, 1 << 20, 32 << 20,
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def of_node() -> list[CheckResult]:
+def of_node() -> list[machine_checks.CheckResult]:
     """Check the hardware that the workers of a node share. Needs no PyTorch."""
     return [
-        guarded("disk", _disk),
-        guarded("link", lambda: loopback(_LINK_BYTES)),
+        machine_checks.guarded("disk", _disk),
+        machine_checks.guarded("link", lambda: machine_checks.loopback(_LINK_BYTES)),
         *gpus(),
     ]
 
 
-def of_device(device: str) -> list[CheckResult]:
+def of_device(device: str) -> list[machine_checks.CheckResult]:
     """Check one worker's accelerator, in that worker."""
     return [
-        guarded("matrix product", lambda: exact_products(device, _PRODUCTS)),
-        guarded("memory", lambda: memory(device, _MEMORY_BYTES)),
+        machine_checks.guarded("matrix product", lambda: machine_checks.exact_products(device, _PRODUCTS)),
+        machine_checks.guarded("memory", lambda: machine_checks.memory(device, _MEMORY_BYTES)),
     ]
 
 
-def complaints(results: Sequence[CheckResult]) -> str:
+def complaints(results: Sequence[machine_checks.CheckResult]) -> str:
     """Return the failed checks as text; empty if the machine is fit."""
     return "; ".join(
         f"{result.check}: {result.text}" for result in results if result.status in ("bad", "slow")
     )
 
 
-def _disk() -> CheckResult:
+def _disk() -> machine_checks.CheckResult:
     """Check the disk of the temporary folder; "not checked" if it is full."""
     try:
-        return disk(Path(tempfile.gettempdir()), _DISK_BYTES)
+        return machine_checks.disk(Path(tempfile.gettempdir()), _DISK_BYTES)
     except OSError as error:
         if error.errno in _FULL:  # A run continues with a full disk.
-            return CheckResult("disk", "not checked", f"no space in {tempfile.gettempdir()}")
+            return machine_checks.CheckResult("disk", "not checked", f"no space in {tempfile.gettempdir()}")
         raise
 
 

@@ -32,23 +32,7 @@ from phalanx.fleet.control.transport import DescriptorLimitError, raise_descript
 from phalanx.fleet.core.commands import Command, SaveSnapshots, in_words
 from phalanx.fleet.core.settings import leave_s
 from phalanx.fleet.health.node_health import HealthWatch
-from phalanx.fleet.node.agent_actions import (
-    AgentAction,
-    CheckHealth,
-    DealCopies,
-    DiscardSnapshots,
-    EndAgent,
-    KillProcess,
-    LogStall,
-    NodeIdentity,
-    Patience,
-    ReadNewToken,
-    SaveMemory,
-    SendReport,
-    SendToWorker,
-    StartProcess,
-    StreamSnapshot,
-)
+from phalanx.fleet.node import agent_actions as act
 from phalanx.fleet.node.agent_state import AgentState
 from phalanx.fleet.node.copies import SnapshotCourier, StoreCopies
 from phalanx.fleet.node.launcher import AgentArgs, TokenHolder, parsed
@@ -108,10 +92,12 @@ class Agent:
             lambda: self._tokens.credentials.token,
             self.log,
         )
-        identity = NodeIdentity(
+        identity = act.NodeIdentity(
             args.node, fleet.workers_per_node, args.host, self._data.port, args.domain, args.started_as_spare
         )
-        patience = Patience(fleet.worker_lease_s, leave_s(fleet), fleet.coordinator_lease_s, fleet.lease_s)
+        patience = act.Patience(
+            fleet.worker_lease_s, leave_s(fleet), fleet.coordinator_lease_s, fleet.lease_s
+        )
         self._state = AgentState(
             identity,
             time.time_ns() // 1_000_000,
@@ -164,7 +150,7 @@ class Agent:
         for number in heeded((signal.SIGTERM, signal.SIGINT)):
             loop.add_signal_handler(number, self._asked_to_end)
         self.log(f"node {self._args.node}, incarnation {self._state.incarnation}, process {os.getpid()}")
-        self._do([StartProcess(i) for i in range(self._spec.fleet.workers_per_node)])
+        self._do([act.StartProcess(i) for i in range(self._spec.fleet.workers_per_node)])
         self._do(self._state.examine())
         looking = (self._health.run(), self._follow_leader())
         for forever in (self._link.run(), self._tick(), self._beat(), *looking):
@@ -322,7 +308,7 @@ class Agent:
         self._do(self._state.on_worker_message(index, message, time.monotonic(), time.time()))
         if isinstance(message, Warm):
             self._workers.is_warm(index)
-            self._do([SendToWorker(index, InjectFault(fault)) for fault in self._args.faults])
+            self._do([act.SendToWorker(index, InjectFault(fault)) for fault in self._args.faults])
 
     def on_exit(self, index: int, code: int, text: str) -> None:
         """Handle the end of a worker's process. Logs how it ended; the state restarts it."""
@@ -333,38 +319,38 @@ class Agent:
 
     # --- effects -------------------------------------------------------------------------------
 
-    def _do(self, actions: Sequence[AgentAction]) -> None:
+    def _do(self, actions: Sequence[act.AgentAction]) -> None:
         """Carry out actions in order, until the agent ends."""
         for action in actions:
             if not self._over.is_set():
                 self._carry_out(action)
 
-    def _carry_out(self, action: AgentAction) -> None:
+    def _carry_out(self, action: act.AgentAction) -> None:
         """Carry out one action of the state: send, start or kill, save, or end this agent."""
         match action:
-            case SendReport(report):
+            case act.SendReport(report):
                 self._link.send(report)
-            case SendToWorker(index, message):
+            case act.SendToWorker(index, message):
                 self._workers.send(index, message)
-            case KillProcess(index):
+            case act.KillProcess(index):
                 self._workers.kill(index)
-            case StartProcess(index):
+            case act.StartProcess(index):
                 self._in_background(self._workers.start(index))
-            case StreamSnapshot(index, taken, address):
+            case act.StreamSnapshot(index, taken, address):
                 self._in_background(self._push(index, taken, address))
-            case DiscardSnapshots(step):
+            case act.DiscardSnapshots(step):
                 self.memory.discard_after(step)
-            case LogStall(silent_s):
+            case act.LogStall(silent_s):
                 self.log(f"no step for {silent_s:.0f} s: {self._state.heartbeat()}")
-            case CheckHealth():
+            case act.CheckHealth():
                 self._health.suspect()
-            case ReadNewToken(name):
+            case act.ReadNewToken(name):
                 self._in_background(self._tokens.read(name))
-            case DealCopies(ranks, of):
+            case act.DealCopies(ranks, of):
                 self._copies.deal(ranks, of)
-            case SaveMemory(order):
+            case act.SaveMemory(order):
                 self._in_background(self._save(order))
-            case EndAgent(reason, failed):
+            case act.EndAgent(reason, failed):
                 if failed:
                     self._fail(reason)
                 self._run_is_over = not failed

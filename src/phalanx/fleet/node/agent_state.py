@@ -15,70 +15,10 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from phalanx.fleet.core.commands import (
-    Bind,
-    Command,
-    Diagnose,
-    Fence,
-    Fresh,
-    KillWorker,
-    Lead,
-    Park,
-    ReadToken,
-    Release,
-    SaveSnapshots,
-    Shutdown,
-    Stop,
-    TellAll,
-)
-from phalanx.fleet.core.messages import (
-    MOST_RECORD_BYTES,
-    NO_EPOCH,
-    NO_STEP,
-    AgentReport,
-    Bound,
-    Broken,
-    Durable,
-    Fatal,
-    Heartbeat,
-    Joined,
-    NotSaved,
-    Parked,
-    RankSnapshots,
-    Ready,
-    Recorded,
-    RunFinished,
-    Suspect,
-    WorkerExited,
-    WorkerHung,
-    WorkerPhase,
-)
+from phalanx.fleet.core import commands as c
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.node import agent_actions as act
 from phalanx.fleet.node import worker_link
-from phalanx.fleet.node.agent_actions import (
-    AgentAction,
-    CheckHealth,
-    DealCopies,
-    DiscardSnapshots,
-    EndAgent,
-    KillProcess,
-    LogStall,
-    NodeIdentity,
-    Patience,
-    ReadNewToken,
-    SaveMemory,
-    SendReport,
-    SendToWorker,
-    StartProcess,
-    StreamSnapshot,
-    WorkerLife,
-    buddy_addresses,
-    end_of_last_epoch,
-    heartbeat_of,
-    join_epoch,
-    meeting_points,
-    phase_of,
-    placed,
-)
 from phalanx.fleet.node.worker_link import ToAgent
 
 _TEXT_MAX = 2000
@@ -100,18 +40,18 @@ _START_S = 600.0
 class AgentState:
     """The state of an agent; see the module."""
 
-    identity: NodeIdentity
+    identity: act.NodeIdentity
     incarnation: int
-    patience: Patience
-    snapshots: Callable[[], RankSnapshots]
+    patience: act.Patience
+    snapshots: Callable[[], m.RankSnapshots]
     """Returns the present snapshots in the node's memory."""
     token_of: Callable[[str], str | None] = lambda _name: ""
     """Returns the run's token of that name (the present one if empty); ``None`` if this node does not have
     it.
     """
-    fence: int = NO_EPOCH
+    fence: int = m.NO_EPOCH
     """Fencing token: this epoch and all before it are never entered again."""
-    saving: int = NO_EPOCH
+    saving: int = m.NO_EPOCH
     """The number of the last order to save the memory."""
     owed: int | None = None
     """The epoch for which a ``Parked`` is due, to be sent once no worker is left in an epoch."""
@@ -121,7 +61,7 @@ class AgentState:
     """When this node learned that the present epoch must end; 0 if it need not."""
     buddies: dict[int, str] = field(default_factory=dict)
     """By rank, the address of the node that keeps the second copy of its snapshots."""
-    evidence: list[AgentReport] = field(default_factory=list)
+    evidence: list[m.AgentReport] = field(default_factory=list)
     """Edge-triggered reports of the present epoch, repeated at each reconnection."""
     ticked_s: float = 0.0
     attached_s: float | None = None
@@ -139,7 +79,7 @@ class AgentState:
 
     def __post_init__(self) -> None:
         self.cleared = not self.checked
-        self.workers = [WorkerLife() for _ in range(self.identity.workers)]
+        self.workers = [act.WorkerLife() for _ in range(self.identity.workers)]
 
     # --- levels ------------------------------------------------------------------------------
 
@@ -148,10 +88,10 @@ class AgentState:
         """The epoch that the workers are in; the newest, if they differ."""
         return max(worker.epoch for worker in self.workers)
 
-    def joined(self) -> Joined:
+    def joined(self) -> m.Joined:
         """Return the report with this node's identity and complete state."""
-        me, bound = self.identity, self.phase() is WorkerPhase.BOUND
-        return Joined(
+        me, bound = self.identity, self.phase() is m.WorkerPhase.BOUND
+        return m.Joined(
             node=me.node,
             incarnation=self.incarnation,
             workers=me.workers,
@@ -166,125 +106,131 @@ class AgentState:
             leaving=self.leaving,
         )
 
-    def greet(self) -> list[AgentReport]:
+    def greet(self) -> list[m.AgentReport]:
         """Return the reports that are sent first on a new connection."""
         return [self.joined(), *self.evidence]
 
-    def heartbeat(self) -> Heartbeat:
+    def heartbeat(self) -> m.Heartbeat:
         """Return the heartbeat, with the workers' epoch, their slowest step and their phase."""
-        return heartbeat_of(self.identity, self.incarnation, self.workers, self.phase(), leaving=self.leaving)
+        return act.heartbeat_of(
+            self.identity, self.incarnation, self.workers, self.phase(), leaving=self.leaving
+        )
 
-    def phase(self) -> WorkerPhase:
+    def phase(self) -> m.WorkerPhase:
         """The phase of all workers together: that of the one that is furthest behind."""
-        return phase_of(self.workers, cleared=self.cleared)
+        return act.phase_of(self.workers, cleared=self.cleared)
 
-    def _placed(self) -> list[WorkerLife]:
-        return placed(self.workers)
+    def _placed(self) -> list[act.WorkerLife]:
+        return act.placed(self.workers)
 
     def _meeting_points(self) -> tuple[str, ...]:
-        return meeting_points(self.workers, cleared=self.cleared)
+        return act.meeting_points(self.workers, cleared=self.cleared)
 
     # --- commands of the coordinator -----------------------------------------------------------
 
-    def on_command(self, command: Command, now_s: float, unix_s: float) -> list[AgentAction]:
+    def on_command(self, command: c.Command, now_s: float, unix_s: float) -> list[act.AgentAction]:
         """Handle a command of the coordinator; return the actions to carry out, none if it is outdated.
 
         ``unix_s`` is the time of day, for the next epoch's ledger.
         """
         match command:
-            case Park():
+            case c.Park():
                 return self._park(command, now_s, unix_s)
-            case Bind():
+            case c.Bind():
                 return self._bind(command, now_s, unix_s)
-            case Release(epoch):
+            case c.Release(epoch):
                 actions = self._order_out(epoch - 1, "this node is a spare now", planned=False, now_s=now_s)
-                return [DealCopies((), 0), *actions]
-            case KillWorker(worker):
+                return [act.DealCopies((), 0), *actions]
+            case c.KillWorker(worker):
                 return (
-                    [KillProcess(worker)]
+                    [act.KillProcess(worker)]
                     if worker < len(self.workers) and self.workers[worker].running
                     else []
                 )
-            case Stop():
+            case c.Stop():
                 return [
-                    SendToWorker(i, worker_link.StopTraining("asked to stop"))
+                    act.SendToWorker(i, worker_link.StopTraining("asked to stop"))
                     for i, worker in enumerate(self.workers)
-                    if worker.epoch != NO_EPOCH
+                    if worker.epoch != m.NO_EPOCH
                 ]
-            case Fence(reason, incarnation):
+            case c.Fence(reason, incarnation):
                 return self._expel(reason, incarnation, unix_s) if self.incarnation <= incarnation else []
-            case TellAll():
-                return [SendReport(report) for report in self.greet()]
-            case Diagnose():
-                hanging = [i for i, w in enumerate(self.workers) if w.epoch == command.epoch != NO_EPOCH]
+            case c.TellAll():
+                return [act.SendReport(report) for report in self.greet()]
+            case c.Diagnose():
+                hanging = [i for i, w in enumerate(self.workers) if w.epoch == command.epoch != m.NO_EPOCH]
                 for i in hanging:
                     self.workers[i].owes_flight_record = True
                 ask = worker_link.SendFlightRecord(command.epoch)
-                return [LogStall(command.silent_s), *(SendToWorker(i, ask) for i in hanging)]
-            case ReadToken(key):
-                return [ReadNewToken(key)]
-            case SaveSnapshots():
+                return [act.LogStall(command.silent_s), *(act.SendToWorker(i, ask) for i in hanging)]
+            case c.ReadToken(key):
+                return [act.ReadNewToken(key)]
+            case c.SaveSnapshots():
                 return self._save(command)
-            case Shutdown(reason):
-                return [EndAgent(reason)]
-            case Lead():
+            case c.Shutdown(reason):
+                return [act.EndAgent(reason)]
+            case c.Lead():
                 return []
 
-    def _save(self, order: SaveSnapshots) -> list[AgentAction]:
+    def _save(self, order: c.SaveSnapshots) -> list[act.AgentAction]:
         """Return the action that saves this node's snapshots, unless it was ordered before or workers are in an epoch."""
         if order.epoch <= self.saving or self._placed():
             return []  # A repeated command, or one that is older than the epoch of the workers.
         self.saving, self.fence = order.epoch, max(self.fence, order.epoch)
-        return [SaveMemory(order)]
+        return [act.SaveMemory(order)]
 
-    def on_saved(self, order: SaveSnapshots, *, committed: bool, trouble: str = "") -> list[AgentAction]:
+    def on_saved(
+        self, order: c.SaveSnapshots, *, committed: bool, trouble: str = ""
+    ) -> list[act.AgentAction]:
         """Handle the end of ``SaveMemory``: the complete checkpoint is committed, or this node's share
         failed.
         """
         me = self.identity.node
         if trouble:
-            return [SendReport(NotSaved(me, self.incarnation, order.epoch, trouble[:_TEXT_MAX]))]
-        return [SendReport(Durable(me, self.incarnation, order.epoch, order.step))] if committed else []
+            return [act.SendReport(m.NotSaved(me, self.incarnation, order.epoch, trouble[:_TEXT_MAX]))]
+        return [act.SendReport(m.Durable(me, self.incarnation, order.epoch, order.step))] if committed else []
 
-    def _park(self, park: Park, now_s: float, unix_s: float) -> list[AgentAction]:
+    def _park(self, park: c.Park, now_s: float, unix_s: float) -> list[act.AgentAction]:
         """Order the workers out of an epoch, and report when all have left."""
         self.ended_unix_s = self.ended_unix_s or unix_s
-        self.owed, self.planned = max(self.owed or NO_EPOCH, park.epoch), park.planned
+        self.owed, self.planned = max(self.owed or m.NO_EPOCH, park.epoch), park.planned
         actions = self._order_out(park.epoch, park.reason, planned=park.planned, now_s=now_s)
         return actions + self._parked()
 
-    def _order_out(self, epoch: int, reason: str, *, planned: bool, now_s: float) -> list[AgentAction]:
+    def _order_out(self, epoch: int, reason: str, *, planned: bool, now_s: float) -> list[act.AgentAction]:
         """Raise the fence to ``epoch`` and order every worker out of it and of earlier epochs.
 
         Return the actions. A worker that does not run is started again.
         """
         self.fence = max(self.fence, epoch)
-        actions: list[AgentAction] = []
+        actions: list[act.AgentAction] = []
         for i, worker in enumerate(self.workers):
             hurried = not planned and worker.leave_by_s == math.inf
-            if not NO_EPOCH < worker.epoch <= self.fence:
+            if not m.NO_EPOCH < worker.epoch <= self.fence:
                 continue
             if not worker.running:  # It had ended with the run, and the run continues.
-                self.workers[i] = WorkerLife()
-                actions.append(StartProcess(i))
+                self.workers[i] = act.WorkerLife()
+                actions.append(act.StartProcess(i))
             elif not worker.leaving or hurried:
                 worker.leaving = True
                 patience_s = self.patience.leave_s if worker.bound else _MEETING_LEAVE_S
                 worker.leave_by_s = math.inf if planned else now_s + patience_s
                 actions.append(
-                    SendToWorker(i, worker_link.LeaveEpoch(self.fence, planned=planned, reason=reason))
+                    act.SendToWorker(i, worker_link.LeaveEpoch(self.fence, planned=planned, reason=reason))
                 )
         return actions
 
-    def _parked(self) -> list[AgentAction]:
+    def _parked(self) -> list[act.AgentAction]:
         """Send ``Parked`` if one is due and no worker is left in an epoch."""
         if self.owed is None or self._placed():
             return []
         epoch, self.owed, self.evidence = self.owed, None, []
         me = self.identity.node
-        return [SendReport(Parked(me, self.incarnation, epoch, self._meeting_points(), self.snapshots()))]
+        return [
+            act.SendReport(m.Parked(me, self.incarnation, epoch, self._meeting_points(), self.snapshots()))
+        ]
 
-    def _bind(self, bind: Bind, now_s: float, unix_s: float) -> list[AgentAction]:
+    def _bind(self, bind: c.Bind, now_s: float, unix_s: float) -> list[act.AgentAction]:
         """Let the workers join an epoch with their ranks, and discard newer snapshots. Return the actions.
 
         A fenced epoch is ignored. A node that is not fit describes itself instead.
@@ -296,46 +242,46 @@ class AgentState:
             return self._bound()
         fit = [i for i in places if i < len(self.workers) and self.workers[i].meeting_point]
         if len(fit) != len(places) or self._placed():
-            return [SendReport(report) for report in self.greet()]
+            return [act.SendReport(report) for report in self.greet()]
         token = self.token_of(bind.key)
         if token is None:
             return self._unfit(
                 "it does not have the run's new token: make fleet.token readable in the run directory"
             )
         self.fence, self.owed, self.evidence = bind.epoch - 1, None, []
-        self.buddies = buddy_addresses(bind)
-        planned, ended_unix_s = end_of_last_epoch(
+        self.buddies = act.buddy_addresses(bind)
+        planned, ended_unix_s = act.end_of_last_epoch(
             bind, planned=self.planned, ended_unix_s=self.ended_unix_s, unix_s=unix_s
         )
         self.planned, self.ended_unix_s = False, 0.0
         for i, rank in places.items():
             self.workers[i].enter(bind.epoch, rank, now_s)
-        forget = DiscardSnapshots(NO_STEP if isinstance(bind.resume, Fresh) else bind.resume.step)
+        forget = act.DiscardSnapshots(m.NO_STEP if isinstance(bind.resume, c.Fresh) else bind.resume.step)
         tells = [
-            SendToWorker(i, join_epoch(bind, rank, token, planned=planned, ended_unix_s=ended_unix_s))
+            act.SendToWorker(i, act.join_epoch(bind, rank, token, planned=planned, ended_unix_s=ended_unix_s))
             for i, rank in places.items()
         ]
-        return [forget, DealCopies(tuple(places.values()), bind.ranks), *tells]
+        return [forget, act.DealCopies(tuple(places.values()), bind.ranks), *tells]
 
-    def _expel(self, reason: str, incarnation: int, unix_s: float) -> list[AgentAction]:
+    def _expel(self, reason: str, incarnation: int, unix_s: float) -> list[act.AgentAction]:
         """Fence this incarnation: its workers are killed, its memory stays, and it joins again as the next."""
         self.incarnation = max(incarnation + 1, int(unix_s * 1000))
         self.owed, self.evidence, self.buddies = None, [], {}
         self.fence = max(self.fence, self.epoch)
         self.ended_unix_s = self.ended_unix_s or unix_s
-        actions: list[AgentAction] = []
+        actions: list[act.AgentAction] = []
         for i, worker in enumerate(self.workers):
             worker.leave("")
             if worker.running:
                 worker.doomed, worker.last_words = True, f"expelled: {reason}"
-                actions.append(KillProcess(i))
-        return [DealCopies((), 0), *actions, SendReport(self.joined())]
+                actions.append(act.KillProcess(i))
+        return [act.DealCopies((), 0), *actions, act.SendReport(self.joined())]
 
     # --- messages of the workers -----------------------------------------------------------------
 
     def on_worker_message(
         self, index: int, message: ToAgent, now_s: float, unix_s: float
-    ) -> list[AgentAction]:
+    ) -> list[act.AgentAction]:
         """Handle a message of a worker.
 
         Return the actions. Messages of a doomed worker, and those of another epoch, are dropped.
@@ -362,12 +308,12 @@ class AgentState:
             case worker_link.EpochBroken(epoch=epoch, text=text) if epoch == worker.epoch:
                 self.ended_unix_s = self.ended_unix_s or unix_s
                 return self._testify(
-                    Broken(self.identity.node, self.incarnation, epoch, index, text[:_TEXT_MAX])
+                    m.Broken(self.identity.node, self.incarnation, epoch, index, text[:_TEXT_MAX])
                 )
             case worker_link.Doubted(epoch=epoch) if epoch == worker.epoch:
                 if message.reason != "straggler":
                     self.ended_unix_s = self.ended_unix_s or unix_s
-                report = Suspect(
+                report = m.Suspect(
                     self.identity.node,
                     message.reason,
                     message.evidence[:_TEXT_MAX],
@@ -382,8 +328,8 @@ class AgentState:
             ):
                 worker.owes_flight_record = False
                 return [
-                    SendReport(
-                        Recorded(self.identity.node, self.incarnation, epoch, record[:MOST_RECORD_BYTES])
+                    act.SendReport(
+                        m.Recorded(self.identity.node, self.incarnation, epoch, record[: m.MOST_RECORD_BYTES])
                     )
                 ]
             case worker_link.LeftEpoch(epoch=epoch) if worker.epoch <= epoch:
@@ -391,61 +337,65 @@ class AgentState:
             case worker_link.SnapshotTaken():
                 return self._second_copy(index, message)
             case worker_link.CheckpointCommitted(step):
-                return [SendReport(Durable(self.identity.node, self.incarnation, max(worker.epoch, 0), step))]
+                return [
+                    act.SendReport(
+                        m.Durable(self.identity.node, self.incarnation, max(worker.epoch, 0), step)
+                    )
+                ]
             case worker_link.TrainingFinished(epoch=epoch, result=result) if epoch == worker.epoch:
                 worker.finished, worker.last_words = True, result
                 return self._finished(epoch)
             case worker_link.RunFailed(epoch=epoch, text=text):
                 worker.last_words = text
-                if epoch == worker.epoch != NO_EPOCH:
+                if epoch == worker.epoch != m.NO_EPOCH:
                     self.ended_unix_s = self.ended_unix_s or unix_s
                     node = self.identity.node
                     return self._testify(
-                        Fatal(epoch, node, text[:_TEXT_MAX], message.kind, message.unanimous)
+                        m.Fatal(epoch, node, text[:_TEXT_MAX], message.kind, message.unanimous)
                     )
         return []
 
     # --- health ------------------------------------------------------------------------------------
 
-    def examine(self) -> list[AgentAction]:
+    def examine(self) -> list[act.AgentAction]:
         """Withdraw the node until its health checks pass: at the start, and after a worker died or hung."""
         self.cleared = not self.checked
-        return [CheckHealth()] if self.checked else []
+        return [act.CheckHealth()] if self.checked else []
 
-    def on_health_checked(self, complaints: str) -> list[AgentAction]:
+    def on_health_checked(self, complaints: str) -> list[act.AgentAction]:
         """Handle the outcome of the health checks; without complaints the node is offered."""
         self.cleared = not complaints
         return self._ready() if self.cleared else self._unfit(complaints)
 
-    def _unfit(self, evidence: str) -> list[AgentAction]:
-        return [SendReport(Suspect(self.identity.node, "health", evidence[:_TEXT_MAX]))]
+    def _unfit(self, evidence: str) -> list[act.AgentAction]:
+        return [act.SendReport(m.Suspect(self.identity.node, "health", evidence[:_TEXT_MAX]))]
 
-    def _testify(self, report: AgentReport) -> list[AgentAction]:
+    def _testify(self, report: m.AgentReport) -> list[act.AgentAction]:
         """Keep a report as evidence of the epoch, and return the action that sends it."""
         self.evidence.append(report)
-        return [SendReport(report)]
+        return [act.SendReport(report)]
 
-    def _ready(self) -> list[AgentAction]:
+    def _ready(self) -> list[act.AgentAction]:
         """Return the report that the workers are warm; nothing until all are, or if one has a rank."""
         if not all(self._meeting_points()) or self._placed():
             return []
-        return [SendReport(Ready(self.identity.node, self.incarnation, self._meeting_points()))]
+        return [act.SendReport(m.Ready(self.identity.node, self.incarnation, self._meeting_points()))]
 
-    def _bound(self) -> list[AgentAction]:
+    def _bound(self) -> list[act.AgentAction]:
         """Return the report that the node has entered the epoch; nothing until all workers have."""
-        if self.phase() is not WorkerPhase.BOUND:
+        if self.phase() is not m.WorkerPhase.BOUND:
             return []
-        return [SendReport(Bound(self.identity.node, self.incarnation, self.epoch))]
+        return [act.SendReport(m.Bound(self.identity.node, self.incarnation, self.epoch))]
 
-    def _left(self, worker: WorkerLife, message: worker_link.LeftEpoch) -> list[AgentAction]:
+    def _left(self, worker: act.WorkerLife, message: worker_link.LeftEpoch) -> list[act.AgentAction]:
         """Take a worker's leaving of an epoch; report it once all have left."""
-        if worker.epoch != NO_EPOCH:
-            self.owed = max(self.owed or NO_EPOCH, message.epoch)
+        if worker.epoch != m.NO_EPOCH:
+            self.owed = max(self.owed or m.NO_EPOCH, message.epoch)
         self.fence = max(self.fence, message.epoch)
         worker.leave(message.meeting_point)
         return self._parked()
 
-    def _second_copy(self, index: int, snapshot: worker_link.SnapshotTaken) -> list[AgentAction]:
+    def _second_copy(self, index: int, snapshot: worker_link.SnapshotTaken) -> list[act.AgentAction]:
         """Send a snapshot in this node's memory to the rank's buddy; without a buddy, replicas hold the same
         state.
         """
@@ -453,16 +403,16 @@ class AgentState:
         if snapshot.epoch != self.workers[index].epoch:
             return []
         if address is None:
-            return [SendToWorker(index, worker_link.SnapshotSafe(snapshot.epoch, snapshot.step))]
-        return [StreamSnapshot(index, snapshot, address)]
+            return [act.SendToWorker(index, worker_link.SnapshotSafe(snapshot.epoch, snapshot.step))]
+        return [act.StreamSnapshot(index, snapshot, address)]
 
-    def on_pushed(self, index: int, snapshot: worker_link.SnapshotTaken) -> list[AgentAction]:
+    def on_pushed(self, index: int, snapshot: worker_link.SnapshotTaken) -> list[act.AgentAction]:
         """Handle the arrival of a snapshot at the buddy."""
         if snapshot.epoch != self.workers[index].epoch:
             return []
-        return [SendToWorker(index, worker_link.SnapshotSafe(snapshot.epoch, snapshot.step))]
+        return [act.SendToWorker(index, worker_link.SnapshotSafe(snapshot.epoch, snapshot.step))]
 
-    def _finished(self, epoch: int) -> list[AgentAction]:
+    def _finished(self, epoch: int) -> list[act.AgentAction]:
         """Report the result of rank 0, which commits the last checkpoint, once all workers here have
         finished.
         """
@@ -473,16 +423,16 @@ class AgentState:
             action
             for w in in_epoch
             if w.rank == 0
-            for action in self._testify(RunFinished(epoch, w.last_words))
+            for action in self._testify(m.RunFinished(epoch, w.last_words))
         ]
 
     # --- processes and time ------------------------------------------------------------------------
 
     def on_started(self, index: int, now_s: float) -> None:
         """Handle the start of a worker's process."""
-        self.workers[index] = WorkerLife(running=True, last_message_s=now_s)
+        self.workers[index] = act.WorkerLife(running=True, last_message_s=now_s)
 
-    def on_exit(self, index: int, code: int, text: str, unix_s: float) -> list[AgentAction]:
+    def on_exit(self, index: int, code: int, text: str, unix_s: float) -> list[act.AgentAction]:
         """Handle the exit of a worker's process (``code`` below 0: by that signal); ``text`` is the end of its log.
 
         A worker that has finished stays ended; others are started again and, unless killed here, reported.
@@ -491,16 +441,16 @@ class AgentState:
         if worker.finished and not worker.leaving:
             worker.running = False
             return []
-        epoch, self.workers[index] = worker.epoch, WorkerLife()
-        actions: list[AgentAction] = [StartProcess(index)]
+        epoch, self.workers[index] = worker.epoch, act.WorkerLife()
+        actions: list[act.AgentAction] = [act.StartProcess(index)]
         if not worker.doomed:
-            self.ended_unix_s = self.ended_unix_s or (unix_s if epoch != NO_EPOCH else 0.0)
+            self.ended_unix_s = self.ended_unix_s or (unix_s if epoch != m.NO_EPOCH else 0.0)
             text = (worker.last_words or text)[-_TEXT_MAX:]
-            report = WorkerExited(
+            report = m.WorkerExited(
                 self.identity.node, self.incarnation, epoch, index, code, text, worker.stuck
             )
             actions += [
-                *(self._testify(report) if epoch != NO_EPOCH else [SendReport(report)]),
+                *(self._testify(report) if epoch != m.NO_EPOCH else [act.SendReport(report)]),
                 *self.examine(),
             ]
         return actions + self._parked()
@@ -521,7 +471,7 @@ class AgentState:
         attached: bool = True,
         led: bool = True,
         working: Collection[int] = (),
-    ) -> list[AgentAction]:
+    ) -> list[act.AgentAction]:
         """Handle the passing of time: kill workers whose lease has run out or that do not leave an epoch.
 
         ``attached``: a coordinator is connected. Without one for too long, the agent ends: it would never learn that
@@ -541,26 +491,26 @@ class AgentState:
                 worker.last_message_s = now_s
             return []
         if now_s - self.attached_s > self.patience.coordinator_s:
-            return [EndAgent(_ABANDONED.format(now_s - self.attached_s), failed=True)]
-        actions: list[AgentAction] = self._hold_saves(now_s, led=led)
+            return [act.EndAgent(_ABANDONED.format(now_s - self.attached_s), failed=True)]
+        actions: list[act.AgentAction] = self._hold_saves(now_s, led=led)
         for index, worker in enumerate(self.workers):
             if not worker.running or worker.doomed or worker.finished:
                 continue
             silent_s = now_s - worker.last_message_s
             lease_s = self.patience.lease_s * (_WORKING_PATIENCE if index in working else 1)
             if silent_s > (lease_s if worker.meeting_point else _START_S):
-                self.ended_unix_s = self.ended_unix_s or (unix_s if worker.epoch != NO_EPOCH else 0.0)
+                self.ended_unix_s = self.ended_unix_s or (unix_s if worker.epoch != m.NO_EPOCH else 0.0)
                 worker.doomed = True
-                hung = WorkerHung(self.identity.node, self.incarnation, worker.epoch, index, silent_s)
-                reports = self._testify(hung) if worker.epoch != NO_EPOCH else [SendReport(hung)]
-                actions += [KillProcess(index), *reports, *self.examine()]
+                hung = m.WorkerHung(self.identity.node, self.incarnation, worker.epoch, index, silent_s)
+                reports = self._testify(hung) if worker.epoch != m.NO_EPOCH else [act.SendReport(hung)]
+                actions += [act.KillProcess(index), *reports, *self.examine()]
             elif now_s > worker.leave_by_s:
                 worker.leave_by_s, worker.stuck = math.inf, True
                 worker.last_words = f"did not leave epoch {worker.epoch}: killed"
-                actions.append(KillProcess(index))
+                actions.append(act.KillProcess(index))
         return actions
 
-    def _hold_saves(self, now_s: float, *, led: bool) -> list[AgentAction]:
+    def _hold_saves(self, now_s: float, *, led: bool) -> list[act.AgentAction]:
         """Return the orders to hold saves once no coordinator has led for ``saves_s``, as one may begin another epoch
         elsewhere; or to go on. Nothing if neither has changed.
         """
@@ -570,4 +520,6 @@ class AgentState:
         if hold == self.saves_held:
             return []
         self.saves_held = hold
-        return [SendToWorker(i, worker_link.HoldSaves(hold)) for i, w in enumerate(self.workers) if w.running]
+        return [
+            act.SendToWorker(i, worker_link.HoldSaves(hold)) for i, w in enumerate(self.workers) if w.running
+        ]

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.observe import events as e
 from phalanx.observe.display.state import (
     Note,
     State,
@@ -28,18 +29,6 @@ from phalanx.observe.display.state import (
     describe_statistics,
     notes,
     reduce,
-)
-from phalanx.observe.events import (
-    CheckpointSaved,
-    Evaluated,
-    Evaluating,
-    Event,
-    Finished,
-    LayerStatistics,
-    RunStarted,
-    Sampled,
-    Step,
-    TaskEvaluated,
 )
 from phalanx.observe.throughput import format_bytes, format_count, format_duration
 
@@ -53,7 +42,7 @@ SAID_BEFORE = frozenset({"run_dir", "peak_flops_per_s", "peak_source", "xz_bits_
 """Figures of a result that earlier lines have printed; in a log, the last line is the outcome."""
 
 
-def show_events(events: Iterable[Event], console: Console, live: bool, every_s: float = 10.0) -> None:
+def show_events(events: Iterable[e.Event], console: Console, live: bool, every_s: float = 10.0) -> None:
     """Show the events as they come, until there are no more.
 
     ``live`` shows the panel, which needs a terminal; without one, or without ``live``, plain lines
@@ -157,7 +146,7 @@ def _numbers(state: State, width: int) -> RenderableType:
     return grid
 
 
-def _step_cells(step: Step | None) -> Iterator[tuple[str, str]]:
+def _step_cells(step: e.Step | None) -> Iterator[tuple[str, str]]:
     """Label and value of each number, left column and right column in turn."""
     if step is None:
         yield from ((name, UNKNOWN) for name in ("grad norm", "tokens/s", "lr", "MFU"))
@@ -276,14 +265,14 @@ def clock(t: float) -> str:
 # --- plain lines --------------------------------------------------------------------------------
 
 
-def plain_lines(events: Iterable[Event], every_s: float) -> Iterator[str]:
+def plain_lines(events: Iterable[e.Event], every_s: float) -> Iterator[str]:
     """Yield a line for the first and the last step, one for a step every ``every_s`` seconds between them, and one for each other
     event worth
     reading. Seconds are those of the events, not of the reader. A step is always shown before the event that follows it."""
     state, printed_t, pending = State(), -math.inf, ""
     for event in events:
         before, state = state, reduce(state, event)
-        if isinstance(event.body, Step):
+        if isinstance(event.body, e.Step):
             pending = _step_line(state, event.t, event.body)
             if event.t - printed_t >= every_s or event.body.step == event.body.steps:
                 yield pending
@@ -297,7 +286,7 @@ def plain_lines(events: Iterable[Event], every_s: float) -> Iterator[str]:
         yield pending
 
 
-def _step_line(state: State, t: float, step: Step) -> str:
+def _step_line(state: State, t: float, step: e.Step) -> str:
     parts = [
         f"{clock(t)}  step {step.step:,}/{step.steps:,}",
         f"loss {_number(step.loss)}",
@@ -312,7 +301,7 @@ def _step_line(state: State, t: float, step: Step) -> str:
     return "  ".join(parts)
 
 
-def _other_lines(before: State, state: State, event: Event) -> list[str]:
+def _other_lines(before: State, state: State, event: e.Event) -> list[str]:
     """Return the lines of an event that is no step: its notes, then what the panel shows otherwise."""
     lines = []
     for note in notes(before, event):
@@ -322,39 +311,39 @@ def _other_lines(before: State, state: State, event: Event) -> list[str]:
     return [*lines, milestone] if milestone else lines
 
 
-def _milestone(state: State, event: Event) -> str | None:
+def _milestone(state: State, event: e.Event) -> str | None:
     """Return the line of an event that the panel shows by other means than notes; ``None`` for other events."""
     at = clock(event.t)
     match event.body:
-        case RunStarted() as body:
+        case e.RunStarted() as body:
             return _start_line(event, body)
-        case Evaluated() as body:
+        case e.Evaluated() as body:
             baseline = state.started.xz_bits_per_byte if state.started else None
             return f"{at}  held out at step {body.step:,}: {describe_evaluation(body, baseline)}"
-        case TaskEvaluated() as body:
+        case e.TaskEvaluated() as body:
             return f"{at}  task {printable(body.task)} at step {body.step:,}: {printable(describe_figures(body.figures))}"
-        case LayerStatistics() as body:
+        case e.LayerStatistics() as body:
             return f"{at}  layers at step {body.step:,}: {printable(describe_statistics(body))}"
-        case Sampled() as body:
+        case e.Sampled() as body:
             return f"{at}  sample {printable(body.sample)} at step {body.step:,}: {printable(describe_sample(body))}"
-        case Evaluating() as body:
+        case e.Evaluating() as body:
             return f"{at}  {describe_evaluating(body)}"
-        case CheckpointSaved() as body:
+        case e.CheckpointSaved() as body:
             detail = describe_checkpoint(body)
             return f"{at}  checkpoint of step {body.step:,}" + (f": {detail}" if detail else "")
-        case Finished(result=result):
+        case e.Finished(result=result):
             shown = (f"{name}={figure}" for name, figure in _figures(result) if name not in SAID_BEFORE)
             return f"{at}  finished  {printable(' '.join(shown))}"
     return None
 
 
-def _ranks(body: RunStarted) -> str:
+def _ranks(body: e.RunStarted) -> str:
     count = "1 rank" if body.ranks == 1 else f"{body.ranks:,} ranks"
     divided = ", ".join(f"{printable(axis)} {degree}" for axis, degree in body.layout.items())
     return f"{count}: {divided}" if divided else count
 
 
-def _start_line(event: Event, body: RunStarted) -> str:
+def _start_line(event: e.Event, body: e.RunStarted) -> str:
     day = time.strftime("%Y-%m-%d", time.gmtime(event.t))
     parts = [f"run {printable(body.run)}", f"attempt {event.attempt + 1}", _ranks(body)]
     parts += [printable(body.device)] if body.device else []

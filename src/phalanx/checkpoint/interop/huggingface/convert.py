@@ -24,23 +24,9 @@ from phalanx.checkpoint.committed.restore import torch_dtype
 from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.boxes import Box, Extent, StoredBox, full_box
 from phalanx.checkpoint.format.image import Image, image_layout, spans
+from phalanx.checkpoint.interop.huggingface import folders
 from phalanx.checkpoint.interop.huggingface.config import Dtype, HuggingFaceError, export_notes, hf_config_of
 from phalanx.checkpoint.interop.huggingface.families.known import family_for
-from phalanx.checkpoint.interop.huggingface.folders import (
-    CONFIG,
-    GENERATION_CONFIG,
-    PIECE_BYTES,
-    SAFETENSORS_DTYPE,
-    copy_kept,
-    copy_publisher_files,
-    kept_by_export,
-    new_folder,
-    note_lost_fields,
-    published_context,
-    published_type,
-    read_json,
-    write_json,
-)
 from phalanx.checkpoint.interop.huggingface.names import Published, published, shared_copies
 from phalanx.checkpoint.interop.huggingface.stored_weights import Weights, open_folder, values
 from phalanx.checkpoint.tiers.disk import DiskTier
@@ -79,7 +65,7 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = IMAGE_BYTES) -> 
     has a supported tokenizer, ``tokenizer/``. Memory: ``image_bytes``, and two pieces of 64 MiB. Raises UnsupportedModelError, or
     HuggingFaceError if ``out`` exists or the model's files are incomplete or damaged; no files remain then.
     """
-    with new_folder(out) as folder, ExitStack() as stack:
+    with folders.new_folder(out) as folder, ExitStack() as stack:
         opened = open_folder(directory, stack)
         run = RunDirectory(folder)
         extra = {"step": 0, "imported_from": str(directory.absolute())}
@@ -96,10 +82,10 @@ def write_small_files(
     Return the reason for the absence of a tokenizer (empty if there is one), and notes. Raises HuggingFaceError and
     ``OSError``.
     """
-    context = published_context(read_json(directory / CONFIG))
+    context = folders.published_context(folders.read_json(directory / folders.CONFIG))
     run.run_file.write_text(run_file_text(name, spec, context))
     without_tokenizer = _copy_tokenizer(directory, run.tokenizer)
-    return without_tokenizer, copy_publisher_files(directory, run.published)
+    return without_tokenizer, folders.copy_publisher_files(directory, run.published)
 
 
 def run_file_text(name: str, spec: ModelSpec, context: int = 0) -> str:
@@ -150,7 +136,7 @@ def copy_weights(
 def _shares(shapes: Mapping[str, Extent], image_bytes: int) -> Iterator[list[Box]]:
     """Yield the model's tensors in parts, in order; each list of parts fits into an image."""
     tensors = (full_box(WEIGHTS + name, "float32", shape) for name, shape in shapes.items())
-    parts = (span.part for box in tensors for span in spans(box, box, min(image_bytes, PIECE_BYTES)))
+    parts = (span.part for box in tensors for span in spans(box, box, min(image_bytes, folders.PIECE_BYTES)))
     share: list[Box] = []
     nbytes = 0
     for part in parts:
@@ -224,8 +210,8 @@ def export_hf(
         )
     end_token = tokenizer.end_of_document if tokenizer is not None else None
     template = saved_template(tokenizer_dir) if tokenizer_dir is not None else None
-    carried_over = kept_by_export(published_dir, spec, tokenizer, max_seq_len, trained_seq_len)
-    published_model_type = published_type(published_dir)
+    carried_over = folders.kept_by_export(published_dir, spec, tokenizer, max_seq_len, trained_seq_len)
+    published_model_type = folders.published_type(published_dir)
     context = carried_over.config.get("max_position_embeddings")
     context_length = context if isinstance(context, int) else 0
     own = hf_config_of(
@@ -233,7 +219,7 @@ def export_hf(
     )
     config = {**own, **carried_over.config}
     source = ExportSource(tier, step, spec)
-    with new_folder(out) as folder:
+    with folders.new_folder(out) as folder:
         files = weight_files(tensors_of(spec, published_model_type), dtype, file_bytes)
         for file in files:
             with open(folder / file.name, "wb") as stream:
@@ -242,19 +228,21 @@ def export_hf(
                     for piece in _pieces(source, tensors, dtype):
                         stream.write(piece)
         if len(files) > 1:
-            write_json(folder / "model.safetensors.index.json", _index_of(files, dtype))
-        write_json(folder / CONFIG, config)
+            folders.write_json(folder / "model.safetensors.index.json", _index_of(files, dtype))
+        folders.write_json(folder / folders.CONFIG, config)
         if not carried_over.tokenizer:
-            write_json(folder / GENERATION_CONFIG, {"eos_token_id": end_token, "pad_token_id": end_token})
+            folders.write_json(
+                folder / folders.GENERATION_CONFIG, {"eos_token_id": end_token, "pad_token_id": end_token}
+            )
             if tokenizer is not None:
                 tokenizer.save(folder)
         if published_dir is not None:
-            copy_kept(carried_over, published_dir, folder)
+            folders.copy_kept(carried_over, published_dir, folder)
         if template is not None:
             save_template(folder, template)
             if tokenizer is not None:
                 _stop_at(folder, turn_ends(template, tokenizer), config)
-    return carried_over.notes + note_lost_fields(published_dir, config) + export_notes(spec)
+    return carried_over.notes + folders.note_lost_fields(published_dir, config) + export_notes(spec)
 
 
 def _stop_at(folder: Path, turns: frozenset[int], config: JsonObject) -> None:
@@ -262,12 +250,12 @@ def _stop_at(folder: Path, turns: frozenset[int], config: JsonObject) -> None:
 
     Writes nothing if they are all there.
     """
-    file = folder / GENERATION_CONFIG
-    generation = read_json(file) if file.exists() else {"pad_token_id": config.get("pad_token_id")}
+    file = folder / folders.GENERATION_CONFIG
+    generation = folders.read_json(file) if file.exists() else {"pad_token_id": config.get("pad_token_id")}
     named = generation.get("eos_token_id", config.get("eos_token_id"))
     ends = [token for token in (named if isinstance(named, list) else [named]) if token is not None]
     if not turns <= {*ends}:
-        write_json(file, generation | {"eos_token_id": [*ends, *sorted(turns - {*ends})]})
+        folders.write_json(file, generation | {"eos_token_id": [*ends, *sorted(turns - {*ends})]})
 
 
 def tensors_of(spec: ModelSpec, model_type: str = "") -> list[Published]:
@@ -328,7 +316,7 @@ def _header(tensors: Sequence[Published], dtype: Dtype) -> bytes:
     for tensor, *_ in _by_name(tensors):
         stop = start + _nbytes(tensor, dtype)
         fields[tensor.name] = {
-            "dtype": SAFETENSORS_DTYPE[_dtype_of(tensor, dtype)],
+            "dtype": folders.SAFETENSORS_DTYPE[_dtype_of(tensor, dtype)],
             "shape": list(tensor.shape),
             "data_offsets": [start, stop],
         }
@@ -385,7 +373,7 @@ def _with_what_follows(box: Box) -> Box:
     """Extend a box of full rows by as many following rows as fit into a piece; return any other box unchanged."""
     if box.shape[1:] != box.global_shape[1:]:
         return box
-    rows = max(box.shape[0], PIECE_BYTES // (box.nbytes // box.shape[0]))
+    rows = max(box.shape[0], folders.PIECE_BYTES // (box.nbytes // box.shape[0]))
     return box.part(box.offset, (min(rows, box.global_shape[0] - box.offset[0]), *box.shape[1:]))
 
 
@@ -398,7 +386,7 @@ def _pieces(source: ExportSource, tensors: Sequence[Published], dtype: Dtype) ->
         box = full_box(WEIGHTS + tensor.parameter.name, "float32", tensor.parameter.shape)
         if tensor.expert is not None:
             box = box.rows(tensor.expert, tensor.expert + 1)
-        for span in spans(box, box, PIECE_BYTES):
+        for span in spans(box, box, folders.PIECE_BYTES):
             values = source.published(tensor, span.part)
             yield _converted(values, span.part, _dtype_of(tensor, dtype))
 
@@ -409,7 +397,7 @@ def _interwoven_pieces(
     """Yield the bytes of a tensor of stacks that are joined within each expert, some experts at a time."""
     boxes = [full_box(WEIGHTS + part.parameter.name, "float32", part.parameter.shape) for part in tensors]
     experts, *matrix_shape = tensors[0].shape
-    at_once = max(1, PIECE_BYTES * experts // max(box.nbytes for box in boxes))
+    at_once = max(1, folders.PIECE_BYTES * experts // max(box.nbytes for box in boxes))
     for start in range(0, experts, at_once):
         stop = min(start + at_once, experts)
         joined = torch.empty((stop - start, *matrix_shape))

@@ -18,19 +18,7 @@ from operator import itemgetter
 
 from msgspec import Struct
 
-from phalanx.fleet.core.commands import (
-    Bind,
-    Command,
-    Fence,
-    Fresh,
-    FromDisk,
-    FromMemory,
-    Park,
-    Release,
-    Resume,
-    SaveSnapshots,
-    Shutdown,
-)
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core.epochs.seating import common_levels, deal
 from phalanx.fleet.core.messages import (
     NO_STEP,
@@ -191,7 +179,7 @@ def restore_source(state: FleetState) -> StateSource:
     saved = max(state.durable, default=NO_STEP)
     if point is not None and point.step >= saved:
         return point
-    return FromDisk(saved) if saved != NO_STEP else Fresh()
+    return c.FromDisk(saved) if saved != NO_STEP else c.Fresh()
 
 
 def newest_in_memory(state: FleetState) -> RestorePoint | None:
@@ -350,10 +338,10 @@ class Order(Struct, frozen=True):
     """A command for a node or a group; without a command, the standing order of each."""
 
     to: str
-    command: Command | None = None
+    command: c.Command | None = None
 
 
-def deliveries(state: FleetState, orders: Iterable[Order]) -> Iterator[tuple[str, Command]]:
+def deliveries(state: FleetState, orders: Iterable[Order]) -> Iterator[tuple[str, c.Command]]:
     """Yield (node, command) for each order.
 
     Call it with the state that came with the orders. An order without a command means the node's standing order, which
@@ -378,32 +366,32 @@ def _addressed(state: FleetState, to: str) -> list[str]:
     return [to]
 
 
-def standing_order(state: FleetState, node: Node, crowds: Crowds) -> Command | None:
+def standing_order(state: FleetState, node: Node, crowds: Crowds) -> c.Command | None:
     """Return the command that a node should have now, or None.
 
     ``crowds`` is a cache kept between nodes, for one ``state``. None also while the run needs nothing of it.
     """
     if not node.alive and node.eligibility is Eligibility.LEAVING:
-        return Shutdown(node.reason)
+        return c.Shutdown(node.reason)
     if not node.alive:
-        return Fence(node.reason, node.incarnation)
+        return c.Fence(node.reason, node.incarnation)
     if state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED):
-        return Shutdown(state.reason)
+        return c.Shutdown(state.reason)
     if state.phase is FleetPhase.PARKING and node.name in state.awaiting:
-        return Park(state.epoch, state.reason, state.planned)
+        return c.Park(state.epoch, state.reason, state.planned)
     if state.phase is FleetPhase.SAVING:
         return _save(state, node.name)
     if state.phase is FleetPhase.BINDING:
-        return bind(state, node, crowds) if node.seat != NO_SEAT else Release(state.epoch)
+        return bind(state, node, crowds) if node.seat != NO_SEAT else c.Release(state.epoch)
     return None
 
 
-def _save(state: FleetState, name: str) -> SaveSnapshots | None:
+def _save(state: FleetState, name: str) -> c.SaveSnapshots | None:
     """Return the command to write the node's share of snapshots, or None if it has none."""
     share, source = state.writing.get(name), state.source
     if share is None or not isinstance(source, RestorePoint):
         return None
-    return SaveSnapshots(
+    return c.SaveSnapshots(
         epoch=state.epoch,
         attempt=state.fencing.attempt + state.epoch,
         step=source.step,
@@ -413,10 +401,10 @@ def _save(state: FleetState, name: str) -> SaveSnapshots | None:
     )
 
 
-def bind(state: FleetState, node: Node, crowds: Crowds) -> Bind:
+def bind(state: FleetState, node: Node, crowds: Crowds) -> c.Bind:
     """Return the Bind with which a seated node enters the present epoch. ``crowds`` as in ``standing_order``."""
     ranks = state.settings.formation.ranks_of(node.seat, state.ranks)
-    return Bind(
+    return c.Bind(
         epoch=state.epoch,
         attempt=state.fencing.attempt + state.epoch,
         ranks=state.ranks,
@@ -431,14 +419,14 @@ def bind(state: FleetState, node: Node, crowds: Crowds) -> Bind:
     )
 
 
-def _resume(state: FleetState, node: Node, crowds: Crowds) -> Resume:
+def _resume(state: FleetState, node: Node, crowds: Crowds) -> c.Resume:
     """Return what a node restores: from memory with its holders, from disk, or a fresh start."""
     source = state.source
     if isinstance(source, RestorePoint):
         if source.ranks == state.ranks:
-            return FromMemory(source.step, source.ranks, holders_for(state, source, node, crowds))
+            return c.FromMemory(source.step, source.ranks, holders_for(state, source, node, crowds))
         share = share_of_holders(state, source, node, crowds)
-        return FromMemory(source.step, source.ranks, share, shared=True)
+        return c.FromMemory(source.step, source.ranks, share, shared=True)
     return source
 
 

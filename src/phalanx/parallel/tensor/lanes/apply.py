@@ -39,15 +39,7 @@ from phalanx.model.layers.dense import FeedForward, Linear, RMSNorm
 from phalanx.model.layers.moe import Experts, MoE, Router
 from phalanx.model.transformer import Block, PredictionAhead, Transformer
 from phalanx.parallel.context.fixed_tiles import RankTiles, TiledCore, TiledHeads
-from phalanx.parallel.tensor.lanes.layers import (
-    LanedLayer,
-    LaneOutput,
-    LaneParameter,
-    LaneResult,
-    LaneRows,
-    OnWholeSequence,
-    TileByTile,
-)
+from phalanx.parallel.tensor.lanes import layers
 from phalanx.parallel.tensor.lanes.shares import (
     InPieces,
     LaneLeaves,
@@ -124,7 +116,7 @@ def apply_lanes(
     # The output projection of each layer computes by lanes.
     for layer in list(module.modules()):
         if isinstance(layer, _LAYERS):
-            setattr(layer, layer.OUTPUT, LaneOutput(getattr(layer, layer.OUTPUT)))
+            setattr(layer, layer.OUTPUT, layers.LaneOutput(getattr(layer, layer.OUTPUT)))
     if module.embedding is not None:
         module.embedding = LanedEmbedding(module.embedding, vocabulary_start, lanes.comm)
     in_lanes = {
@@ -146,7 +138,7 @@ def apply_lanes(
                 replace_method(part, "shared_weights", InPieces(part.shared_weights, own, lanes.pieces))
         elif isinstance(part, LanedEmbedding) and own:
             replace_method(part, "lookup", InPieces(part.lookup, own, lanes.local_tiles))
-        elif isinstance(part, (RMSNorm, Linear)) and own and not isinstance(part, LaneOutput):
+        elif isinstance(part, (RMSNorm, Linear)) and own and not isinstance(part, layers.LaneOutput):
             replace_method(part, "forward", InPieces(part.forward, own, lanes.pieces))
 
 
@@ -212,7 +204,7 @@ def _divide(
         owner, _, attribute = path.removeprefix(f"{name}.").rpartition(".")
         row = table[path]
         parameters.append(
-            LaneParameter(
+            layers.LaneParameter(
                 layer.get_submodule(owner),
                 attribute,
                 row.tensor_dim or 0,
@@ -229,29 +221,29 @@ def _divide(
     replace_method(
         layer,
         "forward",
-        LanedLayer(layer.by_tokens, result, parameters, lanes.local_lanes, lanes.comm, add_bias),
+        layers.LanedLayer(layer.by_tokens, result, parameters, lanes.local_lanes, lanes.comm, add_bias),
     )
 
 
-def _rows(owner: nn.Module, lanes: RankLanes, parameter: Parameter) -> LaneRows | None:
+def _rows(owner: nn.Module, lanes: RankLanes, parameter: Parameter) -> layers.LaneRows | None:
     """Make the product of a matrix write the gradients of the lanes' rows side by side.
 
     Return ``None`` unless each local lane has rows of its own.
     """
-    if not isinstance(owner, Linear) or isinstance(owner, LaneOutput) or owner.bias is not None:
+    if not isinstance(owner, Linear) or isinstance(owner, layers.LaneOutput) or owner.bias is not None:
         return None
     if parameter.tensor_dim != 0 or lanes.parts(parameter) != lanes.local_lanes or lanes.local_lanes == 1:
         return None
-    rows = owner.affine = LaneRows()
+    rows = owner.affine = layers.LaneRows()
     return rows
 
 
-def _lane_result(layer: _Layer, tiles: RankTiles | None) -> LaneResult:
+def _lane_result(layer: _Layer, tiles: RankTiles | None) -> layers.LaneResult:
     """Return how a layer's heads compute in lanes: on the full sequence, or tile by tile."""
     if tiles is None:
-        return OnWholeSequence(layer.by_heads)
+        return layers.OnWholeSequence(layer.by_heads)
     if isinstance(layer, FeedForward):
-        return TileByTile(layer.by_heads)
+        return layers.TileByTile(layer.by_heads)
     core = cast(CausalCore, layer.core)
     return TiledHeads(layer, TiledCore(tiles, core.score, core.window))
 

@@ -6,39 +6,7 @@ A family has tables of fields, and functions for the rest.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from phalanx.checkpoint.interop.huggingface.layers import (
-    Check,
-    Read,
-    Write,
-    all_rotated,
-    all_said,
-    gemma2_layers,
-    no_window,
-    nothing_read,
-    nothing_written,
-    phi3_layers,
-    qwen2_layers,
-    read_caps,
-    read_layer_types,
-    read_only_window,
-    read_regular_windows,
-    read_score_width,
-    read_switched_window,
-    read_two_biases,
-    read_unrotated_layers,
-    read_window_everywhere,
-    reads,
-    whole_heads,
-    window_everywhere,
-    write_caps,
-    write_layer_types,
-    write_score_width,
-    write_switched_window,
-    write_two_biases,
-    write_unrotated_layers,
-    write_window,
-    writes,
-)
+from phalanx.checkpoint.interop.huggingface import layers
 
 ConfigTable = Mapping[str, object]
 
@@ -110,9 +78,9 @@ class Family:
     """Fields of ``constants`` that a ``config.json`` must have, because their absence means another value."""
     handled: tuple[str, ...] = ()
     """Fields of ModelSpec that ``read`` and ``write`` handle, or that have no effect in the family."""
-    read: Read = nothing_read
-    write: Write = nothing_written
-    check: Check = all_said
+    read: layers.Read = layers.nothing_read
+    write: layers.Write = layers.nothing_written
+    check: layers.Check = layers.all_said
     own: tuple[str, ...] = ()
     """Fields of ``config.json`` that ``read`` and ``write`` handle, except those that many families have."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -153,7 +121,7 @@ LLAMA = Family(
     COMMON | GROUPED | ATTENTION_BIAS | {"ffn_bias": "mlp_bias"},
     DENSE | {"qk_norm": False},
     absent={"norm_eps": 1e-6},
-    check=whole_heads,
+    check=layers.whole_heads,
 )
 MISTRAL = Family(
     "mistral",
@@ -162,17 +130,17 @@ MISTRAL = Family(
     DENSE | {"qk_norm": False, "attention_bias": False, "ffn_bias": False},
     absent={"norm_eps": 1e-6, "kv_heads": 8},
     handled=PATTERN,
-    read=read_window_everywhere(4096),
-    write=write_window,
-    check=window_everywhere,
+    read=layers.read_window_everywhere(4096),
+    write=layers.write_window,
+    check=layers.window_everywhere,
 )
 MINISTRAL = replace(
     MISTRAL,
     model_type="ministral",
     architecture="MinistralForCausalLM",
-    read=read_layer_types(4096, lambda _layer: True),
-    write=write_layer_types,
-    check=all_rotated,
+    read=layers.read_layer_types(4096, lambda _layer: True),
+    write=layers.write_layer_types,
+    check=layers.all_rotated,
 )
 SMOLLM3 = Family(
     "smollm3",
@@ -181,9 +149,9 @@ SMOLLM3 = Family(
     DENSE | {"qk_norm": False},
     absent={"norm_eps": 1e-6, "kv_heads": 4, "tie_embeddings": True},
     handled=PATTERN,
-    read=read_unrotated_layers,
-    write=write_unrotated_layers,
-    check=no_window,
+    read=layers.read_unrotated_layers,
+    write=layers.write_unrotated_layers,
+    check=layers.no_window,
     own=("no_rope_layers", "no_rope_layer_interval"),
 )
 QWEN2 = Family(
@@ -193,9 +161,9 @@ QWEN2 = Family(
     DENSE | {"qk_norm": False, "qkv_bias": True, "ffn_bias": False},
     absent={"norm_eps": 1e-6, "kv_heads": 32},
     handled=PATTERN,
-    read=read_switched_window,
-    write=write_switched_window,
-    check=qwen2_layers,
+    read=layers.read_switched_window,
+    write=layers.write_switched_window,
+    check=layers.qwen2_layers,
 )
 SEED_OSS = Family(
     "seed_oss",
@@ -204,8 +172,8 @@ SEED_OSS = Family(
     DENSE | {"qk_norm": False},
     absent={"norm_eps": 1e-6, "head_dim": 128, "kv_heads": 8},
     handled=("attention_bias", "qkv_bias"),
-    read=read_two_biases,
-    write=write_two_biases,
+    read=layers.read_two_biases,
+    write=layers.write_two_biases,
     own=("attention_bias", "attention_out_bias"),
 )
 QWEN3 = Family(
@@ -215,9 +183,9 @@ QWEN3 = Family(
     DENSE | {"qk_norm": True, "ffn_bias": False},
     absent={"norm_eps": 1e-6, "head_dim": 128},
     handled=PATTERN,
-    read=read_switched_window,
-    write=write_switched_window,
-    check=all_rotated,
+    read=layers.read_switched_window,
+    write=layers.write_switched_window,
+    check=layers.all_rotated,
 )
 OLMO2 = Family(
     "olmo2",
@@ -234,9 +202,9 @@ OLMO3 = Family(
     DENSE | _OLMO | {"ffn_bias": False},
     absent={"norm_eps": 1e-5, "rope_theta": 5e5},
     handled=(*PATTERN, "window_rope_theta"),
-    read=read_layer_types(4096, lambda layer: (layer + 1) % 4 != 0),
-    write=write_layer_types,
-    check=all_rotated,
+    read=layers.read_layer_types(4096, lambda layer: (layer + 1) % 4 != 0),
+    write=layers.write_layer_types,
+    check=layers.all_rotated,
     names=_AFTER,
 )
 _GEMMA_NAMES = {
@@ -260,9 +228,11 @@ GEMMA2 = Family(
     constants={"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
     absent={"norm_eps": 1e-6, "kv_heads": 4, "head_dim": 256, "tie_embeddings": True},
     handled=(*PATTERN, "score_width", "score_cap", "logit_cap"),
-    read=reads(read_layer_types(4096, lambda layer: layer % 2 == 0), read_score_width, read_caps),
-    write=writes(write_layer_types, write_score_width, write_caps),
-    check=gemma2_layers,
+    read=layers.reads(
+        layers.read_layer_types(4096, lambda layer: layer % 2 == 0), layers.read_score_width, layers.read_caps
+    ),
+    write=layers.writes(layers.write_layer_types, layers.write_score_width, layers.write_caps),
+    check=layers.gemma2_layers,
     own=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     names=_GEMMA_NAMES,
 )
@@ -294,9 +264,9 @@ GEMMA3 = Family(
         "window_rope_theta": 1e4,
     },
     handled=(*PATTERN, "window_rope_theta", "score_width"),
-    read=reads(read_regular_windows, read_score_width),
-    write=writes(write_layer_types, write_score_width),
-    check=all_rotated,
+    read=layers.reads(layers.read_regular_windows, layers.read_score_width),
+    write=layers.writes(layers.write_layer_types, layers.write_score_width),
+    check=layers.all_rotated,
     own=("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
     names=_GEMMA_NAMES,
 )
@@ -333,9 +303,9 @@ PHI3 = Family(
     DENSE | {"qk_norm": False, "attention_bias": False, "ffn_bias": False},
     absent={"norm_eps": 1e-5, "rope_fraction": 1.0},
     handled=PATTERN,
-    read=read_only_window,
-    write=write_window,
-    check=phi3_layers,
+    read=layers.read_only_window,
+    write=layers.write_window,
+    check=layers.phi3_layers,
     joined={
         "self_attn.qkv_proj.weight": Joint(
             ("attention.query.weight", "attention.key.weight", "attention.value.weight")

@@ -1,5 +1,6 @@
 """Families with mixtures of experts."""
 
+from phalanx.checkpoint.interop.huggingface import layers
 from phalanx.checkpoint.interop.huggingface.families.family import (
     ATTENTION_BIAS,
     COMMON,
@@ -8,33 +9,6 @@ from phalanx.checkpoint.interop.huggingface.families.family import (
     PATTERN,
     Family,
     Joint,
-)
-from phalanx.checkpoint.interop.huggingface.layers import (
-    all_rotated,
-    best_of_groups,
-    heads_as_wide_as_the_model,
-    qwen2_layers,
-    read_early_windows,
-    read_greedy_groups,
-    read_last_windows,
-    read_latent,
-    read_layer_types,
-    read_rotated_width,
-    read_shared_width,
-    read_sparse_step,
-    read_window_everywhere,
-    read_window_if_switched_on,
-    reads,
-    window_everywhere,
-    write_early_windows,
-    write_greedy_groups,
-    write_latent,
-    write_layer_types,
-    write_shared_width,
-    write_sparse_step,
-    write_window,
-    write_window_switch,
-    writes,
 )
 
 _DEEPSEEK_MIXTURE = {
@@ -81,9 +55,9 @@ MIXTRAL = Family(
     absent={"norm_eps": 1e-5, "rope_theta": 1e6},
     aliases={"num_local_experts": "num_experts"},
     handled=PATTERN,
-    read=read_window_everywhere(None),
-    write=write_window,
-    check=window_everywhere,
+    read=layers.read_window_everywhere(None),
+    write=layers.write_window,
+    check=layers.window_everywhere,
     names={
         "ffn.router.weight": "block_sparse_moe.gate.weight",
         "ffn.experts.gate": "block_sparse_moe.experts.*.w1.weight",
@@ -107,9 +81,9 @@ QWEN3_MOE = Family(
     absent={"norm_eps": 1e-6},
     aliases={"num_experts": "num_local_experts"},
     handled=("moe.first_dense", "moe.every", *PATTERN),
-    read=reads(read_sparse_step, read_window_if_switched_on),
-    write=writes(write_sparse_step, write_window_switch),
-    check=window_everywhere,
+    read=layers.reads(layers.read_sparse_step, layers.read_window_if_switched_on),
+    write=layers.writes(layers.write_sparse_step, layers.write_window_switch),
+    check=layers.window_everywhere,
 )
 GLM4_MOE = Family(
     "glm4_moe",
@@ -142,9 +116,9 @@ DOTS1 = Family(
     absent={"norm_eps": 1e-6, "moe.balance_bias": True},
     aliases={"n_routed_experts": "num_local_experts"},
     handled=("moe.balance_bias", *PATTERN),
-    read=read_last_windows,
-    write=write_layer_types,
-    check=all_rotated,
+    read=layers.read_last_windows,
+    write=layers.write_layer_types,
+    check=layers.all_rotated,
 )
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
@@ -170,8 +144,8 @@ DEEPSEEK_V3 = Family(
     absent={"norm_eps": 1e-6, "moe.balance_bias": True},
     aliases={"num_nextn_predict_layers": "num_mtp_layers", "n_routed_experts": "num_local_experts"},
     handled=("kv_heads", "head_dim", "moe.balance_bias", "mla.norm_eps"),
-    read=read_latent,
-    write=write_latent,
+    read=layers.read_latent,
+    write=layers.write_latent,
 )
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
@@ -202,9 +176,9 @@ DEEPSEEK_V2 = Family(
         *("kv_heads", "head_dim", "mla.norm_eps"),
         *("moe.groups", "moe.groups_per_token", "moe.group_score"),
     ),
-    read=reads(read_latent, read_greedy_groups),
-    write=writes(write_latent, write_greedy_groups),
-    check=best_of_groups,
+    read=layers.reads(layers.read_latent, layers.read_greedy_groups),
+    write=layers.writes(layers.write_latent, layers.write_greedy_groups),
+    check=layers.best_of_groups,
     own=("topk_method", "n_group", "topk_group"),
 )
 OLMOE = Family(
@@ -232,7 +206,7 @@ OLMOE = Family(
     absent={"norm_eps": 1e-5, "moe.normalize": False},
     aliases={"num_experts": "num_local_experts"},
     handled=("head_dim",),
-    check=heads_as_wide_as_the_model,
+    check=layers.heads_as_wide_as_the_model,
 )
 QWEN2_MOE = Family(
     "qwen2_moe",
@@ -251,9 +225,9 @@ QWEN2_MOE = Family(
     | {"qk_norm": False, "attention_bias": False, "ffn_bias": False, "moe.shared_gate": True},
     absent={"norm_eps": 1e-6, "kv_heads": 16, "qkv_bias": True, "moe.normalize": False},
     handled=("moe.first_dense", "moe.every", "moe.shared", *PATTERN),
-    read=reads(read_sparse_step, read_shared_width, read_early_windows),
-    write=writes(write_sparse_step, write_shared_width, write_early_windows),
-    check=qwen2_layers,
+    read=layers.reads(layers.read_sparse_step, layers.read_shared_width, layers.read_early_windows),
+    write=layers.writes(layers.write_sparse_step, layers.write_shared_width, layers.write_early_windows),
+    check=layers.qwen2_layers,
     own=("shared_expert_intermediate_size",),
     names={
         f"ffn.shared.{matrix}.weight": f"mlp.shared_expert.{matrix}_proj.weight"
@@ -302,7 +276,7 @@ MINIMAX_M2 = Family(
     },
     aliases={"num_local_experts": "num_experts"},
     handled=("moe.balance_bias",),
-    read=read_rotated_width,
+    read=layers.read_rotated_width,
     own=("rotary_dim", "attn_type_list"),
     names={
         **MIXTRAL.names,
@@ -345,9 +319,9 @@ GPT_OSS = Family(
     },
     aliases={"num_local_experts": "num_experts"},
     handled=PATTERN,
-    read=read_layer_types(128, lambda layer: layer % 2 == 0),
-    write=write_layer_types,
-    check=all_rotated,
+    read=layers.read_layer_types(128, lambda layer: layer % 2 == 0),
+    write=layers.write_layer_types,
+    check=layers.all_rotated,
     own=("experts_per_token", "initial_context_length"),
     names={
         "attention.sinks": "self_attn.sinks",
