@@ -1,10 +1,10 @@
 """The Python interface: training, a run directory to look at, and weights. ``phalanx`` itself offers these names.
 
-Training starts the same run, ranks and directory as ``phalanx train``.
-Ranks are processes of their own here too, started by the same launchers, so that a crash of a rank, a stop and a recovery
-are what they are from the command line; the calling process trains nothing and needs no guard against being imported
-again. On the main thread Ctrl-C is handed on to the ranks, which save and stop; on another one nothing is, since Python lets
-only the main thread handle signals, and what ``on_event`` raises is the way to stop.
+Training starts the same run, ranks and directory as ``phalanx train``. Ranks are processes of their own here too,
+started by the same launchers, so that a crash of a rank, a stop and a recovery are what they are from the command line;
+the calling process trains nothing and needs no guard against being imported again. On the main thread Ctrl-C is handed
+on to the ranks, which save and stop; on another one nothing is, since Python lets only the main thread handle signals,
+and what ``on_event`` raises is the way to stop.
 """
 
 from __future__ import annotations

@@ -225,7 +225,8 @@ def placer_on(topology: Topology, spec: RunSpec) -> Placer:
 
 
 def first_halved(spec: RunSpec, cluster: Cluster) -> FirstHalved | None:
-    """Estimate which degree of a run to halve first on accelerators of ``cluster``; ``None`` if at most one degree may fall.
+    """Estimate which degree of a run to halve first, on half of its ranks of ``cluster``'s accelerators: layouts that fit in memory come
+    first, then those of a shorter step. Return ``None`` if at most one degree may fall.
 
     ``spec`` has its model resolved. Raises ``ValueError`` if no estimate is possible: the planner does not know the model's kind, or the
     accelerator lacks the number format.

@@ -95,12 +95,13 @@ def evaluation_share(spec: RunSpec) -> float:
     evaluation = spec.evaluation
     if not evaluation.every_steps:
         return 0.0
-    sequences = evaluation.sequences + _sampled_sequences(spec)
+    sequences = evaluation.sequences + _sampled_sequence_count(spec)
     return _FORWARD_SHARE * sequences / (evaluation.every_steps * spec.train.batch_size)
 
 
-def _sampled_sequences(spec: RunSpec) -> int:
-    """Return the sequences of the forward passes that write the samples of an evaluation: micro-batches, one after another."""
+def _sampled_sequence_count(spec: RunSpec) -> int:
+    """Return the number of sequences in all forward passes that write an evaluation's samples, each micro-batch in full once for each token
+    of its longest sample; 0 without samples."""
     samples, train = spec.evaluation.samples, spec.train
     rows = max(1, train.micro_batch_size or train.batch_size // train.slots)
     return max((sample.tokens for sample in samples), default=0) * rows * math.ceil(len(samples) / rows)

@@ -63,7 +63,8 @@ class RunServers:
         self._sums = Counter(dict.fromkeys(_COUNTS, 0))
 
     def samples(self, notes: Sequence[Serving], labels: Labels, now: float) -> list[Sample]:
-        """Return the run's samples from its servers' notes; none if the run is not served."""
+        """Add the servers' ``notes`` to this run's counters, and return its samples; none without notes. Servers that are silent at ``now``
+        count by state, but not among running and waiting texts."""
         if not notes:
             return []
         states = Counter(state_of(note, now) for note in notes)

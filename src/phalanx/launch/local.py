@@ -271,9 +271,9 @@ def replay_run(
 ) -> Replay:
     """Replay the run in ``path`` from the state of the first of ``steps`` to the second, in the new directory ``folder``.
 
-    ``ranks`` 0 means as many as the run had at the last of these steps. ``is_measured`` is as in ``ReplayOrder``. With ``in_fp32``
-    the steps are
-    computed in fp32, whatever the run's own format is. ``on_wait`` is called at intervals. Raises ``ReplayError``.
+    ``ranks`` 0 means as many as the run had at the last of these steps. ``is_measured`` is as in ``ReplayOrder``. With
+    ``in_fp32`` the steps are computed in fp32, whatever the run's own format is. ``on_wait`` is called at intervals.
+    Raises ``ReplayError``.
     """
     directory = RunDirectory(path)
     spec, record = read_resolved(directory), directory.read_record()

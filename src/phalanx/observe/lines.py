@@ -215,9 +215,8 @@ class AppendedFile:
         """Write a line, which ends in a newline, and return the offset at which it begins. After a torn line, a newline is written
         first.
 
-        Raises ``OSError`` if not all of it could be written. The offset is right while all writers of the file append, on a file
-        system that
-        appends in one move; over NFS it may not be.
+        Raises ``OSError`` if not all of it could be written. The offset is right while all writers of the file append,
+        on a file system that appends in one move; over NFS it may not be.
         """
         block = b"\n" + line if self._torn and self._ends_torn() else line
         self._torn = True  # unless all of it is written; of what was before an error, the file tells

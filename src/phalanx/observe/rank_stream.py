@@ -165,9 +165,9 @@ class RankStream:
     ) -> HeatMap:
         """Return the heat map of the frames of steps ``first`` to ``last`` (all without them), in at most so many columns and rows.
 
-        A cell has the largest value of its ranks and frames; damaged frames are left out. Each frame is read once, one at a time.
-        ``order`` has
-        all ranks in the order in which they are drawn, by default by number, and ``part`` selects places of it.
+        A cell has the largest value of its ranks and frames; damaged frames are left out. Each frame is read once, one
+        at a time. ``order`` has all ranks in the order in which they are drawn, by default by number, and ``part``
+        selects places of it.
         """
         chosen, place = self._between(first, last), RANK_COLUMNS.index(column)
         ranks = max((self._opened().heads[number].ranks for number in chosen), default=0)

@@ -122,11 +122,10 @@ def fill_sink(
     events: Iterable[Event],
     vendors: Mapping[str, Vendor] | None = None,
 ) -> int:
-    """Send to the sink ``name`` what it lacks of a run's ``events``, and return the number of events sent.
+    """Send a run's ``events`` to the sink ``name``, and return the number sent: each point that it lacks once, all other events every time.
 
-    A tracker that is a folder of the run is made again. The others get the points that they do not have, each once. Blocks until
-    the tracker
-    has taken everything. Raises SinkError as ``open_sinks`` does, and if the tracker fails; nothing is lost then.
+    A tracker that is a folder of the run is made again. Blocks until the tracker has taken everything. Raises SinkError as ``open_sinks``
+    does, and if the tracker fails; nothing is lost then.
     """
     vendor = require_sinks([name], vendors)[name]
     with _remade(run_directory / vendor.folder) if vendor.folder else nullcontext():

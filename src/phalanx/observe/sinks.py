@@ -113,9 +113,8 @@ GOODPUT_COLUMNS = ("part", "seconds", "share")
 def goodput_rows(event: e.Event, run_directory: Path) -> list[tuple[str, float, float]]:
     """Return the run's time over all of its attempts, when ``event`` ends one: part, seconds, share of the time it held machines.
 
-    First the buckets, whose shares sum to 1; then the outcomes of the steps. Read from the run's own events, since a tracker may
-    have been
-    opened in a later attempt. Empty for other events, and where there are none to read.
+    First the buckets, whose shares sum to 1; then the outcomes of the steps. Read from the run's own events, since a
+    tracker may have been opened in a later attempt. Empty for other events, and where there are none to read.
     """
     if not isinstance(event.body, e.Finished | e.Stopped):
         return []

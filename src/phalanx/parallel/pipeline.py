@@ -304,7 +304,8 @@ class Accumulation(Protocol):
     """Gradient accumulation over the micro-batches of slots. Stages and slots are numbered from 0 on their rank."""
 
     def computing(self, part: int, slot: int, *, last: bool, postponed: bool) -> AbstractContextManager[None]:
-        """Context of each gradient computation of a stage.
+        """Return the context of a stage's gradient computation, which leads the gradient to the buffer of ``slot`` and, after the ``last``
+        one of the slot, its reduction.
 
         Args:
             part: Index of the stage on this rank.

@@ -41,9 +41,10 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)
 
     def listen(self, end: Callable[[], None] | None = None) -> None:
-        """Take the signals as a request to stop, from here on. A second SIGINT acts as usual, at once.
+        """Handle the signals as a request to stop, from here on. A second SIGINT acts as usual, at once.
 
         Until ``join_step`` a signal calls ``end``, which ends the process: the first step compiles, for minutes, and there is nothing to save.
+        Without ``end`` it only requests the stop.
         """
         self._end = end
         for number in heeded(self.signals):

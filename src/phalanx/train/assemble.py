@@ -150,9 +150,9 @@ def make_deterministic(spec: RunSpec, device: torch.device) -> None:
 def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     """Build everything on this rank and restore the state that training begins with. A collective call.
 
-    Without a checkpoint of the run, the weights are initialized, or taken over from ``checkpoint.init_from``. A first start also
-    measures this
-    machine's peak rate, compares arithmetic and data between ranks, and writes the machine into the run directory.
+    Without a checkpoint of the run, the weights are initialized, or taken over from ``checkpoint.init_from``. A first
+    start also measures this machine's peak rate, compares arithmetic and data between ranks, and writes the machine
+    into the run directory.
     """
     spec, ledger = inputs.spec, inputs.ledger
     ledger.switch(Bucket.START_PLAN_COMPILE)

@@ -132,9 +132,8 @@ def divided_parts(
 ) -> tuple[list[Transformer | Chain], dict[str, Partition]]:
     """Build this rank's stages of the model on the meta device, divided by all axes but FSDP's.
 
-    ``stages`` are the layers of each stage of the whole pipeline. Returns this rank's stages, and the partition of each parameter
-    that the
-    axes divide.
+    ``stages`` are the layers of each stage of the whole pipeline. Returns this rank's stages, and the partition of each
+    parameter that the axes divide.
     """
     parts: list[Transformer | Chain] = []
     partitions: dict[str, Partition] = {}

@@ -65,9 +65,8 @@ def apply_precision(module: nn.Module, spec: RunSpec, *, wide: bool = False) -> 
     """Make the blocks' linear layers and experts multiply in the format ``spec.precision.matmul``, or with ``wide`` in that of the
     weights.
 
-    With ``matmul = "compute"``, change nothing. Router, embedding, output projection and norms stay as they are. May be called
-    again between
-    two steps, unless blocks are compiled.
+    With ``matmul = "compute"``, change nothing. Router, embedding, output projection and norms stay as they are. May be
+    called again between two steps, unless blocks are compiled.
     """
     if spec.precision.matmul == "compute":
         return

@@ -1,10 +1,10 @@
 """Budgets (``40M$``, ``1e25 FLOP``, ``30d``, ``1M gpu-hours``), the compute-optimal size and tokens for one, and shapes of that size.
 
-A function gives the cost of a token by size.
-Hoffmann et al. (arXiv:2203.15556) minimize the loss along 6ND = C. Here a token costs its real price: model FLOP, or
-the dollars, days or accelerator-hours of a plan for a model of that size on a fleet. Tokens that are served later can
-be part of the budget (Sardana et al., arXiv:2401.00448). Each costs a third of a training token (2N FLOP against 6N), at the same
-utilization as training; real generation, one token at a time, costs more.
+A function gives the cost of a token by size. Hoffmann et al. (arXiv:2203.15556) minimize the loss along 6ND = C. Here a
+token costs its real price: model FLOP, or the dollars, days or accelerator-hours of a plan for a model of that size on
+a fleet. Tokens that are served later can be part of the budget (Sardana et al., arXiv:2401.00448). Each costs a third
+of a training token (2N FLOP against 6N), at the same utilization as training; real generation, one token at a time,
+costs more.
 
 Shapes have the proportions of published models, so that they can be planned and trained.
 Dense models follow Llama 3 (arXiv:2407.21783, table 3): heads of 128, eight key/value heads, a feed-forward layer 3.5 times as wide as

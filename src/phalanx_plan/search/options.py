@@ -120,7 +120,8 @@ _MOST_SHOWN = 24
 def nothing_left(
     need: Requirement, before: list[Requirement], candidates: Candidates, job: TrainingJob
 ) -> str:
-    """Return the message that no layout meets a condition, with the values of its field among the layouts that met those before."""
+    """Return the message that no layout meets ``need``, with the values of its field in ``candidates``, the layouts that meet the conditions
+    ``before`` it."""
     values = np.unique(getattr(candidates, need.name)).tolist()
     words = {"schedule": SCHEDULES, "recompute": tuple(mode.name for mode in job.modes)}.get(need.name)
     shown = [str(words[value]) if words else f"{value:,}" for value in values]

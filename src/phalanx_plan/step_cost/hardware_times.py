@@ -10,10 +10,10 @@ the multiprocessors loses. The power of four joins the two limits smoothly (thei
 2009; tile and wave quantization as in NVIDIA's "Matrix Multiplication Background User's Guide"). The constants come from
 measurements (``phalanx.hardware.profile``), the peaks from the accelerator.
 
-Collectives are timed by the placement of a group's members in the cluster.
-A group is (size, stride): members are ``stride`` ranks apart, with the rank order of ``phalanx.run.layout``. Of the ``size``
-members ``inner`` share a scale-up domain, and ``outer`` domains hold them all. The sibling groups run the same collective at
-the same time, so an accelerator has only its own share of network and domain.
+Collectives are timed by the placement of a group's members in the cluster. A group is (size, stride): members are
+``stride`` ranks apart, with the rank order of ``phalanx.run.layout``. Of the ``size`` members ``inner`` share a
+scale-up domain, and ``outer`` domains hold them all. The sibling groups run the same collective at the same time, so an
+accelerator has only its own share of network and domain.
 
 * Inside one domain: ``a(n) + g sqrt(a S / B) + k(n) S / (e(n) B)``, fitted to NCCL's measured times. The square root is the
   cost of chunking at the best chunk size. ``k`` is the algorithm's volume: (n - 1)/n for all-gather,
@@ -166,9 +166,9 @@ def sustained_flops(profile: Profile, format: str) -> float:  # noqa: A002
 
 
 def fitted_format(profile: Profile, format: str) -> str:  # noqa: A002
-    """Return the format whose fit is used for ``format``: itself if measured, else the nearest measured one.
+    """Return the format whose fit is used for ``format``: itself if measured, else the first measured one of its substitutes.
 
-    Raises ``HardwareError`` if there is none.
+    Raises ``HardwareError`` if none of these was measured.
     """
     near = {"fp16": ("bf16",), "tf32": ("bf16", "fp32"), "fp32": ("tf32", "bf16"), "int8": ("fp8", "bf16")}
     options = (format, *near.get(format, ("bf16", "fp16", "fp32")))

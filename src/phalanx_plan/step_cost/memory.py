@@ -115,7 +115,8 @@ def _unit_gradients(
 def _moments(
     optimizer: OptimizerSpec, job: TrainingJob, candidates: Candidates, holdings: Holdings, place: PlaceCounts
 ) -> Floats:
-    """Bytes of this project's optimizers: AdamW's moments of a rank's shares, and the state of the matrices that it owns."""
+    """Bytes of this project's optimizers on a rank: AdamW's moments of its shares and, of other optimizers, the state of the matrices that it
+    owns; 0 where they are offloaded."""
     moments = times(place.counts, holdings.moment_bytes_share)
     if optimizer.name != "adamw":
         owned = owned_matrices(optimizer, job.workload.model, candidates, place.counts)

@@ -413,7 +413,8 @@ def scale_tax(job: TrainingJob, ranks: Ints) -> Floats:
 
 
 def with_tax(job: TrainingJob, candidates: Candidates, terms: dict[str, Floats]) -> dict[str, Floats]:
-    """Return ``terms`` with the scale tax and the effect of the stack's ``time_scalar`` added as terms."""
+    """Return ``terms`` with the term ``scale_tax`` and, if the stack's ``time_scalar`` is not 1, the term ``stack_scalar``: its effect on the
+    total with the tax."""
     tax = scale_tax(job, candidates.ranks)
     clean = total(terms)
     terms = terms | {"scale_tax": clean * tax}

@@ -1,9 +1,9 @@
 """Bytes that every rank sends in one optimizer step, by axis, and the ranks of its group that receive them.
 
-``phalanx.launch.placing`` prices the placement of a run in a network with these flows. They follow from the same operations,
-holdings and formats as the planner's times (``layer_costs``,
-``step_time``), for one layout. Volumes are those of ring algorithms: (n - 1)/n of a tensor for an all-gather or reduce-scatter, and of
-a rank's data for an all-to-all (Thakur et al., IJHPCA 2005). In-switch reduction and trees send less.
+``phalanx.launch.placing`` prices the placement of a run in a network with these flows. They follow from the same
+operations, holdings and formats as the planner's times (``layer_costs``, ``step_time``), for one layout. Volumes are
+those of ring algorithms: (n - 1)/n of a tensor for an all-gather or reduce-scatter, and of a rank's data for an
+all-to-all (Thakur et al., IJHPCA 2005). In-switch reduction and trees send less.
 """
 
 from __future__ import annotations

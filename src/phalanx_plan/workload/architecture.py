@@ -4,8 +4,8 @@ A kind of layer lists its operations (``phalanx.run.kinds``). Their passes over 
 and their kept tensors depend on the software. So a new kind of layer is a new list, a new stack a new set of facts, and
 neither a new formula. ``phalanx_plan.step_cost.layer_costs`` turns the priced lists into seconds and bytes.
 
-The kept tensors follow Korthikanti et al. (arXiv 2205.05198, section 4) with
-fused attention (arXiv 2307.08691), which keeps its inputs, its result and one number for each row and head.
+The kept tensors follow Korthikanti et al. (arXiv 2205.05198, section 4) with fused attention (arXiv 2307.08691), which
+keeps its inputs, its result and one number for each row and head.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ schedule, recomputation and precision are names. ``LAYOUT_FIELDS`` defines the n
 ``--layout``, ``--require`` and all printed text.
 
 A search evaluates millions of layouts. As objects they would cost a microsecond each before anything is computed. As a
-structure of integer arrays, one formula serves one layout and ten million. An array
-may have length one along an axis that its field does not depend on. The complete space is then the product of the axes, and a
-quantity is computed only over the axes it depends on.
+structure of integer arrays, one formula serves one layout and ten million. An array may have length one along an axis
+that its field does not depend on. The complete space is then the product of the axes, and a quantity is computed only
+over the axes it depends on.
 
 The modes of ``Candidates`` are those of programs that offer a few. Other software lets its users name the recomputed
 parts: Megatron Core its ``recompute_modules``, whose names are accepted beside the planner's own (``PARTS``).

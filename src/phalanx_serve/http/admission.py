@@ -7,9 +7,9 @@ Keys are salted hashes in a file that only its owner reads.
 They are 256 random bits, so one hash is enough: there is no dictionary to try. All lines are compared, each in constant time.
 A line is ``SALT:SHA-256 name=NAME requests=60 tokens=100000 concurrent=4``; what is left out is not limited.
 
-A bucket holds a minute's worth and is full at first, so that a client may send bursts but not more than its limit in the long run
-(the token bucket, RFC 2697). Admission takes the most tokens that a request may
-need, and the end of the request puts the unused ones back.
+A bucket holds a minute's worth and is full at first, so that a client may send bursts but not more than its limit in
+the long run (the token bucket, RFC 2697). Admission takes the most tokens that a request may need, and the end of the
+request puts the unused ones back.
 """
 
 from __future__ import annotations

@@ -273,9 +273,9 @@ MOST_STEPS = 300
 def layers_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[str, object]:
     """Return a figure (``column``, by default the residual stream's RMS) of each layer in each measured step.
 
-    ``values`` has a row for each layer. A value is null where the layer lacks the figure or it was not finite; ``nonfinite`` lists
-    the cells
-    (row, column) of the latter. All are empty without measurements. Raises ``PageRequestError`` for an unknown figure.
+    ``values`` has a row for each layer. A value is null where the layer lacks the figure or it was not finite;
+    ``nonfinite`` lists the cells (row, column) of the latter. All are empty without measurements. Raises
+    ``PageRequestError`` for an unknown figure.
     """
     run = runs.series(place)
     bodies = list(_measurements(run))

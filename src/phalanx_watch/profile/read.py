@@ -69,6 +69,8 @@ def profiles(directory: RunDirectory) -> list[ProfileSummary]:
 
 
 def _listed(directory: RunDirectory, name: str) -> ProfileSummary:
+    """Return the summary of the profile ``name``, with the size of its trace. Raises ``OSError`` if a file is missing, and ``KeyError``,
+    ``TypeError`` or ``ValueError`` for a damaged summary."""
     summary = read_summary(directory, name)
     requested = summary.get("asked_unix_s")
     return ProfileSummary(

@@ -162,7 +162,8 @@ def _probes(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
 
 
 def _code_change(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
-    """Yield the changes of version, commit and changed files, with the commands that restore them."""
+    """Yield the changes of version, commit, wheel, changed files and untracked files, with a command for commit and changed files. Past
+    changes that were not kept are yielded too, since they cannot be compared."""
     weights: Mapping[str, tuple[str, Weight]] = {
         "version": ("version of phalanx", "perhaps"),
         "git_commit": ("commit", "perhaps"),

@@ -277,7 +277,8 @@ class AsyncSaver:
             return as_checkpoint_error(error)
 
     def _retain(self) -> tuple[tuple[int, ...], CheckpointError | None]:
-        """Delete expired steps if still authorized. Return the deleted ones, and the error, which is logged."""
+        """Delete expired steps after a check that this run may still write. Return the deleted steps, and the error, also of the check, which
+        is logged and not raised."""
         deleted: list[int] = []
         try:
             self._authorize()

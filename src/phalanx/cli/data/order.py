@@ -222,9 +222,8 @@ def _of_document(
 
 
 def read_data_run(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, DatasetIndex | MixtureIndex]:
-    """Return the run of a run file or directory with ``overrides``, and the index of its data. For a directory, data that moved are
-    looked up where
-    an earlier start had them."""
+    """Return the run of a run file or directory with ``overrides``, and the index of its data. For a directory, data
+    that moved are looked up where an earlier start had them."""
     spec = read_run(run / RUN_FILE if run.is_dir() else run, PRESETS, overrides)
     if run.is_dir():
         record = RunDirectory(run).read_record()

@@ -307,9 +307,8 @@ def _follow(run_dir: Path, attempt: int, as_json: bool) -> Callable[[], None]:
 def compare_layouts(spec: RunSpec, run_file: Path, layout: str, steps: int, as_json: bool) -> int:
     """Train ``steps`` steps on the layout of ``spec``, and on it with the fields of ``layout``, and print whether all bits agree.
 
-    Return 0 if they do, else 1. ``layout`` is a list of fields of [parallel], such as "tensor=2,ranks=4". No files are left on the
-    disk.
-    Raises ``TroubleError`` if a side cannot be trained.
+    Return 0 if they do, else 1. ``layout`` is a list of fields of [parallel], such as "tensor=2,ranks=4". No files are
+    left on the disk. Raises ``TroubleError`` if a side cannot be trained.
     """
     kinds = (DataError, ReplayError, RunDirectoryError)
     with trouble(*kinds):

@@ -89,9 +89,8 @@ class HostsEngine:
     ) -> tuple[RunSpec, PricedNodes | None]:
         """Return a run that can start on the first ``hosts`` of those ``listed``, with the price of that placement if it is known.
 
-        Fills ``launch.unit`` and ``order`` from the price if they are open, and writes the price into the run's folder. Raises
-        ``EngineError`` with
-        everything that keeps the run from starting.
+        Fills ``launch.unit`` and ``order`` from the price if they are open, and writes the price into the run's folder.
+        Raises ``EngineError`` with everything that keeps the run from starting.
         """
         earlier = recorded_run(order.run_dir)
         if earlier is not None:

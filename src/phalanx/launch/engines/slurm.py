@@ -189,9 +189,8 @@ def give_back(
 ) -> dict[str, tuple[str, ...]]:
     """Take nodes whose agents have ended out of the jobs of a run, so that others can have them. Return the released nodes by job.
 
-    A job all of whose nodes have gone ends by itself. ``retry_pause_s`` is the pause between two tries to make a job smaller while
-    Slurm is busy.
-    Raises ``EngineError``.
+    A job all of whose nodes have gone ends by itself. ``retry_pause_s`` is the pause between two tries to make a job
+    smaller while Slurm is busy. Raises ``EngineError``.
     """
     released: dict[str, tuple[str, ...]] = {}
     for job in jobs_of(run_dir):

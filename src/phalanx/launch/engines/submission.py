@@ -104,9 +104,8 @@ def only_submission(order: LaunchOrder) -> Iterator[None]:
     """Context that locks the submissions of a run: two that both see nothing queued would both queue it. Waits a little for the
     lock.
 
-    Raises ``EngineError`` naming the holder, or if the lock cannot be had. Its file stays: removing one that another process waits
-    for would
-    let in a third.
+    Raises ``EngineError`` naming the holder, or if the lock cannot be had. Its file stays: removing one that another
+    process waits for would let in a third.
     """
     path = order.folder / _SUBMITTING
     try:

@@ -266,9 +266,9 @@ def clock(t: float) -> str:
 
 
 def plain_lines(events: Iterable[e.Event], every_s: float) -> Iterator[str]:
-    """Yield a line for the first and the last step, one for a step every ``every_s`` seconds between them, and one for each other
-    event worth
-    reading. Seconds are those of the events, not of the reader. A step is always shown before the event that follows it."""
+    """Yield a line for the first and the last step, one for a step every ``every_s`` seconds between them, and one for
+    each other event worth reading. Seconds are those of the events, not of the reader. A step is always shown before
+    the event that follows it."""
     state, printed_t, pending = State(), -math.inf, ""
     for event in events:
         before, state = state, reduce(state, event)

@@ -108,11 +108,9 @@ def own_code() -> Mapping[str, object]:
 def code_version(package: Path | None = None, *, dirty: bool = True) -> dict[str, object]:
     """Return the version of our package, and its git commit where it runs from a checkout.
 
-    ``git_dirty`` is True if tracked files differ from the commit or untracked ones are beside the package: such a run cannot be
-    repeated from
-    the commit alone. Without ``dirty`` this is not looked at, which costs less for many machines on one file system. An installed
-    package has
-    neither key, but the hash of its wheel's list of files.
+    ``git_dirty`` is True if tracked files differ from the commit or untracked ones are beside the package: such a run
+    cannot be repeated from the commit alone. Without ``dirty`` this is not looked at, which costs less for many
+    machines on one file system. An installed package has neither key, but the hash of its wheel's list of files.
     """
     package = package or OWN_PACKAGE
     version: dict[str, object] = {"version": of_package.__version__}
@@ -292,9 +290,8 @@ def code_patch(
 ) -> CodePatch | None:
     """Return the changes of the checkout that the package runs from; ``None`` if there are none, or it runs from none.
 
-    Files of secrets are left out, and what looks like one is masked.
-    ``secrets``: values that are masked too; those of this process's environment variables if not given.
-    ``max_bytes``: Length after which the patch is cut.
+    Files of secrets are left out, and what looks like one is masked. ``secrets``: values that are masked too; those of
+    this process's environment variables if not given. ``max_bytes``: Length after which the patch is cut.
     """
     package = package or OWN_PACKAGE
     if not is_checkout(package):
@@ -373,10 +370,9 @@ PROC, ROOT = Path("/proc"), Path("/sys/fs/cgroup")
 def groups_of(controller: str, proc: Path = PROC, root: Path = ROOT) -> Iterator[tuple[Path, int]]:
     """Yield the folders of this process's groups, from its own up to the root, each with the version (1 or 2) of its files.
 
-    ``proc/self/cgroup`` has a line ``0::PATH`` for version 2 and ``N:...CONTROLLER...:PATH`` for version 1. In a container, PATH
-    may be that of
-    the host, which is not visible here; then the root of what is mounted is the container's own group, and it is yielded in any
-    case.
+    ``proc/self/cgroup`` has a line ``0::PATH`` for version 2 and ``N:...CONTROLLER...:PATH`` for version 1. In a
+    container, PATH may be that of the host, which is not visible here; then the root of what is mounted is the
+    container's own group, and it is yielded in any case.
     """
     try:
         lines = [line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines()]

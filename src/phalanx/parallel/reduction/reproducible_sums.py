@@ -264,7 +264,7 @@ class Bins:
     def total(self, out: Tensor) -> None:
         """Write the sum, rounded to fp32, into ``out`` ``(shares, elements)``.
 
-        Elements with an infinite or undefined summand are NaN.
+        In a span with an infinite or undefined summand, the elements that have one are NaN, and all others 0.
         """
         width = self.format.width
         is_not_finite, unit = self.tops == _NOT_FINITE, _power(width * (self._bins_above() - 2))

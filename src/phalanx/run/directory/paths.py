@@ -295,7 +295,7 @@ class RunDirectory:
         return max(attempts, default=-1) + 1
 
     def newest_attempt(self) -> int:
-        """Return the number of the newest start in this directory. Raises ``RunDirectoryError`` if there was none."""
+        """Return the number, from 0, of the newest start in this directory's record. Raises ``RunDirectoryError`` if there was none."""
         started = self.read_record().get("attempts", 0)
         if not started:
             raise RunDirectoryError(f"{self.path} is no run directory: nobody has started a run there yet")

@@ -48,7 +48,8 @@ def dense_parts(model: ModelSpec, inner: int) -> Iterator[Parameter]:
 
 
 def dense_operations(model: ModelSpec, inner: int) -> tuple[Operation, ...]:
-    """Gate and values by one product, the activation, and the product back."""
+    """Return the operations of a dense layer: the gather, one product to values (and their gate, if the model has one), the activation, the
+    product back, and the scatter."""
     weights = by_name(dense_parts(model, inner))
     widen = tuple(weights[name] for name in ("gate.weight", "up.weight") if name in weights)
     return (

@@ -179,9 +179,9 @@ def compare_replays(first: Replay, other: Replay) -> Compared:
     """Return the first tensor, in the order in which a step computes them, whose bits differ between two replays or between ranks
     of one.
 
-    Of a tensor that both cut in the same way the pieces are compared, and the ranks whose pieces differ are named; else the pieces'
-    sums are
-    compared, if they add up. Tensors that cannot be compared, or are in one replay only, are listed by name.
+    Of a tensor that both cut in the same way the pieces are compared, and the ranks whose pieces differ are named; else
+    the pieces' sums are compared, if they add up. Tensors that cannot be compared, or are in one replay only, are
+    listed by name.
     """
     tables = [_table(replay) for replay in (first, other)]
     places = _places(min(first, other, key=lambda replay: replay.layout.get("pipeline", 1)))

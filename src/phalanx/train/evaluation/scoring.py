@@ -212,9 +212,9 @@ def evaluate(
     """Return loss, bits per byte and loss by source on ``most`` held-out sequences (0: all), evenly spaced; ``None`` if there are
     none.
 
-    A collective; the same on every rank. ``on_progress`` is called after each round of batches with the number of sequences that
-    all ranks
-    have scored, and of all. If ``stops()`` is true on some rank after a round, ``EvaluationStoppedError`` is raised.
+    A collective; the same on every rank. ``on_progress`` is called after each round of batches with the number of
+    sequences that all ranks have scored, and of all. If ``stops()`` is true on some rank after a round,
+    ``EvaluationStoppedError`` is raised.
     """
     sequences = min(most or data.held_out_len, data.held_out_len)
     if sequences == 0:

@@ -149,9 +149,8 @@ def without_gc() -> Iterator[None]:
     """Context without garbage collection, for imports: objects made inside are never collected, as their modules stay with the
     process.
 
-    Of the time that importing PyTorch takes, collections are a sixth, and one look at its 300,000 objects afterwards takes 0.3 s
-    more.
-    The 9,000 of them that are no longer needed stay as well.
+    Of the time that importing PyTorch takes, collections are a sixth, and one look at its 300,000 objects afterwards
+    takes 0.3 s more. The 9,000 of them that are no longer needed stay as well.
     """
     gc.disable()
     try:

@@ -49,9 +49,8 @@ class Optimizer(Protocol):
         """Apply update ``number`` (from 1) with the gradients of the parameters, times ``gradient_scale``. Changes weights and
         state in place.
 
-        With ``keep_change``, each gradient contains the change of its weights afterwards, at the cost of a copy of one piece of the
-        weights at
-        a time. Raises ``RuntimeError`` if a parameter has no gradient.
+        With ``keep_change``, each gradient contains the change of its weights afterwards, at the cost of a copy of one
+        piece of the weights at a time. Raises ``RuntimeError`` if a parameter has no gradient.
         """
 
     @abstractmethod

@@ -227,7 +227,7 @@ class SimulatedCoordinator:
         return True
 
     def _begins(self) -> None:
-        """Fence earlier epochs on disk, and record and check the epoch that begins."""
+        """Fence earlier epochs on disk, and record the epoch that begins. While nodes are binding, check the state from which it starts."""
         # Before any command: a fenced node that still trains must not commit steps that will be computed again.
         self.disk.fence = self.state.epoch
         self.register.begins(self)
