@@ -13,6 +13,9 @@
 #include <math.h>
 #include <stdlib.h>
 
+/* Part p of sixteen numbers, in vectors of NAME(WIDTH). */
+#define PART_AT(from, p) (*(const NAME(part_anywhere) *)((from) + (p) * NAME(WIDTH)))
+
 #define REAL float
 #define NAME(f) f##_fp32
 #include "sums_of_type.h"
