@@ -239,6 +239,41 @@ FUSING static void multiply_few(int64_t m, int64_t n, int64_t k, const float *a,
 #undef FEW
 }
 
+/* `terms` multiply-adds more of the chains of `count` columns, the first ones if `first`. */
+INLINE void add_terms(const int terms, int first, int64_t count, const float *a, int64_t a_step, const float *b, int64_t b_step, float *chains) {
+  lanes factors[8];
+  int64_t j = 0;
+  UNROLL
+  for (int t = 0; t < terms; t++) factors[t] = all(a[t * a_step]);
+  for (; j + 8 <= count; j += 8) {
+    lanes s = first ? all(0) : at(chains + j);
+    UNROLL
+    for (int t = 0; t < terms; t++) s = fused(factors[t], at(b + t * b_step + j), s);
+    put(chains + j, s);
+  }
+  for (; j < count; j++) {
+    float s = first ? 0 : chains[j];
+    for (int t = 0; t < terms; t++) s = __builtin_fmaf(a[t * a_step], b[t * b_step + j], s);
+    chains[j] = s;
+  }
+}
+
+/* One row times a matrix whose rows lie in one piece each: eight of them at a time, which are read once, in long pieces. */
+FUSING static void multiply_one(int64_t n, int64_t k, const float *a, int64_t a_step, const float *b, int64_t b_step, float *c, int more) {
+  enum { COLUMNS = 1024 };
+  float chains[COLUMNS];
+  for (int64_t j0 = 0; j0 < n; j0 += COLUMNS) {
+    const int64_t count = least(COLUMNS, n - j0);
+    for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
+      const int64_t end = least(k0 + DEPTH, k);
+      int64_t t = k0;
+      for (; t + 8 <= end; t += 8) add_terms(8, t == k0, count, a + t * a_step, a_step, b + t * b_step + j0, b_step, chains);
+      for (; t < end; t++) add_terms(1, t == k0, count, a + t * a_step, a_step, b + t * b_step + j0, b_step, chains);
+      for (int64_t j = 0; j < count; j++) c[j0 + j] = k0 == 0 && !more ? chains[j] : c[j0 + j] + chains[j];
+    }
+  }
+}
+
 static float *aligned(int64_t count) { return aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64); }
 
 static int64_t multiple(int64_t size, int64_t of) { return (size + of - 1) / of * of; }
@@ -312,6 +347,10 @@ FUSING void multiply(int64_t m, int64_t n, int64_t k, matrix a, matrix b, float 
       a = (matrix){w.rows, k, 1, 0};
     }
     multiply_few(m, n, k, a.at, a.row, b, c, step, more);
+    return;
+  }
+  if (m == 1 && b.column == 1 && !a.narrow && !b.narrow) {
+    multiply_one(n, k, a.at, a.column, b.at, b.row, c, more);
     return;
   }
   for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
