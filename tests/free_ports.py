@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import ExitStack, suppress
+from itertools import chain
 
 PORTS = range(12_000, 19_000)
 """Below the ports of outgoing connections (from 32,768), any of which would find a port taken that was free a moment before, and below
@@ -17,7 +18,7 @@ def free_port(count: int = 1) -> int:
     at different ports, since both may look at the same time."""
     rows = PORTS[: len(PORTS) - count + 1 : count]
     begin = hash((os.getpid(), count)) % len(rows)
-    for first in (*rows[begin:], *rows[:begin]):
+    for first in chain(rows[begin:], rows[:begin]):
         ports = set(range(first, first + count))
         if ports & _given:
             continue

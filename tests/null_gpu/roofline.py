@@ -124,9 +124,9 @@ def compiled_kernels(counts: Counts) -> Iterator[None]:
     @functools.wraps(launch)
     def counted_launch(kernel: CachingAutotuner, *args: Any, **options: Any) -> Any:
         counts.other_bytes += 1e9 * kernel.inductor_meta["kernel_num_gb"]
-        return launch(kernel, *args, **options)
+        return launch(kernel, *args, **options)  # type: ignore[no-untyped-call]
 
-    CachingAutotuner.run = counted_launch  # type: ignore[method-assign]
+    CachingAutotuner.run = counted_launch  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
