@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import click
 
 from phalanx.command import Option
-from phalanx.run.factory import FactoryError
+from phalanx.run.factory import FactoryError, require_trusted
 from phalanx.run.fields import RunFileError
 from phalanx.run.peers import AddressError, read_address, read_host
 from phalanx.run.rules import NotPortableError
@@ -131,7 +131,6 @@ def require_trusted_code(run_dir: Path, *, trust_code: bool, place: Path | None 
     ``place`` is the pack that the run directory was taken from.
     """
     from phalanx.run.directory.paths import RunDirectory, read_resolved
-    from phalanx.run.factory import require_trusted
 
     if not RunDirectory(run_dir).run_file.exists():
         return  # Its reader refuses it.
@@ -222,7 +221,10 @@ class HostName(click.ParamType[str]):
                 self.fail(
                     f"{host} means every interface, and others connect to one: give its address", param, ctx
                 )
-        elif not _is_known(host):
+            return host
+        from phalanx.hardware.local.network import resolved
+
+        if not resolved(host):
             self.fail(f"no address is known for {host}: give an address of this machine", param, ctx)
         return host
 
@@ -242,9 +244,3 @@ class HostAndPort(click.ParamType[str]):
             return join_address(*read_address(str(value)))
         except AddressError as error:
             self.fail(str(error), param, ctx)
-
-
-def _is_known(host: str) -> bool:
-    from phalanx.hardware.local.network import resolved
-
-    return bool(resolved(host))

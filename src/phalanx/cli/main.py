@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from io import TextIOWrapper
-from types import FrameType
 
 import click
 
@@ -208,7 +207,7 @@ def main() -> None:
     incomplete files are removed. Commands that can stop at a better place install handlers of their own.
     """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # Standard output may be a file that is open for reading and writing.
             if isinstance(stream, TextIOWrapper):  # A file's name may not be UTF-8.
@@ -283,7 +282,3 @@ def _output_fails() -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
-
-
-def _end(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

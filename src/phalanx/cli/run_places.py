@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import COMMITTED, ObjectTier
 from phalanx.cli.errors import demand_folder, explained
@@ -64,7 +65,6 @@ def weights_place(path: Path, step: int | None = None) -> Iterator[CheckpointPla
     if not is_published(path):
         yield checkpoint_place(path, step)
         return
-    from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.checkpoint.interop.huggingface.stored_folder import stand_in
 
     with explained(CheckpointError), stand_in(path) as folder:

@@ -296,18 +296,19 @@ def provenance(index: DataIndex, addresses: Mapping[str, str]) -> dict[str, dict
         indices = {ONLY: index}
     elif isinstance(index, MixtureIndex):
         indices = index.sources
-    return {name: _dataset_facts(dataset, addresses.get(name, "")) for name, dataset in indices.items()}
-
-
-def _dataset_facts(index: DatasetIndex, address: str) -> dict[str, object]:
     return {
-        "address": address,
-        "fingerprint": index.fingerprint,
-        "manifest_sha256": hashlib.sha256(index.to_json().encode()).hexdigest(),
-        "train_tokens": index.train_tokens,
-        "held_out_tokens": index.held_out_tokens,
-        "documents": index.train.documents + index.held_out.documents,
-        "recipe": {name: value for name, value in asdict(index.recipe).items() if value not in (None, (), 0)},
+        name: {
+            "address": addresses.get(name, ""),
+            "fingerprint": dataset.fingerprint,
+            "manifest_sha256": hashlib.sha256(dataset.to_json().encode()).hexdigest(),
+            "train_tokens": dataset.train_tokens,
+            "held_out_tokens": dataset.held_out_tokens,
+            "documents": dataset.train.documents + dataset.held_out.documents,
+            "recipe": {
+                key: value for key, value in asdict(dataset.recipe).items() if value not in (None, (), 0)
+            },
+        }
+        for name, dataset in indices.items()
     }
 
 

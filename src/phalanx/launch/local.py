@@ -67,7 +67,10 @@ def run_locally(
         notify: Called with a line for the user when a request to stop arrives, and when it has been fulfilled.
         program: The module that each rank's process runs.
     """
-    meeting_point = _fresh_meeting_point(run)
+    # The ranks of this attempt meet through a file; those of attempts that were killed are removed.
+    for stale in run.directory.path.glob(".meeting-point-*"):
+        stale.unlink(missing_ok=True)
+    meeting_point = (run.directory.path / f".meeting-point-{run.attempt}").resolve()
     orders = StopOrders(notify, STOP_WORDS)
     processes = _Ranks(orders, run.spec.launch.grace_s)
     try:
@@ -89,13 +92,6 @@ def run_locally(
         meeting_point.unlink(missing_ok=True)
         orders.tell_new()
     return _ending(run, processes)
-
-
-def _fresh_meeting_point(run: OpenRun) -> Path:
-    """The file through which the ranks of this attempt meet; those of attempts that were killed are removed."""
-    for stale in run.directory.path.glob(".meeting-point-*"):
-        stale.unlink(missing_ok=True)
-    return (run.directory.path / f".meeting-point-{run.attempt}").resolve()
 
 
 def _start(
@@ -173,7 +169,8 @@ class _Ranks:
                     self._deadline_s = time.monotonic() + self._save_s
             failed = [rank for rank, code in enumerate(codes) if code not in fine]
             if failed:
-                self.first_failure = _culprit(failed, codes)
+                # The rank that most likely failed first: one killed by a signal, before one that may only have lost its peer.
+                self.first_failure = min(failed, key=lambda rank: (codes[rank] or 0) > 0)
                 self._deadline_s = time.monotonic() + _GRACE_S
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:
             end_all(self.children, fine=_FINE)
@@ -185,11 +182,6 @@ class _Ranks:
         """Wait until all ranks have exited."""
         while not self.ended():
             time.sleep(_POLL_S)
-
-
-def _culprit(failed: list[int], codes: list[int | None]) -> int:
-    """The rank that most likely failed first: one killed by a signal, before one that may only have lost its peer."""
-    return min(failed, key=lambda rank: (codes[rank] or 0) > 0)
 
 
 def _first_to_fail(run: OpenRun, processes: _Ranks) -> int | None:

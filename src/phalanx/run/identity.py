@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from phalanx.run.directory.paths import step_of
-from phalanx.run.fields import Problem, field_types
+from phalanx.run.fields import FieldType, Problem, field_types
 from phalanx.run.read import to_table
 from phalanx.run.rules import ARITHMETIC, stages_of
 from phalanx.run.spec import RunSpec
@@ -42,7 +42,12 @@ def run_owned(spec: RunSpec) -> dict[str, object]:
     silent = (
         {"model.preset"} if spec.model.factory else {"model.preset", "model.factory", "model.factory_sha256"}
     )
-    owned = {path: value for path, value in _walk(spec, "") if path not in silent}
+    owned = {
+        path: value
+        for path, value, field, is_default in _walk(spec)
+        # The fleet's fields are left out, and later ones at their default.
+        if not (path in silent or field.fleet_owned or (field.later and is_default))
+    }
     # A value left to the data is resolved before a run begins; without data it is false.
     owned["train.document_mask"] = bool(spec.train.document_mask)
     if spec.model.lanes:
@@ -54,10 +59,14 @@ def run_owned(spec: RunSpec) -> dict[str, object]:
     return owned
 
 
-def _walk(section: Any, prefix: str) -> Iterator[tuple[str, object]]:
-    """Yield the path and value of each field of the run below ``section``; those of the fleet, and later ones at their default, are
-    left out."""
-    owners = field_types(type(section))
+def all_fields(spec: RunSpec) -> Iterator[tuple[str, tuple[object, str]]]:
+    """Yield the value and owner of each field, by dotted path."""
+    return ((path, (value, field.owner)) for path, value, field, _ in _walk(spec))
+
+
+def _walk(section: Any, prefix: str = "") -> Iterator[tuple[str, object, FieldType, bool]]:
+    """Yield path and value of each field below ``section``, its declaration, and whether the value is the default."""
+    declared = field_types(type(section))
     for item in fields(section):
         value = getattr(section, item.name)
         path = f"{prefix}{item.name}"
@@ -66,8 +75,8 @@ def _walk(section: Any, prefix: str) -> Iterator[tuple[str, object]]:
         elif _is_tables(value):
             for table in value:
                 yield from _walk(table, f"{path}.{table.name}.")
-        elif not (owners[item.name].fleet_owned or (owners[item.name].later and value == item.default)):
-            yield path, value
+        else:
+            yield path, value, declared[item.name], value == item.default
 
 
 def _is_tables(value: object) -> bool:
@@ -121,21 +130,6 @@ def field_differences(first: RunSpec, second: RunSpec) -> list[FieldDifference]:
             differing.append(FieldDifference(path, a, b, owner))
     order = ("run", "layout", "fleet")
     return sorted(differing, key=lambda difference: (order.index(difference.owner), difference.path))
-
-
-def all_fields(section: Any, prefix: str = "") -> Iterator[tuple[str, tuple[object, str]]]:
-    """Yield the value and owner of each field, by dotted path."""
-    owners = field_types(type(section))
-    for item in fields(section):
-        value = getattr(section, item.name)
-        path = f"{prefix}{item.name}"
-        if is_dataclass(value):
-            yield from all_fields(value, f"{path}.")
-        elif _is_tables(value):
-            for table in value:
-                yield from all_fields(table, f"{path}.{table.name}.")
-        else:
-            yield path, (value, owners[item.name].owner)
 
 
 # The fencing token of a fleet's processes: the start of a run to which they belong, and its resolved run file.

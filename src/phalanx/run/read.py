@@ -176,7 +176,10 @@ def _apply_override(table: JsonObject, override: str) -> list[Problem]:
     if isinstance(place, list):
         remedy = f"give {'.'.join(sections)}.NAME.field=value, or the whole list"
         return [Problem(path, f"{sections[-1]} is a list of tables", remedy)]
-    place[last] = _parse_value(text.strip())
+    try:
+        place[last] = tomllib.loads(f"value = {text.strip()}")["value"]
+    except (ValueError, RecursionError):
+        place[last] = text.strip()  # What TOML cannot read is a bare string, so that quotes may be left out.
     return []
 
 
@@ -198,14 +201,6 @@ def _settle_overridden(table: JsonObject, overrides: Sequence[str]) -> None:
     unfilled = table.get("unfilled")
     if isinstance(unfilled, list) and "unfilled" not in chosen:
         table["unfilled"] = [path for path in unfilled if path not in chosen]
-
-
-def _parse_value(text: str) -> object:
-    """A value as TOML writes it; what TOML cannot read is a bare string, so that quotes may be left out."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        return text
 
 
 def to_table(section: Any) -> JsonObject:

@@ -35,8 +35,7 @@ def check(spec: RunSpec) -> list[Problem]:
     model = _custom_model(spec) if spec.model.factory else _model(spec.model)
     fleet = _fleet(spec.fleet)
     return [
-        *_name(spec.name),
-        *_run_dir(spec.run_dir),
+        *_directory(spec.name, spec.run_dir),
         *model,
         *independent_rows_problems(spec),
         *portable_problems(spec),
@@ -46,9 +45,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *evaluation_problems(spec.evaluation, spec.train.seq_len),
         *_train(spec.train),
         *fork_problems(spec.spike, spec.train, spec.optimizer, spec.precision, spec.runtime, spec.fleet),
-        *_origin(spec.checkpoint),
-        *_store(spec.checkpoint),
-        *_interval(spec.checkpoint, spec.fleet),
+        *_checkpoint(spec.checkpoint, spec.fleet),
         *_metrics_host(spec.observe.metrics_host),
         *fleet,
         *smaller_degree_problems(spec),
@@ -67,17 +64,14 @@ def _absorbed(spec: RunSpec) -> Iterator[Problem]:
         )
 
 
-def _name(name: str) -> Iterator[Problem]:
-    """The run directory is named after the run, below ``runs/``."""
+def _directory(name: str, run_dir: str) -> Iterator[Problem]:
+    """The run directory is ``run_dir``, or named after the run, below ``runs/``."""
     if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(name) > 100:
         yield Problem(
             "name",
             f"{name[:100]!r} cannot be the name of a folder",
             "up to 100 characters, without slashes; for a run directory elsewhere, set run_dir",
         )
-
-
-def _run_dir(run_dir: str) -> Iterator[Problem]:
     if "://" in run_dir:
         yield Problem(
             "run_dir",
@@ -96,7 +90,8 @@ def _metrics_host(host: str) -> Iterator[Problem]:
         )
 
 
-def _origin(checkpoint: CheckpointSpec) -> Iterator[Problem]:
+def _checkpoint(checkpoint: CheckpointSpec, fleet: FleetSpec) -> Iterator[Problem]:
+    """Yield the problems of an origin without a checkpoint, of copies without a store, and of the interval of saves."""
     if checkpoint.init_with != "weights" and not checkpoint.init_from:
         yield Problem(
             "checkpoint.init_with",
@@ -104,10 +99,15 @@ def _origin(checkpoint: CheckpointSpec) -> Iterator[Problem]:
             "name a run directory or a checkpoint in checkpoint.init_from",
             ("checkpoint.init_from",),
         )
-
-
-def _interval(checkpoint: CheckpointSpec, fleet: FleetSpec) -> Iterator[Problem]:
-    """Yield the problems of an interval of saves that the run file leaves open, or fixes beside an expected failure rate."""
+    default = CheckpointSpec()
+    for name in ("store_every_steps", "store_keep_last", "store_keep_every", "store_mib_s"):
+        if not checkpoint.store and getattr(checkpoint, name) != getattr(default, name):
+            yield Problem(
+                f"checkpoint.{name}",
+                "there is no store that it could be said of",
+                "name one in checkpoint.store, or leave this out",
+                ("checkpoint.store",),
+            )
     if fleet.audit_every_steps and not checkpoint.every_steps:
         yield Problem(
             "checkpoint.every_steps",
@@ -122,19 +122,6 @@ def _interval(checkpoint: CheckpointSpec, fleet: FleetSpec) -> Iterator[Problem]
             "set checkpoint.every_steps = 0, which chooses the interval by it, or leave it out",
             ("checkpoint.every_steps",),
         )
-
-
-def _store(checkpoint: CheckpointSpec) -> Iterator[Problem]:
-    """Yield the settings of copies that differ from their default although there is no store."""
-    default = CheckpointSpec()
-    for name in ("store_every_steps", "store_keep_last", "store_keep_every", "store_mib_s"):
-        if not checkpoint.store and getattr(checkpoint, name) != getattr(default, name):
-            yield Problem(
-                f"checkpoint.{name}",
-                "there is no store that it could be said of",
-                "name one in checkpoint.store, or leave this out",
-                ("checkpoint.store",),
-            )
 
 
 def _fleet(fleet: FleetSpec) -> Iterator[Problem]:
@@ -291,7 +278,10 @@ def independent_rows_problems(spec: RunSpec) -> Iterator[Problem]:
         return
     for path, problem in (
         ("runtime.compile", "the compiler chooses kernels by shape" if spec.runtime.compile else ""),
-        ("parallel.context", _context(spec)),
+        (
+            "parallel.context",
+            "partial results are merged in an order of their own" if spec.parallel.context > 1 else "",
+        ),
         ("parallel.tensor", _divided(spec.parallel.tensor)),
         ("parallel.expert_tensor", _divided(spec.parallel.expert_tensor)),
         (
@@ -309,10 +299,6 @@ def independent_rows_problems(spec: RunSpec) -> Iterator[Problem]:
             )
     if not spec.model.factory:
         yield from _widths(spec)
-
-
-def _context(spec: RunSpec) -> str:
-    return "partial results are merged in an order of their own" if spec.parallel.context > 1 else ""
 
 
 def _divided(degree: int) -> str:

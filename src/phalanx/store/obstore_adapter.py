@@ -14,6 +14,7 @@ import re
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from itertools import islice
@@ -228,19 +229,14 @@ class RemoteStore:
             except MissingObjectError:
                 # Google Cloud Storage and Azure refuse to delete what is not there; the rest of the batch may be undone.
                 for key in batch:
-                    self._delete_one(key)
+                    with suppress(MissingObjectError):
+                        self._delete_all([key])
 
     def remove_unfinished(self) -> None:
         """Nothing: an upload that was not completed has no key, and the rules of its bucket end it (docs/train/object-stores.md)."""
 
     def _delete_all(self, keys: Sequence[str]) -> None:
         self._repeated(lambda: obstore.delete(self._writes, keys), keys[0], "delete")
-
-    def _delete_one(self, key: str) -> None:
-        try:
-            self._delete_all([key])
-        except MissingObjectError:
-            return
 
     def _repeated(self, call: Callable[[], _T], key: str, operation: str) -> _T:
         """Call until it succeeds, fails for good, or the policy's time is over; pauses between calls are random and grow.
@@ -261,7 +257,11 @@ class RemoteStore:
             wait_s = random.uniform(self._retry.first_pause_s, pause_s)
             if isinstance(explained, ExpiredError):
                 patience_s = self._patience_for_credentials_s
-                self._look_for_new_credentials()
+                # New clients read their credentials again.
+                self._reads = _client(
+                    self._url, self._credentials, self._read_options, _retry_config(self._retry)
+                )
+                self.__dict__.pop("_writes", None)
             if (
                 not isinstance(explained, UnavailableError)
                 or time.monotonic() + wait_s > began_s + patience_s
@@ -273,11 +273,6 @@ class RemoteStore:
     def _patience_for_credentials_s(self) -> float:
         fixed = self._credentials.startswith("environment")
         return min(self._retry.timeout_s, _FIXED_S) if fixed else self._retry.timeout_s
-
-    def _look_for_new_credentials(self) -> None:
-        """Create the clients again, so that they read their credentials again."""
-        self._reads = _client(self._url, self._credentials, self._read_options, _retry_config(self._retry))
-        self.__dict__.pop("_writes", None)
 
     def _explained(self, error: Exception, key: str, operation: str) -> StoreError:
         """Return the StoreError for a client's error, by its status and code. Only UnavailableError and ExpiredError are worth

@@ -69,7 +69,9 @@ class LocalFolder:
                 os.close(descriptor)
         for (start, stop), data in zip(spans, parts, strict=True):
             if len(data) != stop - start:
-                raise self._short(key, start + len(data), stop)
+                where, size = self._where(key), start + len(data)
+                message = f"{where}: ends at byte {size:,}; byte {stop:,} was asked for"
+                raise ShortObjectError(message, where, "ranges")
         return [memoryview(data) for data in parts]
 
     def put(self, key: str, data: bytes | memoryview) -> None:
@@ -214,12 +216,6 @@ class LocalFolder:
 
     def _where(self, key: str) -> str:
         return f"{self._url}/{key}" if key else self._url
-
-    def _short(self, key: str, size: int, stop: int) -> ShortObjectError:
-        where = self._where(key)
-        return ShortObjectError(
-            f"{where}: ends at byte {size:,}; byte {stop:,} was asked for", where, "ranges"
-        )
 
     @contextmanager
     def _errors(self, key: str, operation: str) -> Iterator[None]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -25,10 +24,12 @@ from phalanx.command_help import Command
 from phalanx.data.errors import DataError
 from phalanx.data.origin import (
     DataOrigin,
+    ShownSample,
     index_of,
     mixture_facts,
     readings_of_step,
     records_of_document,
+    show_batch,
     steps_of_record,
 )
 from phalanx.data.reading.sources import MixtureIndex, cache_options, open_place, read_data_index
@@ -40,9 +41,6 @@ from phalanx.observe.events import Event, LossSpike, NonFinite, Step
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, step_of
 from phalanx.run.read import ONLY, RUN_FILE, addresses, found_again, read_run
 from phalanx.run.spec import RunSpec
-
-if TYPE_CHECKING:
-    from phalanx.data.origin import ShownSample
 
 _SHOWN_STEPS = 20
 _ROUNDED = 1e-12
@@ -256,7 +254,6 @@ def show_step(run: Path, step: int, slot: int | None, *, as_json: bool) -> None:
 
     Raises ``click.ClickException`` if there is no such run or step.
     """
-    from phalanx.data.origin import show_batch
 
     demand_folder(run)
     with explained(*_ERRORS):

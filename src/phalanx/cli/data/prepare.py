@@ -113,7 +113,9 @@ def prepare_here(text: NamedText, out: str, output: OutputRecipe, *, as_json: bo
         facts |= {"without_text": files.report.without_text, **facts_of_files(formats, files)}
         lines += lines_of_files(formats, files)
     if chats:
-        facts |= _chat_facts(index)
+        facts["conversations"] = index.train.documents + index.held_out.documents
+        facts["learned_tokens"] = index.train.learned + index.held_out.learned
+        facts["left_out_conversations"] = index.train.left_out + index.held_out.left_out
         lines += _chat_lines(index, text.on_bad)
     report(out, dataset, lines, facts, by_recipe=False, as_json=as_json)
 
@@ -129,15 +131,6 @@ def _chat_layout(output: OutputRecipe, on_bad: Literal["stop", "skip"]) -> ChatL
         file = Path(output.chat_template) if output.chat_template else None
         template = template_beside(Path(output.tokenizer), file)
     return ChatLayout(template, output.too_long, on_bad)
-
-
-def _chat_facts(index: DatasetIndex) -> dict[str, object]:
-    both = (index.train, index.held_out)
-    return {
-        "conversations": sum(split.documents for split in both),
-        "learned_tokens": sum(split.learned for split in both),
-        "left_out_conversations": sum(split.left_out for split in both),
-    }
 
 
 def _chat_lines(index: DatasetIndex, on_bad: Literal["stop", "skip"]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from phalanx.data.portions.drive import (
 )
 from phalanx.data.portions.planning.plan import make_plan
 from phalanx.data.portions.planning.recipe import read_recipe
-from phalanx.data.portions.stages import stages_of
+from phalanx.data.portions.stages import Executor, InOrder, stages_of
 from phalanx.data.portions.tasks import Workplace
 from phalanx.data.preparing.prepare import PreparedDataset
 from phalanx.run.fields import POSITIVE
@@ -34,8 +34,6 @@ from phalanx.store.store import StoreError
 
 if TYPE_CHECKING:
     from click import Context
-
-    from phalanx.data.portions.stages import Executor
 
 
 # Workers of a preparation: processes of this machine, a cluster of Dask, Ray or Spark, or an array of Slurm's jobs.
@@ -108,7 +106,6 @@ class ChosenWorkers:
 
             return SlurmArray(self.count or 1)
         from phalanx.data.portions.clusters import Processes
-        from phalanx.data.portions.stages import InOrder
 
         workers = self.count or len(os.sched_getaffinity(0))
         return Processes(workers) if workers > 1 else InOrder()

@@ -139,7 +139,11 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
                     lambda: _is_succeeded(folder, options.certificates),
                 )
     if joins and not in_slurm_step(os.environ):
-        _refuse_too_far(folder, node, options.domain)
+        with explained(RunDirectoryError):
+            # It would slow the fleet's step down more than allowed.
+            reason = join_refusal(folder, node, options.domain)
+        if reason:
+            raise click.ClickException(f"node {node} does not join: {reason}")
     from phalanx.fleet.node.agent import AgentError, run_agent
     from phalanx.fleet.node.launcher import AgentArgs, own_host
 
@@ -165,14 +169,6 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
             click.echo(f"error: {error}", err=True)
             return 1, False
     return 0, False
-
-
-def _refuse_too_far(run_dir: Path, node: str, domain: tuple[str, ...]) -> None:
-    """Raise ``click.ClickException`` if this node would slow the fleet's step down more than allowed."""
-    with explained(RunDirectoryError):
-        reason = join_refusal(run_dir, node, domain)
-    if reason:
-        raise click.ClickException(f"node {node} does not join: {reason}")
 
 
 def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:

@@ -58,7 +58,7 @@ def command(
       phalanx health --device cuda:0 --least-tflops 500 --folder /scratch --json
     """
     limits = HealthLimits(matmul_flops=least_tflops * 1e12, disk_bytes_per_s=least_disk_mbps * 1e6)
-    device_name = _device() if device == "auto" else device
+    device_name = device if device != "auto" else "cuda" if gpu_count() else "cpu"
     checks: dict[str, Callable[[], CheckResult]] = {
         "matrix product": lambda: health_checks.matrix_product(device_name, limits=limits),
         "memory": lambda: health_checks.memory(device_name, memory_mib << 20),
@@ -80,10 +80,6 @@ def command(
         rows = [dataclasses.asdict(result) for result in results]
         click.echo(json.dumps({"fit": fit(results), "device": device_name, "checks": rows}))
     sys.exit(0 if fit(results) else 1)
-
-
-def _device() -> str:
-    return "cuda" if gpu_count() else "cpu"
 
 
 def _print(result: CheckResult) -> None:

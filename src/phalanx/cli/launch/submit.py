@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -141,7 +140,11 @@ def submit_command(options: SubmitOptions) -> None:
             raise RunFileError(options.run_file, problems)
         for doubt in engine.doubts(spec, working_dir):
             click.secho(f"warning: {doubt}", fg="yellow", err=True)
-        report = engine.submit(spec, working_dir, _request(options, notify))
+        lender = (
+            None if options.lender is None else Lender(options.lender, partial(_take_nodes, options.lender))
+        )
+        request = SubmitRequest(dry_run=options.dry_run, out=options.out, lender=lender, notify=notify)
+        report = engine.submit(spec, working_dir, request)
     text = json.dumps(report.values) if options.as_json else report.text
     click.echo(text, nl=not text.endswith("\n"))
 
@@ -174,17 +177,6 @@ def _refuse_unused(engine: LaunchEngine, spec: RunSpec, options: SubmitOptions) 
         )
     if options.spares and not spec.fleet.nodes and not engine.needs_nodes:
         raise click.UsageError("--spares needs a fleet: add --nodes N")
-
-
-def _request(options: SubmitOptions, notify: Callable[[str], None]) -> SubmitRequest:
-
-    lender = options.lender
-    return SubmitRequest(
-        dry_run=options.dry_run,
-        out=options.out,
-        lender=None if lender is None else Lender(lender, partial(_take_nodes, lender)),
-        notify=notify,
-    )
 
 
 def _take_nodes(lender: Path, count: int) -> list[str]:

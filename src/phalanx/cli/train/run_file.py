@@ -78,7 +78,10 @@ def spec_command(section: str | None, markdown: bool) -> None:
         # An optional table changes the run if it is present, so it is a comment unless it was requested by
         # name.
         text = _markdown(name, kind) if markdown else _as_toml(name, kind)
-        click.echo(_commented(text) if optional and section is None and not markdown else text)
+        if optional and section is None and not markdown:
+            lines = text.split("\n")
+            text = "\n".join(line if line.startswith("#") or not line else f"# {line}" for line in lines)
+        click.echo(text)
     if not selected:
         names = ", ".join(name or "(top)" for name, _, _ in sections(RunSpec))
         raise click.ClickException(f"there is no section {section!r}; there are: {names}")
@@ -143,10 +146,6 @@ def _as_toml(name: str, kind: type) -> str:
         else:
             lines.append(f"{field} = {default}   # {kind_name}; {owner}")
     return "\n".join(lines) + "\n"
-
-
-def _commented(text: str) -> str:
-    return "\n".join(line if line.startswith("#") or not line else f"# {line}" for line in text.split("\n"))
 
 
 def _markdown(name: str, kind: type) -> str:

@@ -23,6 +23,9 @@ import click
 
 from phalanx.cli.output import text_console, unfiltered
 from phalanx.launch.engines.order import FOLDER
+from phalanx.observe.display.curve import keep_drawn
+from phalanx.observe.display.terminal import show_events
+from phalanx.observe.event_log import follow
 from phalanx.observe.ledger import Recovery
 from phalanx.plugins import load_plugin
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, RunResult, read_resolved, step_of
@@ -122,10 +125,6 @@ def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool
     """
 
     def show(ended: Callable[[], bool]) -> None:
-        from phalanx.observe.display.curve import keep_drawn
-        from phalanx.observe.display.terminal import show_events
-        from phalanx.observe.event_log import follow
-
         events = (event for event in follow(run.directory.events, ended) if event.attempt >= run.attempt)
         run.directory.events.touch()
         drawn = keep_drawn(events, run.directory.events, run.directory.curve)
@@ -256,17 +255,14 @@ def _report(
         console.print(text)
         console.rule()
         table["sample"] = text
-    comparison = compared(spec, _key_of(directory), result.weights_sha256)
+    record = directory.read_record()
+    key = key_of(str(record.get("identity", "")), str(record.get("data_fingerprint", "")))
+    comparison = compared(spec, key, result.weights_sha256)
     if comparison is not None:
         table["expected_weights"] = comparison
     console.print(result_table(result, directory, _program(), comparison))
     if as_json:
         click.echo(json.dumps(table))
-
-
-def _key_of(directory: RunDirectory) -> str:
-    record = directory.read_record()
-    return key_of(str(record.get("identity", "")), str(record.get("data_fingerprint", "")))
 
 
 def _sample(path: Path, sample: SampleSpec, console: Console) -> str | None:

@@ -22,7 +22,7 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count, fleet_state_bytes, stage_layers
 from phalanx.observe.throughput import format_bytes, format_count
 from phalanx.parallel.collectives import collectives, rounds_per_step
-from phalanx.run.fields import POSITIVE, RunFileError
+from phalanx.run.fields import POSITIVE, JsonObject, RunFileError
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout, layout_of, layout_problems, micro_batches_per_slot
 from phalanx.run.read import compute_format, device_of, read_run
@@ -31,7 +31,6 @@ from phalanx.run.spec import RunSpec
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from phalanx.run.fields import JsonObject
     from phalanx.train.measure.dry_run import Comparison
 
 

@@ -55,6 +55,8 @@ from phalanx.launch.local import (
     started_as_rank,
 )
 from phalanx.model.facts.presets import PRESETS
+from phalanx.observe.display.terminal import show_events
+from phalanx.observe.event_log import follow
 from phalanx.observe.logs.capture import also_log
 from phalanx.observe.logs.log_file import order_for
 from phalanx.process.this_process import StopRequest
@@ -285,9 +287,6 @@ def _agree(spec: RunSpec, run_file: Path, first: bool) -> tuple[Path, int]:
 
 def _follow(run_dir: Path, attempt: int, as_json: bool) -> Callable[[], None]:
     """Show the run's events as plain lines, from a thread. Return a function that ends it."""
-    from phalanx.observe.display.terminal import show_events
-    from phalanx.observe.event_log import follow
-
     ended = False
     events = RunDirectory(run_dir).events
     events.touch()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,7 +39,7 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.fields import Problem, RunFileError
 from phalanx.run.kinds.whole_model import resolve as resolve_model
 from phalanx.run.smaller_degrees import halves, problems_on
-from phalanx.run.spec import FleetSpec, RunSpec
+from phalanx.run.spec import RunSpec
 from phalanx.train.start.open_run import OpenRun
 from phalanx.train.start.prepare import prepare_run
 
@@ -55,7 +54,13 @@ def train_fleet(
     console = console_for(as_json)
     ranks = spec.fleet.nodes * spec.fleet.workers_per_node
     spec = dataclasses.replace(spec, parallel=dataclasses.replace(spec.parallel, ranks=ranks))
-    problems = [*problems_on(spec, ranks), *_too_few(spec.fleet)]
+    problems, most_nodes = [*problems_on(spec, ranks)], spec.fleet.nodes + spec.fleet.spares
+    if spec.fleet.min_nodes > most_nodes:  # It would wait for ever.
+        problem = (
+            f"{spec.fleet.min_nodes} nodes are never there: fleet.nodes and fleet.spares make {most_nodes}"
+        )
+        remedy = f"at most {most_nodes}, or more nodes"
+        problems.append(Problem("fleet.min_nodes", problem, remedy, ("fleet.nodes", "fleet.spares")))
     with explained():
         if problems:
             raise RunFileError(run_file, problems)
@@ -80,17 +85,6 @@ def train_fleet(
         ending = run_fleet(run, fleet, event_display(run, console), print_on(console))
     os.close(run.lock_fd)
     return conclude(run, ending, console, as_json, fleet_story(run, planned))
-
-
-def _too_few(fleet: FleetSpec) -> Iterator[Problem]:
-    """Yield the problem of a fleet that would wait for ever."""
-    if fleet.min_nodes > fleet.nodes + fleet.spares:
-        yield Problem(
-            "fleet.min_nodes",
-            f"{fleet.min_nodes} nodes are never there: fleet.nodes and fleet.spares make {fleet.nodes + fleet.spares}",
-            f"at most {fleet.nodes + fleet.spares}, or more nodes",
-            ("fleet.nodes", "fleet.spares"),
-        )
 
 
 def _with_planned_halving(spec: RunSpec, console: Console) -> RunSpec:

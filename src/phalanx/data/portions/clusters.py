@@ -82,7 +82,9 @@ class Processes:
             if reply is None:
                 with self._lock:
                     self._running.discard(process)
-                outcomes.put(TaskOutcome(task, lost=_how_it_ended(process.end())))
+                code = process.end()
+                reason = describe_exit(code) + ("; out of memory?" if code == -signal.SIGKILL else "")
+                outcomes.put(TaskOutcome(task, lost=reason))
                 process = None
             else:
                 outcomes.put(TaskOutcome(task, failed=str(reply["failed"])))
@@ -99,10 +101,6 @@ class Processes:
             process = self._idle.pop() if self._idle else LineChild(_COMMAND, os.environ | one_thread_each())
             self._running.add(process)
             return process
-
-
-def _how_it_ended(code: int) -> str:
-    return describe_exit(code) + ("; out of memory?" if code == -signal.SIGKILL else "")
 
 
 # Dask distributed: one future per task, without data frames.

@@ -326,16 +326,12 @@ def _put_ranges(
     place: Workplace, manifest: TaskManifest, kind: str, entries: NDArray[np.void], ranges: int
 ) -> list[tuple[int, int, str]]:
     """Store the entries sorted by range. Return start, stop and checksum of each range."""
-    number = _range_of(entries["key"], ranges)
+    number = (entries["key"] >> np.uint64(56)).astype(np.int64) * ranges >> 8
     order = np.argsort(number, kind="stable")
     data = memoryview(entries[order].tobytes())
     bounds = (np.searchsorted(number[order], np.arange(ranges + 1)) * entries.itemsize).tolist()
     place.put(manifest, _keys_object(kind, manifest.task), data)
     return [(a, b, xxhash.xxh3_64_hexdigest(data[a:b])) for a, b in itertools.pairwise(bounds)]
-
-
-def _range_of(keys: NDArray[np.uint64], ranges: int) -> NDArray[np.int64]:
-    return (keys >> np.uint64(56)).astype(np.int64) * ranges >> 8
 
 
 def _range(

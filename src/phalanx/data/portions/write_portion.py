@@ -93,7 +93,11 @@ class _PortionSplit:
         output, dtype = place.plan.recipe.output, place.encoding.dtype
         tokens = shard_tokens(output.shard_mib, dtype, output.seq_len)
         shards = ShardWriter(self, dtype=dtype, shard_tokens=tokens)
-        self.documents = SplitWriter(shards, place.encoding, self._on_bad, self._on_encoded)
+
+        def on_encoded(document: KeptDocument, tokens: int) -> None:
+            self._origin.append((document.piece, document.name, tokens))
+
+        self.documents = SplitWriter(shards, place.encoding, self._on_bad, on_encoded)
 
     def close(self) -> Split:
         """Write the remaining tokens, the documents' origins and text hashes, and add the split's facts and counts to
@@ -129,9 +133,6 @@ class _PortionSplit:
     def digest(self, shards: Sequence[ShardFile]) -> str:
         """Return the digest of the portion's part of the split."""
         return digest_of_shards(shards)
-
-    def _on_encoded(self, document: KeptDocument, tokens: int) -> None:
-        self._origin.append((document.piece, document.name, tokens))
 
     def _on_bad(self, document: KeptDocument, error: BadConversationError) -> None:
         """Raise ``PreparationError`` for a conversation that cannot be trained on, unless its source skips bad ones."""

@@ -130,26 +130,19 @@ class Prefetch(Generic[Batch]):
         """Make batches in the thread until ``numbers`` end, ``close`` is called or an error occurs, which the consumer gets."""
         try:
             for number in self._numbers:
-                if not self._wait_for_room():
-                    return
-                self._put(self._make(number))
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+                    if self._closed:
+                        return
+                batch = self._make(number)
+                with self._changed:
+                    if not self._closed:
+                        self._ready.append(batch)
+                        self._changed.notify_all()
         except BaseException as error:  # the consumer must see any error rather than wait forever
             with self._changed:
                 self._error = None if self._closed else error
         finally:
             with self._changed:
                 self._finished = True
-                self._changed.notify_all()
-
-    def _wait_for_room(self) -> bool:
-        """Wait until the queue has room; return False if it was closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
-            return not self._closed
-
-    def _put(self, batch: Batch) -> None:
-        """Append a batch and wake the reader; it is dropped if the queue was closed."""
-        with self._changed:
-            if not self._closed:
-                self._ready.append(batch)
                 self._changed.notify_all()

@@ -153,7 +153,7 @@ def _model(content: bytes) -> SentencePieceModel:
                 pieces.append(
                     (
                         _bytes(piece.get(1, b"")).decode(),
-                        _float(piece.get(2, b"\0\0\0\0")),
+                        struct.unpack("<f", _bytes(piece.get(2, b"\0\0\0\0")))[0],
                         _int(piece.get(3, _NORMAL)),
                     )
                 )
@@ -232,10 +232,6 @@ def _bytes(value: int | bytes) -> bytes:
     if not isinstance(value, bytes):
         raise ValueError("no string")
     return value
-
-
-def _float(value: int | bytes) -> float:
-    return float(struct.unpack("<f", _bytes(value))[0])
 
 
 # Convert tiktoken's files, whose lines have a token in base64 and its rank, to a ``tokenizer.json``.

@@ -126,7 +126,14 @@ def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
         return [f"cannot write {order.folder}: {error.strerror}; give another run_dir"]
     script = check_script(order, word)
     sent_s = time.time()
-    facts, wrong = on_all(hosts, lambda host: _facts(host, on_host(host, script)))
+
+    def ask(host: Host) -> tuple[str, float]:
+        """Return software and clock (Unix seconds) of a host."""
+        answer = _answer(host, on_host(host, script), "phalanx-host ", "not run Phalanx")
+        software, unix_s = json.loads(answer)
+        return str(software), float(unix_s)
+
+    facts, wrong = on_all(hosts, ask)
     took_s = time.time() - sent_s
     reference = next(iter(facts.values()), None)
     ahead_s: dict[str, float] = {}
@@ -137,28 +144,12 @@ def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
             )
         if max(sent_s - unix_s, unix_s - sent_s - took_s) > _CLOCKS_S:
             ahead_s[name] = min(unix_s - sent_s, max(0.0, unix_s - sent_s - took_s))
-    return [*wrong, *_clocks_apart(ahead_s, len(facts) - len(ahead_s))]
-
-
-def _clocks_apart(ahead_s: dict[str, float], agreeing: int) -> list[str]:
-    """The problems of clocks that differ too much from this machine's, or of this machine's own clock."""
-    if ours := own_clock_is_wrong(ahead_s, agreeing, "this machine"):
-        return [ours]
-    return [
+    if ours := own_clock_is_wrong(ahead_s, len(facts) - len(ahead_s), "this machine"):
+        return [*wrong, ours]
+    return wrong + [
         f"{name}: its clock is {abs(offset_s):.0f} s {'ahead of' if offset_s > 0 else 'behind'} this machine's: set it (chrony, ntpd)"
         for name, offset_s in ahead_s.items()
     ]
-
-
-def _facts(host: Host, output: str) -> tuple[str, float]:
-    """Return software and clock (Unix seconds) of a host, from its script's output. Raises ``EngineError`` if the script has not run."""
-    for line in output.splitlines():
-        if line.startswith("phalanx-host "):
-            software, unix_s = json.loads(line.partition(" ")[2])
-            return str(software), float(unix_s)
-    raise EngineError(
-        f"{host.name}: its shell has not run Phalanx, it said: {output.strip()[-300:] or 'nothing'}"
-    )
 
 
 def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list[Started]:
@@ -174,13 +165,16 @@ def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list
     try:
         go.unlink(missing_ok=True)
         if not joins:
-            _forget_who_was_asked(order)
+            for mark in order.folder.glob(f"{ASKED}-*"):
+                with suppress(FileNotFoundError):
+                    mark.rmdir()
     except OSError as error:
         raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
     private = private_exports(order.launch, order.working_dir)
 
     def begin(host: Host) -> int:
-        return _pid(host, on_host(host, private + start_script(order, host, head, word)))
+        output = on_host(host, private + start_script(order, host, head, word))
+        return int(_answer(host, output, "phalanx-pid ", "started nothing").split()[0])
 
     pids, wrong = on_all(hosts, begin)
     started = [Started(host, pids[host.name]) for host in hosts if host.name in pids]
@@ -203,25 +197,9 @@ def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list
     return started
 
 
-def _forget_who_was_asked(order: LaunchOrder) -> None:
-    for mark in order.folder.glob(f"{ASKED}-*"):
-        with suppress(FileNotFoundError):
-            mark.rmdir()
-
-
 def _note(order: LaunchOrder, started: list[Started]) -> None:
     content = json.dumps([asdict(session) for session in started], indent=1) + "\n"
     write_atomically(order.folder / _HOSTS, content.encode())
-
-
-def _pid(host: Host, output: str) -> int:
-    """Return the session's process number from a start script's output. Raises ``EngineError`` if nothing was started."""
-    for line in output.splitlines():
-        if line.startswith("phalanx-pid "):
-            return int(line.split()[1])
-    raise EngineError(
-        f"{host.name}: its shell has started nothing, it said: {output.strip()[-300:] or 'nothing'}"
-    )
 
 
 # --- afterwards -----------------------------------------------------------------------------------
@@ -276,3 +254,11 @@ def sentence(run_dir: Path) -> str | None:
         else f"{len(there)} of {len(started)} hosts"
     )
     return f"running on {where}" + (f" ({'; '.join(wrong)})" if wrong else "")
+
+
+def _answer(host: Host, output: str, mark: str, failure: str) -> str:
+    """Return the line after ``mark`` in a script's output. Raises ``EngineError``, with what the shell has done instead, without one."""
+    for line in output.splitlines():
+        if line.startswith(mark):
+            return line.removeprefix(mark)
+    raise EngineError(f"{host.name}: its shell has {failure}, it said: {output.strip()[-300:] or 'nothing'}")

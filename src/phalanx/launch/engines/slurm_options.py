@@ -263,7 +263,8 @@ def limits_of(order: LaunchOrder, run: Callable[[Sequence[str]], str] = run_tool
 
     Raises ``EngineError`` if the accounts cannot be read.
     """
-    settings = _settings(run(["scontrol", "show", "config"]))
+    lines = (line.split("=", 1) for line in run(["scontrol", "show", "config"]).splitlines() if "=" in line)
+    settings = {name.strip(): value.strip() for name, value in lines}
     if "limits" not in settings.get("AccountingStorageEnforce", "").lower():
         return []
     ask = ["sacctmgr", "-n", "-P", "show"]
@@ -308,12 +309,6 @@ def limit_problems(order: LaunchOrder, limits: Sequence[Limit]) -> Iterator[str]
                 f"launch.time_limit: {order.launch.time_limit} is more than {limit.whose} may take ({slurm_time(limit.wall_s)}): --time; "
                 "the run queues itself again when its time is up"
             )
-
-
-def _settings(text: str) -> Mapping[str, str]:
-    """The names and values in ``scontrol show config``."""
-    lines = (line.split("=", 1) for line in text.splitlines() if "=" in line)
-    return {name.strip(): value.strip() for name, value in lines}
 
 
 def _limit(whose: str, remedy: str, cells: Sequence[str]) -> Limit:

@@ -338,7 +338,8 @@ def _container(request: PodRequest, submission: str) -> Json:
             "failureThreshold": _FAILURES,
             "timeoutSeconds": 10,
         },
-        "securityContext": _container_security(),
+        # RDMA pins memory, which the limit of the node's container runtime allows: an added capability has no effect for other users than root.
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [
             *mounts,
             {"name": "run-file", "mountPath": CONFIG_FOLDER, "readOnly": True},
@@ -407,11 +408,6 @@ def _pod_security(request: PodRequest) -> Json:
         # Not changed in all files of a large volume at each start, only where the root has another group.
         "fsGroupChangePolicy": "OnRootMismatch",
     }
-
-
-def _container_security() -> Json:
-    # RDMA pins memory, which the limit of the node's container runtime allows: an added capability has no effect for other users than root.
-    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
 def _volumes(request: PodRequest) -> list[Json]:

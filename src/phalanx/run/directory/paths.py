@@ -30,23 +30,16 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from phalanx.run.directory.files import plain_json, read_small, write_atomically
-from phalanx.run.fields import listing
+from phalanx.run.fields import JsonObject, listing
 from phalanx.run.read import RUN_FILE, spec_from_table
 from phalanx.run.spec import RunSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from phalanx.run.fields import JsonObject
-
 
 CHECKPOINT_INDEX = "checkpoint.json"
 """The file that makes a step's folder a committed checkpoint."""

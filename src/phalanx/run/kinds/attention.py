@@ -13,7 +13,7 @@ from typing import Protocol
 from phalanx.run.fields import Problem
 from phalanx.run.kinds import grouped_attention, latent_attention
 from phalanx.run.kinds.operations import AttentionCore, Operation, Parameter
-from phalanx.run.spec import ModelSpec, RopeScalingSpec
+from phalanx.run.spec import ModelSpec
 
 
 class AttentionKind(Protocol):
@@ -66,25 +66,28 @@ def attention_kind(model: ModelSpec) -> AttentionKind:
     return grouped_attention if model.mla is None else latent_attention
 
 
-def _factor_problems(scaling: RopeScalingSpec, frequencies: int) -> Iterator[Problem]:
-    """Yield the problems of LongRoPE's factors: one is needed for each frequency, and none for other methods."""
-    expected = frequencies if scaling.kind == "longrope" else 0
-    for name, factors in (("short_factors", scaling.short_factors), ("long_factors", scaling.long_factors)):
-        if len(factors) != expected or not all(factor > 0 for factor in factors):
-            yield Problem(
-                f"model.rope_scaling.{name}",
-                f"{len(factors)} factors, the smallest {min(factors, default=0):g}, for {frequencies} frequencies",
-                'one above 0 for each frequency with kind = "longrope", none with others',
-                ("model.rope_scaling.kind", "model.rope_scaling", "model.head_dim", "model.rope_fraction"),
-            )
-
-
 def attention_problems(model: ModelSpec) -> Iterator[Problem]:
     """Yield the problems of the model's kind, including fields of other kinds."""
     own_kind = attention_kind(model)
     yield from own_kind.problems(model)
-    if model.rope_scaling is not None:
-        yield from _factor_problems(model.rope_scaling, own_kind.rotated_width(model) // 2)
+    if (scaling := model.rope_scaling) is not None:
+        # LongRoPE has one factor for each frequency, other methods have none.
+        frequencies = own_kind.rotated_width(model) // 2
+        expected = frequencies if scaling.kind == "longrope" else 0
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(scaling, name)
+            if len(factors) != expected or not all(factor > 0 for factor in factors):
+                yield Problem(
+                    f"model.rope_scaling.{name}",
+                    f"{len(factors)} factors, the smallest {min(factors, default=0):g}, for {frequencies} frequencies",
+                    'one above 0 for each frequency with kind = "longrope", none with others',
+                    (
+                        "model.rope_scaling.kind",
+                        "model.rope_scaling",
+                        "model.head_dim",
+                        "model.rope_fraction",
+                    ),
+                )
     defaults = {field.name: field.default for field in dataclasses.fields(ModelSpec)}
     chosen_by = tuple(
         f"model.{name}" for name in own_kind.OWN_FIELDS if getattr(model, name) != defaults[name]

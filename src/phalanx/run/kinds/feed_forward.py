@@ -81,7 +81,13 @@ def problems(model: ModelSpec) -> Iterator[Problem]:
     """Yield the problems of layers, widths and routing of a mixture of experts; none for a dense model."""
     if model.moe is not None:
         yield from _layers(model, model.moe)
-        yield from _shared(model.moe)
+        if model.moe.shared_gate and not model.moe.shared:
+            yield Problem(
+                "model.moe.shared_gate",
+                "there are no shared experts to weigh",
+                "set it to false, or model.moe.shared above 0",
+                ("model.moe.shared",),
+            )
         yield from _routing(model.moe)
 
 
@@ -102,16 +108,6 @@ def _layers(model: ModelSpec, moe: MoeSpec) -> Iterator[Problem]:
                 f"it must be a multiple of {_ALIGNED}",
                 ("model.moe", "model.ffn_dim"),
             )
-
-
-def _shared(moe: MoeSpec) -> Iterator[Problem]:
-    if moe.shared_gate and not moe.shared:
-        yield Problem(
-            "model.moe.shared_gate",
-            "there are no shared experts to weigh",
-            "set it to false, or model.moe.shared above 0",
-            ("model.moe.shared",),
-        )
 
 
 def _routing(moe: MoeSpec) -> Iterator[Problem]:
