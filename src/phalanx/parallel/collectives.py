@@ -20,8 +20,8 @@ from phalanx.model.facts.holdings import HeldParameter, Holding
 from phalanx.model.facts.shape import stage_layers
 from phalanx.parallel.divisions import Deal, in_buckets
 from phalanx.parallel.pipeline_schedules import Action, Schedule
+from phalanx.run.kinds.block import prediction_depths
 from phalanx.run.kinds.operations import HEAD_UNIT, Parameter
-from phalanx.run.kinds.prediction_ahead import depths
 from phalanx.run.layout import Layout, micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import RunSpec
 
@@ -109,7 +109,7 @@ class _RankStep:
             return calls
         train, blocks = self.spec.train, self._blocks(stage)
         # Each prediction has an embedding lookup and its own scores.
-        predictions = 1 + depths(self.spec.model)
+        predictions = 1 + prediction_depths(self.spec.model)
         # A pair of divided matrices ends with a row-parallel one, whose partial results are summed.
         parts = self._parts(stage)
         pairs = sum(part.tensor_dim == 1 and not part.stacked for part in parts)
@@ -151,7 +151,9 @@ class _RankStep:
         """Sums over context tiles for one micro-batch: weight gradients by unit, the loss, and its projection's gradient."""
         if not self.spec.model.context_tiles:
             return Counter()
-        ahead = depths(self.spec.model)  # each prediction ahead has some weights outside of its block
+        ahead = prediction_depths(
+            self.spec.model
+        )  # each prediction ahead has some weights outside of its block
         losses = 1 + ahead if stage == self.schedule.stages - 1 else 0
         # The head's gradient is summed with the loss.
         units = {part.unit if part.in_block else "" for part in self._parts(stage) if not part.stacked}

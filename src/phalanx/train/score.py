@@ -26,7 +26,7 @@ from phalanx.model.custom import Chain
 from phalanx.model.layers.moe import make_rows_independent, routers
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.kinds import prediction_ahead
+from phalanx.run.kinds.block import without_predictions
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.rules import NotPortableError
 from phalanx.run.spec import ModelSpec, RunSpec
@@ -57,7 +57,7 @@ def restored_model(
     # The checkpoint's names are the same without what predicts further ahead.
     directory = RunDirectory(run_dir)
     recorded = read_resolved(directory)
-    spec = resolve(recorded.model if ahead else prediction_ahead.without(recorded.model))
+    spec = resolve(recorded.model if ahead else without_predictions(recorded.model))
     if not spec.vocab_size:
         raise RunDirectoryError(
             f"{directory.run_file}: model.vocab_size is 0; give a run directory, whose run.toml has it filled in"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.run.kinds import block, prediction_ahead
+from phalanx.run.kinds import block
 from phalanx.run.kinds import operations as op
 from phalanx_plan.workload.stacks import Stack, TrainingWorkload
 
@@ -46,7 +46,7 @@ class Layer:
 def layers(workload: TrainingWorkload, stack: Stack) -> dict[str, Layer]:
     """The operations of each of ``KINDS`` on one micro-batch."""
     model = workload.model
-    ahead = prediction_ahead.depths(model) * prediction_ahead.operations(model)
+    ahead = block.prediction_depths(model) * block.prediction_operations(model)
     work = {
         "dense": block.operations(model, mixed=False),
         "mixture": block.operations(model, mixed=True),

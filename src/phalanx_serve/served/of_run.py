@@ -34,7 +34,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.kinds import prediction_ahead
+from phalanx.run.kinds.block import prediction_depths
 from phalanx.run.spec import ModelSpec
 from phalanx.train.score import restored_model
 from phalanx_serve.engine.engine import Engine as PagedEngine
@@ -184,7 +184,7 @@ def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> O
         return open_packed(served)
     dtype = getattr(torch, served.dtype)
     run = read_resolved(RunDirectory(served.path))
-    depths = prediction_ahead.depths(run.model)
+    depths = prediction_depths(run.model)
     drafts = depths if served.drafts is None else served.drafts
     if drafts > depths:
         raise ServeError(

@@ -34,7 +34,7 @@ from phalanx.hardware.local.device import gpus
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer, logits
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.kinds import prediction_ahead
+from phalanx.run.kinds.block import without_predictions
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.wire.messages import WireError
@@ -276,7 +276,7 @@ def _divided(served: ServedRun, model: ModelSpec) -> _Stages | _Shares:
         raise e.ServeError(
             "a model of your own (model.factory) cannot be divided: serve it without --pipeline and --tensor"
         )
-    spec = resolve(prediction_ahead.without(model))
+    spec = resolve(without_predictions(model))
     if served.tensor > 1:
         require_shares(spec, served.tensor)
         return _Shares(served.tensor)

@@ -28,7 +28,7 @@ from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.files import held_folder
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.kinds import prediction_ahead
+from phalanx.run.kinds.block import without_predictions
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.compose import compute_dtype, whole_model
@@ -187,7 +187,7 @@ def empty_model(
     ``seq_len`` is the length of the sequences that each call gets a part of; 0 if a call gets full sequences.
     """
     recorded = recorded_run(index)
-    spec = resolve(prediction_ahead.without(recorded.model))
+    spec = resolve(without_predictions(recorded.model))
     with torch.device("meta"):
         model = whole_model(spec, seq_len)
     nothing = torch.full((1,), torch.nan, dtype=dtype)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count, outside_blocks
-from phalanx.run.kinds import block, prediction_ahead
+from phalanx.run.kinds import block
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.operations import AttentionCore, MatrixProduct, Norm, Operation, Parameter, Rotation
@@ -86,7 +86,7 @@ def multiply_adds(operations: tuple[Operation, ...], routed: int) -> int:
 def whole(model: ModelSpec) -> tuple[Operation, ...]:
     """Every operation of the model, layer by layer."""
     layers = (block.operations(model, mixed=is_mixture(model, layer)) for layer in range(model.layers))
-    ahead = prediction_ahead.depths(model) * prediction_ahead.operations(model)
+    ahead = block.prediction_depths(model) * block.prediction_operations(model)
     return (*sum(layers, ()), *block.embedding_operations(model), *block.head_operations(model), *ahead)
 
 

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.run.factory import FactoryError
-from phalanx.run.kinds import block, prediction_ahead
+from phalanx.run.kinds import block
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.grouped_attention import window_of
@@ -67,11 +67,11 @@ def _refuse_custom(spec: ModelSpec) -> None:
 
 def outside_blocks(spec: ModelSpec) -> Iterator[Parameter]:
     """Yield the parameters outside of blocks: embedding, final norm, output projection, predictions ahead."""
-    depths = prediction_ahead.depths(spec)
+    depths = block.prediction_depths(spec)
     yield from block.embedding_parts(spec, predictions=1 + depths)
     yield from block.head_parts(spec, predictions=1 + depths)
     for depth in range(depths):
-        yield from prediction_ahead.parts(spec, depth)
+        yield from block.prediction_parts(spec, depth)
 
 
 def buffers(spec: ModelSpec) -> Iterator[Parameter]:
@@ -151,7 +151,7 @@ def count(spec: ModelSpec, seq_len: int) -> ModelCounts:
         experts += number * parameter.numel if parameter.stacked else 0
         matmul += number * parameter.met * parameter.products
     core = attention_kind(spec).core(spec)
-    full = round((spec.layers + prediction_ahead.depths(spec)) * _attention_flops(core, core.keys(seq_len)))
+    full = round((spec.layers + block.prediction_depths(spec)) * _attention_flops(core, core.keys(seq_len)))
     return ModelCounts(
         parameters=total,
         embedding_parameters=embedding,

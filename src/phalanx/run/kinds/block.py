@@ -1,4 +1,4 @@
-"""A block, and the ends of a model (``phalanx.model.transformer``).
+"""A block, the ends of a model, and its predictions further ahead (``phalanx.model.transformer``).
 
 In a block, attention and feed-forward are each normalized before or after, and added to the residual stream.
 """
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from phalanx.run.fields import Problem
 from phalanx.run.kinds import feed_forward
 from phalanx.run.kinds.attention import attention_kind
+from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.operations import (
     HEAD_UNIT,
     Dropout,
@@ -22,6 +23,7 @@ from phalanx.run.kinds.operations import (
     Operation,
     Parameter,
     Pointwise,
+    linear,
     norm,
     under,
 )
@@ -145,4 +147,48 @@ def head_operations(model: ModelSpec) -> tuple[Operation, ...]:
         LayerExchange("projection", "gather", model.dim),
         MatrixProduct("projection", "tokens", (projection,)),
         LossOfScores(model.vocab_size, capped=model.logit_cap > 0),
+    )
+
+
+# Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): each prediction further ahead has a block of its own.
+
+
+def prediction_depths(model: ModelSpec) -> int:
+    """Number of predictions beyond the next token; each has a block of its own."""
+    return model.mtp_depth
+
+
+def without_predictions(model: ModelSpec) -> ModelSpec:
+    """The main model alone, which is all that generation needs."""
+    return dataclasses.replace(model, mtp_depth=0)
+
+
+def predictions_undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
+    """Yield the axes whose degree must be 1, with the reason; none without multi-token prediction."""
+    if model.mtp_depth:
+        problem = "predicting further ahead needs the embedding, which only the first stage has"
+        remedy = "set parallel.pipeline = 1, or model.mtp_depth = 0"
+        yield "pipeline", Problem("model.mtp_depth", problem, remedy, ("parallel.pipeline",))
+
+
+def prediction_parts(model: ModelSpec, depth: int) -> Iterator[Parameter]:
+    """The parameters of prediction ``depth``, from 0; its block is like the model's last."""
+    prefix, last = f"mtp.{depth}", model.layers - 1
+    rows = (
+        *under(f"{prefix}.hidden_norm", norm(model.dim)),
+        *under(f"{prefix}.embedding_norm", norm(model.dim)),
+        *under(f"{prefix}.projection", linear(2 * model.dim, model.dim)),
+        *placed(f"{prefix}.block", last, parts(model, mixed=is_mixture(model, last))),
+        *under(f"{prefix}.norm", norm(model.dim)),
+    )
+    yield from (dataclasses.replace(part, section="ahead") for part in rows)
+
+
+def prediction_operations(model: ModelSpec) -> tuple[Operation, ...]:
+    """One prediction: embedding and hidden state joined and projected, a block, the model's output projection."""
+    weights = (part for part in linear(2 * model.dim, model.dim) if part.products)
+    return (
+        MatrixProduct("projection", "local", tuple(weights)),
+        *operations(model, mixed=is_mixture(model, model.layers - 1)),
+        *head_operations(model),
     )

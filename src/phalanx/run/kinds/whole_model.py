@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from phalanx.run.fields import Problem
-from phalanx.run.kinds import block, feed_forward, prediction_ahead
+from phalanx.run.kinds import block, feed_forward
 from phalanx.run.kinds.attention import attention_kind, attention_problems
 from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.operations import Parameter
@@ -46,7 +46,7 @@ def described_layers(model: ModelSpec) -> Iterator[tuple[str, str]]:
                 "leave the table out; a model of your own may hold such layers of its own, whole on a rank"
             )
             yield f"model.{field.name}", remedy
-    if prediction_ahead.depths(model):
+    if block.prediction_depths(model):
         yield "model.mtp_depth", "set it to 0"
     if model.logit_cap:
         yield "model.logit_cap", "set it to 0; logits are the product of norm and head"
@@ -73,7 +73,7 @@ def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
     """Axes ("tensor", "context", "pipeline") whose degree must be 1 for this model, with the reason."""
     yield from block.undivided(model)
     yield from attention_kind(model).undivided(model)
-    yield from prediction_ahead.undivided(model)
+    yield from block.predictions_undivided(model)
 
 
 def tiny(model: ModelSpec, tensor: int) -> ModelSpec:

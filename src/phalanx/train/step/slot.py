@@ -26,7 +26,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline import Accumulation, Pipeline
 from phalanx.parallel.reduction.data_parallel import DataParallel
 from phalanx.parallel.tensor.apply import VocabularyPiece
-from phalanx.run.kinds.prediction_ahead import depths
+from phalanx.run.kinds.block import prediction_depths
 from phalanx.run.spec import RunSpec
 from phalanx.train.step.loss import IGNORE, summed_cross_entropy, token_scores
 
@@ -109,7 +109,7 @@ class Losses:
         """Yield inputs and targets of each prediction ahead, for full sequences ``(batch, seq)``."""
         train = self.spec.train
         ends = tokens == train.end_of_document if train.targets_within_documents else None
-        for depth in range(1, depths(self.spec.model) + 1):
+        for depth in range(1, prediction_depths(self.spec.model) + 1):
             yield Ahead(tokens_ahead(tokens, depth), targets_ahead(targets, depth, IGNORE, ends))
 
     def call(self, stage: nn.Module, x: Tensor, batch: MicroBatch, *, ahead: bool) -> Tensor:
