@@ -20,8 +20,8 @@ from phalanx.data.chat.environment import syntax_error
 from phalanx.data.chat.messages import Message
 from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizers.published import FallbackTokenizer
-from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
+from phalanx.data.tokenizers.published import PublishedTokenizer
+from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.read import addresses
 from phalanx_serve.http.admission import LengthLimit
@@ -122,7 +122,7 @@ def encode_messages(
     Raises TokenizerError as ``frame_messages`` does.
     """
     text = frame_messages(template, tokenizer, messages)
-    assert isinstance(tokenizer, BpeTokenizer | FallbackTokenizer), "others have no template"
+    assert isinstance(tokenizer, PublishedTokenizer), "others have no template"
     return tokenizer.encode_template(text)
 
 
@@ -138,7 +138,7 @@ def frame_messages(
     joined; and other fields that the template names, such as ``tool_calls``. Raises TokenizerError, with the field, for what the template
     would leave out, if there is no template, if it refuses the messages, or does not come to an end.
     """
-    if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer) or template is None:
+    if not isinstance(tokenizer, PublishedTokenizer) or template is None:
         raise TokenizerError(
             "there is no chat template for this run: one comes with an imported model, for as long as the run has its tokenizer, or with a dataset "
             "of conversations (phalanx data prepare --layout chat)"
@@ -359,7 +359,7 @@ class ModelText:
             field_name = error.field if isinstance(error, FramingError) else "messages"
             raise RefusedError(str(error), field_name) from error
         room.require_text(text, self.tokenizer.longest_token, "messages")
-        assert isinstance(self.tokenizer, BpeTokenizer | FallbackTokenizer), "others have no template"
+        assert isinstance(self.tokenizer, PublishedTokenizer), "others have no template"
         try:
             encoded = self.tokenizer.encode_template(text)
         except UnicodeError as error:
@@ -379,7 +379,7 @@ def read_model_text(run_dir: Path, name: str, vocab_size: int, chat_template: st
     template: ChatTemplate | None = None
     try:
         if chat_template:
-            if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
+            if not isinstance(tokenizer, PublishedTokenizer):
                 raise TokenizerError(
                     f"--chat-template {chat_template}: the run's tokenizer of bytes frames no conversations; leave the option out and use "
                     "/v1/completions"

@@ -25,8 +25,8 @@ from phalanx.data.reading.sources import (
     source_uses,
 )
 from phalanx.data.stored.index import TRAIN, DatasetIndex
-from phalanx.data.tokenizers.published import FallbackTokenizer
-from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
+from phalanx.data.tokenizers.published import PublishedTokenizer
+from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from phalanx.run.read import ONLY
 from phalanx.run.rules import stages_of
 from phalanx.run.spec import RunSpec
@@ -410,6 +410,6 @@ def show_record(place: DatasetPlace, split: str, number: int, seq_len: int) -> S
 
 def _spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Return the text of ids, special tokens included where the tokenizer has them."""
-    if isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
+    if isinstance(tokenizer, PublishedTokenizer):
         return str(HfTokenizer.from_str(tokenizer.serialized).decode(ids, skip_special_tokens=False))
     return tokenizer.decode(ids)

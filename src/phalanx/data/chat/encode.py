@@ -31,10 +31,10 @@ from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.published import (
     COMMON_END_TOKENS,
     CONFIG_FILE,
-    FallbackTokenizer,
+    PublishedTokenizer,
     read_config,
 )
-from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer, same_tokens
+from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, same_tokens
 
 TooLong = Literal["drop", "cut"]
 
@@ -113,7 +113,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer, layout: ChatLayout, seq_len: int) -> None:
         """Raise ``TokenizerError`` if the tokenizer does not support chat templates, or has no token left to end conversations."""
-        if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
+        if not isinstance(tokenizer, PublishedTokenizer):
             raise TokenizerError(
                 "chats need the tokenizer that their template was made for: give its tokenizer.json, or the folder of its model"
             )
@@ -179,7 +179,7 @@ class ChatEncoder:
                     raise BadConversationError(f"{label} spells the special token {special!r}")
 
 
-def document_end(tokenizer: BpeTokenizer | FallbackTokenizer, template: ChatTemplate) -> int:
+def document_end(tokenizer: PublishedTokenizer, template: ChatTemplate) -> int:
     """Return a token that ``template`` does not write, preferably the tokenizer's end of document.
 
     Raises ``TokenizerError`` if there is none.
@@ -294,7 +294,7 @@ def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
     Empty if the template writes none, or if answers cannot be separated from their frame. Also empty if the first token
     after an answer is not a special token, or the tokenizer does not support chat templates.
     """
-    if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
+    if not isinstance(tokenizer, PublishedTokenizer):
         return frozenset()
     question: list[Message] = [{"role": "user", "content": "question"}]
     try:

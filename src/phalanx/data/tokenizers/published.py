@@ -206,17 +206,62 @@ def is_byte_fallback(model: dict[str, object]) -> bool:
 
 
 @dataclass(frozen=True)
-class FallbackTokenizer:
-    """A BPE with byte fallback, stored as the text of its ``tokenizer.json``."""
+class PublishedTokenizer:
+    """A tokenizer that is stored as the text of its ``tokenizer.json``."""
 
     serialized: str = field(repr=False)
     end_token: str
     kind: str = field(default="bpe", init=False)
     end_of_document: int = field(init=False, compare=False)
+    _hf: HfTokenizer = field(init=False, repr=False, compare=False)
+
+    @property
+    def _spelled(self) -> list[bytes]:
+        """The text bytes of each token; empty for special tokens and the end of document."""
+        raise NotImplementedError
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return max(self._hf.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.serialized, self.end_token)
+
+    @cached_property
+    def byte_lengths(self) -> NDArray[np.int64]:
+        return lengths_of(self._spelled)
+
+    @cached_property
+    def longest_token(self) -> int:
+        return longest_token(self._spelled, self._hf)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._spelled[token]
+
+    @cached_property
+    def _for_templates(self) -> HfTokenizer:
+        """The tokenizer that encodes names of special tokens as these tokens, for output of chat templates."""
+        # Parsing a tokenizer of 128,000 tokens takes a second, which is too long for each chat of a server.
+        hf = HfTokenizer.from_str(self.serialized)
+        hf.no_truncation()
+        hf.no_padding()
+        return hf
+
+    def encode_template(self, text: str) -> list[int]:
+        """Encode the output of a chat template, like transformers: the name of a special token becomes that token."""
+        return list(self._for_templates.encode(text, add_special_tokens=False).ids)
+
+    def save(self, directory: Path) -> None:
+        save_tokenizer(directory, self.serialized, self.end_token, self.kind)
+
+
+@dataclass(frozen=True)
+class FallbackTokenizer(PublishedTokenizer):
+    """A BPE with byte fallback; it encodes text that is not at the beginning without a space before it."""
+
     prefix_bytes: int = field(init=False, compare=False)
     """1 if encoding adds a space before a text, which decoding removes, else 0."""
-    _hf: HfTokenizer = field(init=False, repr=False, compare=False)
-    """Encodes text that is not at the beginning, without a space before it."""
 
     def __post_init__(self) -> None:
         """Load the tokenizer without its prefix space, and set ``end_of_document`` and ``prefix_bytes``.
@@ -251,30 +296,11 @@ class FallbackTokenizer:
         )
 
     @cached_property
-    def vocab_size(self) -> int:
-        return max(self._hf.get_vocab(with_added_tokens=True).values()) + 1
-
-    @cached_property
     def document_start(self) -> tuple[int, ...]:
         """The special tokens that the tokenizer adds before a text."""
         encoded = HfTokenizer.from_str(self.serialized).encode("a", add_special_tokens=True)
         first = next(index for index, sequence in enumerate(encoded.sequence_ids) if sequence is not None)
         return tuple(encoded.ids[:first])
-
-    @property
-    def fingerprint(self) -> str:
-        return fingerprint_of(self.serialized, self.end_token)
-
-    @cached_property
-    def byte_lengths(self) -> NDArray[np.int64]:
-        return lengths_of(self._spelled)
-
-    @cached_property
-    def longest_token(self) -> int:
-        return longest_token(self._spelled, self._hf)
-
-    def token_bytes(self, token: int) -> bytes:
-        return self._spelled[token]
 
     @cached_property
     def _spelled(self) -> list[bytes]:
@@ -302,17 +328,6 @@ class FallbackTokenizer:
             ids += self._space_ids + self._encode_part(part)
         return ids
 
-    def encode_template(self, text: str) -> list[int]:
-        """Encode the output of a chat template like transformers: the name of a special token becomes that token."""
-        return list(self._for_templates.encode(text, add_special_tokens=False).ids)
-
-    @cached_property
-    def _for_templates(self) -> HfTokenizer:
-        """A copy of the tokenizer that recognizes special tokens in text."""
-        hf = _unlimited(HfTokenizer.from_str(self.serialized))
-        hf.encode_special_tokens = False
-        return hf
-
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         plain = [self._with_prefix(text) for text in texts if SPACE not in text]
         encodings = iter(self._hf.encode_batch_fast(plain, add_special_tokens=False))
@@ -326,9 +341,6 @@ class FallbackTokenizer:
         # The library's decoder replaces each byte of an incomplete character with U+FFFD, which is unsuitable for streaming.
         text = b"".join(self._spelled[token] for token in ids).decode(errors="replace")
         return text[1:] if at_start and self.prefix_bytes and text.startswith(" ") else text
-
-    def save(self, directory: Path) -> None:
-        save_tokenizer(directory, self.serialized, self.end_token, self.kind)
 
     def _with_prefix(self, text: str) -> str:
         return " " + text if text and self.prefix_bytes else text

@@ -40,11 +40,10 @@ from phalanx.data.tokenizers.published import (
     PROBE,
     TOKENIZER_FILE,
     FallbackTokenizer,
+    PublishedTokenizer,
     decoded,
     fingerprint_of,
     is_byte_fallback,
-    lengths_of,
-    longest_token,
     named_token,
     read_bytes,
     read_config,
@@ -165,15 +164,10 @@ class BytesTokenizer:
 
 
 @dataclass(frozen=True)
-class BpeTokenizer:
+class BpeTokenizer(PublishedTokenizer):
     """A byte-level BPE stored as the text of its ``tokenizer.json``. Create it with ``train_bpe`` or ``tokenizer_from_file``."""
 
-    serialized: str = field(repr=False)
-    end_token: str
-    kind: str = field(default="bpe", init=False)
     prefix_bytes: int = field(default=0, init=False)
-    end_of_document: int = field(init=False, compare=False)
-    _hf: HfTokenizer = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Load the tokenizer and set ``end_of_document``.
@@ -203,10 +197,6 @@ class BpeTokenizer:
         )
 
     @cached_property
-    def vocab_size(self) -> int:
-        return max(self._hf.get_vocab(with_added_tokens=True).values()) + 1
-
-    @cached_property
     def document_start(self) -> tuple[int, ...]:
         """The special tokens that the tokenizer adds before a text."""
         # Tokens added by the post-processor have no sequence id. (Transformers 5 and later ignore add_bos_token beside a
@@ -214,27 +204,6 @@ class BpeTokenizer:
         encoded = self._hf.encode("a", add_special_tokens=True)
         first = next(index for index, sequence in enumerate(encoded.sequence_ids) if sequence is not None)
         return tuple(encoded.ids[:first])
-
-    @cached_property
-    def _for_templates(self) -> HfTokenizer:
-        """The tokenizer that encodes names of special tokens as these tokens, for output of chat templates."""
-        # Parsing a tokenizer of 128,000 tokens takes a second, which is too long for each chat of a server.
-        hf = HfTokenizer.from_str(self.serialized)
-        hf.no_truncation()
-        hf.no_padding()
-        return hf
-
-    @property
-    def fingerprint(self) -> str:
-        return fingerprint_of(self.serialized, self.end_token)
-
-    @cached_property
-    def byte_lengths(self) -> NDArray[np.int64]:
-        return lengths_of(self._spelled)
-
-    @cached_property
-    def longest_token(self) -> int:
-        return longest_token(self._spelled, self._hf)
 
     @cached_property
     def _spelled(self) -> list[bytes]:
@@ -250,15 +219,8 @@ class BpeTokenizer:
         spelled[self.end_of_document] = b""
         return spelled
 
-    def token_bytes(self, token: int) -> bytes:
-        return self._spelled[token]
-
     def encode(self, text: str) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=False).ids)
-
-    def encode_template(self, text: str) -> list[int]:
-        """Encode the output of a chat template like ``encode``, but with names of special tokens as those tokens."""
-        return list(self._for_templates.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         encodings = self._hf.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -268,9 +230,6 @@ class BpeTokenizer:
         require_known_ids(ids, self.vocab_size)
         # The library's decoder would treat the letters of an added token as bytes.
         return b"".join(self._spelled[token] for token in ids).decode(errors="replace")
-
-    def save(self, directory: Path) -> None:
-        save_tokenizer(directory, self.serialized, self.end_token, self.kind)
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int, special_tokens: Sequence[str] = ()) -> BpeTokenizer:
