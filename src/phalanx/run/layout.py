@@ -17,14 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.run.fields import Problem, divisors_near
-from phalanx.run.kinds.whole_model import (
-    INT8_BLOCK,
-    cut_by_tensor_ranks,
-    resolve,
-    shares_key_heads,
-    tensor_sizes,
-    undivided,
-)
+from phalanx.run.kinds import whole_model
 from phalanx.run.pieces import (
     STAGES_PER_RANK,
     context_tile_problems,
@@ -145,8 +138,8 @@ def _tensor(spec: RunSpec) -> Iterator[Problem]:
     degree = spec.parallel.tensor
     if degree == 1:
         return
-    yield from (problem for axis, problem in undivided(spec.model) if axis == "tensor")
-    for path, size in tensor_sizes(spec.model):
+    yield from (problem for axis, problem in whole_model.undivided(spec.model) if axis == "tensor")
+    for path, size in whole_model.tensor_sizes(spec.model):
         if size % degree:
             yield Problem(
                 "parallel.tensor",
@@ -154,7 +147,7 @@ def _tensor(spec: RunSpec) -> Iterator[Problem]:
                 f"{divisors_near(size, degree)} divide it",
                 (path,),
             )
-    if not shares_key_heads(spec.model, degree):
+    if not whole_model.shares_key_heads(spec.model, degree):
         heads = spec.model.kv_heads or spec.model.heads
         yield Problem(
             "parallel.tensor",
@@ -185,7 +178,7 @@ def _context(spec: RunSpec) -> Iterator[Problem]:
             ("parallel.context", "parallel.tensor"),
         )
     if parallel.context > 1:
-        yield from (problem for axis, problem in undivided(spec.model) if axis == "context")
+        yield from (problem for axis, problem in whole_model.undivided(spec.model) if axis == "context")
 
 
 def _pipeline(spec: RunSpec) -> Iterator[Problem]:
@@ -198,7 +191,7 @@ def _pipeline(spec: RunSpec) -> Iterator[Problem]:
             )
         return
     name, stages = parallel.pipeline_schedule, parallel.pipeline * stages_per_rank(parallel)
-    yield from (problem for axis, problem in undivided(model) if axis == "pipeline")
+    yield from (problem for axis, problem in whole_model.undivided(model) if axis == "pipeline")
     if stages > model.layers:
         yield Problem(
             "parallel.pipeline",
@@ -354,21 +347,23 @@ def _state_blocks(spec: RunSpec) -> Iterator[Problem]:
     parallel, optimizer = spec.parallel, spec.optimizer
     if parallel.tensor == 1 or spec.model.factory:
         return
-    model = resolve(spec.model)
+    model = whole_model.resolve(spec.model)
     for axis, degree, stacked in (
         ("parallel.tensor", parallel.tensor, False),
         ("parallel.expert_tensor", parallel.expert_tensor, True),
     ):
-        part = cut_by_tensor_ranks(model, optimizer, degree, stacked=stacked)
+        part = whole_model.cut_by_tensor_ranks(model, optimizer, degree, stacked=stacked)
         if part is None:
             continue
         fewer = (less for less in range(degree - 1, 0, -1) if degree % less == 0)
         full = next(
-            less for less in fewer if not cut_by_tensor_ranks(model, optimizer, less, stacked=stacked)
+            less
+            for less in fewer
+            if not whole_model.cut_by_tensor_ranks(model, optimizer, less, stacked=stacked)
         )
         yield Problem(
             "optimizer.state",
-            f"int8 has one scale for {INT8_BLOCK} elements of a row, and each of {degree} ranks would hold "
+            f"int8 has one scale for {whole_model.INT8_BLOCK} elements of a row, and each of {degree} ranks would hold "
             f"{part.shape[-1] // degree} of a row of {part.name}",
             f'set optimizer.state = "bf16", or {axis} = {1 if stacked else full}',
             (axis,),

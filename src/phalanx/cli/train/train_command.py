@@ -21,17 +21,7 @@ import msgspec
 
 from phalanx.cli.errors import explained, refuse_unused, trouble
 from phalanx.cli.output import left_out_lines, number_text
-from phalanx.cli.train.session import (
-    conclude,
-    console_for,
-    event_display,
-    print_earlier_data,
-    print_fallback,
-    print_on,
-    print_parent,
-    progress_on,
-    report_finished,
-)
+from phalanx.cli.train import session
 from phalanx.command import (
     Argument,
     AsJson,
@@ -200,26 +190,26 @@ def _read_requested_run(place: Path | None, options: TrainOptions) -> tuple[RunS
 def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
     """Train a run on this machine, or report it if it is complete. Return the exit code."""
 
-    console = console_for(as_json)
+    console = session.console_for(as_json)
     with explained(DataError, RunDirectoryError):
         if spec.run_dir and (result := RunDirectory(Path(spec.run_dir)).complete_result(spec)) is not None:
-            return report_finished(spec, run_file, result, console, as_json)
+            return session.report_finished(spec, run_file, result, console, as_json)
         ranks = ranks_on_this_machine(spec, run_file)
-        run = prepare_run(spec, run_file, progress_on(console))
+        run = prepare_run(spec, run_file, session.progress_on(console))
     console.print(
         f"run directory {run.directory.path}, {ranks} {'rank' if ranks == 1 else 'ranks'} on this machine",
         soft_wrap=True,
     )
-    print_parent(run, console)
-    print_earlier_data(run, console)
-    print_fallback(spec, run, console)
+    session.print_parent(run, console)
+    session.print_earlier_data(run, console)
+    session.print_fallback(spec, run, console)
     for change in run.layout_changes:
         console.print(
             f"another layout than before: {change}; the bits of the weights depend on it", style="yellow"
         )
-    ending = run_locally(run, ranks, event_display(run, console), print_on(console))
+    ending = run_locally(run, ranks, session.event_display(run, console), session.print_on(console))
     os.close(run.lock_fd)
-    return conclude(run, ending, console, as_json, None)
+    return session.conclude(run, ending, console, as_json, None)
 
 
 def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
@@ -291,7 +281,7 @@ def _follow(run_dir: Path, attempt: int, as_json: bool) -> Callable[[], None]:
     events = RunDirectory(run_dir).events
     events.touch()
     own_events = (event for event in follow(events, lambda: ended) if event.attempt >= attempt)
-    console = console_for(as_json)
+    console = session.console_for(as_json)
     thread = Thread(target=show_events, args=(own_events, console, False), daemon=True)
     thread.start()
 
@@ -356,7 +346,7 @@ class _Side:
 
 def _side(spec: RunSpec, run_file: Path) -> _Side:
     ranks = ranks_on_this_machine(spec, run_file)
-    resolved, places = resolve_with_data(spec, run_file, progress_on(console_for(True)))
+    resolved, places = resolve_with_data(spec, run_file, session.progress_on(session.console_for(True)))
     return _Side(resolved, layout_of(resolved.parallel, ranks), index_of_places(places).fingerprint)
 
 

@@ -11,18 +11,7 @@ import click
 from rich.console import Console
 
 from phalanx.cli.errors import explained
-from phalanx.cli.train.session import (
-    FleetStory,
-    conclude,
-    console_for,
-    event_display,
-    print_earlier_data,
-    print_fallback,
-    print_on,
-    print_parent,
-    progress_on,
-    report_finished,
-)
+from phalanx.cli.train import session
 from phalanx.data.errors import DataError
 from phalanx.fleet.control.security import SecurityError
 from phalanx.fleet.fault import FaultError, FleetShape, fault_marker, read_faults
@@ -51,7 +40,7 @@ def train_fleet(
 
     Raises ``click.ClickException`` for impossible runs or faults.
     """
-    console = console_for(as_json)
+    console = session.console_for(as_json)
     ranks = spec.fleet.nodes * spec.fleet.workers_per_node
     spec = dataclasses.replace(spec, parallel=dataclasses.replace(spec.parallel, ranks=ranks))
     problems, most_nodes = [*problems_on(spec, ranks)], spec.fleet.nodes + spec.fleet.spares
@@ -68,23 +57,23 @@ def train_fleet(
     spec = _with_planned_halving(spec, console)
     with explained(DataError, RunDirectoryError):
         if spec.run_dir and (result := RunDirectory(Path(spec.run_dir)).complete_result(spec)) is not None:
-            return report_finished(spec, run_file, result, console, as_json)
-        run = prepare_run(spec, run_file, progress_on(console))
+            return session.report_finished(spec, run_file, result, console, as_json)
+        run = prepare_run(spec, run_file, session.progress_on(console))
     nodes, spares = spec.fleet.nodes, spec.fleet.spares
     console.print(
         f"run directory {run.directory.path}, a fleet of {nodes} {'node' if nodes == 1 else 'nodes'} and {spares} "
         f"{'spare' if spares == 1 else 'spares'}, {ranks} {'rank' if ranks == 1 else 'ranks'}",
         soft_wrap=True,  # A job's log puts a label before each line.
     )
-    print_parent(run, console)
-    print_earlier_data(run, console)
-    print_fallback(spec, run, console)
+    session.print_parent(run, console)
+    session.print_earlier_data(run, console)
+    session.print_fallback(spec, run, console)
     console.print(f"watch it with phalanx status {run.directory.path}", style="dim", soft_wrap=True)
     fleet = LocalFleet(nodes, spares, planned, lead=lead)
     with explained(SecurityError):
-        ending = run_fleet(run, fleet, event_display(run, console), print_on(console))
+        ending = run_fleet(run, fleet, session.event_display(run, console), session.print_on(console))
     os.close(run.lock_fd)
-    return conclude(run, ending, console, as_json, fleet_story(run, planned))
+    return session.conclude(run, ending, console, as_json, fleet_story(run, planned))
 
 
 def _with_planned_halving(spec: RunSpec, console: Console) -> RunSpec:
@@ -127,7 +116,7 @@ def _faults(spec: RunSpec, arguments: tuple[str, ...]) -> tuple[str, ...]:
         raise click.BadParameter(str(error), param_hint="--fault") from error
 
 
-def fleet_story(run: OpenRun, faults: tuple[str, ...]) -> FleetStory:
+def fleet_story(run: OpenRun, faults: tuple[str, ...]) -> session.FleetStory:
     """Return the story of the fleet by the events of this start; almost empty without its events."""
     events: list[Event] = []
     with suppress(EventLogError):  # The file was removed: no reason to end with a traceback.
@@ -137,4 +126,4 @@ def fleet_story(run: OpenRun, faults: tuple[str, ...]) -> FleetStory:
     marked = {number for number in range(len(faults)) if fault_marker(run.directory.path, number).exists()}
     happened = tuple(fault for number, fault in enumerate(faults) if number in marked)
     missed = tuple(fault for number, fault in enumerate(faults) if number not in marked)
-    return FleetStory(happened, missed, tuple(recoveries(events, run.attempt)), ledger_s)
+    return session.FleetStory(happened, missed, tuple(recoveries(events, run.attempt)), ledger_s)

@@ -13,17 +13,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from phalanx.data.errors import DataError, PreparationError
-from phalanx.data.portions.find_duplicates import (
-    CLUSTER,
-    EXACT,
-    NEAR,
-    READ,
-    duplicate_stages,
-    find_exact,
-    find_near,
-    read_and_sketch,
-    write_dropped_documents,
-)
+from phalanx.data.portions import find_duplicates
 from phalanx.data.portions.planning.plan import PreparationPlan, software_of
 from phalanx.data.portions.tasks import SEAL, Stage, Workplace
 from phalanx.data.portions.write_portion import seal, train_tokenizer, write_portion
@@ -33,10 +23,10 @@ from phalanx.store.store import StoreError
 
 _WORK: Mapping[str, Callable[[Workplace, int], None]] = MappingProxyType(
     {
-        READ: read_and_sketch,
-        EXACT: find_exact,
-        NEAR: find_near,
-        CLUSTER: write_dropped_documents,
+        find_duplicates.READ: find_duplicates.read_and_sketch,
+        find_duplicates.EXACT: find_duplicates.find_exact,
+        find_duplicates.NEAR: find_duplicates.find_near,
+        find_duplicates.CLUSTER: find_duplicates.write_dropped_documents,
         "tokenizer": train_tokenizer,
         "write": write_portion,
         SEAL: seal,
@@ -47,7 +37,7 @@ _WORK: Mapping[str, Callable[[Workplace, int], None]] = MappingProxyType(
 def stages_of(plan: PreparationPlan) -> list[Stage]:
     """Return the stages of a plan in order. Each stage needs all stages before it."""
     return [
-        *duplicate_stages(plan),
+        *find_duplicates.duplicate_stages(plan),
         *([Stage("tokenizer", 1)] if plan.tokenizer == "bpe" else []),
         Stage("write", len(plan.portions)),
         Stage(SEAL, 1),

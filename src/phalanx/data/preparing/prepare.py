@@ -28,15 +28,8 @@ from phalanx.data.chat.template import texts_of, untrained_chat
 from phalanx.data.dedup import count_shared
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
 from phalanx.data.formats.document import Document
+from phalanx.data.preparing import split_writer
 from phalanx.data.preparing.files import Files
-from phalanx.data.preparing.split_writer import (
-    Encoding,
-    SplitRule,
-    SplitWriter,
-    description,
-    held_out_end,
-    named_tokenizer,
-)
 from phalanx.data.stored.index import (
     HELD_OUT,
     SPLITS,
@@ -105,9 +98,9 @@ def prepare(
     if packed_seq_len and packed_seq_len < 2:
         raise DatasetError(f"packed_seq_len = {packed_seq_len} holds no token and its target; give 2 or more")
     source = _Source(
-        documents, SplitRule(held_out_fraction, hold_out_by), on_progress, divisible=chat is None
+        documents, split_writer.SplitRule(held_out_fraction, hold_out_by), on_progress, divisible=chat is None
     )
-    existing, untrained = named_tokenizer(tokenizer), None
+    existing, untrained = split_writer.named_tokenizer(tokenizer), None
     if existing is not None and vocab_size not in (None, existing.vocab_size):
         raise DatasetError(
             f"vocab_size = {vocab_size}, but the tokenizer given has {existing.vocab_size}; leave it out"
@@ -119,11 +112,11 @@ def prepare(
             untrained = untrained_chat(chat.template)
             chat = replace(chat, template=untrained.template)
 
-    def encoding_in(tokenizer: Tokenizer) -> Encoding:
+    def encoding_in(tokenizer: Tokenizer) -> split_writer.Encoding:
         encoder = ChatEncoder(tokenizer, chat, packed_seq_len) if chat is not None else None
-        return Encoding(tokenizer, packed_seq_len, chat=encoder)
+        return split_writer.Encoding(tokenizer, packed_seq_len, chat=encoder)
 
-    def train() -> Encoding:
+    def train() -> split_writer.Encoding:
         texts, special_tokens = source.train_texts(), untrained.special_tokens if untrained else ()
         if untrained is not None:
             texts = (text for line in texts for text in texts_of(line))
@@ -134,7 +127,7 @@ def prepare(
     end = untrained.end if untrained is not None else encoding.document_end if encoding is not None else 0
     recipe = Recipe(
         source.sha256,
-        description(existing),
+        split_writer.description(existing),
         vocab_size if existing is not None else vocab_size or DEFAULT_BPE_VOCAB_SIZE,
         held_out_fraction,
         shard_tokens,
@@ -152,7 +145,7 @@ class _Source:
     def __init__(
         self,
         documents: Iterable[Document],
-        rule: SplitRule,
+        rule: split_writer.SplitRule,
         on_progress: OnProgress | None,
         *,
         divisible: bool,
@@ -171,7 +164,7 @@ class _Source:
         self.sha256 = ""
         numbered = self._numbered("read")
         files = [file.path for file in documents.files] if isinstance(documents, Files) else []
-        end = held_out_end(((0, *item) for item in numbered), rule, files, divisible=divisible)
+        end = split_writer.held_out_end(((0, *item) for item in numbered), rule, files, divisible=divisible)
         for _ in numbered:
             pass  # iterate to the end to compute the digest
         self._rule = replace(rule, end=end)
@@ -206,7 +199,9 @@ class _Source:
         self.total, self.sha256 = count, digest.hexdigest()
 
 
-def _write(source: _Source, out: Path, recipe: Recipe, encode: Callable[[], Encoding]) -> PreparedDataset:
+def _write(
+    source: _Source, out: Path, recipe: Recipe, encode: Callable[[], split_writer.Encoding]
+) -> PreparedDataset:
     """Write the dataset to a partial folder and rename it to ``out``. On a failure the folder is removed.
 
     Raises ``NoRoomError`` for a full disk and ``DatasetError`` for other errors of the file system.
@@ -226,7 +221,9 @@ def _write(source: _Source, out: Path, recipe: Recipe, encode: Callable[[], Enco
         raise DatasetError(f"cannot write {out}: {error}") from error
 
 
-def _encode(source: _Source, partial: Path, recipe: Recipe, encoding: Encoding) -> tuple[DatasetIndex, int]:
+def _encode(
+    source: _Source, partial: Path, recipe: Recipe, encoding: split_writer.Encoding
+) -> tuple[DatasetIndex, int]:
     """Write the shards of both splits to ``partial``, and compress held-out text with xz for comparison.
 
     Return the index, and the number of held-out documents that are also in the training split. Raises ``CorpusError``
@@ -237,12 +234,12 @@ def _encode(source: _Source, partial: Path, recipe: Recipe, encoding: Encoding) 
     skips = encoding.chat is not None and encoding.chat.layout.on_bad == "skip"
     on_bad = _leave_out if skips else _refuse
     with ExitStack() as stack:
-        writers: dict[str, SplitWriter[Document]] = {}
+        writers: dict[str, split_writer.SplitWriter[Document]] = {}
         for name in SPLITS:
             shards = ShardWriter(
                 ShardFolder(partial, name), dtype=encoding.dtype, shard_tokens=recipe.shard_tokens
             )
-            writers[name] = SplitWriter(stack.enter_context(shards), encoding, on_bad)
+            writers[name] = split_writer.SplitWriter(stack.enter_context(shards), encoding, on_bad)
         for split, document in source.read("encode"):
             writers[split].add(document)
             if split == HELD_OUT and xz is not None:

@@ -21,20 +21,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from phalanx.data.errors import DatasetError
+from phalanx.data.stored import shard_writer
 from phalanx.data.stored.index import (
     SPLITS,
     DatasetIndex,
     ShardFile,
     digest_of_shards,
     read_index,
-)
-from phalanx.data.stored.shard_writer import (
-    BLOCK_BYTES,
-    BlockSummer,
-    CheckedBlocks,
-    check_shard,
-    read_sums,
-    sums_file,
 )
 from phalanx.run.directory.files import open_regular, write_atomically
 
@@ -132,7 +125,11 @@ class TokenShards:
     @property
     def unchecked(self) -> bool:
         """True if there are shards without block sums that are too large to be verified completely."""
-        missing = (shard for shard in self._shards if not sums_file(self.directory / shard.file).exists())
+        missing = (
+            shard
+            for shard in self._shards
+            if not shard_writer.sums_file(self.directory / shard.file).exists()
+        )
         return not self._verify_complete and next(missing, None) is not None
 
     def read(self, start: int, stop: int) -> TokenArray:
@@ -229,7 +226,7 @@ class TokenShards:
 class _MappedShard:
     mapping: mmap.mmap
     tokens: TokenArray
-    checked: CheckedBlocks
+    checked: shard_writer.CheckedBlocks
 
     def announce(self, offsets: NDArray[np.int64], count: int) -> None:
         """Make the system start reading ``count`` tokens from each of ``offsets``. Returns at once."""
@@ -237,9 +234,13 @@ class _MappedShard:
         stops = np.minimum(starts + length_bytes, len(self.mapping))
         unseen = self.checked.unseen(starts, length_bytes)
         if unseen is not None:  # verification reads complete blocks
-            starts = np.where(unseen, starts - starts % BLOCK_BYTES, starts)
+            starts = np.where(unseen, starts - starts % shard_writer.BLOCK_BYTES, starts)
             stops = np.where(
-                unseen, np.minimum(-(-stops // BLOCK_BYTES) * BLOCK_BYTES, len(self.mapping)), stops
+                unseen,
+                np.minimum(
+                    -(-stops // shard_writer.BLOCK_BYTES) * shard_writer.BLOCK_BYTES, len(self.mapping)
+                ),
+                stops,
             )
         starts -= starts % mmap.PAGESIZE
         madvise, willneed = self.mapping.madvise, mmap.MADV_WILLNEED
@@ -279,20 +280,20 @@ def verify(
     without_sums = 0
     for number, (name, shard) in enumerate(shards, start=1):
         _check_size(directory, shard, index.item_bytes)
-        path, sums = directory / shard.file, BlockSummer()
+        path, sums = directory / shard.file, shard_writer.BlockSummer()
         digest = hashlib.sha256() if shard.sha256 else digests[name]
         if _checksum(path, digest.update, sums.update) != shard.xxh3_128 or (
             shard.sha256 and digest.hexdigest() != shard.sha256
         ):
             bad.append(shard.file)
-        elif sums_file(path).exists():
-            read_sums(path, shard, path.stat().st_size)  # raises for a truncated file
-            with open_regular(sums_file(path), follow=True) as stored:
+        elif shard_writer.sums_file(path).exists():
+            shard_writer.read_sums(path, shard, path.stat().st_size)  # raises for a truncated file
+            with open_regular(shard_writer.sums_file(path), follow=True) as stored:
                 content = stored.read()
             if content != sums.content(shard.xxh3_128):
-                bad.append(sums_file(path).name)
+                bad.append(shard_writer.sums_file(path).name)
         elif write_missing_sums:
-            write_atomically(sums_file(path), sums.content(shard.xxh3_128))
+            write_atomically(shard_writer.sums_file(path), sums.content(shard.xxh3_128))
         else:
             without_sums += 1
         if on_progress is not None:
@@ -340,10 +341,10 @@ def _map_shard(
     path = directory / shard.file
     with open_regular(path, follow=True) as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    sums = read_sums(path, shard, len(mapping))
+    sums = shard_writer.read_sums(path, shard, len(mapping))
     if sums is None and verify_complete:
-        check_shard(path, shard, mapping)
-    checked = CheckedBlocks(path, shard, memoryview(mapping), sums)
+        shard_writer.check_shard(path, shard, mapping)
+    checked = shard_writer.CheckedBlocks(path, shard, memoryview(mapping), sums)
     return _MappedShard(mapping, np.frombuffer(mapping, dtype=dtype), checked)
 
 

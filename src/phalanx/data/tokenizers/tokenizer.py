@@ -2,7 +2,7 @@
 
 There are three kinds with one interface. ``BytesTokenizer`` maps each UTF-8 byte to a token; it needs no training and suits tests and tiny models.
 ``BpeTokenizer`` is byte-level byte-pair encoding (Sennrich et al. 2016; on bytes, Radford et al. 2019) by Hugging Face's ``tokenizers``, trained here or
-loaded from any byte-level ``tokenizer.json``. BPE with byte fallback can only be loaded (``published.byte_fallback``).
+loaded from any byte-level ``tokenizer.json``. BPE with byte fallback can only be loaded (``published``).
 
 All kinds have the number of text bytes of each token. So a loss in bits per byte can be compared between tokenizers and with a general
 compressor, unlike a loss per token. A document's text never yields the end-of-document token, even if it spells the token's name. If a tokenizer begins
@@ -25,34 +25,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from tokenizers import Tokenizer as HfTokenizer
 
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizers.other_formats import (
-    bytes_spelling,
-    is_ranks,
-    ranks_to_tokenizer_json,
-    read_model,
-    read_ranks,
-    splitting_of,
-    to_tokenizer_json,
-)
-from phalanx.data.tokenizers.published import (
-    COMMON_END_TOKENS,
-    CONFIG_FILE,
-    PROBE,
-    TOKENIZER_FILE,
-    FallbackTokenizer,
-    PublishedTokenizer,
-    decoded,
-    fingerprint_of,
-    is_byte_fallback,
-    named_token,
-    read_bytes,
-    read_config,
-    require_bounded,
-    require_known_ids,
-    require_lossless,
-    save_tokenizer,
-    without_stripping,
-)
+from phalanx.data.tokenizers import other_formats, published
 
 END_OF_DOCUMENT = "<|endoftext|>"
 BYTES_VOCAB_SIZE = 257
@@ -149,7 +122,7 @@ class BytesTokenizer:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int], *, at_start: bool = True) -> str:  # noqa: ARG002 - the same anywhere
-        require_known_ids(ids, self.vocab_size)
+        published.require_known_ids(ids, self.vocab_size)
         return bytes(token for token in ids if token != self.end_of_document).decode(errors="replace")
 
     def save(self, directory: Path) -> None:
@@ -160,11 +133,11 @@ class BytesTokenizer:
         hf.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         hf.decoder = decoders.ByteLevel()
         hf.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
-        save_tokenizer(directory, hf.to_str(), END_OF_DOCUMENT, self.kind)
+        published.save_tokenizer(directory, hf.to_str(), END_OF_DOCUMENT, self.kind)
 
 
 @dataclass(frozen=True)
-class BpeTokenizer(PublishedTokenizer):
+class BpeTokenizer(published.PublishedTokenizer):
     """A byte-level BPE stored as the text of its ``tokenizer.json``. Create it with ``train_bpe`` or ``tokenizer_from_file``."""
 
     prefix_bytes: int = field(default=0, init=False)
@@ -175,8 +148,8 @@ class BpeTokenizer(PublishedTokenizer):
         Raises ``TokenizerError`` if this is not a byte-level tokenizer, text can spell its end token, or encoding and
         decoding change a text.
         """
-        hf = _parse(without_stripping(self.serialized))
-        require_bounded(hf)
+        hf = _parse(published.without_stripping(self.serialized))
+        published.require_bounded(hf)
         end_of_document = hf.token_to_id(self.end_token)
         if end_of_document is None:
             raise TokenizerError(f"the tokenizer has no token {self.end_token!r} to end documents with")
@@ -185,9 +158,9 @@ class BpeTokenizer(PublishedTokenizer):
         if end_of_document in self.encode(self.end_token):
             raise TokenizerError(
                 f"text that spells {self.end_token!r} would end its document: mark that token as special, or name "
-                f'another as "eos_token" in {CONFIG_FILE}'
+                f'another as "eos_token" in {published.CONFIG_FILE}'
             )
-        require_lossless(
+        published.require_lossless(
             hf,
             self.encode_batch,
             self.decode,
@@ -227,7 +200,7 @@ class BpeTokenizer(PublishedTokenizer):
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int], *, at_start: bool = True) -> str:  # noqa: ARG002 - the same anywhere
-        require_known_ids(ids, self.vocab_size)
+        published.require_known_ids(ids, self.vocab_size)
         # The library's decoder would treat the letters of an added token as bytes.
         return b"".join(self._spelled[token] for token in ids).decode(errors="replace")
 
@@ -273,7 +246,7 @@ def _without_long_words(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def tokenizer_from_file(path: Path) -> BpeTokenizer | FallbackTokenizer:
+def tokenizer_from_file(path: Path) -> BpeTokenizer | published.FallbackTokenizer:
     """Load a published tokenizer from its file or from the directory of its model.
 
     The content determines the format: a ``tokenizer.json`` with a byte-level BPE or a BPE with byte fallback, sentencepiece's ``tokenizer.model``, or tiktoken's
@@ -283,27 +256,31 @@ def tokenizer_from_file(path: Path) -> BpeTokenizer | FallbackTokenizer:
     """
     file = path
     if path.is_dir():
-        names = (TOKENIZER_FILE, SENTENCEPIECE_FILE)
-        file = next((path / name for name in names if (path / name).is_file()), path / TOKENIZER_FILE)
-    content = read_bytes(file)
-    config = read_config(file.parent)
-    end_token = named_token(config, "eos_token")
+        names = (published.TOKENIZER_FILE, SENTENCEPIECE_FILE)
+        file = next(
+            (path / name for name in names if (path / name).is_file()), path / published.TOKENIZER_FILE
+        )
+    content = published.read_bytes(file)
+    config = published.read_config(file.parent)
+    end_token = published.named_token(config, "eos_token")
     try:
         if content.startswith(b"\n") and not content.lstrip().startswith(b"{"):
             add_bos = config.get("add_bos_token")
-            serialized, model_end_token = to_tokenizer_json(
-                read_model(content), add_bos=add_bos if isinstance(add_bos, bool) else None
+            serialized, model_end_token = other_formats.to_tokenizer_json(
+                other_formats.read_model(content), add_bos=add_bos if isinstance(add_bos, bool) else None
             )
             end_token = end_token or model_end_token
-        elif is_ranks(content):
-            ranks = read_ranks(content)
-            serialized = ranks_to_tokenizer_json(ranks, splitting_of(ranks, config))
+        elif other_formats.is_ranks(content):
+            ranks = other_formats.read_ranks(content)
+            serialized = other_formats.ranks_to_tokenizer_json(
+                ranks, other_formats.splitting_of(ranks, config)
+            )
         else:
-            serialized = decoded(content, file)
+            serialized = published.decoded(content, file)
         if end_token is None:
             end_token = _guess_end_token(serialized)
-        if is_byte_fallback(_model_of(serialized)):
-            return FallbackTokenizer(serialized, end_token)
+        if published.is_byte_fallback(_model_of(serialized)):
+            return published.FallbackTokenizer(serialized, end_token)
         return BpeTokenizer(serialized, end_token)
     except TokenizerError as error:
         raise TokenizerError(f"{file}: {error}") from error
@@ -311,7 +288,7 @@ def tokenizer_from_file(path: Path) -> BpeTokenizer | FallbackTokenizer:
 
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Return the tokenizer saved in ``directory``. Raises ``TokenizerError``."""
-    if read_config(directory).get("phalanx_kind") == "bytes":
+    if published.read_config(directory).get("phalanx_kind") == "bytes":
         return BytesTokenizer()
     return tokenizer_from_file(directory)
 
@@ -322,15 +299,18 @@ def saved_fingerprint(files: Mapping[str, bytes]) -> str:
     Empty if the files were not written by ``Tokenizer.save``.
     """
     try:
-        config, serialized = json.loads(files[CONFIG_FILE]), files[TOKENIZER_FILE].decode()
+        config, serialized = (
+            json.loads(files[published.CONFIG_FILE]),
+            files[published.TOKENIZER_FILE].decode(),
+        )
     except (KeyError, ValueError, RecursionError):
         return ""
     if not isinstance(config, dict):
         return ""
     if config.get("phalanx_kind") == "bytes":
         return BytesTokenizer().fingerprint
-    end_token = named_token(config, "eos_token")
-    return "" if end_token is None else fingerprint_of(serialized, end_token)
+    end_token = published.named_token(config, "eos_token")
+    return "" if end_token is None else published.fingerprint_of(serialized, end_token)
 
 
 def same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
@@ -347,7 +327,7 @@ def same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
         second.document_start,
     ):
         return False
-    return first.encode(PROBE) == second.encode(PROBE) and all(
+    return first.encode(published.PROBE) == second.encode(published.PROBE) and all(
         first.decode([token]) == second.decode([token]) for token in range(first.vocab_size)
     )
 
@@ -393,15 +373,15 @@ def _parse(serialized: str) -> HfTokenizer:
 def _guess_end_token(serialized: str) -> str:
     """Return the first well-known end token in the vocabulary; raises ``TokenizerError`` if there is none."""
     hf = _read_by_library(serialized)
-    for token in COMMON_END_TOKENS:
+    for token in published.COMMON_END_TOKENS:
         if hf.token_to_id(token) is not None:
             return token
     special = [added.content for added in hf.get_added_tokens_decoder().values() if added.special]
     raise TokenizerError(
-        f'which token ends a document? Name it as "eos_token" in a {CONFIG_FILE} beside the file; '
+        f'which token ends a document? Name it as "eos_token" in a {published.CONFIG_FILE} beside the file; '
         f"its special tokens are {special[:10]}"
     )
 
 
 def _byte_of_char() -> dict[str, int]:
-    return {char: byte for byte, char in enumerate(bytes_spelling())}
+    return {char: byte for byte, char in enumerate(other_formats.bytes_spelling())}

@@ -13,22 +13,10 @@ from shlex import quote
 from typing import NoReturn
 
 from phalanx.hardware.cluster import HardwareError
-from phalanx.launch.engines import bare
+from phalanx.launch.engines import bare, submission
 from phalanx.launch.engines.engine import JobStanding, SubmitReport, SubmitRequest, recorded_run
 from phalanx.launch.engines.hosts import HERE, Host, network_of, read_hosts, start_script
 from phalanx.launch.engines.order import EngineError, LaunchOrder
-from phalanx.launch.engines.submission import (
-    Submitted,
-    forget_stopped,
-    how_to_follow,
-    missing_data,
-    only_submission,
-    order_of,
-    recorded,
-    refuse_finished,
-    with_run_dir,
-    write_files,
-)
 from phalanx.launch.placing import TopologyError
 from phalanx.launch.planner import PlannerError, PricedNodes, installed_planner, too_slow
 from phalanx.run.directory.files import read_small, write_atomically
@@ -49,18 +37,18 @@ class HostsEngine:
 
     def prepare(self, spec: RunSpec, working_dir: Path) -> tuple[RunSpec, list[str]]:
         """Return the run with its directory."""
-        return with_run_dir(spec, working_dir), []
+        return submission.with_run_dir(spec, working_dir), []
 
     def doubts(self, spec: RunSpec, working_dir: Path) -> Iterator[str]:
         """Yield missing data."""
-        return missing_data(spec, working_dir)
+        return submission.missing_data(spec, working_dir)
 
     def submit(self, spec: RunSpec, working_dir: Path, request: SubmitRequest) -> SubmitReport:
         """Verify the hosts, record the submission, and start the run on them, detached. With ``dry_run`` only return the scripts.
 
         Raises ``EngineError`` with every reason against it.
         """
-        order = order_of(spec, working_dir)
+        order = submission.order_of(spec, working_dir)
         listed = hosts_in(order, order.launch.hosts) if self.has_hosts else [_THIS_MACHINE]
         # As many as the run needs, spares included; all if there are fewer, which the checks report.
         hosts = listed[: order.all_nodes] if self.has_hosts else listed
@@ -70,17 +58,17 @@ class HostsEngine:
             text = "\n".join(f"# on {name}\n{script}" for name, script in scripts.items())
             return SubmitReport({"scripts": scripts, "run_dir": spec.run_dir}, text)
         where = f"{len(hosts)} hosts" if self.has_hosts else "this machine"
-        refuse_finished(order, spec)
-        with only_submission(order):
+        submission.refuse_finished(order, spec)
+        with submission.only_submission(order):
             spec, price = self.verified(order, spec, listed, hosts)
-            write_files(order, spec, scripts[hosts[0].name])
-            with recorded(order, self.name, where, hosts[0].name) as made:
+            submission.write_files(order, spec, scripts[hosts[0].name])
+            with submission.recorded(order, self.name, where, hosts[0].name) as made:
                 bare.start(order, hosts)
         lost = {} if price is None else {"lost_s": price.lost_s, "good": price.certified}
         lines = [
             f"started on {where}, and needs this terminal no more; run directory {order.run_dir}",
             *([] if price is None else [f"  placement: {price.sentence}"]),
-            how_to_follow(order.run_dir),
+            submission.how_to_follow(order.run_dir),
         ]
         return SubmitReport({**asdict(made), "run_dir": str(order.run_dir), **lost}, "\n".join(lines))
 
@@ -95,7 +83,7 @@ class HostsEngine:
         earlier = recorded_run(order.run_dir)
         if earlier is not None:
             earlier.refuse_second()
-        forget_stopped(order)
+        submission.forget_stopped(order)
         wrong = bare.preflight(order, hosts)
         if not self.has_hosts or wrong:
             _demand(wrong)
@@ -123,7 +111,7 @@ class HostsEngine:
     def queued(self, run_dir: Path) -> None:
         """Return ``None``: hosts have no queue."""
 
-    def submitted(self, run_dir: Path, made: Submitted) -> HostsRun:
+    def submitted(self, run_dir: Path, made: submission.Submitted) -> HostsRun:
         """Return the run with its sessions."""
         return HostsRun(run_dir, made, self.has_hosts)
 
@@ -133,7 +121,7 @@ class HostsRun:
     """A run whose nodes are sessions on hosts."""
 
     run_dir: Path
-    made: Submitted
+    made: submission.Submitted
     has_hosts: bool
     requeues: bool = False
     holds_nodes: bool = False

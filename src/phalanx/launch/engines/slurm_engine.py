@@ -14,7 +14,7 @@ from pathlib import Path
 from shlex import quote
 
 from phalanx.hardware.cluster import HardwareError
-from phalanx.launch.engines import slurm
+from phalanx.launch.engines import slurm, submission
 from phalanx.launch.engines.engine import (
     JobStanding,
     Lender,
@@ -25,22 +25,6 @@ from phalanx.launch.engines.engine import (
 from phalanx.launch.engines.order import FOLDER, EngineError, LaunchOrder, private_variables, run_tool
 from phalanx.launch.engines.slurm_options import from_environment, options_in
 from phalanx.launch.engines.slurm_script import RETURNED, batch_script, joining_script
-from phalanx.launch.engines.submission import (
-    RECORD,
-    Submitted,
-    forget_stopped,
-    how_to_follow,
-    missing_data,
-    only_submission,
-    order_of,
-    read_record,
-    record,
-    recorded,
-    refuse_finished,
-    refuse_stopped,
-    with_run_dir,
-    write_files,
-)
 from phalanx.launch.placing import Topology, TopologyError
 from phalanx.launch.planner import PlannerError, PricedNodes, installed_planner
 from phalanx.launch.topology_files import load_topology
@@ -61,11 +45,11 @@ class SlurmEngine:
     def prepare(self, spec: RunSpec, working_dir: Path) -> tuple[RunSpec, list[str]]:
         """Return the run with what sbatch's environment variables set, and a line on each."""
         launch, lines = from_environment(spec.launch, os.environ)
-        return with_run_dir(replace(spec, launch=launch), working_dir), lines
+        return submission.with_run_dir(replace(spec, launch=launch), working_dir), lines
 
     def doubts(self, spec: RunSpec, working_dir: Path) -> Iterator[str]:
         """Yield missing data, and workers that would share one core."""
-        yield from missing_data(spec, working_dir)
+        yield from submission.missing_data(spec, working_dir)
         options = {name for line in spec.launch.options for name in options_in(line)}
         if not spec.launch.exclusive and not options & {"cpus-per-task", "cpus-per-gpu", "mincpus"}:
             yield (
@@ -79,11 +63,11 @@ class SlurmEngine:
 
         Raises ``EngineError`` if the run is finished, queued already, or could never start.
         """
-        order = order_of(spec, working_dir)
+        order = submission.order_of(spec, working_dir)
         if request.dry_run:
             script = batch_script(order if request.lender is None else _borrowing(order, request.lender))
             return SubmitReport({"script": script, "run_dir": spec.run_dir}, script)
-        refuse_finished(order, spec)
+        submission.refuse_finished(order, spec)
         _refuse_second(order)
         if impossible := slurm.preflight(order):
             raise EngineError("this job would never start:\n  " + "\n  ".join(impossible))
@@ -98,7 +82,7 @@ class SlurmEngine:
             f"job {made.job}: {order.nodes} nodes{spares}, {ranks} ranks; run directory {order.run_dir}",
             *([f"  expected to start {expected}"] if expected else ()),
             f"  placement: {f'not priced: {why_not}' if best is None else f'on what is free now, {best.sentence}'}",
-            how_to_follow(order.run_dir),
+            submission.how_to_follow(order.run_dir),
         ]
         values = {**asdict(made), "run_dir": str(order.run_dir), "placement": price}
         return SubmitReport(values, "\n".join(lines))
@@ -107,14 +91,16 @@ class SlurmEngine:
         """Return the user's runs in the queue; Slurm has no namespaces."""
         return slurm.jobs()
 
-    def queued(self, run_dir: Path) -> Submitted | None:
+    def queued(self, run_dir: Path) -> submission.Submitted | None:
         """Return the job of a run in the queue; ``None`` if there is none, or Slurm's tools are not installed."""
         job = slurm.job_of(run_dir) if shutil.which("squeue") is not None else None
         if job is None:
             return None
-        return Submitted(self.name, job.id, job.name.removeprefix("phalanx-"), job.nodes, 0, 0.0, "")
+        return submission.Submitted(
+            self.name, job.id, job.name.removeprefix("phalanx-"), job.nodes, 0, 0.0, ""
+        )
 
-    def submitted(self, run_dir: Path, made: Submitted) -> SlurmRun:
+    def submitted(self, run_dir: Path, made: submission.Submitted) -> SlurmRun:
         """Return the run with its job."""
         return SlurmRun(run_dir, made)
 
@@ -124,7 +110,7 @@ class SlurmRun:
     """A run whose nodes are a job's."""
 
     run_dir: Path
-    made: Submitted
+    made: submission.Submitted
     requeues: bool = True
     holds_nodes: bool = True
     has_hosts: bool = False
@@ -158,7 +144,7 @@ class SlurmRun:
         except EngineError as error:
             raise EngineError(
                 f"whether {self.title} of the run in {self.run_dir} still runs is not known: {error}. If it does not, remove "
-                f"{self.run_dir / FOLDER / RECORD}"
+                f"{self.run_dir / FOLDER / submission.RECORD}"
             ) from error
         if job is not None:
             raise slurm.second(self.run_dir, job)
@@ -199,7 +185,7 @@ class SlurmRun:
         for line in lines:
             notify(line)
         spec = replace(spec, run_dir=str(self.run_dir.resolve()), launch=launch)
-        order = order_of(spec, Path(self.made.working_dir))
+        order = submission.order_of(spec, Path(self.made.working_dir))
         if impossible := slurm.preflight(replace(order, nodes=by, spares=0)):
             raise EngineError("this job would never start:\n  " + "\n  ".join(impossible))
         path = order.folder / "joining.sh"
@@ -219,27 +205,29 @@ class SlurmRun:
 ENGINE = SlurmEngine()
 
 
-def queue_job(spec: RunSpec, working_dir: Path, lender: Lender | None = None) -> tuple[Submitted, str]:
+def queue_job(
+    spec: RunSpec, working_dir: Path, lender: Lender | None = None
+) -> tuple[submission.Submitted, str]:
     """Queue the job of a run, once ``lender`` has given back the nodes that are missing. Writes its script, run file and record.
 
     Return the record, and when Slurm expects the job to start. Raises ``EngineError``.
     """
-    order = order_of(spec, working_dir)
+    order = submission.order_of(spec, working_dir)
     private = private_variables(order.launch, working_dir)
     script = batch_script(order)  # what no job can have is refused before anything is written, or borrowed
-    with only_submission(order):
+    with submission.only_submission(order):
         _refuse_second(order)
-        forget_stopped(order)
-        path = write_files(order, spec, script)
+        submission.forget_stopped(order)
+        path = submission.write_files(order, spec, script)
         expected = slurm.test_submit(path)
         if lender is not None:
             order = borrowed(order, lender)
         try:
             if lender is not None:
-                write_files(order, spec, batch_script(order))
+                submission.write_files(order, spec, batch_script(order))
             # If the submitter dies before it writes the job's number, no record of an earlier start may stay.
-            with recorded(order, ENGINE.name, ""):
-                refuse_stopped(order)
+            with submission.recorded(order, ENGINE.name, ""):
+                submission.refuse_stopped(order)
                 return _noted(order, slurm.submit(path, private)), expected
         except EngineError as error:
             raise EngineError(f"{error}{_still_lent(order)}") from error
@@ -256,7 +244,7 @@ def _refuse_second(order: LaunchOrder) -> None:
 def _borrowing(order: LaunchOrder, lender: Lender) -> LaunchOrder:
     """Return the order, with as many nodes to be taken from ``lender`` as are missing now. Raises ``EngineError`` if it has none of
     Slurm's."""
-    made = read_record(lender.run_dir)
+    made = submission.read_record(lender.run_dir)
     if made is None or made.engine != ENGINE.name:
         raise EngineError(
             f"--take-from {lender.run_dir}: no nodes of Slurm's to give back: name the run directory of one that phalanx submit --on slurm has started"
@@ -290,10 +278,10 @@ def _still_lent(order: LaunchOrder) -> str:
     )
 
 
-def _noted(order: LaunchOrder, job: str) -> Submitted:
+def _noted(order: LaunchOrder, job: str) -> submission.Submitted:
     """Record a queued job. If that cannot be written, cancel the job, which could write nothing either, and raise ``EngineError``."""
     try:
-        return record(order, ENGINE.name, job)
+        return submission.record(order, ENGINE.name, job)
     except EngineError as error:
         try:
             slurm.cancel(job)

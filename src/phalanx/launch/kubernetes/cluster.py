@@ -15,15 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.launch.engines.order import EngineError, run_tool
-from phalanx.launch.kubernetes.manifests import (
-    CONTAINER,
-    DIRECTORY,
-    RUN_LABEL,
-    beside,
-    job_of,
-    owned_by,
-    text_of,
-)
+from phalanx.launch.kubernetes import manifests
 from phalanx.launch.kubernetes.request import PodRequest
 
 _GONE_S = 900.0
@@ -51,7 +43,7 @@ def preflight(request: PodRequest) -> list[str]:
             "-f",
             "-",
             namespace=namespace,
-            stdin=json.dumps(job_of(request, "dry-run")),
+            stdin=json.dumps(manifests.job_of(request, "dry-run")),
         )
     return wrong
 
@@ -110,7 +102,7 @@ def submit(request: PodRequest, submission: str, token: str) -> ClusterJob:
     earlier = refuse_second(request)
     if earlier is not None:
         end(earlier)
-    manifest = job_of(request, submission)
+    manifest = manifests.job_of(request, submission)
     try:
         text = kubectl("create", "-f", "-", "-o", "json", namespace=namespace, stdin=json.dumps(manifest))
     except EngineError as error:
@@ -118,12 +110,12 @@ def submit(request: PodRequest, submission: str, token: str) -> ClusterJob:
             refuse_second(request)
         raise
     job = parse_jobs(text, resource)[0]
-    owned = [owned_by(part, manifest, job.uid) for part in beside(request, token)]
+    owned = [manifests.owned_by(part, manifest, job.uid) for part in manifests.beside(request, token)]
     try:
         kubectl(
             *("apply", "--server-side", "--force-conflicts", "--field-manager=phalanx-submit", "-f", "-"),
             namespace=namespace,
-            stdin=text_of(owned),
+            stdin=manifests.text_of(owned),
         )
     except EngineError:
         end(job, at_once=True)
@@ -148,7 +140,7 @@ def end(job: ClusterJob, *, at_once: bool = False, wait: bool = True) -> None:
                 "delete",
                 "pods",
                 "-l",
-                f"{RUN_LABEL}={job.name}",
+                f"{manifests.RUN_LABEL}={job.name}",
                 "--now",
                 "--ignore-not-found",
                 "--wait=false",
@@ -166,7 +158,16 @@ def ask_in_pod(job: ClusterJob, *words: str) -> str:
     if pod is None:
         raise EngineError(f"job {job.name} has no pod that leads now")
     return kubectl(
-        "exec", pod, "-c", CONTAINER, "--", "python", "-m", "phalanx", *words, namespace=job.namespace
+        "exec",
+        pod,
+        "-c",
+        manifests.CONTAINER,
+        "--",
+        "python",
+        "-m",
+        "phalanx",
+        *words,
+        namespace=job.namespace,
     )
 
 
@@ -186,7 +187,7 @@ def print_logs(job: ClusterJob, *, index: int, follow: bool, last: int) -> int:
         "logs",
         pod,
         "-c",
-        CONTAINER,
+        manifests.CONTAINER,
         f"--tail={last or -1}",
         *(["-f"] if follow else []),
     ]
@@ -351,7 +352,7 @@ def _job(item: dict[str, Any], resource: str) -> ClusterJob:
         state,
         reason,
         pods,
-        metadata.get("annotations", {}).get(DIRECTORY, ""),
+        metadata.get("annotations", {}).get(manifests.DIRECTORY, ""),
         metadata.get("uid", ""),
     )
 
@@ -419,7 +420,9 @@ def _why_pending(pod: dict[str, Any]) -> str:
 
 def pods_of(job: ClusterJob) -> list[dict[str, Any]]:
     """The pods of a job, the newest first. Raises ``EngineError``."""
-    text = kubectl("get", "pods", "-l", f"{RUN_LABEL}={job.name}", "-o", "json", namespace=job.namespace)
+    text = kubectl(
+        "get", "pods", "-l", f"{manifests.RUN_LABEL}={job.name}", "-o", "json", namespace=job.namespace
+    )
     pods: list[dict[str, Any]] = json.loads(text).get("items", [])
     return sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp", ""), reverse=True)
 

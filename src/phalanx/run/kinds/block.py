@@ -10,56 +10,42 @@ from collections.abc import Iterable, Iterator
 
 from phalanx.run.fields import Problem
 from phalanx.run.kinds import feed_forward
+from phalanx.run.kinds import operations as op
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.feed_forward import is_mixture
-from phalanx.run.kinds.operations import (
-    HEAD_UNIT,
-    Dropout,
-    KeptTensor,
-    LayerExchange,
-    LossOfScores,
-    MatrixProduct,
-    Norm,
-    Operation,
-    Parameter,
-    Pointwise,
-    linear,
-    norm,
-    under,
-)
 from phalanx.run.spec import ModelSpec
 
 
-def parts(model: ModelSpec, *, mixed: bool) -> tuple[Parameter, ...]:
+def parts(model: ModelSpec, *, mixed: bool) -> tuple[op.Parameter, ...]:
     """The parameters of a block, named within it, with a mixture of experts or a dense feed-forward layer."""
     before = norm_before(model)
     after = norm_after(model)
     return (
-        *under("attention_norm", before),
-        *under("attention", attention_kind(model).parts(model)),
-        *under("attention_post_norm", after),
-        *under("ffn_norm", before),
-        *under(
+        *op.under("attention_norm", before),
+        *op.under("attention", attention_kind(model).parts(model)),
+        *op.under("attention_post_norm", after),
+        *op.under("ffn_norm", before),
+        *op.under(
             "ffn",
             feed_forward.mixture_parts(model, model.moe)
             if mixed and model.moe
             else feed_forward.dense_parts(model, model.ffn_dim),
         ),
-        *under("ffn_post_norm", after),
+        *op.under("ffn_post_norm", after),
     )
 
 
-def norm_before(model: ModelSpec) -> tuple[Parameter, ...]:
+def norm_before(model: ModelSpec) -> tuple[op.Parameter, ...]:
     """The norm before attention, and before the feed-forward layer; empty if there is none."""
-    return tuple(norm(model.dim)) if model.norm_placement != "after" else ()
+    return tuple(op.norm(model.dim)) if model.norm_placement != "after" else ()
 
 
-def norm_after(model: ModelSpec) -> tuple[Parameter, ...]:
+def norm_after(model: ModelSpec) -> tuple[op.Parameter, ...]:
     """The norm of attention's result, and of the feed-forward layer's; empty if there is none."""
-    return tuple(norm(model.dim)) if model.norm_placement != "before" else ()
+    return tuple(op.norm(model.dim)) if model.norm_placement != "before" else ()
 
 
-def placed(name: str, layer: int, rows: Iterable[Parameter]) -> Iterator[Parameter]:
+def placed(name: str, layer: int, rows: Iterable[op.Parameter]) -> Iterator[op.Parameter]:
     """Yield the parameters ``rows`` with names below block ``name``, which is layer ``layer``."""
     for part in rows:
         path = f"{name}.{part.name}"
@@ -68,18 +54,18 @@ def placed(name: str, layer: int, rows: Iterable[Parameter]) -> Iterator[Paramet
         yield dataclasses.replace(part, name=path, layer=layer, unit=unit)
 
 
-def operations(model: ModelSpec, *, mixed: bool) -> tuple[Operation, ...]:
+def operations(model: ModelSpec, *, mixed: bool) -> tuple[op.Operation, ...]:
     """The operations of a block with a mixture of experts or a dense feed-forward layer."""
-    before = (Norm("norm", norm_before(model)),) if norm_before(model) else ()
-    after = (Norm("residual", norm_after(model)),) if norm_after(model) else ()
+    before = (op.Norm("norm", norm_before(model)),) if norm_before(model) else ()
+    after = (op.Norm("residual", norm_after(model)),) if norm_after(model) else ()
     return (
-        KeptTensor("input", "local", model.dim),
+        op.KeptTensor("input", "local", model.dim),
         *before,
         *attention_kind(model).operations(model),
         *after,
         # The residual sum, and in backward that of its gradients, reads two and writes one; twice in a layer.
-        Pointwise("out", "local", 6 * model.dim, 6 * model.dim, kernels=2),
-        KeptTensor("residual", "local", model.dim),
+        op.Pointwise("out", "local", 6 * model.dim, 6 * model.dim, kernels=2),
+        op.KeptTensor("residual", "local", model.dim),
         *before,
         *(
             feed_forward.mixture_operations(model, model.moe)
@@ -87,7 +73,7 @@ def operations(model: ModelSpec, *, mixed: bool) -> tuple[Operation, ...]:
             else feed_forward.dense_operations(model, model.ffn_dim)
         ),
         *after,
-        Dropout(model.dim),
+        op.Dropout(model.dim),
     )
 
 
@@ -108,45 +94,45 @@ def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
         )
 
 
-def embedding_parts(model: ModelSpec, predictions: int) -> Iterator[Parameter]:
+def embedding_parts(model: ModelSpec, predictions: int) -> Iterator[op.Parameter]:
     """Yield the embedding. If it is also the output projection, it multiplies for ``predictions`` tokens."""
     shape, products = (model.vocab_size, model.dim), predictions if model.tie_embeddings else 0
-    yield Parameter(
+    yield op.Parameter(
         "embedding.weight", shape, "embedding", tensor_dim=0, products=products, section="embedding"
     )
 
 
-def head_parts(model: ModelSpec, predictions: int) -> Iterator[Parameter]:
+def head_parts(model: ModelSpec, predictions: int) -> Iterator[op.Parameter]:
     """Yield the final norm, and the output projection of ``predictions`` tokens if it is a separate matrix."""
-    yield from under("norm", norm(model.dim), section="end")
+    yield from op.under("norm", op.norm(model.dim), section="end")
     if not model.tie_embeddings:
         shape = model.vocab_size, model.dim
         # Predictions further ahead multiply with it too, all through the pass.
-        unit = HEAD_UNIT if predictions == 1 else ""
-        yield Parameter(
+        unit = op.HEAD_UNIT if predictions == 1 else ""
+        yield op.Parameter(
             "head.weight", shape, "matrix", tensor_dim=0, products=predictions, section="end", unit=unit
         )
 
 
-def embedding_operations(model: ModelSpec) -> tuple[Operation, ...]:
+def embedding_operations(model: ModelSpec) -> tuple[op.Operation, ...]:
     """The look-up, whose rows tensor ranks add up."""
     return (
-        Pointwise("norm", "tokens", 2 * model.dim, 3 * model.dim),
-        LayerExchange("norm", "scatter", model.dim),
-        Dropout(model.dim, results=1),
+        op.Pointwise("norm", "tokens", 2 * model.dim, 3 * model.dim),
+        op.LayerExchange("norm", "scatter", model.dim),
+        op.Dropout(model.dim, results=1),
     )
 
 
-def head_operations(model: ModelSpec) -> tuple[Operation, ...]:
+def head_operations(model: ModelSpec) -> tuple[op.Operation, ...]:
     """The final norm, the scores of one prediction, and their loss."""
     ends = (*embedding_parts(model, 1), *head_parts(model, 1))
     (projection,) = (part for part in ends if part.products)
     return (
-        KeptTensor("input", "local", model.dim),
-        Norm("norm", tuple(norm(model.dim))),
-        LayerExchange("projection", "gather", model.dim),
-        MatrixProduct("projection", "tokens", (projection,)),
-        LossOfScores(model.vocab_size, capped=model.logit_cap > 0),
+        op.KeptTensor("input", "local", model.dim),
+        op.Norm("norm", tuple(op.norm(model.dim))),
+        op.LayerExchange("projection", "gather", model.dim),
+        op.MatrixProduct("projection", "tokens", (projection,)),
+        op.LossOfScores(model.vocab_size, capped=model.logit_cap > 0),
     )
 
 
@@ -171,24 +157,24 @@ def predictions_undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
         yield "pipeline", Problem("model.mtp_depth", problem, remedy, ("parallel.pipeline",))
 
 
-def prediction_parts(model: ModelSpec, depth: int) -> Iterator[Parameter]:
+def prediction_parts(model: ModelSpec, depth: int) -> Iterator[op.Parameter]:
     """The parameters of prediction ``depth``, from 0; its block is like the model's last."""
     prefix, last = f"mtp.{depth}", model.layers - 1
     rows = (
-        *under(f"{prefix}.hidden_norm", norm(model.dim)),
-        *under(f"{prefix}.embedding_norm", norm(model.dim)),
-        *under(f"{prefix}.projection", linear(2 * model.dim, model.dim)),
+        *op.under(f"{prefix}.hidden_norm", op.norm(model.dim)),
+        *op.under(f"{prefix}.embedding_norm", op.norm(model.dim)),
+        *op.under(f"{prefix}.projection", op.linear(2 * model.dim, model.dim)),
         *placed(f"{prefix}.block", last, parts(model, mixed=is_mixture(model, last))),
-        *under(f"{prefix}.norm", norm(model.dim)),
+        *op.under(f"{prefix}.norm", op.norm(model.dim)),
     )
     yield from (dataclasses.replace(part, section="ahead") for part in rows)
 
 
-def prediction_operations(model: ModelSpec) -> tuple[Operation, ...]:
+def prediction_operations(model: ModelSpec) -> tuple[op.Operation, ...]:
     """One prediction: embedding and hidden state joined and projected, a block, the model's output projection."""
-    weights = (part for part in linear(2 * model.dim, model.dim) if part.products)
+    weights = (part for part in op.linear(2 * model.dim, model.dim) if part.products)
     return (
-        MatrixProduct("projection", "local", tuple(weights)),
+        op.MatrixProduct("projection", "local", tuple(weights)),
         *operations(model, mixed=is_mixture(model, model.layers - 1)),
         *head_operations(model),
     )

@@ -9,21 +9,7 @@ import math
 from collections.abc import Iterator
 
 from phalanx.run.fields import Problem, divisors_near
-from phalanx.run.kinds.operations import (
-    Activation,
-    AroundExperts,
-    Axis,
-    KeptTensor,
-    LayerExchange,
-    MatrixProduct,
-    Operation,
-    Parameter,
-    Permutation,
-    Pointwise,
-    by_name,
-    linear,
-    under,
-)
+from phalanx.run.kinds import operations as op
 from phalanx.run.spec import ModelSpec, MoeSpec
 
 
@@ -39,25 +25,25 @@ def is_gated(model: ModelSpec) -> bool:
     return model.ffn != "gelu"
 
 
-def dense_parts(model: ModelSpec, inner: int) -> Iterator[Parameter]:
+def dense_parts(model: ModelSpec, inner: int) -> Iterator[op.Parameter]:
     """Yield the matrices of a layer ``inner`` elements wide, divided there."""
     if is_gated(model):
-        yield from under("gate", linear(model.dim, inner, model.ffn_bias, tensor_dim=0))
-    yield from under("up", linear(model.dim, inner, model.ffn_bias, tensor_dim=0))
-    yield from under("down", linear(inner, model.dim, model.ffn_bias, "output", tensor_dim=1))
+        yield from op.under("gate", op.linear(model.dim, inner, model.ffn_bias, tensor_dim=0))
+    yield from op.under("up", op.linear(model.dim, inner, model.ffn_bias, tensor_dim=0))
+    yield from op.under("down", op.linear(inner, model.dim, model.ffn_bias, "output", tensor_dim=1))
 
 
-def dense_operations(model: ModelSpec, inner: int) -> tuple[Operation, ...]:
+def dense_operations(model: ModelSpec, inner: int) -> tuple[op.Operation, ...]:
     """Return the operations of a dense layer: the gather, one product to values (and their gate, if the model has one), the activation, the
     product back, and the scatter."""
-    weights = by_name(dense_parts(model, inner))
+    weights = op.by_name(dense_parts(model, inner))
     widen = tuple(weights[name] for name in ("gate.weight", "up.weight") if name in weights)
     return (
-        LayerExchange("widen", "gather", model.dim),
-        MatrixProduct("widen", "tokens", widen, kept=True),
-        Activation("activation", "tokens", inner, is_gated(model), "tensor"),
-        MatrixProduct("down", "tokens", (weights["down.weight"],)),
-        LayerExchange("down", "scatter", model.dim),
+        op.LayerExchange("widen", "gather", model.dim),
+        op.MatrixProduct("widen", "tokens", widen, kept=True),
+        op.Activation("activation", "tokens", inner, is_gated(model), "tensor"),
+        op.MatrixProduct("down", "tokens", (weights["down.weight"],)),
+        op.LayerExchange("down", "scatter", model.dim),
     )
 
 
@@ -161,66 +147,68 @@ def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
         yield "model.moe.ffn_dim", moe.shared * (moe.ffn_dim or model.ffn_dim)
 
 
-def mixture_parts(model: ModelSpec, moe: MoeSpec) -> Iterator[Parameter]:
+def mixture_parts(model: ModelSpec, moe: MoeSpec) -> Iterator[op.Parameter]:
     """Yield the shared expert's gate, the router, stacks of the experts' matrices and biases, and the shared expert's parts."""
     if moe.shared_gate:
-        yield Parameter("shared_gate", (1, model.dim), "gate", products=1)
-    yield Parameter("router.weight", (moe.experts, model.dim), "router", products=1)
+        yield op.Parameter("shared_gate", (1, model.dim), "gate", products=1)
+    yield op.Parameter("router.weight", (moe.experts, model.dim), "router", products=1)
     if moe.router_bias:
-        yield Parameter("router.logit_bias", (moe.experts,), "bias")
+        yield op.Parameter("router.logit_bias", (moe.experts,), "bias")
     wide, narrow = (moe.experts, moe.ffn_dim, model.dim), (moe.experts, model.dim, moe.ffn_dim)
     if is_gated(model):
-        yield Parameter("experts.gate", wide, "matrix", True, 1, products=1, per_token=moe.per_token)
-    yield Parameter("experts.up", wide, "matrix", True, 1, products=1, per_token=moe.per_token)
-    yield Parameter("experts.down", narrow, "output", True, 2, products=1, per_token=moe.per_token)
+        yield op.Parameter("experts.gate", wide, "matrix", True, 1, products=1, per_token=moe.per_token)
+    yield op.Parameter("experts.up", wide, "matrix", True, 1, products=1, per_token=moe.per_token)
+    yield op.Parameter("experts.down", narrow, "output", True, 2, products=1, per_token=moe.per_token)
     if model.ffn_bias:
         inner = ("gate_bias", "up_bias") if is_gated(model) else ("up_bias",)
         for name, width in (*((name, moe.ffn_dim) for name in inner), ("down_bias", model.dim)):
             # Ranks that divide an expert's matrices add up their results, of which each adds the bias to a part of its own.
-            yield Parameter(f"experts.{name}", (moe.experts, width), "bias", True, 1, per_token=moe.per_token)
+            yield op.Parameter(
+                f"experts.{name}", (moe.experts, width), "bias", True, 1, per_token=moe.per_token
+            )
     if moe.shared:
-        yield from under("shared", dense_parts(model, moe.shared * moe.ffn_dim))
+        yield from op.under("shared", dense_parts(model, moe.shared * moe.ffn_dim))
 
 
-def mixture_operations(model: ModelSpec, moe: MoeSpec) -> tuple[Operation, ...]:
+def mixture_operations(model: ModelSpec, moe: MoeSpec) -> tuple[op.Operation, ...]:
     """The choice of experts, the exchange of tokens, the experts, and the shared expert."""
-    weights = by_name(mixture_parts(model, moe))
+    weights = op.by_name(mixture_parts(model, moe))
     dim, inner = model.dim, moe.ffn_dim
     widen = tuple(weights[name] for name in ("experts.gate", "experts.up") if name in weights)
-    shared: tuple[Operation, ...] = dense_operations(model, moe.shared * inner) if moe.shared else ()
+    shared: tuple[op.Operation, ...] = dense_operations(model, moe.shared * inner) if moe.shared else ()
     if moe.shared_gate:
         # The gate's sigmoid, and the product with the shared experts' result.
-        weighed = Pointwise("combine", "local", 3 * dim, 5 * dim, kernels=2)
-        shared = (*shared, MatrixProduct("router", "local", (weights["shared_gate"],)), weighed)
+        weighed = op.Pointwise("combine", "local", 3 * dim, 5 * dim, kernels=2)
+        shared = (*shared, op.MatrixProduct("router", "local", (weights["shared_gate"],)), weighed)
     return (
-        MatrixProduct("router", "local", (weights["router.weight"],)),
+        op.MatrixProduct("router", "local", (weights["router.weight"],)),
         # Scores, the choice, its balance and its loss: some twenty small kernels (Megatron Core's TopKRouter).
-        Pointwise("router", "local", 8 * moe.experts, 4 * moe.experts, kernels=20),
-        KeptTensor("router", "local", 2 * moe.experts, bytes=4),
+        op.Pointwise("router", "local", 8 * moe.experts, 4 * moe.experts, kernels=20),
+        op.KeptTensor("router", "local", 2 * moe.experts, bytes=4),
         # The router computes in the format of activations, even if the experts do not.
-        KeptTensor("norm", "local", dim, beside=True),
+        op.KeptTensor("norm", "local", dim, beside=True),
         # In backward the gradients of the router, of the experts and of those that are shared are added up.
-        Pointwise("router", "local", 0, 3 * dim * (1 + (moe.shared > 0))),
-        Permutation("dispatch", dim, moe.per_token),
-        LayerExchange("dispatch", "dispatch", dim),
-        LayerExchange("dispatch", "expert_gather", dim),
-        KeptTensor("dispatch", "routed", dim, operand=True),
-        MatrixProduct("expert_widen", "routed", widen, kept=True),
+        op.Pointwise("router", "local", 0, 3 * dim * (1 + (moe.shared > 0))),
+        op.Permutation("dispatch", dim, moe.per_token),
+        op.LayerExchange("dispatch", "dispatch", dim),
+        op.LayerExchange("dispatch", "expert_gather", dim),
+        op.KeptTensor("dispatch", "routed", dim, operand=True),
+        op.MatrixProduct("expert_widen", "routed", widen, kept=True),
         *_adding_biases(model, "expert_widen", len(widen) * inner, "expert_tensor"),
-        Activation("expert_activation", "routed", inner, is_gated(model), "expert_tensor"),
-        MatrixProduct("expert_down", "routed", (weights["experts.down"],)),
+        op.Activation("expert_activation", "routed", inner, is_gated(model), "expert_tensor"),
+        op.MatrixProduct("expert_down", "routed", (weights["experts.down"],)),
         *_adding_biases(model, "expert_down", dim, "none"),
-        LayerExchange("combine", "expert_scatter", dim),
-        LayerExchange("combine", "combine", dim),
-        Permutation("combine", dim, moe.per_token),
+        op.LayerExchange("combine", "expert_scatter", dim),
+        op.LayerExchange("combine", "combine", dim),
+        op.Permutation("combine", dim, moe.per_token),
         *shared,
-        AroundExperts(moe.experts, dim, inner),
+        op.AroundExperts(moe.experts, dim, inner),
     )
 
 
-def _adding_biases(model: ModelSpec, part: str, width: int, over: Axis) -> tuple[Operation, ...]:
+def _adding_biases(model: ModelSpec, part: str, width: int, over: op.Axis) -> tuple[op.Operation, ...]:
     """Rows read and written with a bias of their expert, and in backward summed for its gradient."""
-    return (Pointwise(part, "routed", 2 * width, width, over),) if model.ffn_bias else ()
+    return (op.Pointwise(part, "routed", 2 * width, width, over),) if model.ffn_bias else ()
 
 
 def tiny(model: ModelSpec, tensor: int) -> ModelSpec:

@@ -7,19 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from phalanx.run.fields import Problem, divisors_near
-from phalanx.run.kinds.operations import (
-    AttentionCore,
-    LayerExchange,
-    MatrixProduct,
-    Operation,
-    Parameter,
-    Pointwise,
-    Rotation,
-    by_name,
-    linear,
-    norm,
-    under,
-)
+from phalanx.run.kinds import operations as op
 from phalanx.run.spec import ModelSpec
 
 TITLE: str = "grouped attention"
@@ -143,47 +131,47 @@ def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
         )
 
 
-def parts(model: ModelSpec) -> Iterator[Parameter]:
+def parts(model: ModelSpec) -> Iterator[op.Parameter]:
     """Yield projections divided by heads, with ``qk_norm`` the norms of queries and keys, and with ``sinks`` a logit of each head."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     bias = model.attention_bias or model.qkv_bias
     if model.sinks:
-        yield Parameter("sinks", (model.heads,), "bias", tensor_dim=0)
-    yield from under("query", linear(model.dim, queries, bias, tensor_dim=0))
-    yield from under("key", linear(model.dim, keys, bias, tensor_dim=0, most_parts=model.kv_heads))
-    yield from under("value", linear(model.dim, keys, bias, tensor_dim=0, most_parts=model.kv_heads))
-    yield from under("output", linear(queries, model.dim, model.attention_bias, "output", tensor_dim=1))
+        yield op.Parameter("sinks", (model.heads,), "bias", tensor_dim=0)
+    yield from op.under("query", op.linear(model.dim, queries, bias, tensor_dim=0))
+    yield from op.under("key", op.linear(model.dim, keys, bias, tensor_dim=0, most_parts=model.kv_heads))
+    yield from op.under("value", op.linear(model.dim, keys, bias, tensor_dim=0, most_parts=model.kv_heads))
+    yield from op.under("output", op.linear(queries, model.dim, model.attention_bias, "output", tensor_dim=1))
     if model.qk_norm:
         alone = model.qk_norm_width == "head"
-        yield from under("query_norm", norm(model.head_dim if alone else queries))
-        yield from under("key_norm", norm(model.head_dim if alone else keys))
+        yield from op.under("query_norm", op.norm(model.head_dim if alone else queries))
+        yield from op.under("key_norm", op.norm(model.head_dim if alone else keys))
 
 
-def core(model: ModelSpec) -> AttentionCore:
+def core(model: ModelSpec) -> op.AttentionCore:
     """Queries, keys and values are equally wide."""
     windows = tuple(window_of(model, layer) for layer in range(model.layers)) if model.window else ()
-    return AttentionCore(
+    return op.AttentionCore(
         model.heads, model.head_dim, model.head_dim, windows=windows, capped=model.score_cap > 0
     )
 
 
-def operations(model: ModelSpec) -> tuple[Operation, ...]:
+def operations(model: ModelSpec) -> tuple[op.Operation, ...]:
     """Queries, keys and values by one product; rotation; attention; the output projection."""
-    weights = by_name(parts(model))
+    weights = op.by_name(parts(model))
     queries, keys = weights["query.weight"].shape[0], weights["key.weight"].shape[0]
     projections = tuple(weights[f"{name}.weight"] for name in ("query", "key", "value"))
     norms = tuple(part for part in weights.values() if part.kind == "norm")
     # Sinks shrink what attention gives: a pass over it, and in backward over it and its gradient.
-    sinks = (Pointwise("core", "tokens", 2 * queries, 3 * queries, "tensor"),) if model.sinks else ()
+    sinks = (op.Pointwise("core", "tokens", 2 * queries, 3 * queries, "tensor"),) if model.sinks else ()
     return (
-        LayerExchange("projection", "gather", model.dim),
-        MatrixProduct("projection", "tokens", projections, kept=True),
-        Rotation((queries + keys) * rotated_of(model) // model.head_dim, queries + keys, norms),
-        LayerExchange("core", "context", 2 * keys, "key_heads"),
+        op.LayerExchange("projection", "gather", model.dim),
+        op.MatrixProduct("projection", "tokens", projections, kept=True),
+        op.Rotation((queries + keys) * rotated_of(model) // model.head_dim, queries + keys, norms),
+        op.LayerExchange("core", "context", 2 * keys, "key_heads"),
         core(model),
         *sinks,
-        MatrixProduct("out", "tokens", (weights["output.weight"],)),
-        LayerExchange("out", "scatter", model.dim),
+        op.MatrixProduct("out", "tokens", (weights["output.weight"],)),
+        op.LayerExchange("out", "scatter", model.dim),
     )
 
 

@@ -10,20 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from phalanx.run.fields import Problem
-from phalanx.run.kinds.operations import (
-    AttentionCore,
-    KeptTensor,
-    LayerExchange,
-    MatrixProduct,
-    Norm,
-    Operation,
-    Parameter,
-    Pointwise,
-    by_name,
-    linear,
-    norm,
-    under,
-)
+from phalanx.run.kinds import operations as op
 from phalanx.run.spec import MlaSpec, ModelSpec
 
 TITLE: str = "latent attention"
@@ -85,67 +72,67 @@ def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:  # noqa: ARG00
     yield from ()
 
 
-def parts(model: ModelSpec) -> Iterator[Parameter]:
+def parts(model: ModelSpec) -> Iterator[op.Parameter]:
     """Yield projections into latents, and out of them by heads."""
     mla = _latents(model)
     queries = model.heads * head_dim(model)
     if mla.query_rank:
-        yield from under("query_down", linear(model.dim, mla.query_rank))
-        yield from under("query_latent_norm", norm(mla.query_rank))
-        yield from under("query_up", linear(mla.query_rank, queries, tensor_dim=0))
+        yield from op.under("query_down", op.linear(model.dim, mla.query_rank))
+        yield from op.under("query_latent_norm", op.norm(mla.query_rank))
+        yield from op.under("query_up", op.linear(mla.query_rank, queries, tensor_dim=0))
     else:
-        yield from under("query", linear(model.dim, queries, tensor_dim=0))
-    yield from under("kv_down", linear(model.dim, mla.kv_rank + mla.rope_head_dim))
-    yield from under("kv_latent_norm", norm(mla.kv_rank))
+        yield from op.under("query", op.linear(model.dim, queries, tensor_dim=0))
+    yield from op.under("kv_down", op.linear(model.dim, mla.kv_rank + mla.rope_head_dim))
+    yield from op.under("kv_latent_norm", op.norm(mla.kv_rank))
     expanded, values = (
         model.heads * (mla.nope_head_dim + mla.value_head_dim),
         model.heads * mla.value_head_dim,
     )
-    yield from under("kv_up", linear(mla.kv_rank, expanded, tensor_dim=0))
-    yield from under("output", linear(values, model.dim, kind="output", tensor_dim=1))
+    yield from op.under("kv_up", op.linear(mla.kv_rank, expanded, tensor_dim=0))
+    yield from op.under("output", op.linear(values, model.dim, kind="output", tensor_dim=1))
 
 
-def core(model: ModelSpec) -> AttentionCore:
+def core(model: ModelSpec) -> op.AttentionCore:
     """Queries and keys of all heads as wide as ``head_dim``, values narrower; absorbed, as wide as what a token keeps and as its latent."""
     mla = _latents(model)
     if mla.absorbed:
-        return AttentionCore(model.heads, mla.kv_rank + mla.rope_head_dim, mla.kv_rank)
-    return AttentionCore(model.heads, head_dim(model), mla.value_head_dim)
+        return op.AttentionCore(model.heads, mla.kv_rank + mla.rope_head_dim, mla.kv_rank)
+    return op.AttentionCore(model.heads, head_dim(model), mla.value_head_dim)
 
 
-def operations(model: ModelSpec) -> tuple[Operation, ...]:
+def operations(model: ModelSpec) -> tuple[op.Operation, ...]:
     """Into latents, norms, out of them, rotation of a part of each head, attention, the output projection."""
-    mla, heads, weights = _latents(model), core(model), by_name(parts(model))
+    mla, heads, weights = _latents(model), core(model), op.by_name(parts(model))
     down = tuple(weights[name] for name in ("query_down.weight", "kv_down.weight") if name in weights)
     query = weights["query_up.weight" if mla.query_rank else "query.weight"]
     latents = mla.query_rank + mla.kv_rank
     return (
-        MatrixProduct("projection", "local", down, kept=True),
+        op.MatrixProduct("projection", "local", down, kept=True),
         # Two kernels are counted even where queries have no latent.
-        Norm("norm", tuple(part for part in weights.values() if part.kind == "norm"), kernels=2),
-        LayerExchange("latent_up", "gather", latents + mla.rope_head_dim),
-        MatrixProduct("latent_up", "tokens", (query,)),
+        op.Norm("norm", tuple(part for part in weights.values() if part.kind == "norm"), kernels=2),
+        op.LayerExchange("latent_up", "gather", latents + mla.rope_head_dim),
+        op.MatrixProduct("latent_up", "tokens", (query,)),
         # Absorbed, half of it is multiplied with queries here and half with results later: as many operations.
-        MatrixProduct("latent_up", "tokens", (weights["kv_up.weight"],)),
+        op.MatrixProduct("latent_up", "tokens", (weights["kv_up.weight"],)),
         *(_absorbed(model) if mla.absorbed else _expanded(model)),
         heads,
-        MatrixProduct("out", "tokens", (weights["output.weight"],)),
-        LayerExchange("out", "scatter", model.dim),
+        op.MatrixProduct("out", "tokens", (weights["output.weight"],)),
+        op.LayerExchange("out", "scatter", model.dim),
     )
 
 
-def _expanded(model: ModelSpec) -> tuple[Operation, ...]:
+def _expanded(model: ModelSpec) -> tuple[op.Operation, ...]:
     """Return the operations on queries, expanded keys and values before attention."""
     queries, values = model.heads * head_dim(model), model.heads * _latents(model).value_head_dim
     return (
         # The rotated parts, and each joined to its head: the shared key's to that of every head.
-        Pointwise("latent_up", "tokens", 4 * queries, 4 * queries, "tensor", kernels=3),
-        KeptTensor("latent_up", "tokens", 2 * queries + values, "tensor"),
-        LayerExchange("core", "context", queries + values),
+        op.Pointwise("latent_up", "tokens", 4 * queries, 4 * queries, "tensor", kernels=3),
+        op.KeptTensor("latent_up", "tokens", 2 * queries + values, "tensor"),
+        op.LayerExchange("core", "context", queries + values),
     )
 
 
-def _absorbed(model: ModelSpec) -> tuple[Operation, ...]:
+def _absorbed(model: ModelSpec) -> tuple[op.Operation, ...]:
     """Return the operations on queries and latents before attention, and on its result: rows are regrouped by head for products, and rotated parts joined."""
     mla, heads = _latents(model), core(model)
     fixed, values = model.heads * mla.nope_head_dim, model.heads * mla.value_head_dim
@@ -153,14 +140,14 @@ def _absorbed(model: ModelSpec) -> tuple[Operation, ...]:
     key_width = heads.query_width
     moved = 2 * (fixed + queries + mixed + values)
     return (
-        Pointwise("latent_up", "tokens", moved, moved, "tensor", kernels=5),
-        Pointwise("latent_up", "tokens", 2 * key_width, 2 * key_width, kernels=2),
-        KeptTensor("latent_up", "tokens", fixed + queries, "tensor"),
-        KeptTensor("latent_up", "tokens", key_width),
+        op.Pointwise("latent_up", "tokens", moved, moved, "tensor", kernels=5),
+        op.Pointwise("latent_up", "tokens", 2 * key_width, 2 * key_width, kernels=2),
+        op.KeptTensor("latent_up", "tokens", fixed + queries, "tensor"),
+        op.KeptTensor("latent_up", "tokens", key_width),
         # The result as the product reads it, which is another order, and what that makes of it for the output projection.
-        KeptTensor("out", "tokens", mixed + values, "tensor"),
+        op.KeptTensor("out", "tokens", mixed + values, "tensor"),
         # Keys and values are latents, which all heads share.
-        LayerExchange("core", "context", 2 * key_width, "none"),
+        op.LayerExchange("core", "context", 2 * key_width, "none"),
     )
 
 
