@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -138,6 +139,17 @@ class PluginName(click.ParamType[str]):
             return bool(getattr(load_plugin(self.group, name), self.declaration, True))
         except PluginError:
             return True  # its use names the broken package
+
+
+class FiniteRange(click.FloatRange):
+    """A finite number in a range: the range alone has neither an end nor an order for infinity and NaN."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number. Raises ``click.BadParameter``."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
 
 
 AsJson = Annotated[bool, Option("--json", text="Print one JSON object."), Heading("Options")]
@@ -283,7 +295,7 @@ def _click_type(plain: Any, notes: tuple[Any, ...]) -> Any:
             is_open = note.above is not None, note.below is not None
             least = note.above if is_open[0] else note.at_least
             most = note.below if is_open[1] else note.at_most
-            kind: Any = click.IntRange if plain is int else click.FloatRange
+            kind: Any = click.IntRange if plain is int else FiniteRange
             return kind(least, most, *is_open)
     if get_origin(plain) is Literal:
         return click.Choice(get_args(plain))

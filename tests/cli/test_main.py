@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +86,30 @@ def test_every_command_is_listed_under_one_task(capsys: pytest.CaptureFixture[st
     exit_code(["--help"])
     listed = re.findall(r"^  ([a-z]+) {2,}", capsys.readouterr().out.partition("\nTrain:\n")[2], re.MULTILINE)
     assert sorted(listed) == sorted(phalanx_command.list_commands(click.Context(phalanx_command)))
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("spec >&-", 0),
+        ("runs list . >&-", 0),
+        ("hash nothing 2>&-", 1),
+        ("score nothing - <&-", 1),
+        ("spec <&- >&- 2>&-", 0),
+    ],
+)
+def test_a_command_whose_streams_are_closed_ends_as_with_open_ones(
+    command: str, code: int, tmp_path: Path
+) -> None:
+    line = f"{shlex.quote(sys.executable)} -m phalanx {command}"
+    done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (code, False)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf"])
+@pytest.mark.parametrize("command", ["simulate fleet --days", "generate run --temperature"])
+def test_an_option_takes_no_number_that_is_not_finite(
+    command: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code([*command.split(), text]) == 2
+    assert f"{text} is no finite number" in capsys.readouterr().err

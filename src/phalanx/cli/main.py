@@ -206,6 +206,7 @@ def main() -> None:
     SIGTERM, which Slurm sends at the end of a job's time, ends a command as an exception does, so that
     incomplete files are removed. Commands that can stop at a better place install handlers of their own.
     """
+    _open_missing_streams()
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     for stream in (sys.stdout, sys.stderr):
@@ -216,6 +217,19 @@ def main() -> None:
         ["phalanx", *sys.argv[1:]]
     )  # For the record of a run: ranks are started by other command lines.
     sys.exit(exit_code(sys.argv[1:]))
+
+
+def _open_missing_streams() -> None:
+    """Open /dev/null in place of each standard stream that is closed (``>&-``).
+
+    Python then has ``None`` for the stream. The next file that is opened would get its descriptor, and the output of libraries.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            fd = os.open(os.devnull, os.O_RDWR)
+            # Processes that a command starts have the streams too.
+            os.set_inheritable(fd, True)
+            setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115 - open until the process ends
 
 
 def exit_code(words: Sequence[str]) -> int:

@@ -16,7 +16,6 @@ The mesh is made once and passed on; it is not global.
 from __future__ import annotations
 
 import hashlib
-import platform
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.parallel.divisions import Deal, LocalSlice
 from phalanx.parallel.torch_compat import all_gather_single, group_timeout, local_slice_of
+from phalanx.process.this_process import host_name
 from phalanx.run.fields import Problem
 from phalanx.run.kinds.whole_model import key_copies
 from phalanx.run.layout import Layout, layout_of, layout_problems
@@ -327,7 +327,7 @@ def find_machines(device: torch.device, boot_id: Path = BOOT_ID) -> RankMachines
         digest = int.from_bytes(hashlib.sha256(boot_id.read_bytes()).digest()[:7], "big")
     except OSError:
         digest = _UNKNOWN  # not Linux, or a sandbox; take part in the collective anyway
-    name = platform.node().encode(errors="replace")[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    name = host_name().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     own = torch.from_numpy(np.concatenate(([digest], np.frombuffer(name, np.int64)))).to(device)
     gathered = torch.empty(dist.get_world_size() * len(own), dtype=own.dtype, device=device)
     all_gather_single(gathered, own, None)

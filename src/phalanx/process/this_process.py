@@ -1,4 +1,4 @@
-"""Stop signals and the open-file limit of this process.
+"""Stop signals, open-file limit and host name of this process.
 
 A user or a scheduler stops a run by SIGINT, SIGTERM or SIGHUP. A process without children takes them as a request that it obeys at the next step boundary (``StopRequest``). Children lead sessions of their
 own, so that such a signal reaches the parent alone (``on_stop_signals``). It counts the requests and decides what the children get (``StopOrders``).
@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import resource
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+
+
+def host_name() -> str:
+    """Return the name of this machine, with bytes that are no UTF-8 as escapes: it is written to files and sent to peers."""
+    return socket.gethostname().encode(errors="backslashreplace").decode()
 
 
 def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:

@@ -10,6 +10,7 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.command_help import Command
+from phalanx.process.this_process import host_name
 
 if TYPE_CHECKING:
     from phalanx.run.fields import JsonObject
@@ -130,7 +131,7 @@ def _origin(settings: Settings) -> CalibrationOrigin:
 
     clock = "processor time, since others used the machine too" if settings.clock == "cpu" else "wall time"
     return CalibrationOrigin(
-        source=f"measured on {platform.node()} by phalanx calibrate ({clock})",
+        source=f"measured on {host_name()} by phalanx calibrate ({clock})",
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         versions=f"phalanx {__version__}, torch {torch.__version__}, {platform.platform()}",
     )

@@ -14,7 +14,7 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.cli.errors import Bytes, DeviceName, DtypeName, TrustCode, explained, require_trusted_code
 from phalanx.cli.output import data_output
 from phalanx.cli.run_places import weights_place
-from phalanx.command import Argument, AsJson, Heading, Option, command_options
+from phalanx.command import Argument, AsJson, FiniteRange, Heading, Option, command_options
 from phalanx.command_help import Command
 from phalanx.run.directory.paths import RunDirectoryError, is_published
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
@@ -29,11 +29,11 @@ class GenerateOptions:
     """The prompt is a user's message; an imported model's chat template frames it."""
     tokens: Annotated[int, POSITIVE] = 200
     """Most tokens to generate."""
-    temperature: Annotated[float, click.FloatRange(0.0), Heading("Sampling")] = 0.8
+    temperature: Annotated[float, FiniteRange(0.0), Heading("Sampling")] = 0.8
     """0: the likeliest."""
     top_k: Annotated[int, NOT_NEGATIVE] = 0
     """Choose among the k likeliest; 0: among all."""
-    top_p: Annotated[float, click.FloatRange(0.0, 1.0, min_open=True), Option(show_default=False)] = 1.0
+    top_p: Annotated[float, FiniteRange(0.0, 1.0, min_open=True), Option(show_default=False)] = 1.0
     """Nucleus sampling."""
     seed: Annotated[int, ValueRange(at_least=0, at_most=2**63 - 1), Option(show_default=True)] = 0
     """The same seed gives the same text."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import socket
 from contextlib import closing
 from functools import partial
@@ -16,6 +15,7 @@ from msgspec import structs
 from phalanx.cli.errors import demand_folder, explained, require_trusted_code
 from phalanx.command import command_options
 from phalanx.command_help import Command
+from phalanx.process.this_process import host_name
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, is_published
 from phalanx_serve.cli.serve_options import (
     ServeOptions,
@@ -197,7 +197,7 @@ def _start(options: ServeOptions, served: ServedRun, output: ServePrinter, sock:
         note = None
         # Not for a pack, nor for the temporary folder of a published model.
         if directory.run_file.is_file() and not directory.weights_elsewhere.exists():
-            note = ServingNote(directory, f"{platform.node()}-{port}", partial(serving_of, gateway, url))
+            note = ServingNote(directory, f"{host_name()}-{port}", partial(serving_of, gateway, url))
         output.listening(model.name, url)
         serve(gateway, sock, drain_s=options.drain_s, tell=output.text, note=note)
 

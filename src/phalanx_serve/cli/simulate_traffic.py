@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from phalanx.command import FiniteRange
 from phalanx.command_help import Command
 from phalanx_serve.traffic.simulated_world import Load, RouterInvariantError, run_seed
 
@@ -18,7 +19,7 @@ from phalanx_serve.traffic.simulated_world import Load, RouterInvariantError, ru
 @click.option(
     "--workers", default=0, type=click.IntRange(0), help="In each world; 0: 1 to 6, drawn from its seed."
 )
-@click.option("--rate", default=0.0, type=click.FloatRange(0), help="Requests a second; 0: drawn.")
+@click.option("--rate", default=0.0, type=FiniteRange(0), help="Requests a second; 0: drawn.")
 @click.option(
     "--faults", default=-1.0, type=float, help="Faults a second, for the first 18 s; negative: drawn."
 )

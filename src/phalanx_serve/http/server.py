@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import platform
 import signal
 import socket
 import sys
@@ -34,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.observe.record.notes import Serving, ServingNote
-from phalanx.process.this_process import RESERVE, raise_open_file_limit
+from phalanx.process.this_process import RESERVE, host_name, raise_open_file_limit
 from phalanx_serve.http.app import Gateway, application, misread, too_many
 
 # Connections.
@@ -326,7 +325,7 @@ def serving_of(gateway: Gateway, url: str) -> Serving:
     return Serving(
         model=gateway.model.name,
         url=url,
-        node=platform.node(),
+        node=host_name(),
         since_s=gateway.created,
         seen_s=time.time(),
         state=gateway.port.trouble() or ("draining" if gateway.draining else "serving"),

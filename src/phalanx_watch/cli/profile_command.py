@@ -11,6 +11,7 @@ import click
 
 from phalanx.cli.errors import demand_folder, explained
 from phalanx.cli.output import moment, text_console
+from phalanx.command import FiniteRange
 from phalanx.command_help import Command
 from phalanx.observe.profile import MOST_STEPS
 from phalanx.observe.throughput import format_bytes
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 @click.option(
     "--wait",
     "wait_s",
-    type=click.FloatRange(1, 3600),
+    type=FiniteRange(1, 3600),
     default=60,
     show_default=True,
     help="Seconds within which the run must receive the request.",

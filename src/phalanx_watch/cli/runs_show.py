@@ -11,6 +11,7 @@ import msgspec
 
 from phalanx.cli.errors import demand_folder, explained
 from phalanx.cli.output import ABOVE_PEAK, age, moment, number_text, share, size, utilization
+from phalanx.command import FiniteRange
 from phalanx.command_help import Command
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx_watch.runs.recorded import ComparedRuns, RunRecording, compare, read_recorded
@@ -23,7 +24,7 @@ _MOST_NAMES = 10
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
     "--price",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=0.0,
     help="Price of an accelerator hour, for the cost of the run; observe.accelerator_hour_price if not given.",
 )

@@ -34,6 +34,7 @@ from phalanx.hardware.local.network import ListenError, is_private
 from phalanx.observe.metrics.endpoint import targets
 from phalanx.observe.metrics.exporter import Exporter
 from phalanx.observe.metrics.samples import OPEN_METRICS, TEXT, Labels
+from phalanx.process.this_process import host_name
 from phalanx_watch.lookout import Lookout
 from phalanx_watch.page import view_run
 from phalanx_watch.page.export import ExportError, exported
@@ -150,7 +151,7 @@ class MetricsOfRuns:
         with self._lock:
             if self._exporter is None:
                 lookout = Lookout(RunIndex(self._folders).rows)
-                self._exporter = Exporter({"runs": lookout.samples}, Labels(node=socket.gethostname()))
+                self._exporter = Exporter({"runs": lookout.samples}, Labels(node=host_name()))
             return self._exporter
 
 
@@ -383,7 +384,7 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 def address(host: str, port: int, token: str) -> str:
     """Return the page's URL. A wildcard address is replaced by the machine's name."""
-    name = socket.gethostname() if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
+    name = host_name() if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
 
 

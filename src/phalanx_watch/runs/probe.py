@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typing import BinaryIO
 
 from phalanx.observe.event_log import lines_from_the_end
 from phalanx.observe.events import Evaluated, Event, Finished, RunStarted, Step, Stopped, decode
+from phalanx.process.this_process import host_name
 from phalanx.run.directory.files import open_regular, read_small
 from phalanx.run.directory.paths import RunDirectory
 
@@ -55,7 +55,7 @@ class KernelLocks:
         except OSError:
             return None
         holder = _HOLDER.match(text)
-        if holder is None or holder[2] != socket.gethostname() or self.locks is None:
+        if holder is None or holder[2] != host_name() or self.locks is None:
             return None
         device = os.major(status.st_dev), os.minor(status.st_dev)
         # Some file systems give other device numbers to stat than to the kernel's list: then the process decides.
@@ -71,7 +71,7 @@ def holder_of(directory: RunDirectory) -> int | None:
         holder = _HOLDER.match(read_small(directory.lock).decode(errors="replace"))
     except OSError:
         return None
-    return int(holder[1]) if holder is not None and holder[2] == socket.gethostname() else None
+    return int(holder[1]) if holder is not None and holder[2] == host_name() else None
 
 
 def _listed(path: Path) -> frozenset[tuple[int, int, int, int]] | None:

@@ -25,7 +25,7 @@ from phalanx.cli.data.report import (
     report,
 )
 from phalanx.cli.errors import explained
-from phalanx.command import Argument, AsJson, ExistingFile, Heading, Option, command_options
+from phalanx.command import Argument, AsJson, ExistingFile, FiniteRange, Heading, Option, command_options
 from phalanx.data.chat.encode import ChatLayout
 from phalanx.data.chat.template import read_bare_template, template_beside
 from phalanx.data.errors import DataError
@@ -160,9 +160,7 @@ class PrepareOptions:
     """"bpe", "bytes", a tokenizer.json, a tokenizer.model of sentencepiece, or a .tiktoken file."""
     vocab_size: Annotated[int, ValueRange(at_least=257)] = 32_768
     """Tokens of a trained BPE."""
-    held_out: Annotated[
-        float, click.FloatRange(0.0, 0.5, min_open=True, max_open=True), Heading("Dataset")
-    ] = 0.05
+    held_out: Annotated[float, FiniteRange(0.0, 0.5, min_open=True, max_open=True), Heading("Dataset")] = 0.05
     hold_out_by: Literal["name", "text"] = "name"
     """Key that decides whether a document is held out: its name, or its text, so that all copies of a text are in one split."""
     pack: bool = False

@@ -15,7 +15,7 @@ import click
 
 from phalanx.cli.data.report import PrepareProgress, lines_of_counts, report
 from phalanx.cli.errors import explained
-from phalanx.command import Argument, AsJson, Heading, Option, command_options
+from phalanx.command import Argument, AsJson, FiniteRange, Heading, Option, command_options
 from phalanx.command_help import Command
 from phalanx.data.errors import DataError
 from phalanx.data.portions.drive import (
@@ -242,7 +242,7 @@ def plan_command(recipe: Path, out: str | None, as_json: bool) -> None:
 @click.option(
     "--patience",
     "patience_s",
-    type=click.FloatRange(min=0.1),
+    type=FiniteRange(min=0.1),
     default=600.0,
     show_default=True,
     help="Seconds without any progress after which this job does the remaining work of others.",

@@ -39,6 +39,7 @@ from phalanx.launch.local import in_slurm_step, slurm_domains
 from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.logs.capture import also_log
 from phalanx.observe.logs.log_file import order_for
+from phalanx.process.this_process import host_name
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.fields import NOT_NEGATIVE
 from phalanx.run.read import read_run
@@ -92,7 +93,7 @@ def agent_command(options: AgentOptions) -> None:
     """
     from phalanx.fleet.node.agent import leave
 
-    name = options.node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    name = options.node or os.environ.get("SLURMD_NODENAME") or host_name()
     if not re.fullmatch(r"[^*\s/][^\s/]{0,127}", name):
         rule = "no spaces or slashes, no star first, at most 128 characters"
         raise click.BadParameter(f"{name!r} is no name of a node: {rule}", param_hint="--node")

@@ -14,6 +14,7 @@ import click
 
 from phalanx.cli.errors import HostName, explained, full_disk
 from phalanx.cli.launch.joining_hosts import verified_hosts
+from phalanx.command import FiniteRange
 from phalanx.command_help import CommandGroup
 from phalanx.fleet.control.coordinator_link import operate
 from phalanx.fleet.control.credentials import credentials_of
@@ -139,7 +140,7 @@ def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
     "--grace-s",
-    type=click.FloatRange(0, 7 * 86_400),
+    type=FiniteRange(0, 7 * 86_400),
     default=300.0,
     show_default=True,
     help="Time for which the present tokens are still accepted.",

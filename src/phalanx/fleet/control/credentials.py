@@ -32,6 +32,7 @@ from phalanx.fleet.control.security import (
 )
 from phalanx.fleet.core.messages import PROTOCOL_VERSION
 from phalanx.hardware.local.network import NEXT_ADDRESS_S, split_address
+from phalanx.process.this_process import host_name
 from phalanx.run.identity import FencingToken, fencing_token, identity
 from phalanx.run.spec import RunSpec
 from phalanx.version import __version__
@@ -233,7 +234,7 @@ class Credentials:
             ("phalanx-version", str(PROTOCOL_VERSION)),
             ("phalanx-run", self.run),
             ("phalanx-start", start),
-            (_SOFTWARE, f"{socket.gethostname()} has {software()}"),
+            (_SOFTWARE, f"{host_name()} has {software()}"),
             (_CLOCK, f"{time.time():.3f}"),
         )
 

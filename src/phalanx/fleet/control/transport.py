@@ -47,7 +47,7 @@ from phalanx.fleet.core.commands import (
     ReadToken,
 )
 from phalanx.hardware.local.network import family_of, join_address, resolved
-from phalanx.process.this_process import RESERVE, raise_open_file_limit
+from phalanx.process.this_process import RESERVE, host_name, raise_open_file_limit
 from phalanx.run.peers import own_clock_is_wrong
 from phalanx.wire.messages import (
     SEAL_BYTES,
@@ -342,7 +342,7 @@ class FleetServer:
 
         Records by how much the host's clock differs.
         """
-        own_host = socket.gethostname()
+        own_host = host_name()
         full = len(self._clocks) >= _HOSTS_COMPARED and host not in self._clocks
         unfit = not 0 < len(host) <= _LONGEST_NAME or not host.isprintable()
         if host == own_host or full or unfit or (refusal is not None and not refusal.ahead_s):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from phalanx.launch.local import in_slurm_step
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.log_file import order_for
 from phalanx.process.child import Child
-from phalanx.process.this_process import StopOrders
+from phalanx.process.this_process import StopOrders, host_name
 from phalanx.run.directory.paths import DirectoryKeeper
 from phalanx.train.lifecycle.ending import remove_failure
 from phalanx.train.start.open_run import OpenRun
@@ -85,7 +84,7 @@ def own_host(coordinator: str) -> str:
     """Return this machine's address on its route to the coordinator; the other nodes can most likely reach it
     too.
     """
-    return address_towards(split_address(coordinator)[0] or "127.0.0.1") or socket.gethostname()
+    return address_towards(split_address(coordinator)[0] or "127.0.0.1") or host_name()
 
 
 def parsed() -> tuple[AgentArgs, Path | None]:

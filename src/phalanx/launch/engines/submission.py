@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from shlex import quote
 import tomli_w
 
 from phalanx.launch.engines.order import FOLDER, EngineError, LaunchOrder, range_of_connections
+from phalanx.process.this_process import host_name
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
@@ -124,7 +124,7 @@ def only_submission(order: LaunchOrder) -> Iterator[None]:
             )
         try:
             os.ftruncate(fd, 0)
-            os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            os.pwrite(fd, f"process {os.getpid()} on {host_name()}\n".encode(), 0)
         except OSError as error:
             raise EngineError(f"cannot write {path}: {error.strerror}; give another run_dir") from error
         yield

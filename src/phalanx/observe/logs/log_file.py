@@ -14,7 +14,6 @@ from __future__ import annotations
 import mmap
 import os
 import re
-import socket
 import tempfile
 import time
 from collections.abc import Callable, MutableMapping
@@ -29,6 +28,7 @@ from phalanx.observe.lines import AppendedFile
 from phalanx.observe.logs.assemble import Record
 from phalanx.observe.logs.line import Level, LogLine, decode_lines, encode, says_its_beginning, says_its_end
 from phalanx.observe.logs.masking import SecretMask
+from phalanx.process.this_process import host_name
 from phalanx.run.directory.files import open_regular, read_small
 from phalanx.run.spec import ObserveSpec
 
@@ -226,7 +226,7 @@ def order_for(
 ) -> LogOrder:
     """The order for a process of a run; without a node's name it is the machine's."""
     bounds = Bounds(observe.log_mib << 20, observe.log_files)
-    return LogOrder(path, process, attempt, socket.gethostname() if node == "" else node, bounds)
+    return LogOrder(path, process, attempt, host_name() if node == "" else node, bounds)
 
 
 def taken_from(environment: MutableMapping[str, str]) -> LogOrder | None:

@@ -9,7 +9,6 @@ import hashlib
 import heapq
 import logging
 import os
-import platform
 import re
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import Self
 import msgspec
 
 from phalanx.observe.record.records import code_version, host_facts, package_versions
+from phalanx.process.this_process import host_name
 from phalanx.run.directory.files import create_once, read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory
 
@@ -105,8 +105,8 @@ def this_machine(node: str, attempt: int) -> tuple[Machine, str]:
     listed = installed_packages()
     code = {name: str(value) for name, value in code_version(dirty=False).items() if value is not None}
     made = Machine(
-        node=node or platform.node(),
-        host=platform.node(),
+        node=node or host_name(),
+        host=host_name(),
         attempt=attempt,
         seen_s=time.time(),
         platform=str(host["platform"]),

@@ -27,6 +27,7 @@ from pathlib import Path, PurePosixPath
 
 from phalanx import version as of_package
 from phalanx.observe.logs.masking import MASKED, SecretMask, secret_values
+from phalanx.process.this_process import host_name
 from phalanx.run.read import SECRET_NAME
 
 PACKAGES = (
@@ -178,7 +179,7 @@ def _installed(name: str) -> str | None:
 def host_facts() -> dict[str, object]:
     """The machine: name, platform, processor, cores this process may use, memory in bytes."""
     return {
-        "name": platform.node(),
+        "name": host_name(),
         "platform": platform.platform(),
         "cpu_model": cpu_model(),
         "cores": usable_cores(),

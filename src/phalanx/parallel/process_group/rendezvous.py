@@ -30,6 +30,7 @@ from phalanx.hardware.local.network import (
     resolved,
 )
 from phalanx.parallel.torch_compat import forget_groups
+from phalanx.process.this_process import host_name
 from phalanx.run.peers import AddressError, read_host, read_port
 
 _DEFAULT_PORT = "29500"  # torchrun's
@@ -213,12 +214,12 @@ def choose_interface(addresses: Sequence[str], *, shared: bool) -> None:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    others = (*default_addresses(), *resolved(socket.gethostname())) if shared else ()
+    others = (*default_addresses(), *resolved(host_name())) if shared else ()
     name = interface_for((*filter(None, addresses), *others), local_interfaces(), shared=shared)
     if name:
         os.environ["GLOO_SOCKET_IFNAME"] = name
     elif shared:
-        own = socket.gethostname()
+        own = host_name()
         raise RendezvousError(
             f"the ranks of other machines could not reach those of this one: no interface here has {' or '.join(addresses) or 'an address'}, and "
             f"the host name {own} is {' or '.join(resolved(own)) or 'unknown'}: set GLOO_SOCKET_IFNAME to the interface that they reach"

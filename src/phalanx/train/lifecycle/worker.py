@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import platform
 import signal
 import sys
 import threading
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING
 from phalanx.hardware.local.detect import set_for_rank
 from phalanx.observe.logs.capture import capture_output
 from phalanx.process.child import die_with_parent
-from phalanx.process.this_process import StopRequest
+from phalanx.process.this_process import StopRequest, host_name
 from phalanx.train.lifecycle.ending import report_failure
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
     training, ended = None, False
     # A fleet's worker looks for all its epochs.
     alone = inputs.warm is None and first_of_node()
-    throttling = ThrottlingWatch(directory, platform.node(), Throttles().now).start() if alone else None
+    throttling = ThrottlingWatch(directory, host_name(), Throttles().now).start() if alone else None
     try:
         training = assemble(inputs, reporter)
         if inputs.warm is None:

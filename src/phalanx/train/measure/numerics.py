@@ -9,7 +9,6 @@ is made of; where latent attention is absorbed, each head's own products too, wh
 from __future__ import annotations
 
 import hashlib
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -25,6 +24,7 @@ from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.attention.mla import AbsorbedUp, latents_as_keys
 from phalanx.model.layers.dense import RMSNorm
 from phalanx.parallel.process_group.typed_gather import gather_typed
+from phalanx.process.this_process import host_name
 from phalanx.run.directory.files import create_once
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.kinds.operations import Parameter
@@ -61,11 +61,11 @@ def probe(spec: RunSpec, device: torch.device) -> Numerics:
     With portable numerics nothing is computed: the process has checked its bits already, and the hashes are constants.
     """
     if spec.runtime.numerics == "portable":
-        return Numerics(socket.gethostname(), operations.DIGESTS)
+        return Numerics(host_name(), operations.DIGESTS)
     dtype = compute_dtype(spec)
     with torch.enable_grad(), torch.device(device):
         hashes = {name: _hash(compute()) for name, compute in _probes(spec, dtype)}
-    return Numerics(socket.gethostname(), hashes)
+    return Numerics(host_name(), hashes)
 
 
 def differing(first: Numerics, other: Numerics) -> list[str]:

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from phalanx.checkpoint.tiers.object_tier import ObjectTier, require_conditional
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
 from phalanx.hardware.portable.build import library_file, unfit_processor
 from phalanx.observe.event_log import next_attempt
+from phalanx.process.this_process import host_name
 from phalanx.run.directory.files import remove_temporaries, write_atomically
 from phalanx.run.directory.paths import FLEET_NAMES, RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.identity import (
@@ -253,7 +253,7 @@ def take_lock(path: Path) -> int:
             f"run directory {path.parent} is being trained by {holder}; wait for it, or give another run_dir"
         )
     os.ftruncate(fd, 0)
-    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    os.pwrite(fd, f"process {os.getpid()} on {host_name()}\n".encode(), 0)
     return fd
 
 
@@ -342,7 +342,7 @@ def check_data(directory: RunDirectory, fingerprint: str) -> None:
     recorded = directory.read_record().get("data_fingerprint", fingerprint)
     if recorded != fingerprint:
         raise RunDirectoryError(
-            f"this rank ({socket.gethostname()}) finds other data at data.path than the run was prepared with "
+            f"this rank ({host_name()}) finds other data at data.path than the run was prepared with "
             f"({fingerprint[:12]}, not {recorded[:12]}): give every machine the same dataset"
         )
 

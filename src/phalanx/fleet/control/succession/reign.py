@@ -16,7 +16,6 @@ import fcntl
 import os
 import secrets
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -42,6 +41,7 @@ from phalanx.fleet.core.invariants import (
 )
 from phalanx.fleet.core.state import FleetState, note
 from phalanx.fleet.core.succession import Claim, first_claim, inherited, is_behind, is_due, is_untold, renewed
+from phalanx.process.this_process import host_name
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.train.lifecycle.ending import report_failure
 
@@ -325,7 +325,7 @@ def only_coordinator(directory: RunDirectory, reign: int = FIRST_REIGN) -> Itera
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
             raise JournalError(f"{directory.path} is coordinated by {holder} already; end it first") from None
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {host_name()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
