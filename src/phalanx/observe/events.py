@@ -617,19 +617,16 @@ def decode(line: bytes) -> Event:
         raise ValueError(f"t = {envelope.t} is no time")
     content = {name: value for name, value in record.items() if name not in ENVELOPE}
     try:
-        return Event(envelope.t, envelope.attempt, _known(envelope.kind, content))
+        # Converted leniently: a float may be written as a whole number or as "NaN". Inside a table of free form (such as ``result``)
+        # no type declares a number, so there the three words always mean numbers. Fields that the class lacks are left out.
+        values = {
+            name: _revived(value) if isinstance(value, dict) else value for name, value in content.items()
+        }
+        return Event(
+            envelope.t, envelope.attempt, msgspec.convert(values, KINDS[envelope.kind], strict=False)
+        )
     except (KeyError, msgspec.ValidationError):
         return Event(envelope.t, envelope.attempt, Unknown(envelope.kind, _revived(content)))
-
-
-def _known(kind: str, content: Mapping[str, object]) -> Known:
-    """The body of class ``KINDS[kind]``; fields that the class lacks are left out.
-
-    Converted leniently: a float may be written as a whole number or as "NaN". Inside a table of free form (such as
-    ``result``) no type declares a number, so there the three words always mean numbers.
-    """
-    values = {name: _revived(value) if isinstance(value, dict) else value for name, value in content.items()}
-    return msgspec.convert(values, KINDS[kind], strict=False)
 
 
 def _spelled(value: object) -> object:

@@ -84,7 +84,9 @@ def import_dcp(directory: Path, out: Path, model: ModelSpec, *, image_bytes: int
     a tied one. Raises DcpError, or HuggingFaceError if ``out`` exists; no files remain then.
     """
     index = read_index(directory)
-    spec = resolve(model, _vocabulary(index))
+    # The vocabulary is the rows of the embedding; 0 if it is not there.
+    shapes = [index.tensors[name].shape for name, _ in (_OURS, *_TITANS) if name in index.tensors]
+    spec = resolve(model, shapes[0][0] if shapes and shapes[0] else 0)
     needed = list(_published_tensors(directory, index, spec))
     copied = _tied_copy(index, spec)
     notes = _require(directory, index, needed, copied)
@@ -100,12 +102,6 @@ def import_dcp(directory: Path, out: Path, model: ModelSpec, *, image_bytes: int
         )
         run.run_file.write_text(run_file_text(out.name, spec))
     return Imported(spec, digest, _TOKENS, notes)
-
-
-def _vocabulary(index: FolderIndex) -> int:
-    """Return the rows of the embedding; 0 if it is not there."""
-    shapes = [index.tensors[name].shape for name, _ in (_OURS, *_TITANS) if name in index.tensors]
-    return shapes[0][0] if shapes and shapes[0] else 0
 
 
 def _published_tensors(directory: Path, index: FolderIndex, spec: ModelSpec) -> Iterator[Published]:

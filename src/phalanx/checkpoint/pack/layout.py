@@ -18,7 +18,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import xxhash
 
@@ -334,33 +334,28 @@ def decode_index(data: bytes, path: str) -> PackIndex:
             f"{path}: pack version {content.get('version')!r}; this version of Phalanx reads {_VERSION}. Pack the run again."
         )
     try:
-        return _read(content)
+        layouts = [
+            tuple(
+                PackedTensor(name, dtype, tuple(shape), start, scale)
+                for name, dtype, shape, start, scale in layout
+            )
+            for layout in content["layouts"]
+        ]
+        return PackIndex(
+            format=content["format"],
+            run=content["run"],
+            step=content["step"],
+            weights_sha256=content["weights_sha256"],
+            sections=tuple(
+                Section(kind, prefix, layer, expert, layouts[number], start)
+                for kind, prefix, layer, expert, number, start in content["sections"]
+            ),
+            checksums=tuple(
+                tuple(int(digits[place : place + 16], 16) for place in range(0, len(digits), 16))
+                for digits in content["xxh3_64"]
+            ),
+            rounding=Rounding(*content["rounding"]),
+            files={name: base64.b64decode(data) for name, data in content["files"].items()},
+        )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CorruptError(f"{path}: not a pack's index: {error!r}. {REMEDY}") from error
-
-
-def _read(content: Mapping[str, Any]) -> PackIndex:
-    """Return the index in decoded JSON."""
-    layouts = [
-        tuple(
-            PackedTensor(name, dtype, tuple(shape), start, scale)
-            for name, dtype, shape, start, scale in layout
-        )
-        for layout in content["layouts"]
-    ]
-    return PackIndex(
-        format=content["format"],
-        run=content["run"],
-        step=content["step"],
-        weights_sha256=content["weights_sha256"],
-        sections=tuple(
-            Section(kind, prefix, layer, expert, layouts[number], start)
-            for kind, prefix, layer, expert, number, start in content["sections"]
-        ),
-        checksums=tuple(
-            tuple(int(digits[place : place + 16], 16) for place in range(0, len(digits), 16))
-            for digits in content["xxh3_64"]
-        ),
-        rounding=Rounding(*content["rounding"]),
-        files={name: base64.b64decode(data) for name, data in content["files"].items()},
-    )
