@@ -16,7 +16,7 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.run.fields import Problem, RunFileError
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import override as overridden
-from phalanx.run.read import read_run, spec_from_table, to_table
+from phalanx.run.read import read_run, run_file_at, spec_from_table, to_table
 from phalanx.run.rules import check
 from phalanx.run.spec import ModelSpec, RunSpec
 from run.specs import replace_at, run_specs
@@ -252,6 +252,19 @@ def test_of_a_run_directory_the_run_file_in_it_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.toml").touch()
     with pytest.raises(RunFileError, match=f"its run file is {tmp_path}/run.toml"):
         read_run(tmp_path, PRESETS)
+
+
+def test_a_link_to_nowhere_is_named_as_such_and_not_proposed_again(tmp_path: Path) -> None:
+    (tmp_path / "dangling.toml").symlink_to("nowhere")
+    with pytest.raises(RunFileError, match="a link to a file that does not exist") as refused:
+        read_run(tmp_path / "dangling.toml", PRESETS)
+    assert "did you mean" not in str(refused.value)
+
+
+def test_a_run_directory_stands_for_its_run_file(tmp_path: Path) -> None:
+    assert run_file_at(tmp_path) == tmp_path
+    (tmp_path / "run.toml").touch()
+    assert run_file_at(tmp_path) == run_file_at(tmp_path / "run.toml") == tmp_path / "run.toml"
 
 
 def test_a_path_through_a_file_is_explained(tmp_path: Path) -> None:

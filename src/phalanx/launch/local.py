@@ -328,7 +328,7 @@ def replay_locally(
     finally:
         os.close(lock)
     if ending.status != "finished":
-        who = "" if ending.failed_rank is None else f"rank {ending.failed_rank} "
+        who = "" if ending.failed_rank is None else f"rank {ending.failed_rank}: "
         raise ReplayError(f"the replay on {ranks} ranks {ending.status}: {who}{ending.message}")
     seen = [
         msgspec.msgpack.decode(seen_file(folder, rank).read_bytes(), type=RankReplay) for rank in range(ranks)

@@ -37,6 +37,11 @@ RUN_FILE = "run.toml"
 """The name of the resolved run file in a run directory."""
 
 
+def run_file_at(place: Path) -> Path:
+    """Return the run file of a run directory, or ``place`` itself if it is none."""
+    return place / RUN_FILE if (place / RUN_FILE).is_file() else place
+
+
 def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[str] = ()) -> RunSpec:
     """Return the run that a TOML file and ``section.field=value`` overrides describe.
 
@@ -47,8 +52,13 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
         # Editors on Windows begin UTF-8 with a byte order mark.
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
+        problem = (
+            f"{path} is a link to a file that does not exist"
+            if path.is_symlink()
+            else f"there is no file {path}"
+        )
         raise RunFileError(
-            path, [Problem("", f"there is no file {path}", f"give the path of a run file{_near(path)}")]
+            path, [Problem("", problem, f"give the path of a run file{_near(path)}")]
         ) from None
     except IsADirectoryError:
         own = path / RUN_FILE
@@ -70,7 +80,7 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
 def _near(path: Path) -> str:
     """The question whether another file of the same folder is meant, whose name is nearly that of ``path``; empty if there is none."""
     with suppress(OSError):
-        names = [name for name in os.listdir(path.parent) if name.endswith(".toml")]
+        names = [name for name in os.listdir(path.parent) if name.endswith(".toml") and name != path.name]
         if near := difflib.get_close_matches(path.name, names, n=1):
             return f"; did you mean {path.with_name(near[0])}?"
     return ""

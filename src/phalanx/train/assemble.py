@@ -24,7 +24,7 @@ from phalanx.checkpoint.tiers.object_tier import ObjectTier, open_origin
 from phalanx.checkpoint.tiers.tier import KeepingTier
 from phalanx.data.reading.dataset import RunData
 from phalanx.hardware.local.detect import accelerator_named
-from phalanx.hardware.local.device import device_name, measure_matmul_flops, on_gpu
+from phalanx.hardware.local.device import device_name, host_memory_bytes, measure_matmul_flops, on_gpu
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.hardware.portable.operations import end as end_portable
 from phalanx.observe.events import IncidentKind
@@ -44,6 +44,7 @@ from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.lifecycle.reporter import Reporter, first_of_node, leave_own_machine
 from phalanx.train.measure.numerics import Numerics, probe, require_equal
+from phalanx.train.start.memory import require_memory
 from phalanx.train.start.open_run import check_data
 from phalanx.train.step.state import (
     Built,
@@ -163,6 +164,9 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     mesh = build_mesh(
         spec, dist.get_world_size(), inputs.device, machine_ranks=machine_ranks if by_tree else 0
     )
+    # A fleet replaces a node that is too small.
+    if inputs.warm is None and not on_gpu(inputs.device):
+        require_memory(spec, mesh.layout, mesh.rank, host_memory_bytes())
     built = build_model(spec, mesh)
     parts, placement = built.model.parts, built.placement
     shards = state_shards(parts, built.optimizer, placement)

@@ -100,7 +100,7 @@ def command(options: PlaceOptions) -> None:
     from phalanx.launch.placing import TopologyError, expanded
     from phalanx.launch.topology_files import load_topology
     from phalanx.model.facts.presets import PRESETS
-    from phalanx.run.read import read_run
+    from phalanx.run.read import read_run, run_file_at
     from phalanx_plan.search.query import PlanRequestError
 
     if options.place_name != "slurm":
@@ -114,7 +114,7 @@ def command(options: PlaceOptions) -> None:
             "members keep their seats when nodes join a fleet (--joining): leave it out",
         )
     with explained(TopologyError, EngineError, HardwareError, PlanRequestError, ValueError):
-        spec = read_run(options.run_file, PRESETS, [*options.overrides, *set_fields(options)])
+        spec = read_run(run_file_at(options.run_file), PRESETS, [*options.overrides, *set_fields(options)])
         topology = load_topology(options.place_name, options.partition, free_only=options.free_only)
         if not options.allocation:
             _print_choices(spec, topology, options)

@@ -353,7 +353,7 @@ def requested_spec(options: ModelOptions, sizes: BatchOptions | None = None) -> 
     if bool(options.files) == (model is not None):
         raise click.UsageError("give a run file, or --model NAME (phalanx models lists them)")
     from phalanx.model.facts.presets import PRESETS
-    from phalanx.run.read import read_run
+    from phalanx.run.read import read_run, run_file_at
     from phalanx_plan.search.query import run_of_model
 
     if model is not None:
@@ -364,7 +364,7 @@ def requested_spec(options: ModelOptions, sizes: BatchOptions | None = None) -> 
                 )
         sizes = sizes or BatchOptions()
         return run_of_model(model, sizes.seq_len, sizes.batch, tuple(overrides))
-    return read_run(options.files[0], PRESETS, tuple(overrides))
+    return read_run(run_file_at(options.files[0]), PRESETS, tuple(overrides))
 
 
 def requested_cluster(options: ClusterOptions) -> Cluster:

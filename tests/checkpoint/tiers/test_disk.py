@@ -186,7 +186,7 @@ def test_a_full_disk_fails_the_save_but_neither_training_nor_older_checkpoints(s
     (full,) = saver.poll()
     assert isinstance(full.error, StorageFullError)
     assert "8,392,704 bytes needed" in str(full.error)
-    assert "earlier checkpoints are intact" in str(full.error)
+    assert "earlier ones, if there are any, are intact" in str(full.error)
     saver.save(3, shards_of(STATE), {})
     saver.close()
     assert [outcome.status for outcome in saver.poll()] == ["committed"]
@@ -199,14 +199,33 @@ def test_a_disk_that_fills_up_while_writing_says_so(small_disk: Path) -> None:
         write_blocks(small_disk / "f", page_aligned(8 << 20), block_bytes=1 << 20, cancelled=never)
 
 
-def test_a_file_size_limit_reads_as_full_storage(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_named_with_its_bytes(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        with pytest.raises(StorageFullError, match="file size limit"):
+        with pytest.raises(
+            StorageFullError, match=r"262,144 bytes needed, and a file may have at most 65,536 \(ulimit -f\)"
+        ):
             write_blocks(tmp_path / "f", page_aligned(1 << 18), block_bytes=1 << 14, cancelled=never)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_run_whose_folder_is_renamed_saves_nothing_until_it_is_moved_back(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "moved"
+    run.mkdir()
+    tier = DiskTier(run / "checkpoints")
+    saver = AsyncSaver(tier, 0, 1, attempt=1)
+    run.rename(elsewhere)
+    saver.save(1, shards_of(STATE), {})
+    saver.wait()
+    (gone,) = saver.poll()
+    assert isinstance(gone.error, StorageError)
+    assert f"{run}: is gone, renamed or removed" in str(gone.error)
+    elsewhere.rename(run)
+    saver.save(2, shards_of(STATE), {})
+    saver.close()
+    assert [outcome.status for outcome in saver.poll()] == ["committed"]
 
 
 def test_a_half_made_folder_in_a_steps_place_is_moved_aside_and_the_step_is_saved(tier: DiskTier) -> None:

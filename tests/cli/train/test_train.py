@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 from pathlib import Path
 from typing import Literal
@@ -55,6 +56,27 @@ def test_a_display_that_breaks_is_told_and_ends_nothing(
     show = event_display(OpenRun(directory, RunSpec(), 0, -1), Console(file=ClosedPipe()))  # type: ignore[arg-type]
     show(lambda: True)
     assert "training continues" in capsys.readouterr().err
+
+
+def test_a_display_names_the_folder_of_its_run_that_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    with EventLog(directory.events, 0) as log:
+        log.append(Message("warning", "anything"))
+    show = event_display(OpenRun(directory, RunSpec(), 0, -1), Console(file=io.StringIO()))
+
+    looks: list[None] = []
+
+    def ended() -> bool:
+        looks.append(None)
+        if len(looks) == 2:
+            directory.path.rename(tmp_path / "moved")
+        return len(looks) > 2
+
+    show(ended)
+    assert f"{directory.path} is gone, renamed or removed: move it back" in capsys.readouterr().err
 
 
 def test_an_empty_token_file_is_named_with_the_remedy_before_a_fleet_starts(

@@ -52,7 +52,7 @@ def test_without_a_record_that_can_be_read_the_end_of_the_log_is_shown(
 
 def test_a_process_that_left_no_log_either_has_ended_all_the_same(tmp_path: Path) -> None:
     log = tmp_path / "nothing.log"
-    assert last_words(log, "ended with exit code 1") == f"ended with exit code 1; the end of {log}:"
+    assert last_words(log, "ended with exit code 1") == f"ended with exit code 1; {log} is missing or empty"
 
 
 def test_a_disk_that_takes_no_more_does_not_hide_the_error(

@@ -8,6 +8,7 @@ block, a few blocks ahead of the consumer, in a few reused buffers, so memory is
 import errno
 import mmap
 import os
+import resource
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,7 +44,7 @@ from phalanx.checkpoint.format.manifest import Manifest, checksum
 
 BLOCK_BYTES = 8 << 20
 _WRITE_THREADS, _READ_THREADS = 2, 3
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECT_IO = (errno.EINVAL, errno.ENOTSUP)
 
 
@@ -58,11 +59,18 @@ def storage_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
 
 def explain(error: OSError, path: Path, needed_bytes: int) -> CheckpointError:
     """Return the CheckpointError for ``error``, raised while ``path`` was written (``needed_bytes`` > 0) or read."""
+    if error.errno == errno.EFBIG:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        most = "fewer, by its file system" if limit == resource.RLIM_INFINITY else f"{limit:,} (ulimit -f)"
+        return StorageFullError(
+            f"{path}: {needed_bytes:,} bytes needed, and a file may have at most {most}. This checkpoint was abandoned; earlier ones, if there "
+            "are any, are intact. Raise the limit, or name another folder; the next save tries again."
+        )
     if error.errno in _FULL:
         return StorageFullError(
             f"{path}: no room ({error.strerror}): {needed_bytes:,} bytes needed, {_free_bytes(path):,} free. "
-            "This checkpoint was abandoned; training continues, and earlier checkpoints are intact. Free space, "
-            "raise the quota or the file size limit, or keep fewer checkpoints; the next save tries again."
+            "This checkpoint was abandoned; earlier ones, if there are any, are intact. Free space, raise the quota, or "
+            "keep fewer checkpoints; the next save tries again."
         )
     if isinstance(error, FileNotFoundError) and needed_bytes:
         return AbandonedError(

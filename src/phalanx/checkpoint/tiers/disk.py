@@ -32,7 +32,7 @@ from phalanx.checkpoint.format.blocks import (
     write_blocks,
 )
 from phalanx.checkpoint.format.boxes import DISK, Box, PlannedRead, StoredBox
-from phalanx.checkpoint.format.errors import CheckpointError, NoSuchStepError
+from phalanx.checkpoint.format.errors import CheckpointError, NoSuchStepError, StorageError
 from phalanx.checkpoint.format.image import ByteArray, Image, ImageEntry, RawArray, encode_table, table_of
 from phalanx.checkpoint.format.manifest import Index, Manifest, catalog_of, decode_index, encode_index
 from phalanx.checkpoint.tiers.catalogued import (
@@ -120,7 +120,14 @@ class DiskTier:
         return cached[2]
 
     def _make(self, folder: Path) -> None:
-        """Create a draft's folder, and the root again if it was removed, so that later saves do not fail."""
+        """Create a draft's folder, and the root again if it was removed, so that later saves do not fail.
+
+        Raises StorageError if the folder of the root is gone too.
+        """
+        if not self.root.parent.is_dir():
+            raise StorageError(
+                f"{self.root.parent}: is gone, renamed or removed, so nothing can be saved. Move it back; the next save tries again."
+            )
         self.root.mkdir(exist_ok=True)
         folder.mkdir(exist_ok=True, parents=True)
 

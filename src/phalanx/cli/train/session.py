@@ -25,7 +25,7 @@ from phalanx.cli.output import text_console, unfiltered
 from phalanx.launch.engines.order import FOLDER
 from phalanx.observe.display.curve import keep_drawn
 from phalanx.observe.display.terminal import show_events
-from phalanx.observe.event_log import follow
+from phalanx.observe.event_log import EventLogError, follow
 from phalanx.observe.ledger import Recovery
 from phalanx.plugins import load_plugin
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, RunResult, read_resolved, step_of
@@ -133,7 +133,14 @@ def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool
         except Exception as error:
             # stderr may be broken too.
             with suppress(OSError):
-                click.echo(f"warning: the display failed: {error!r}; training continues", err=True)
+                text = f"{error}" if isinstance(error, EventLogError) else f"{error!r}"
+                click.echo(f"warning: the display failed: {text}; training continues", err=True)
+                if not run.directory.path.is_dir():
+                    click.echo(
+                        f"warning: {run.directory.path} is gone, renamed or removed: move it back, since no checkpoint can be saved "
+                        "before",
+                        err=True,
+                    )
 
     return show
 
@@ -223,7 +230,7 @@ def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, stor
             fleets = {"unsaved_steps": ending.unsaved_steps} if story else {}
             click.echo(json.dumps({"stopped": True, "saved_step": step} | fleets))
         return ending.exit_code
-    who = "" if ending.failed_rank is None else f"rank {ending.failed_rank} "
+    who = "" if ending.failed_rank is None else f"rank {ending.failed_rank}: "
     click.echo(f"error: {who}{ending.message}", err=True)
     if run.directory.committed_steps():
         click.echo(f"To continue from the newest checkpoint: {again}", err=True)

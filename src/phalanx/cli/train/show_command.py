@@ -25,7 +25,7 @@ from phalanx.parallel.collectives import collectives, rounds_per_step
 from phalanx.run.fields import POSITIVE, JsonObject, RunFileError
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout, layout_of, layout_problems, micro_batches_per_slot
-from phalanx.run.read import compute_format, device_of, read_run
+from phalanx.run.read import compute_format, device_of, read_run, run_file_at
 from phalanx.run.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ def command(options: ShowOptions) -> None:
     if any(not 0 <= rank < (options.ranks or 0) for rank in options.chosen):
         raise click.UsageError(f"--rank must be from 0 to {(options.ranks or 0) - 1}")
     with explained():
-        spec = read_run(options.run_file, PRESETS, options.overrides)
+        spec = read_run(run_file_at(options.run_file), PRESETS, options.overrides)
         facts = _facts(spec)
         laid_out = resolved(spec, options.ranks, options.run_file) if options.ranks else None
     if laid_out and options.ranks:

@@ -203,6 +203,10 @@ def read_fleet_file(run_dir: Path) -> FleetFile:
         silent = not content.over and time.time() - content.written_unix_s > _STALE_S
         return _as_claimed(run_dir, content) if silent else content
     except FileNotFoundError:
+        if not RunDirectory(run_dir).run_file.exists():
+            raise FleetFileError(
+                f"{run_dir} is no run directory: it has no run.toml; phalanx runs list shows where runs are"
+            ) from None
         raise FleetFileError(
             f"there is no {path}: no fleet was ever started there; start one with phalanx train RUN_FILE --nodes N"
         ) from None

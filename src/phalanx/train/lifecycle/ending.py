@@ -108,4 +108,7 @@ def last_words(log: Path, ended: str, *, prefix: str = "", lines: int = 15) -> s
     failure = read_failure(log)
     if failure is not None:
         return f"{prefix}{failure.message}"
-    return "\n".join([f"{ended}; the end of {log}:", *last_text(log, lines)])
+    text = last_text(log, lines)
+    return (
+        "\n".join([f"{ended}; the end of {log}:", *text]) if text else f"{ended}; {log} is missing or empty"
+    )

@@ -390,9 +390,9 @@ class Trainer:
             guardian.await_authority()
         self._saving.save(progress)
         if not self._saving.settle():
-            remedy = "make room and start again: the run resumes from its newest checkpoint, or starts from scratch if it has none"
+            remedy = "mend this and start again: the run resumes from its newest checkpoint, or starts from scratch if it has none"
             problem = f"all {progress.step} steps are done, but the last checkpoint could not be saved"
-            raise UnsavedError(f"{problem}; {remedy}", remedy)
+            raise UnsavedError(f"{problem}: {self._saving.last_failure} To go on, {remedy}", remedy)
         try:
             scores = self._evaluation.run(progress.step, self._spec.evaluation.final_sequences)
         except EvaluationStoppedError:

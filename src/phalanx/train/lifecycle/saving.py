@@ -60,8 +60,8 @@ class Saving:
         self._stalls_s: dict[int, float] = {}
         """The time for which each save held training up, by step."""
         self._last_step: int | None = None
-        self._last_is_durable = True
-        """True if the newest save that has ended is durable; known to rank 0 only."""
+        self.last_failure = ""
+        """The reason why the newest save that has ended failed, empty if it is durable; on every rank as of the last ``settle``."""
         self._best_steps: list[int] = []
         """The step of the best evaluation; before it the one of before, until the checkpoint of the newer one is durable."""
         self._spikes: list[int] = []
@@ -126,7 +126,7 @@ class Saving:
         training = self._training
         outcomes = training.saver.poll()
         for outcome in outcomes:
-            self._last_is_durable = outcome.status != "failed"
+            self.last_failure = str(outcome.error) if outcome.status == "failed" else ""
             if self._interval is not None:
                 self._note_in_interval(self._interval, outcome)
             if outcome.status == "committed":
@@ -164,7 +164,8 @@ class Saving:
         with self._training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
             self._training.saver.wait()
             self.collect()
-            return broadcast_typed(self._last_is_durable, bool)
+            self.last_failure = broadcast_typed(self.last_failure, str)
+            return not self.last_failure
 
     def settle_copies(self) -> None:
         """Wait until all copies to the store have ended, one way or the other, and report them.

@@ -81,6 +81,7 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
     from phalanx.train.assemble import assemble
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter, first_of_node
+    from phalanx.train.start.memory import shortage_of
 
     first, directory = dist.get_rank() == 0, inputs.directory
     reporter = Reporter(EventLog(directory.events, inputs.attempt) if first else None)
@@ -106,6 +107,11 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
         if first:
             _draw(directory, reporter)
         return result
+    except (RuntimeError, MemoryError) as error:
+        # A fleet starts a worker without memory again, elsewhere if need be.
+        if inputs.warm is None and (short := shortage_of(error)):
+            raise short from error
+        raise
     finally:
         reporter.close(ended=ended)
         if throttling is not None:
@@ -193,6 +199,7 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.train.lifecycle.observers import ObserverError
     from phalanx.train.lifecycle.progress import LossSpikeError, NonFiniteError
     from phalanx.train.measure.numerics import MixedMachinesError
+    from phalanx.train.start.memory import MemoryShortError
     from phalanx.train.step.state import NoGoodCheckpointError
 
     return (
@@ -204,6 +211,7 @@ def known_errors() -> tuple[type[Exception], ...]:
         ForkFailedError,
         LayoutError,
         LossSpikeError,
+        MemoryShortError,
         MixedMachinesError,
         NoGoodCheckpointError,
         NonFiniteError,

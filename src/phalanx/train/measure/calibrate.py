@@ -89,14 +89,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def host_memory_bytes() -> float:
-    """Return the bytes of this machine's memory, or the limit of the container that this process is in if that is less."""
-    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(total, float(text)) if text.isdigit() else total
-
-
 def best_seconds(work: Callable[[], object], settings: Settings) -> float:
     """Return the least seconds of ``work`` over as many rounds as fit the budget, two at least, after one to warm up.
 

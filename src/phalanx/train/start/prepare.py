@@ -6,6 +6,7 @@ Nothing here needs torch, so that mistakes show before a rank is started.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterable, Mapping
 from glob import has_magic
 from pathlib import Path
@@ -98,7 +99,7 @@ def _require_folders(data: DataSpec) -> None:
             also = ", or name a corpus in data.corpus" if name == ONLY else ""
             raise DataError(
                 f"there is no dataset at {field_of(name)} = {address}: prepare one with `phalanx data prepare TEXT... "
-                f"--out {address}`{also}"
+                f"--out {shlex.quote(address)}`{also}"
             )
 
 

@@ -1,5 +1,6 @@
 """Folders of Hugging Face models on disk: written atomically, read with errors that name the file, with the publisher's small files."""
 
+import errno
 import fnmatch
 import json
 import os
@@ -55,6 +56,10 @@ def new_folder(out: Path) -> Iterator[Path]:
         sync(out.parent)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and out.exists():
+            raise HuggingFaceError(
+                f"{out}: was made meanwhile, by another command; name a new folder, or remove that one first"
+            ) from error
         raise HuggingFaceError(
             f"{error.filename or out}: {error.strerror}. No files remain; free space or name another folder."
         ) from error
