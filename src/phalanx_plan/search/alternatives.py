@@ -126,6 +126,8 @@ def _families_of(layout: PlannedLayout) -> Mapping[str, str]:
 _IDEAS = 3
 _MUCH_SLOWER = 1.3
 """Time over the best plan's up to which a plan with other drawbacks is preferred to one that resembles the best."""
+_NO_ALTERNATIVE = 3.0
+"""Time over the best plan's from which a plan is no alternative."""
 _NOTABLE = 0.03
 """Share of the step from which a term is worth naming."""
 
@@ -146,7 +148,7 @@ def ideas_of(
     objective: str,
     placements: Mapping[PlannedLayout, NetworkCost] | None = None,
 ) -> tuple[Idea, ...]:
-    """Return the best plans by ``objective`` that divide the model differently, best first; three if there are as many.
+    """Return the best plans by ``objective`` that divide the model differently, best first; three if as many are not useless.
 
     With ``placements``, only layouts in it count, with the seconds that their placement adds. Layouts that are much
     slower are taken only if there are too few others.
@@ -161,10 +163,15 @@ def ideas_of(
             for estimate in more
             if estimate.layout in placements
         ]
-    timed = [estimate for estimate in (*result.best, *more) if estimate.fits]
+    best = _key(winner, objective)[0]
+    timed = [
+        estimate
+        for estimate in (*result.best, *more)
+        if estimate.fits and _key(estimate, objective)[0] < _NO_ALTERNATIVE * best
+    ]
     ranked = [winner, *sorted(timed, key=lambda estimate: _key(estimate, objective))]
     chosen: list[Estimate] = []
-    near = _MUCH_SLOWER * _key(winner, objective)[0]
+    near = _MUCH_SLOWER * best
     for estimate in (estimate for estimate in ranked if _key(estimate, objective)[0] <= near):
         unlike = (
             _pays_with(estimate.layout) != _pays_with(other.layout)

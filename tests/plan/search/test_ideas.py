@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx_plan.search.alternatives import Idea, ideas_of, short
+from phalanx_plan.search.options import Options
 from phalanx_plan.search.search import search
 from plan.jobs import job
 
@@ -44,6 +45,14 @@ def test_where_the_best_plan_gathers_its_weights_another_keeps_them(
     assert best.layout.zero == 3
     assert min(other.layout.zero for other in others) < 3
     assert max(other.step_s for other in others) < 1.3 * best.step_s
+
+
+def test_a_plan_of_many_times_the_time_is_no_alternative() -> None:
+    mine = job("llama3-405b", "h100:16384", batch=2048, seq_len=8192, stack="phalanx")
+    found = ideas_of(mine, search(mine, Options(require=("tp<=8", "cp=1"))), "time")
+    best, *others = (idea.estimate for idea in found)
+    assert len(others) == 2
+    assert all(other.step_s < 3 * best.step_s for other in others)
 
 
 def test_a_model_that_is_never_divided_still_has_other_plans() -> None:
