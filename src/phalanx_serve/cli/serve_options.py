@@ -197,9 +197,7 @@ _PAGES_BYTES = 1 << 30
 
 def served_run(options: ServeOptions, run_dir: Path) -> ServedRun:
     """Describe the computation, as every process of the service gets it."""
-    memory_bytes = (
-        (0 if options.stream else _PAGES_BYTES) if options.memory is None else max(1, options.memory)
-    )
+    memory_bytes = (0 if options.stream else _PAGES_BYTES) if options.memory is None else options.memory
     return ServedRun(
         str(run_dir),
         options.step,
@@ -225,6 +223,8 @@ def served_run(options: ServeOptions, run_dir: Path) -> ServedRun:
 def require_consistent(options: ServeOptions, path: Path) -> None:
     """Raise UsageError for options that do not apply to the requested kind of service."""
     _require_workers(options)
+    if options.memory == 0:
+        raise click.UsageError("--memory 0 has no room for keys and values: give more, such as 1GiB")
     divided, workers = options.divided, options.workers or ()
     for option, degrees in (("--pipeline", options.pipeline), ("--tensor", options.tensor)):
         if degrees.by_role and not workers:

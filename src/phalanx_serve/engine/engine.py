@@ -124,6 +124,7 @@ class Engine:
             raise e.ServeError(
                 f"{memory_bytes} bytes hold no page of 64 tokens: one needs {needed} bytes; give more memory"
             )
+        memory.require_memory(pages * needed, self.device)
         if exact:
             begin_exact()
         self._spec, self._rows, self._texts, self._far = spec, rows, texts, far

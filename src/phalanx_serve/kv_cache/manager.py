@@ -83,7 +83,9 @@ class KVCacheManager:
         self._spec, self._dtype, self._prefix_cache = spec, kept.dtype, prefix_cache
         self._layers, self._far, self._numbers = layers, far, itertools.count(1)
         self._device = device
-        self.table, self._memory = scheduler.BlockTable(pages), PageMemory(len(layers), pages, kept, device)
+        # A device that is too small refuses the pages, before the table takes memory for each.
+        self._memory = PageMemory(len(layers), pages, kept, device)
+        self.table = scheduler.BlockTable(pages)
         self.root = b""
         """Root of the names of pages."""
 

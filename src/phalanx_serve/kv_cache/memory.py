@@ -17,6 +17,7 @@ of the layers, or some heads of each, has a box of the page. So a page of two pr
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -129,6 +130,15 @@ def copy_bytes(spec: ModelSpec, dtype: torch.dtype, drafts: int = 0) -> int:
 def pages_within(spec: ModelSpec, kept: KVFormat, memory_bytes: int, drafts: int = 0) -> int:
     """Return the number of pages that fit into ``memory_bytes``, with the running texts' own copies."""
     return memory_bytes // (page_bytes(spec, kept) + copy_bytes(spec, kept.dtype, drafts))
+
+
+def require_memory(nbytes: int, device: torch.device) -> None:
+    """Raise ServeError if keys and values of ``nbytes`` exceed the machine's memory. A GPU refuses its own when they are allocated."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device.type == "cpu" and nbytes > total:
+        raise ServeError(
+            f"keys and values of {nbytes:,} bytes exceed this machine's memory of {total:,}: give less (--memory)"
+        )
 
 
 class TextKV:

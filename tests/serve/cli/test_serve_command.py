@@ -32,6 +32,7 @@ def test_what_only_a_run_directory_can_do_is_refused_of_a_published_model(tmp_pa
     for options, remedy in (
         (["--stream"], pack),
         (["--follow", "recompute"], "leave out --follow"),
+        (["--memory", "0"], "--memory 0 has no room"),
         (["--pipeline", "2", "--stages-at", "127.0.0.1:0", *far], imported),
         (["--join", "127.0.0.1:1", *far], imported),
     ):

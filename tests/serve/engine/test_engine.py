@@ -378,6 +378,11 @@ def test_a_request_that_cannot_be_computed_is_refused(request_: Request, said: s
         engine(built("dense")).submit(request_)
 
 
+def test_more_keys_and_values_than_the_machine_s_memory_are_refused() -> None:
+    with pytest.raises(ServeError, match="exceed this machine's memory"):
+        Engine(built("dense"), resolve(KINDS["dense"]), memory_bytes=1 << 50, weights_id="")
+
+
 def test_logits_that_are_not_finite_end_their_request_and_no_other() -> None:
     model = built("dense")
     assert model.embedding is not None
