@@ -54,7 +54,7 @@ def test_the_error_of_an_earlier_process_is_not_taken_for_this_ranks(
     start_instead(monkeypatch, "false")
     ending = run_locally(run, 1, show_nothing)
     assert ending.failed_rank == 0
-    assert ending.message.startswith("ended with exit code 1; the end of")
+    assert ending.message.startswith("ended with exit code 1; ")
     assert ending.kind == ""
 
 

@@ -260,7 +260,7 @@ def test_a_token_file_that_is_damaged_meanwhile_gives_no_process_another_token(
 def test_the_error_of_an_earlier_life_is_not_taken_for_the_coordinators(run: OpenRun) -> None:
     report_failure(ValueError("of an earlier life"), run.directory.named_log(0, "coordinator"), 0)
     message = run_fleet(run, LocalFleet(1, times=AT_ONCE), show_nothing).message
-    assert message.startswith("the coordinator could not run; the end of")
+    assert message.startswith("the coordinator could not run; ")
 
 
 @pytest.mark.usefixtures("starts")
