@@ -6,7 +6,7 @@ fit. The others wait.
 
 Following swaps in each newer checkpoint of the run as it is committed, without dropping a request: for reinforcement
 learning, and to watch a run. The weights are read beside the running steps, so they are in memory twice for that
-time. They replace the old ones between two engine steps. A damaged checkpoint is reported once and skipped. If memory
+time. They replace the old ones between two engine steps. A damaged checkpoint is reported once and skipped until its files change. If memory
 or the storage fails, the read is reported and retried with doubling waits.
 """
 
@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -33,7 +34,8 @@ from phalanx.checkpoint.pack.reader import PackFile, is_pack, open_pack
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.files import files_below
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_folder
 from phalanx.run.kinds.block import prediction_depths
 from phalanx.run.spec import ModelSpec
 from phalanx.train.score import restored_model
@@ -255,15 +257,20 @@ _MOST_LOOKS = 64
 """Most polls between two attempts at a step: two minutes."""
 
 
+_Files: TypeAlias = tuple[tuple[str, int, int], ...]
+"""Path, size and time of the last change of each file of a step."""
+
+
 @dataclass(frozen=True)
 class _Failed:
     """A step that could not be read, and the time of its next attempt."""
 
     again: int
-    """Number of the poll at which the step is tried again; 0 for never."""
+    """Number of the poll at which the step is tried again; 0 if only once its files have changed."""
     wait: int = 1
     """Polls from one attempt to the next."""
     message: str = ""
+    files: _Files = ()
 
 
 class CheckpointFollower:
@@ -330,27 +337,41 @@ class CheckpointFollower:
                 return
 
     def _is_due(self, step: int) -> bool:
-        """Return True for a step that has not failed, or is to be tried again now."""
+        """Return True for a step that has not failed, is to be tried again now, or has other files than when it failed."""
         failed = self._failed.get(step)
-        return failed is None or 0 < failed.again <= self._looks
+        return failed is None or 0 < failed.again <= self._looks or failed.files != self._files_of(step)
+
+    def _files_of(self, step: int) -> _Files:
+        """Return the present files of ``step``; empty if they are being moved or removed."""
+        folder = step_folder(RunDirectory(self._served.path).checkpoints, step)
+        try:
+            files = [(str(path), path.stat()) for path in sorted(files_below(folder))]
+        except OSError:
+            return ()
+        return tuple((path, stat.st_size, stat.st_ctime_ns) for path, stat in files)
 
     def _take(self, step: int) -> bool:
         """Swap in the weights of ``step``, report it and return True; report why not, and return False."""
+        files = self._files_of(step)  # before they are read: they may be copied meanwhile
         try:
             swap = self._swap_to(step)
         except DeviceMemoryError as error:
-            self._try_again(step, f"step {step} cannot take over, and step {self.step} continues: {error}")
+            self._try_again(
+                step, files, f"step {step} cannot take over, and step {self.step} continues: {error}"
+            )
             return False
         except ServeError as error:
-            self._give_up(step, f"step {step} cannot take over, and step {self.step} continues: {error}")
+            self._give_up(
+                step, files, f"step {step} cannot take over, and step {self.step} continues: {error}"
+            )
             return False
         except Exception as error:  # Whatever it is must not end the following of a run for days.
             message = f"step {step} cannot be read, and step {self.step} continues: {_message_of(error)}"
             # Memory and storage may recover, a damaged checkpoint does not.
             if isinstance(error, CheckpointError) and not isinstance(error, StorageError | StorageFullError):
-                self._give_up(step, message)
+                self._give_up(step, files, message)
             else:
-                self._try_again(step, message)
+                self._try_again(step, files, message)
             return False
         self._worker.swap(swap)
         self.step = step
@@ -378,16 +399,18 @@ class CheckpointFollower:
             prepared = self._engine.prepare(model)
         return Swap(step, digest, partial(self._engine.swap, prepared, digest, pages=self._pages))
 
-    def _give_up(self, step: int, message: str) -> None:
-        """Never try a step again, and report why."""
-        self._failed[step] = _Failed(0)
-        self._tell(message)
+    def _give_up(self, step: int, files: _Files, message: str) -> None:
+        """Record a failure, so that the step is not tried again while it has these ``files``, and report it if it is another."""
+        before = self._failed.get(step, _Failed(0))
+        self._failed[step] = _Failed(0, message=message, files=files)
+        if message != before.message:
+            self._tell(message)
 
-    def _try_again(self, step: int, message: str) -> None:
+    def _try_again(self, step: int, files: _Files, message: str) -> None:
         """Record a failure, so that the step is tried again after more and more looks, and report it if it is another."""
         before = self._failed.get(step, _Failed(0))
         wait = min(_MOST_LOOKS, 2 * before.wait)
-        self._failed[step] = _Failed(self._looks + wait, wait, message)
+        self._failed[step] = _Failed(self._looks + wait, wait, message, files)
         if message != before.message:
             self._tell(f"{message}; it is tried again")
 

@@ -20,6 +20,7 @@ from checkpoint.saved_models import save_models
 from phalanx.checkpoint.format.errors import StorageError
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.model.transformer import Transformer
+from phalanx.run.directory.paths import step_folder
 from phalanx.run.spec import ModelSpec
 from phalanx_serve.cli.serve_command import command
 from phalanx_serve.engine.engine import Engine, KeptPages, Prepared
@@ -139,6 +140,26 @@ def test_a_checkpoint_that_cannot_be_read_is_told_once_and_the_old_one_goes_on(r
     (only,) = said
     assert only.startswith("step 3 cannot be read, and step 1 continues: ")
     assert follower.step == 1
+
+
+def test_a_checkpoint_that_was_met_half_copied_takes_over_once_it_is_whole(run_dir: Path) -> None:
+    served = ServedRun(str(run_dir), 1, "float32", 64, 1 << 22, 64, "fast")
+    opened = open_engine(served)
+    assert isinstance(opened.engine, Engine)
+    folder = step_folder(run_dir / "checkpoints", 3)
+    whole = {
+        file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.suffix != ".json"
+    }
+    said: list[str] = []
+    worker = EngineWorker(opened.engine, opened.identity, step=1)
+    follower = CheckpointFollower(served, opened.engine, worker, 1, "mixed", said.append)
+    for missing_bytes in (200, 100, 0):
+        for file, content in whole.items():
+            file.write_bytes(content[: len(content) - missing_bytes])
+        follower.look()
+    worker.close()
+    assert follower.step == 3
+    assert said[-1].startswith("step 3 takes over")
 
 
 @dataclasses.dataclass
