@@ -21,7 +21,7 @@ from phalanx.data.chat.messages import Message
 from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.published import PublishedTokenizer
-from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from phalanx.data.tokenizers.tokenizer import Tokenizer, load_own_tokenizer, load_tokenizer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.read import addresses
 from phalanx_serve.http.admission import LengthLimit
@@ -61,7 +61,7 @@ def load_run_tokenizer(run_dir: Path) -> Tokenizer:
     """
     directory = RunDirectory(run_dir)
     if directory.tokenizer.is_dir():
-        return load_tokenizer(directory.tokenizer)
+        return load_own_tokenizer(directory)
     of_dataset = Path(next(iter(addresses(read_resolved(directory).data).values())))
     if not directory.record.exists() or not of_dataset.is_dir():
         if (model := published_folder(directory)) is not None:

@@ -28,11 +28,10 @@ from phalanx.run.directory.paths import (
     RunDirectoryError,
     is_published,
     locate_checkpoints,
-    read_resolved,
     read_small_json,
 )
 from phalanx.run.fields import POSITIVE, JsonObject
-from phalanx.run.identity import lineage_table, read_lineage
+from phalanx.run.identity import lineage_table, read_lineage, read_unchanged
 from phalanx.run.read import read_run, read_table
 from phalanx.run.spec import ModelSpec
 
@@ -271,7 +270,7 @@ def export_to(
     """
     notes: tuple[str, ...] = ()
     checkpoints = checkpoint_place(place, step)
-    with explained(CheckpointError, RunDirectoryError):
+    with explained(CheckpointError, DataError, RunDirectoryError):
         tier = DiskTier(checkpoints.root)
         chosen = checkpoints.newest(tier.steps())
         if kind == "dcp":
@@ -280,10 +279,13 @@ def export_to(
             export_dcp(tier, chosen, out)
         else:
             from phalanx.checkpoint.interop.huggingface.convert import export_hf
+            from phalanx.data.tokenizers.tokenizer import load_own_tokenizer
 
             run = RunDirectory(checkpoints.root.parent)
-            spec = read_resolved(run)
+            spec = read_unchanged(run)
             tokenizer = run.tokenizer if run.tokenizer.is_dir() else None
+            if tokenizer is not None:
+                load_own_tokenizer(run)  # refuses another one
             published = run.published if run.published.is_dir() else None
             # An imported model that was never trained has no sequence length of its own.
             trained = published is None or run.record.exists()

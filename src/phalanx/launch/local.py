@@ -27,9 +27,10 @@ from phalanx.observe.record.records import usable_cores
 from phalanx.process.child import Child, describe_exit, end_all
 from phalanx.process.this_process import StopOrders, on_stop_signals
 from phalanx.run.directory.files import write_atomically
-from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.factory import rank_environment
 from phalanx.run.fields import RunFileError, listing
+from phalanx.run.identity import read_unchanged
 from phalanx.run.layout import layout_problems, replica_ranks
 from phalanx.run.read import found_again, to_table
 from phalanx.run.smaller_degrees import divided_over
@@ -268,7 +269,7 @@ def replay_run(
     Raises ``ReplayError``.
     """
     directory = RunDirectory(path)
-    spec, record = read_resolved(directory), directory.read_record()
+    spec, record = read_unchanged(directory), directory.read_record()
     spec = dataclasses.replace(spec, data=found_again(spec.data, record, same_end=False))
     if in_fp32:
         wide = dataclasses.replace(spec.precision, compute="fp32", matmul="compute")

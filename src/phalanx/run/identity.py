@@ -22,12 +22,14 @@ from typing import Any
 
 import msgspec
 
-from phalanx.run.directory.paths import step_of
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.fields import FieldType, Problem, field_types
 from phalanx.run.read import to_table
 from phalanx.run.rules import ARITHMETIC, stages_of
 from phalanx.run.spec import RunSpec
 
+FIRST_ARITHMETIC = "portable 1"
+"""Definition of portable numerics in runs whose record names none."""
 _FLEET_IN_LANES = ("parallel.tensor", "parallel.expert")
 _FLEET_IN_TILES = ("parallel.context", "parallel.context_mode", "parallel.expert")
 
@@ -84,12 +86,13 @@ def _is_tables(value: object) -> bool:
     return isinstance(value, tuple) and bool(value) and all(is_dataclass(item) for item in value)
 
 
-def identity(spec: RunSpec) -> str:
-    """Return the SHA-256 (hex) over the run's own fields, which is the same for every fleet."""
+def identity(spec: RunSpec, arithmetic: str = ARITHMETIC) -> str:
+    """Return the SHA-256 (hex) over the run's own fields, which is the same for every fleet. ``arithmetic`` is the definition of
+    portable numerics."""
     owned = run_owned(spec)
     # Native numerics are omitted, as in versions without a choice. Portable numerics are included by their definition.
     if owned.pop("runtime.numerics", "") == "portable":
-        owned["runtime.numerics"] = ARITHMETIC
+        owned["runtime.numerics"] = arithmetic
     canonical = json.dumps(owned, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -119,6 +122,9 @@ class FieldDifference(msgspec.Struct, frozen=True):
     owner: str
     """The owner of the field: "run", "layout" or "fleet"."""
 
+    def __str__(self) -> str:
+        return f"{self.path}: {self.first!r} -> {self.second!r}"
+
 
 def field_differences(first: RunSpec, second: RunSpec) -> list[FieldDifference]:
     """Return all fields in which two resolved run files differ: the run's first, then the layout's and the fleet's."""
@@ -130,6 +136,53 @@ def field_differences(first: RunSpec, second: RunSpec) -> list[FieldDifference]:
             differing.append(FieldDifference(path, a, b, owner))
     order = ("run", "layout", "fleet")
     return sorted(differing, key=lambda difference: (order.index(difference.owner), difference.path))
+
+
+def identity_record(spec: RunSpec) -> dict[str, object]:
+    """Return the entries of ``record.json`` by which ``changes_since`` finds out whether the run file is still that of the run."""
+    return {"identity": identity(spec), "fields": run_owned(spec)}
+
+
+def changes_since(record: Mapping[str, Any], spec: RunSpec) -> list[FieldDifference]:
+    """Return the fields of the run and the layout in which ``spec`` differs from the last start that ``record`` is of.
+
+    Earlier versions recorded the identity alone; a difference from that is returned as one of the field "identity". Empty for a run
+    without a recorded identity.
+    """
+    recorded = record.get("identity")
+    now = identity(spec, str(record.get("arithmetic", FIRST_ARITHMETIC)))
+    if recorded in (None, now):
+        return []
+    before, after = record.get("fields"), json.loads(json.dumps(run_owned(spec)))
+    if not isinstance(before, dict):
+        return [FieldDifference("identity", str(recorded)[:12], now[:12], "run")]
+    owners = {path: owner for path, (_, owner) in all_fields(spec)}
+    return [
+        FieldDifference(path, before.get(path), after.get(path), owners.get(path, "run"))
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path)
+    ]
+
+
+def run_changes(record: Mapping[str, Any], spec: RunSpec) -> list[FieldDifference]:
+    """Return those of ``changes_since`` that make ``spec`` another run."""
+    return [change for change in changes_since(record, spec) if change.owner == "run"]
+
+
+def read_unchanged(directory: RunDirectory) -> RunSpec:
+    """Return the resolved run of a run directory, whose weights are those of its run file.
+
+    Raises ``RunDirectoryError`` as ``read_resolved`` does, and if fields of the run were changed after its last start.
+    """
+    spec = read_resolved(directory)
+    changed = run_changes(directory.read_record(), spec)
+    if changed:
+        raise RunDirectoryError(
+            f"{directory.run_file} was changed after the run was started; put back what it was:\n"
+            + "\n".join(f"  {change}" for change in changed)
+            + f"\nto train with other values from a step on, then: phalanx train {shlex.quote(str(directory.path))} --from STEP --set FIELD=VALUE"
+        )
+    return spec
 
 
 # The fencing token of a fleet's processes: the start of a run to which they belong, and its resolved run file.

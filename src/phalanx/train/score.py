@@ -26,6 +26,7 @@ from phalanx.model.custom import Chain
 from phalanx.model.layers.moe import make_rows_independent, routers
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.identity import read_unchanged
 from phalanx.run.kinds.block import without_predictions
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.rules import NotPortableError
@@ -52,11 +53,11 @@ def restored_model(
 
     Reads ``run.toml`` and ``checkpoints/``; of a checkpoint, nothing but the weights (fp32 there, ``dtype`` here). What predicts further
     ahead is left out, unless ``ahead`` is set. ``seq_len`` is the length of the sequences that each call has a part of; 0 if a call has them from their
-    beginning. ``cut`` removes parts of the model before anything is read, and returns the tensors of which it has left some rows. Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
+    beginning. ``cut`` removes parts of the model before anything is read, and returns the tensors of which it has left some rows. Raises RunDirectoryError where the run has no checkpoint or its run file was changed, NoSuchStepError, and what ``restore`` raises.
     """
     # The checkpoint's names are the same without what predicts further ahead.
     directory = RunDirectory(run_dir)
-    recorded = read_resolved(directory)
+    recorded = read_unchanged(directory)
     spec = resolve(recorded.model if ahead else without_predictions(recorded.model))
     if not spec.vocab_size:
         raise RunDirectoryError(

@@ -28,6 +28,7 @@ from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.files import held_folder
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.identity import read_unchanged
 from phalanx.run.kinds.block import without_predictions
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RunSpec
@@ -173,7 +174,7 @@ def _not_of(index: PackIndex, run: RunDirectory, step: int, weights_sha256: str 
         return f"is a pack of step {index.step}, under the name of step {step}"
     if weights_sha256 is not None and index.weights_sha256 != weights_sha256:
         return f"holds other weights than step {step} of this run"
-    if resolve(recorded_run(index).model) != resolve(read_resolved(run).model):
+    if resolve(recorded_run(index).model) != resolve(read_unchanged(run).model):
         return "holds another model than this run's"
     return ""
 

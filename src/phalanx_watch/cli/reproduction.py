@@ -16,7 +16,8 @@ from phalanx.cli.train.session import console_for, progress_on
 from phalanx.command_help import Command
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.record.records import usable_cores
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.identity import read_unchanged
 from phalanx.run.spec import RunSpec
 from phalanx.train.compare import runs
 from phalanx_watch.runs import reproduce
@@ -71,7 +72,7 @@ def reproduce_command(
     demand_folder(run_dir, TroubleError)
     with trouble(RunDirectoryError):
         recording = read_recorded(run_dir)
-        spec = read_resolved(RunDirectory(run_dir))
+        spec = read_unchanged(RunDirectory(run_dir))
         if environment is not None:
             python = reproduce.make_environment(
                 recording, environment, lambda text: click.echo(text, err=True)

@@ -36,6 +36,7 @@ Code = Literal[
     "saturated-layer",
     "collapsed-router",
     "dead-units",
+    "changed-run-file",
     "other-data",
     "data-gone",
     "checkpoint-failed",
@@ -287,6 +288,8 @@ class Observed:
     """A sentence for each fact in which the nodes' machines differ."""
     throttled: tuple[Throttling, ...] = ()
     """Nodes that report throttling."""
+    changed_fields: tuple[str, ...] = ()
+    """Fields of the run that were changed in its run file after its last start, with their values."""
     data_fingerprint: str = ""
     """Fingerprint of the data at the start of the run."""
     data_now: str = ""

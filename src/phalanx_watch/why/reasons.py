@@ -39,6 +39,7 @@ from phalanx.run.directory.paths import (
     read_small_json,
     step_folder,
 )
+from phalanx.run.identity import run_changes
 from phalanx.run.read import addresses, found_again
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_url
@@ -58,6 +59,7 @@ RULES: tuple[Rule, ...] = (
         numbers.diverged,
         numbers.not_learning,
         numbers.growing_norm,
+        surroundings.changed_run_file,
         surroundings.other_data,
         fleet.no_coordinator,
     ),
@@ -275,6 +277,7 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         disk=_disk(directory),
         machines=tuple(unlike_machines(directory)),
         throttled=tuple(read_throttling(directory, now)),
+        changed_fields=tuple(map(str, run_changes(record, spec))) if spec is not None else (),
         data_fingerprint=fingerprint if isinstance(fingerprint, str) else "",
         data_now=data_now,
         data_error=data_error,

@@ -4,6 +4,7 @@ synchronized clocks.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from statistics import median
@@ -130,6 +131,23 @@ def full_disk(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 _NAMED = 8
+
+
+def changed_run_file(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if the run file in the run directory is no longer that of the run."""
+    if not observed.changed_fields:
+        return
+    yield o.Reason(
+        code="changed-run-file",
+        severity="critical",
+        title="The run file was changed after the run was started",
+        where=f"{observed.run}/run.toml",
+        since=None,
+        evidence=observed.changed_fields[:_NAMED],
+        doing="a start of the run is refused, and so is what reads its weights: they would be those of another model or recipe",
+        next="put back what it was; to train with other values from a step on, then: "
+        f"phalanx train {shlex.quote(observed.run)} --from STEP --set FIELD=VALUE",
+    )
 
 
 def other_data(observed: o.Observed) -> Iterator[o.Reason]:

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.checkpoint.pack.writer import pack
+from phalanx.data.errors import TokenizerError
 from phalanx.data.stored.index import read_index
+from phalanx.data.tokenizers.tokenizer import load_own_tokenizer, train_bpe
 from phalanx.run.directory.paths import (
     CHECKPOINT_INDEX,
     RunDirectory,
@@ -20,8 +23,11 @@ from phalanx.run.directory.paths import (
     read_resolved,
     step_folder,
 )
+from phalanx.run.identity import read_unchanged
 from phalanx.run.spec import RunSpec
+from phalanx.train.score import restored_model
 from phalanx.train.start.open_run import OpenRun, choose, open_run, run_key
+from phalanx.train.start.origins import child_run
 from run.specs import replace_at
 from tiny_runs import tiny_run
 
@@ -254,3 +260,71 @@ def test_a_start_that_is_refused_removes_nothing(spec: RunSpec) -> None:
 def test_agents_which_open_no_run_import_no_template_language_with_what_opens_runs() -> None:
     code = "import sys, phalanx.fleet.node.agent; sys.exit('jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# A run file or a tokenizer that was changed behind the run's back.
+
+
+def edited(spec: RunSpec, before: str, after: str) -> RunDirectory:
+    """The run of ``spec``, which has saved, with a changed line in the run file of its directory."""
+    with_checkpoint(spec)
+    directory = RunDirectory(Path(spec.run_dir))
+    text = directory.run_file.read_text()
+    assert f"\n{before}\n" in text
+    directory.run_file.write_text(text.replace(f"\n{before}\n", f"\n{after}\n"))
+    return directory
+
+
+def test_a_start_in_a_directory_whose_run_file_was_changed_names_the_fields_and_leaves_the_record_alone(
+    spec: RunSpec,
+) -> None:
+    directory = edited(spec, "rope_theta = 10000.0", "rope_theta = 3.0")
+    record = directory.record.read_bytes()
+    with pytest.raises(RunDirectoryError, match=r"was changed(.|\n)*model\.rope_theta: 10000\.0 -> 3\.0"):
+        opened(read_resolved(directory))
+    assert directory.record.read_bytes() == record
+
+
+def test_neither_weights_are_read_nor_a_child_is_trained_by_a_changed_run_file(spec: RunSpec) -> None:
+    directory = edited(spec, "rope_theta = 10000.0", "rope_theta = 3.0")
+    for use in (
+        lambda: restored_model(directory.path, None),
+        lambda: pack(directory.path),
+        lambda: child_run(directory.path, 1, ["train.steps=9"]),
+    ):
+        with pytest.raises(RunDirectoryError, match=r"was changed(.|\n)*model\.rope_theta"):
+            use()
+
+
+def test_a_changed_run_file_of_a_version_that_recorded_the_identity_alone_is_refused(spec: RunSpec) -> None:
+    directory = edited(spec, "rope_theta = 10000.0", "rope_theta = 3.0")
+    record = json.loads(directory.record.read_text())
+    del record["fields"]
+    directory.record.write_text(json.dumps(record))
+    with pytest.raises(RunDirectoryError, match=r"was changed(.|\n)*identity"):
+        read_unchanged(directory)
+
+
+def test_a_run_without_a_recorded_identity_is_read_as_it_is(spec: RunSpec) -> None:
+    directory = edited(spec, "rope_theta = 10000.0", "rope_theta = 3.0")
+    directory.record.write_text(json.dumps({"attempts": 1}))
+    assert read_unchanged(directory).model.rope_theta == 3.0
+
+
+def test_fields_of_the_fleet_and_the_layout_may_be_changed_in_the_run_file_of_the_directory(
+    spec: RunSpec,
+) -> None:
+    directory = edited(spec, "tensor = 1", "tensor = 2")
+    changed = opened(replace_at(read_unchanged(directory), "checkpoint.every_steps", 7))
+    assert changed.layout_changes == ("parallel.tensor: 1 != 2",)
+    assert opened(read_unchanged(directory)).layout_changes == ()
+
+
+def test_a_tokenizer_of_other_tokens_in_the_directory_is_refused(spec: RunSpec) -> None:
+    directory = opened(spec).directory
+    own = load_own_tokenizer(directory)
+    train_bpe(["some other text entirely, of other letters"] * 9, vocab_size=300).save(directory.tokenizer)
+    with pytest.raises(TokenizerError, match="not the tokenizer that the run was started with"):
+        load_own_tokenizer(directory)
+    opened(spec)  # copies that of its dataset again
+    assert load_own_tokenizer(directory).fingerprint == own.fingerprint

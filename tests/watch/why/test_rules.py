@@ -408,6 +408,14 @@ def test_a_fleet_that_has_ended_has_nothing_wrong_whatever_was_lost(run: Watched
 # --- surroundings ----------------------------------------------------------------------------------------
 
 
+def test_a_run_file_that_was_changed_is_named_with_its_fields_also_once_the_run_has_ended(
+    run: Watched,
+) -> None:
+    change = "model.rope_theta: 10000.0 -> 3.0"
+    found = only(run.reasons(changed_fields=(change,), finished=True, is_held=False))
+    assert (found.code, found.evidence) == ("changed-run-file", (change,))
+
+
 def test_other_data_than_at_the_start_are_named(run: Watched) -> None:
     found = only(run.reasons(data_fingerprint="a" * 64, data_now="b" * 64))
     assert (found.code, found.severity) == ("other-data", "critical")

@@ -44,9 +44,11 @@ from phalanx.checkpoint.pack.layout import (
     padded_bytes,
 )
 from phalanx.checkpoint.tiers.tier import ReadableTier
+from phalanx.data.tokenizers.tokenizer import load_own_tokenizer
 from phalanx.model.narrow import quantize
 from phalanx.run.directory.files import files_below, read_small, sync
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.identity import read_unchanged
 
 # Conversion of fp32 weights to bytes of packed tensors, and back: rounding, scales, and rounding errors.
 
@@ -174,7 +176,9 @@ def pack(
     is named after the run, step and format by default.
     """
     run = RunDirectory(run_dir)
-    spec = read_resolved(run)
+    spec = read_unchanged(run)
+    if run.tokenizer.is_dir():
+        load_own_tokenizer(run)  # refuses another one
     tier, published = weights_tier(run), published_folder(run)
     chosen = _chosen(tier, step, run_dir)
     if path is None and published is not None:

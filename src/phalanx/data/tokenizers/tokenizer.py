@@ -26,6 +26,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers import other_formats, published
+from phalanx.run.directory.paths import RunDirectory
 
 END_OF_DOCUMENT = "<|endoftext|>"
 BYTES_VOCAB_SIZE = 257
@@ -291,6 +292,19 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     if published.read_config(directory).get("phalanx_kind") == "bytes":
         return BytesTokenizer()
     return tokenizer_from_file(directory)
+
+
+def load_own_tokenizer(run: RunDirectory) -> Tokenizer:
+    """Return the tokenizer in a run directory. Raises ``TokenizerError``, also if it is not the one that the run was started with, and
+    ``DamagedRecordError``."""
+    tokenizer = load_tokenizer(run.tokenizer)
+    recorded = run.read_record().get("tokenizer_fingerprint") or tokenizer.fingerprint
+    if tokenizer.fingerprint != recorded:
+        raise TokenizerError(
+            f"{run.tokenizer} is not the tokenizer that the run was started with ({tokenizer.fingerprint[:12]}, not {recorded[:12]}): "
+            "copy tokenizer.json and tokenizer_config.json of the run's dataset there"
+        )
+    return tokenizer
 
 
 def saved_fingerprint(files: Mapping[str, bytes]) -> str:

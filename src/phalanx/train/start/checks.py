@@ -27,7 +27,7 @@ from phalanx.data.reading.sources import (
 )
 from phalanx.data.stored.index import HELD_OUT
 from phalanx.data.tokenizers.published import TOKENIZER_FILE
-from phalanx.data.tokenizers.tokenizer import load_tokenizer, same_tokens
+from phalanx.data.tokenizers.tokenizer import load_own_tokenizer, load_tokenizer, same_tokens
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.model.facts.shape import parameters
 from phalanx.observe.sink_registry import SinkError, require_sinks
@@ -36,11 +36,10 @@ from phalanx.run.directory.paths import (
     committed_steps,
     is_committed,
     locate_checkpoints,
-    read_resolved,
 )
 from phalanx.run.factory import FactoryError
 from phalanx.run.fields import Problem
-from phalanx.run.identity import taken_over_problems
+from phalanx.run.identity import read_unchanged, taken_over_problems
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import ONLY, field_of, plugin_problems, variable_problems
 from phalanx.run.spec import ModelSpec, RunSpec
@@ -158,7 +157,7 @@ def _origin_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], start: P
     yield from _taken_over_problems(spec, places, source, start)
     # A run directory and an imported model have their tokenizer beside the checkpoints; a checkpoint elsewhere has none.
     if source.tokenizer.is_dir() and not same_tokens(
-        load_tokenizer(source.tokenizer), load_tokenizer(tokenizer_folder(places))
+        load_own_tokenizer(source), load_tokenizer(tokenizer_folder(places))
     ):
         yield Problem(
             "checkpoint.init_from",
@@ -227,7 +226,7 @@ def _taken_over_problems(
         )
         return
     if source.run_file.is_file():
-        yield from taken_over_problems(read_resolved(source), spec)
+        yield from taken_over_problems(read_unchanged(source), spec)
     if spec.checkpoint.init_with == "training":
         yield from _other_data_problems(places, source)
 

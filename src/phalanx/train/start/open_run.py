@@ -26,6 +26,7 @@ import tomli_w
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.object_tier import ObjectTier, require_conditional_store
+from phalanx.data.tokenizers.tokenizer import saved_fingerprint
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
 from phalanx.hardware.portable.build import library_file, unfit_processor
 from phalanx.observe.event_log import next_attempt
@@ -33,10 +34,14 @@ from phalanx.process.this_process import host_name
 from phalanx.run.directory.files import remove_temporaries, write_atomically
 from phalanx.run.directory.paths import FLEET_NAMES, RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.identity import (
+    FIRST_ARITHMETIC,
+    changes_since,
     differences,
     extending_command,
     identity,
+    identity_record,
     layout_changes,
+    read_unchanged,
     run_owned,
     shares_past,
 )
@@ -114,8 +119,6 @@ def _changes(url: str, owner: bytes, spec: RunSpec, fingerprint: str) -> list[st
 
 
 _PATIENCE_S = 3.0
-_FIRST_ARITHMETIC = "portable 1"
-"""Definition of portable numerics in runs whose record names none."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +205,11 @@ def open_run(
                 directory.result.unlink()
             before = directory.read_record()
             attempt = max(next_attempt(directory.events), before.get("attempts", 0), directory.next_journal())
+            _copy_tokenizer(tokenizer_folder, directory.tokenizer)
             record = {
-                "identity": identity(spec),
+                **identity_record(spec),
                 "data_fingerprint": fingerprint,
+                "tokenizer_fingerprint": _fingerprint_in(directory.tokenizer),
                 **({"arithmetic": ARITHMETIC} if spec.runtime.numerics == "portable" else {}),
                 **record_of(spec.data),
                 **({"data_sources": dict(sources)} if sources else {}),
@@ -215,7 +220,6 @@ def open_run(
             write_atomically(directory.record, (json.dumps(record, indent=1) + "\n").encode())
             write_atomically(directory.run_file, tomli_w.dumps(to_table(spec)).encode())
             directory.logs.mkdir(exist_ok=True)
-            _copy_tokenizer(tokenizer_folder, directory.tokenizer)
             _copy_tasks(spec, directory)
             if template_folder is not None:
                 _take_over_template(template_folder, directory.tokenizer)
@@ -291,9 +295,14 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
         return []  # nothing was ever saved here, so nothing can be mixed up
     remedy = "give another run_dir, or undo the change"
     # Read back rather than by the recorded identity: a field that is new in this version has its default there.
-    last = read_resolved(directory)
+    last = read_unchanged(directory)
     changes = layout_changes(last, spec)
     differing = [line for line in differences(last, spec) if line not in changes]
+    # Degrees that were changed in the run file of the directory itself.
+    changes += [
+        f"{change.path}: {change.first!r} != {change.second!r}"
+        for change in changes_since(directory.read_record(), last)
+    ]
     if differing:
         changed = {line.split(":")[0]: None for line in differing}
         saved = [
@@ -310,7 +319,7 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
             + "\n".join(f"  {line}" for line in differing)
             + (child if command else "")
         )
-    arithmetic = directory.read_record().get("arithmetic", _FIRST_ARITHMETIC)
+    arithmetic = directory.read_record().get("arithmetic", FIRST_ARITHMETIC)
     if last.runtime.numerics == "portable" and arithmetic != ARITHMETIC:
         raise RunDirectoryError(
             f"run directory {directory.path} was computed with another definition of portable numerics ({arithmetic}, here {ARITHMETIC}): go on with "
@@ -351,6 +360,11 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     target.mkdir(exist_ok=True)
     for file in source.glob("tokenizer*.json"):
         shutil.copyfile(file, target / file.name)
+
+
+def _fingerprint_in(folder: Path) -> str:
+    """Return the fingerprint of the tokenizer in ``folder``; empty if it has no complete one."""
+    return saved_fingerprint({file.name: file.read_bytes() for file in folder.glob("tokenizer*.json")})
 
 
 def _copy_tasks(spec: RunSpec, directory: RunDirectory) -> None:

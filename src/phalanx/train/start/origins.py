@@ -25,7 +25,7 @@ from phalanx.run.directory.paths import (
     step_folder,
 )
 from phalanx.run.fields import Problem, RunFileError
-from phalanx.run.identity import differences
+from phalanx.run.identity import differences, read_unchanged
 from phalanx.run.read import override, record_of
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.open_run import OpenRun, holds_steps
@@ -41,7 +41,7 @@ def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSp
     Whether the fields of ``overrides`` may differ is checked when it is prepared (``train/start/checks.py``).
 
     Raises:
-        RunDirectoryError: It is no run directory, or has no such checkpoint.
+        RunDirectoryError: It is no run directory, its run file was changed, or it has no such checkpoint.
         RunFileError: An override is wrong.
     """
     directory = RunDirectory(parent)
@@ -51,7 +51,7 @@ def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSp
                 directory.run_file,
                 [Problem(setting.partition("=")[0], "--from says it", "leave out one of the two")],
             )
-    spec = read_resolved(directory)
+    spec = read_unchanged(directory)
     steps = committed_steps(directory.checkpoints) if directory.checkpoints.is_dir() else []
     if not steps:
         raise RunDirectoryError(f"{parent} has saved no checkpoint yet, so there is nothing to go on from")
