@@ -22,7 +22,13 @@ from typing import Any
 
 import msgspec
 
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
+from phalanx.run.directory.paths import (
+    RunDirectory,
+    RunDirectoryError,
+    read_resolved,
+    read_small_json,
+    step_of,
+)
 from phalanx.run.fields import FieldType, Problem, field_types
 from phalanx.run.read import to_table
 from phalanx.run.rules import ARITHMETIC, stages_of
@@ -175,7 +181,7 @@ def read_unchanged(directory: RunDirectory) -> RunSpec:
     Raises ``RunDirectoryError`` as ``read_resolved`` does, and if fields of the run were changed after its last start.
     """
     spec = read_resolved(directory)
-    changed = run_changes(directory.read_record(), spec)
+    changed = run_changes(read_small_json(directory.record), spec)
     if changed:
         raise RunDirectoryError(
             f"{directory.run_file} was changed after the run was started; put back what it was:\n"

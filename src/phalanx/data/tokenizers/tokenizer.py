@@ -26,7 +26,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers import other_formats, published
-from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.paths import RunDirectory, read_small_json
 
 END_OF_DOCUMENT = "<|endoftext|>"
 BYTES_VOCAB_SIZE = 257
@@ -295,10 +295,9 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 def load_own_tokenizer(run: RunDirectory) -> Tokenizer:
-    """Return the tokenizer in a run directory. Raises ``TokenizerError``, also if it is not the one that the run was started with, and
-    ``DamagedRecordError``."""
+    """Return the tokenizer in a run directory. Raises ``TokenizerError``, also if it is not the one that the run was started with."""
     tokenizer = load_tokenizer(run.tokenizer)
-    recorded = run.read_record().get("tokenizer_fingerprint") or tokenizer.fingerprint
+    recorded = read_small_json(run.record).get("tokenizer_fingerprint") or tokenizer.fingerprint
     if tokenizer.fingerprint != recorded:
         raise TokenizerError(
             f"{run.tokenizer} is not the tokenizer that the run was started with ({tokenizer.fingerprint[:12]}, not {recorded[:12]}): "
