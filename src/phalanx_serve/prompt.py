@@ -146,6 +146,8 @@ def frame_messages(
     framing = framing or Framing()
     plain = plain_messages(messages, template)
     for name in framing.variables:
+        if name in ("add_generation_prompt", "continue_final_message"):
+            raise FramingError(f"{name} is a field of the request: set it there", "chat_template_kwargs")
         if name in template.own_variables or not template.names(name):
             raise FramingError(f"the chat template has no variable {name!r} to set", "chat_template_kwargs")
     if framing.tools and not template.names("tools"):

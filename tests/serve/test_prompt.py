@@ -316,6 +316,11 @@ def test_a_developer_is_the_system_where_the_template_knows_none(bare_run: RunDi
         ({}, Framing(tools=TOOLS), "^tools: "),
         ({}, Framing(variables={"enable_thinking": False}), "^chat_template_kwargs: "),
         ({}, Framing(variables={"messages": []}), "^chat_template_kwargs: "),
+        (
+            {},
+            Framing(variables={"add_generation_prompt": False}),
+            "add_generation_prompt is a field of the request",
+        ),
     ],
 )
 def test_what_the_template_would_leave_out_is_refused_by_its_field(

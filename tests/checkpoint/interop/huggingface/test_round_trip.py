@@ -336,6 +336,13 @@ def test_a_missing_or_torn_weight_file_is_named(published: Path, tmp_path: Path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["published"]
 
 
+def test_a_torn_generation_config_is_refused_at_import(published: Path, tmp_path: Path) -> None:
+    (published / "generation_config.json").write_text('{"eos_token_id": [1')
+    with pytest.raises(HuggingFaceError, match=r"published/generation_config.json: not JSON"):
+        import_hf(published, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_missing_foreign_and_misshapen_tensors_are_all_named(published: Path, tmp_path: Path) -> None:
     tensors = load_file(published / "model.safetensors")
     del tensors["model.norm.weight"]
