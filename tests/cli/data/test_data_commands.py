@@ -287,3 +287,18 @@ def test_what_is_wrong_with_conversations_is_said_with_the_remedy(
     assert message in " ".join(refused.stderr.split())
     assert "Traceback" not in refused.stderr
     assert not (chats / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("documents", "length", "seq_len", "warned"),
+    [(200, 3, 256, ()), (3, 100, 128, ()), (6, 100, 128, ("documents are few",))],
+)
+def test_the_short_last_record_of_packed_documents_is_no_sign_of_too_few(
+    tmp_path: Path, documents: int, length: int, seq_len: int, warned: tuple[str, ...]
+) -> None:
+    line = json.dumps({"text": "x" * length}) + "\n"
+    (tmp_path / "texts.jsonl").write_text(line * documents)
+    pack = ("--tokenizer", "bytes", "--pack", "--seq-len", str(seq_len), "--out", "packed")
+    shown = run(["data", "prepare", "texts.jsonl", *pack], tmp_path).stdout
+    assert "less than one sequence" not in shown
+    assert [text for text in ("documents are few",) if text in shown] == list(warned)

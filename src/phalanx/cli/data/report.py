@@ -130,11 +130,14 @@ def _lines_of_tokens(index: DatasetIndex, *, by_recipe: bool) -> Iterator[str]:
     """Yield lines on the tokens of each split and the padding; warnings if there are too few."""
     train, held_out = index.train, index.held_out
     yield f"{train.tokens:,} tokens to train on, {held_out.tokens:,} held out"
-    if train.tokens <= TrainSpec.seq_len:
-        yield f"warning: that is less than one sequence of train.seq_len = {TrainSpec.seq_len}: give more text, or train on shorter sequences"
+    # A record of packed documents is a whole sequence; of a stream, a sequence needs one token more, its last target.
+    if train.tokens < (index.packed_seq_len or TrainSpec.seq_len + 1):
+        seq_len = index.packed_seq_len or TrainSpec.seq_len
+        yield f"warning: that is less than one sequence of train.seq_len = {seq_len}: give more text, or train on shorter sequences"
     if index.packed_seq_len:
         share, few = train.padding / max(1, train.tokens), ""
-        if share > _MUCH_PADDING:
+        # The last record of the stream is short for want of documents alone.
+        if share > _MUCH_PADDING and train.padding >= index.packed_seq_len:
             few = "; documents are few, or their lengths do not fit together"
             if by_recipe:
                 few = "; a portion has too few documents to fill them better: a larger output.portion_bytes, with another --out, helps"
