@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.launch.local import in_slurm_step, slurm_domains, started_as_rank
+from phalanx.launch.engines.order import in_slurm_step, slurm_domains, started_as_rank
 
 
 @pytest.mark.parametrize(

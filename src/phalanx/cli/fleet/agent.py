@@ -25,7 +25,7 @@ from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import SecurityError
 from phalanx.fleet.control.succession.reign import successor_in
 from phalanx.hardware.local.network import dial, family_of, join_address, split_address
-from phalanx.launch.engines.order import EngineError
+from phalanx.launch.engines.order import EngineError, in_slurm_step, slurm_domains
 from phalanx.launch.kubernetes.engine import (
     begin_submission,
     exit_code,
@@ -35,7 +35,6 @@ from phalanx.launch.kubernetes.engine import (
     show_life,
 )
 from phalanx.launch.kubernetes.request import TASK
-from phalanx.launch.local import in_slurm_step, slurm_domains
 from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.logs.capture import also_log
 from phalanx.observe.logs.log_file import order_for

@@ -42,10 +42,7 @@ from phalanx.launch.engines.engine import (
     wait_until_ended,
 )
 from phalanx.launch.engines.order import FOLDER, EngineError
-from phalanx.launch.engines.slurm_script import RETURNED
 from phalanx.launch.engines.submission import Submitted, read_record, submitter_of, wait_for_submitter
-from phalanx.launch.kubernetes import cluster
-from phalanx.launch.kubernetes.cluster import ClusterJob
 from phalanx.model.facts.presets import PRESETS
 from phalanx.plugins import plugin_names
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, RunFileError, unknown_value
@@ -54,6 +51,7 @@ from phalanx.run.spec import RunSpec
 
 if TYPE_CHECKING:
     from phalanx.fleet.control.fleet_file import FleetFile
+    from phalanx.launch.kubernetes.cluster import ClusterJob
 
 _OF_SOME_ENGINES = {"out": "manifests", "lender": "nodes that several runs share"}
 """Options that not every engine uses -> their purpose."""
@@ -267,6 +265,7 @@ def _give_back(run_dir: Path, made: Submitted) -> None:
     Prints the outcome; a failure is not raised.
     """
     from phalanx.cli.fleet.fleet_command import request_nodes
+    from phalanx.launch.engines.slurm_script import RETURNED
 
     if not made.taken_from:
         return
@@ -323,6 +322,8 @@ def leading_log(run: SubmittedRun) -> Path:
 
 def print_status(name: str, namespace: str, last: int, *, as_json: bool) -> None:
     """Print the state of a run in the cluster; if it runs, also that of its fleet, as the leading pod sees it. Raises ``EngineError``."""
+    from phalanx.launch.kubernetes import cluster
+
     job = _named(name, namespace)
     if not as_json:
         click.echo(f"job {job.name} (kubernetes): {job.sentence}")
@@ -336,6 +337,8 @@ def print_status(name: str, namespace: str, last: int, *, as_json: bool) -> None
 
 def cancel_job(name: str, namespace: str, *, now: bool, wait: bool) -> None:
     """Delete a run's job, and print so; one that trains saves first, unless ``now``. Raises ``EngineError`` if there is none."""
+    from phalanx.launch.kubernetes import cluster
+
     job = _named(name, namespace)
     if not now and not job.ended:
         click.echo(f"job {job.name} saves and ends (phalanx cancel --now ends it at once)")
@@ -346,11 +349,15 @@ def cancel_job(name: str, namespace: str, *, now: bool, wait: bool) -> None:
 
 def print_log(name: str, namespace: str, *, index: int, follow: bool, last: int) -> int:
     """Print the output of a run's pod. Return kubectl's exit code."""
+    from phalanx.launch.kubernetes import cluster
+
     return cluster.print_logs(_named(name, namespace), index=index, follow=follow, last=last)
 
 
 def _named(name: str, namespace: str) -> ClusterJob:
     """Return the job of a name. Raises ``EngineError`` if there is none."""
+    from phalanx.launch.kubernetes import cluster
+
     job = cluster.job_named(name, namespace)
     if job is None:
         raise EngineError(

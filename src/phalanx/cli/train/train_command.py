@@ -37,13 +37,8 @@ from phalanx.command_help import Command
 from phalanx.data.errors import DataError
 from phalanx.data.reading.sources import index_of_places
 from phalanx.hardware.local.detect import set_for_rank
-from phalanx.launch.local import (
-    ReplayError,
-    ranks_on_this_machine,
-    replay_locally,
-    run_locally,
-    started_as_rank,
-)
+from phalanx.launch.engines.order import started_as_rank
+from phalanx.launch.local import ReplayError, ranks_on_this_machine, replay_locally, run_locally
 from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.display.terminal import show_events
 from phalanx.observe.event_log import follow

@@ -28,7 +28,7 @@ from phalanx.fleet.control.security import (
     read_keyring,
 )
 from phalanx.hardware.local.network import address_towards, listening_address, split_address
-from phalanx.launch.local import in_slurm_step
+from phalanx.launch.engines.order import in_slurm_step
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.log_file import order_for
 from phalanx.process.child import Child

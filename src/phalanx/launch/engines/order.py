@@ -1,4 +1,4 @@
-"""The order that an engine gets: a run, its files, the number of nodes, and the values of ``[launch]``; and how schedulers' tools are run.
+"""The order that an engine gets: a run, its files, the number of nodes, and the values of ``[launch]``; how schedulers' tools are run, and what other launchers set.
 
 The files of a start are in ``RUN_DIR/launch``: ``run.toml`` (the run file with all overrides, frozen, so that what is queued is not what
 somebody edits meanwhile), what was given to the engine, ``submitted.json``, the job's log, and a nonce by which every node shows that it
@@ -280,3 +280,34 @@ def run_tool(
         meaning = next((meaning for word, meaning in _MEANS.items() if word in output), output)
         raise EngineError(f"{words[0]}: {meaning}")
     return done.stdout + (done.stderr if errors_too else "")
+
+
+# Launchers that are not ours (torchrun or srun), by the environment: whether this process is a rank, and the domains of its node.
+
+
+def in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """True in a process that srun started."""
+    return "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ
+
+
+def slurm_domains(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The switches or blocks above this node, widest first, by the environment of a Slurm step; none without topology/tree or block.
+
+    SLURM_TOPOLOGY_ADDR is "core.spine1.leaf1.n1" with the pattern "switch.switch.switch.node" (slurm.schedmd.com/srun.html). Names may
+    hold dots themselves only where the pattern has as many parts fewer, which is then not used.
+    """
+    parts = environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+    pattern = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    return tuple(parts[:-1]) if len(parts) == len(pattern) and pattern[-1] == "node" else ()
+
+
+def started_as_rank(environ: Mapping[str, str]) -> bool:
+    """True under ``torchrun`` (or anything that sets RANK and WORLD_SIZE) and inside a Slurm step of tasks.
+
+    A shell from ``srun --pty`` is a step of one task and does not count as a rank.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return True
+    return (
+        "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and environ.get("SLURM_NTASKS", "1") != "1"
+    )
