@@ -242,8 +242,7 @@ def test_a_library_is_another_one_when_a_header_changes_that_a_source_or_another
 INTERPRETED = """
 import torch
 from phalanx.hardware.kernels.choose import differences
-from phalanx.hardware.kernels.gpu import GpuKernels
-from phalanx.hardware.kernels.gpu_bins import add_to_bins
+from phalanx.hardware.kernels.gpu import GpuKernels, add_to_bins
 from phalanx.hardware.kernels.reference import TorchKernels
 from phalanx.parallel.reduction.reproducible_sums import matches_operations
 # A GPU's roots are rounded correctly, and so are these: fp64 has more than twice the bits.
@@ -270,7 +269,7 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from phalanx.hardware.kernels import gpu, gpu_bins
+from phalanx.hardware.kernels import gpu
 
 floats = "scale keep_mean new_mean keep_square new_square root eps rate decay".split()
 common = {"table": "*i64", "rows": "i32"}
@@ -278,10 +277,10 @@ update = common | dict.fromkeys(floats, "fp32")
 peak, sums = common | {"peaks": "*i32"}, common | {"constants": "*fp64", "sums": "*fp64"}
 lengths = "gradient_stride elements all_spans first_element first_span spans width".split()
 bins = {"gradient": "*fp32", "words": "*i32", "tops": "*i8"} | dict.fromkeys(lengths, "i32")
-for program, signature in ((gpu._adamw, update), (gpu._peak, peak), (gpu._extract, sums), (gpu_bins._add, bins)):
+for program, signature in ((gpu._adamw, update), (gpu._peak, peak), (gpu._extract, sums), (gpu._add, bins)):
     for unit in gpu._UNITS:
         fixed = {"BLOCK": gpu._BLOCK, "TILES": gpu._TILES, "UNIT": unit}
-        if program is gpu_bins._add:
+        if program is gpu._add:
             fixed = {"SIZE": 8 * unit, "SPANS": 128 // unit}
         source = ASTSource(program, signature | dict.fromkeys(fixed, "constexpr"), constexprs=fixed)
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})

@@ -36,7 +36,8 @@ def audited_steps(
     import torch
     import torch.distributed as dist
 
-    from phalanx.fleet.health.audit import AuditVerdict, CorruptionFoundError, LiveAudit
+    from phalanx.fleet.health.audit import AuditVerdict
+    from phalanx.fleet.health.live_audit import CorruptionFoundError, LiveAudit
     from phalanx.observe.ledger import Ledger
     from phalanx.parallel.mesh import build_mesh
     from phalanx.parallel.reduction.data_parallel import local

@@ -16,7 +16,8 @@ from phalanx.checkpoint.format.errors import StorageFullError
 from phalanx.checkpoint.snapshot.segments import Segment, SnapshotMemory
 from phalanx.fleet.control.fleet_file import ClaimRegister
 from phalanx.fleet.core.messages import LEFT_AS_ASKED
-from phalanx.fleet.health.audit import AuditVerdict, CorruptionFoundError
+from phalanx.fleet.health.audit import AuditVerdict
+from phalanx.fleet.health.live_audit import CorruptionFoundError
 from phalanx.fleet.node.rank.rank_guardian import (
     _TOLD_BY_ALL_BYTES,
     _TOLD_BYTES,

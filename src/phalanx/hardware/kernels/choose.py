@@ -175,7 +175,7 @@ def bin_kernel(device: torch.device) -> AddToBins:
     If there is none, raises ``NoHostKernelsError`` on a CPU, and ImportError on a GPU without Triton.
     """
     if on_gpu(device):
-        from phalanx.hardware.kernels.gpu_bins import add_to_bins
+        from phalanx.hardware.kernels.gpu import add_to_bins
 
         return add_to_bins
     return BinKernel().add

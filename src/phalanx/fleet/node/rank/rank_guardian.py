@@ -30,7 +30,7 @@ from phalanx.data.reading.dataset import RunData
 from phalanx.fleet.control.fleet_file import ClaimRegister
 from phalanx.fleet.core.epochs.progress import may_begin
 from phalanx.fleet.core.succession import is_superseded
-from phalanx.fleet.health.audit import LiveAudit
+from phalanx.fleet.health.live_audit import LiveAudit
 from phalanx.fleet.health.stragglers import StragglerWatch
 from phalanx.fleet.node import worker_link as link
 from phalanx.fleet.node.worker_link import Orders, ParkedError

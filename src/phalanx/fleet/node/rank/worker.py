@@ -35,7 +35,7 @@ from phalanx.fleet.control.fleet_file import ClaimRegister
 from phalanx.fleet.control.inquiry import shortened
 from phalanx.fleet.control.security import read_certificates, run_token
 from phalanx.fleet.core.messages import LEFT_AS_ASKED, NO_EPOCH, NO_STEP
-from phalanx.fleet.health.audit import CorruptionFoundError
+from phalanx.fleet.health.live_audit import CorruptionFoundError
 from phalanx.fleet.health.node_health import complaints, of_device
 from phalanx.fleet.node import worker_link as w
 from phalanx.fleet.node.rank.rank_guardian import OVERTIME_S, Hooks, NoHooks, NonFiniteStepError, RankGuardian
