@@ -364,4 +364,8 @@ def test_a_node_that_is_asked_to_end_leaves_without_a_step_computed_twice(tmp_pa
 def test_where_no_fleet_was_ever_started_status_says_how_to_start_one(tmp_path: Path) -> None:
     done = phalanx("status", str(tmp_path))
     assert done.returncode == 1
+    assert "no run directory" in done.stderr
+    (tmp_path / "run.toml").touch()
+    done = phalanx("status", str(tmp_path))
+    assert done.returncode == 1
     assert "phalanx train" in done.stderr
