@@ -361,11 +361,7 @@ def test_a_node_that_is_asked_to_end_leaves_without_a_step_computed_twice(tmp_pa
     assert role(over, "guest") == "given back"
 
 
-def test_where_no_fleet_was_ever_started_status_says_how_to_start_one(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_has_no_status(tmp_path: Path) -> None:
     done = phalanx("status", str(tmp_path))
     assert done.returncode == 1
     assert "no run directory" in done.stderr
-    (tmp_path / "run.toml").touch()
-    done = phalanx("status", str(tmp_path))
-    assert done.returncode == 1
-    assert "phalanx train" in done.stderr
