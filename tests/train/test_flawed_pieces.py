@@ -122,7 +122,7 @@ OF_LANES: dict[str, Flaw] = {
 
 OF_TILES: dict[str, tuple[int, Flaw]] = {
     "gradient of weights, on a rank": (1, (f"{LANED}.shares", "add_in_tree", one_after_the_other)),
-    "gradient of weights, over ranks": (4, (f"{TILED}.rank_tiles", "sum_in_tree", one_after_the_other)),
+    "gradient of weights, over ranks": (4, (f"{TILED}.fixed_tiles", "sum_in_tree", one_after_the_other)),
     "gradient of keys, on a rank": (1, (f"{TILED}.fixed_tiles", "add_in_tree", one_after_the_other)),
     "gradient of keys, over ranks": (4, (f"{TILED}.fixed_tiles", "sum_in_tree", one_after_the_other)),
     "results of attention": (1, (f"{TILED}.fixed_tiles", "tiles", keys_in_two_blocks)),
@@ -139,7 +139,7 @@ OF_EXPERTS: dict[str, Flaw] = {
 OF_BOTH: dict[str, tuple[int, int, Flaw]] = {
     "gradient of weights that lanes share": (2, 1, (SHARES, "_added", without_runs)),
     "gradient of weights, on a rank": (1, 1, (SHARES, "add_in_tree", one_after_the_other)),
-    "gradient of weights, over tiles": (1, 4, (f"{TILED}.rank_tiles", "sum_in_tree", one_after_the_other)),
+    "gradient of weights, over tiles": (1, 4, (f"{TILED}.fixed_tiles", "sum_in_tree", one_after_the_other)),
     "gradient of keys": (1, 1, (f"{TILED}.fixed_tiles", "add_in_tree", one_after_the_other)),
     "results of lanes": (1, 1, (f"{LANED}.layers", "add_in_tree", one_after_the_other)),
     "results of inner elements": (1, 1, (f"{LANED}.layers", "TileByTile.__call__", tiles_at_once)),

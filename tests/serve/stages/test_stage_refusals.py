@@ -178,7 +178,7 @@ def test_who_joins_is_told_which_options_say_nothing_to_a_stage(
     [
         ("--stage-timeout 60", "for the processes of --pipeline or --tensor"),
         ("--tensor 2 --stage-timeout inf", "not in the range"),
-        ("--pipeline 2 --stage-timeout nan", "from 1 to 86400"),
+        ("--pipeline 2 --stage-timeout nan", "nan is no finite number"),
     ],
 )
 def test_a_time_after_which_processes_are_given_up_is_refused_where_it_says_nothing(
