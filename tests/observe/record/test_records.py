@@ -146,7 +146,7 @@ for module in pkgutil.walk_packages(phalanx.observe.__path__, "phalanx.observe."
     if module.name.rpartition(".")[2] not in ("tensorboard", "wandb", "mlflow") and ({ranks} or not {{"rank_stream", "rank_file", "rank_writer", "profile"}} & set(module.name.split("."))):
         importlib.import_module(module.name)
 ours = {{name.split(".")[1] for name in sys.modules if name.startswith("phalanx.")}}
-print(sorted({{"torch", "numpy", "wandb", "tensorboardX"}} & set(sys.modules)), sorted(ours - {{"run", "version", "plugins"}}))
+print(sorted({{"torch", "numpy", "wandb", "tensorboardX"}} & set(sys.modules)), sorted(ours - {{"process", "run", "version", "plugins"}}))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"{arrays} ['observe']"

@@ -193,7 +193,7 @@ def test_a_shell_completes_behind_an_option_that_is_given_twice() -> None:
         (["--report", ""], "--report .: . is a folder"),
         (["--report", "a.html", "--out", "a.html"], "--report and --out both write a.html"),
         (["run.toml", "--report", "./run.toml"], "--report would write over the run file run.toml"),
-        (["--step-error", "nan"], "--step-error nan: write a number from 0 to 1"),
+        (["--step-error", "nan"], "nan is no finite number"),
         (["--assume", "price=2"], "--set cluster.accelerator.price_per_hour="),
         (["--assume", "repair_s"], "--assume repair_s: write a value, as in repair_s=..."),
         (["--require", "tp<=\u00b2"], "a whole number can be required"),
