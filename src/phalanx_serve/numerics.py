@@ -24,7 +24,7 @@ from phalanx.hardware.local.device import answers, device_name, give_back_memory
 from phalanx.hardware.portable.operations import begin, begun
 from phalanx.run.rules import ARITHMETIC, NotPortableError
 from phalanx.run.spec import RunSpec
-from phalanx_serve.traffic import events as e
+from phalanx_serve.traffic import events
 
 # Devices, and what becomes of their errors.
 
@@ -40,12 +40,12 @@ def device_named(name: str, gpus: int, *, only_cpu: str = "", number: int = 0) -
     if name == "cpu" or (name == "auto" and (only_cpu or not gpus)):
         return torch.device("cpu")
     if only_cpu:
-        raise e.ServeError(f"--device {name}: {only_cpu}")
+        raise events.ServeError(f"--device {name}: {only_cpu}")
     if not gpus:
-        raise e.ServeError(f"--device {name}: PyTorch sees no GPU here; serve with --device cpu")
+        raise events.ServeError(f"--device {name}: PyTorch sees no GPU here; serve with --device cpu")
     _, _, place = name.partition(":")
     if place and int(place) >= gpus:
-        raise e.ServeError(
+        raise events.ServeError(
             f"--device {name}: there are {gpus} GPUs here, so the last is cuda:{gpus - 1}"
             if gpus > 1
             else f"--device {name}: there is one GPU here, cuda:0"
@@ -66,9 +66,9 @@ def require_device(device: torch.device, *, exact: bool, divided: bool) -> None:
     if device.type == "cpu":
         return
     if exact:
-        raise e.ServeError(f"the weights are on {device}: {e.NOT_EXACT}")
+        raise events.ServeError(f"the weights are on {device}: {events.NOT_EXACT}")
     if divided:
-        raise e.ServeError(
+        raise events.ServeError(
             f"the weights are on {device}, and the processes of --pipeline and --tensor send each other what a CPU has computed: serve with "
             "--device cpu, or the whole model on one GPU"
         )
@@ -89,14 +89,16 @@ def computing_on(device: torch.device, task: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         give_back_memory(device)
         detail = str(error).splitlines()[0] if str(error) else "out of memory"
-        raise e.DeviceMemoryError(
+        raise events.DeviceMemoryError(
             f"{device} has no memory for {task} ({detail}): keep fewer keys and values there (serve --memory), compute fewer tokens in a pass "
             "(serve --rows), in bfloat16 (--dtype), or on the CPU (--device cpu)"
         ) from error
     except RuntimeError as error:
         if answers(device):
             raise
-        raise e.PartLostError(f"{device} fails every operation ({error}): start the server again") from error
+        raise events.PartLostError(
+            f"{device} fails every operation ({error}): start the server again"
+        ) from error
 
 
 # Numerics.
@@ -111,7 +113,7 @@ def begin_exact() -> None:
     try:
         begin()
     except NotPortableError as error:
-        raise e.NotExactError(
+        raise events.NotExactError(
             f"numerics cannot be exact: {error.reason}; or serve with --numerics fast"
         ) from error
 
@@ -142,7 +144,7 @@ def numerics_id(
     return f"{kind}-{str(dtype).removeprefix('torch.')}-{digest}"
 
 
-def bits_of(numerics: Numerics, run: RunSpec, dtype: str, *, kept: str = "compute") -> e.Bits:
+def bits_of(numerics: Numerics, run: RunSpec, dtype: str, *, kept: str = "compute") -> events.Bits:
     """Return whose bits ``run`` gives as it is served in ``dtype`` ("float32", "bfloat16"): the trainer's, those of the
     request alone, or unspecified.
     """

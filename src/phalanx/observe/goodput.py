@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from phalanx.observe import events as e
+from phalanx.observe import events as run_events
 from phalanx.observe.ledger import NS_PER_S, Bucket, add, format_ledger
 from phalanx.observe.throughput import format_duration
 
@@ -63,13 +63,13 @@ class Goodput:
         return (self.committed_ns + self.pending_ns) / self.held_ns if self.held_ns else 0.0
 
 
-def goodput(events: Iterable[e.Event]) -> Goodput:
+def goodput(events: Iterable[run_events.Event]) -> Goodput:
     """Return the goodput of a run from its events, in any order of attempts but each attempt in its own.
 
     Steps without a ledger count with their ``step_s``, times the steps since the last event; the rest
     of such an attempt is unattributed.
     """
-    attempts: dict[int, list[e.Event]] = {}
+    attempts: dict[int, list[run_events.Event]] = {}
     for event in events:
         attempts.setdefault(event.attempt, []).append(event)
     accounts = _disjoint([_account(own) for _, own in sorted(attempts.items()) if _lived(own)])
@@ -108,30 +108,30 @@ class AttemptAccount:
     last_step: int
 
 
-def attempt_accounts(events: Iterable[e.Event]) -> list[AttemptAccount]:
+def attempt_accounts(events: Iterable[run_events.Event]) -> list[AttemptAccount]:
     """Return the account of each attempt that held its machines, in order, with the reason of its end; together they are all of
     ``goodput(events)``."""
-    attempts: dict[int, list[e.Event]] = {}
+    attempts: dict[int, list[run_events.Event]] = {}
     reasons: dict[int, str] = {}
     lived = 0
     for event in events:
         attempts.setdefault(event.attempt, []).append(event)
         match event.body:
-            case e.EpochLeft(reason=reason):  # told by the coordinator, under an attempt of its own
+            case run_events.EpochLeft(reason=reason):  # told by the coordinator, under an attempt of its own
                 reasons.setdefault(lived, reason)
-            case e.Stopped(reason=reason):
+            case run_events.Stopped(reason=reason):
                 reasons[event.attempt] = reason
-            case e.Finished():
+            case run_events.Finished():
                 reasons[event.attempt] = "finished"
-        if not isinstance(event.body, e.FROM_OUTSIDE):
+        if not isinstance(event.body, run_events.FROM_OUTSIDE):
             lived = event.attempt
     accounts = _disjoint([_account(own) for _, own in sorted(attempts.items()) if _lived(own)])
     return [_described(account, reasons.get(account.events[0].attempt, "")) for account in accounts]
 
 
 def _described(account: _Account, reason: str) -> AttemptAccount:
-    steps = [event.body.step for event in account.events if isinstance(event.body, e.Step)]
-    ranks = [event.body.ranks for event in account.events if isinstance(event.body, e.RunStarted)]
+    steps = [event.body.step for event in account.events if isinstance(event.body, run_events.Step)]
+    ranks = [event.body.ranks for event in account.events if isinstance(event.body, run_events.RunStarted)]
     return AttemptAccount(
         attempt=account.events[0].attempt,
         started_s=account.start_ns / NS_PER_S,
@@ -158,7 +158,7 @@ class _InSteps(NamedTuple):
 class _Account:
     """One attempt: when it began and ended (unix nanoseconds), and where the time between went."""
 
-    events: Sequence[e.Event]
+    events: Sequence[run_events.Event]
     in_steps: Sequence[_InSteps | None]
     """Beside each event: the time in the step loop so far, where the event has it."""
     start_ns: int
@@ -186,12 +186,12 @@ def _disjoint(accounts: list[_Account]) -> list[_Account]:
     return latest_first[::-1]
 
 
-def _lived(events: list[e.Event]) -> list[e.Event]:
+def _lived(events: list[run_events.Event]) -> list[run_events.Event]:
     """The events that the ranks of an attempt wrote themselves."""
-    return [event for event in events if not isinstance(event.body, e.FROM_OUTSIDE)]
+    return [event for event in events if not isinstance(event.body, run_events.FROM_OUTSIDE)]
 
 
-def _account(events: list[e.Event]) -> _Account:
+def _account(events: list[run_events.Event]) -> _Account:
     """Return an attempt's account by its last ledger; the time after that is unattributed. Without a ledger, by its step times.
 
     It ends with the last event in which the attempt lived, of which there must be one (``ValueError``).
@@ -211,17 +211,17 @@ def _account(events: list[e.Event]) -> _Account:
     )
 
 
-def _account_from_step_times(events: list[e.Event], end_ns: int) -> _Account:
+def _account_from_step_times(events: list[run_events.Event], end_ns: int) -> _Account:
     """Return the account of an attempt without a ledger: each logged step's seconds count for all steps since the one before."""
     in_steps: list[_InSteps | None] = []
     done_ns, cursor = 0, 0
     for event in events:
-        if isinstance(event.body, e.Restored):
+        if isinstance(event.body, run_events.Restored):
             cursor = event.body.step
-        if isinstance(event.body, e.Step):
+        if isinstance(event.body, run_events.Step):
             done_ns += _ns(event.body.step_s) * max(1, event.body.step - cursor)
             cursor = event.body.step
-        in_steps.append(_InSteps(done_ns, 0) if isinstance(event.body, e.Step) else None)
+        in_steps.append(_InSteps(done_ns, 0) if isinstance(event.body, run_events.Step) else None)
     start_ns = min(_ns(event.t) for event in events)
     rest_ns = end_ns - start_ns - done_ns
     return _Account(
@@ -229,9 +229,13 @@ def _account_from_step_times(events: list[e.Event], end_ns: int) -> _Account:
     )
 
 
-def ledger_of(event: e.Event) -> Mapping[str, float]:
+def ledger_of(event: run_events.Event) -> Mapping[str, float]:
     """The ledger of the event's attempt up to the event; empty if the event carries none."""
-    return event.body.ledger if isinstance(event.body, (e.Step, e.Stopped, e.Finished)) else {}
+    return (
+        event.body.ledger
+        if isinstance(event.body, (run_events.Step, run_events.Stopped, run_events.Finished))
+        else {}
+    )
 
 
 def _in_steps(ledger: Mapping[str, float]) -> _InSteps | None:
@@ -282,16 +286,16 @@ class _Line:
         cursor, seen, skipped = 0, _InSteps(0, 0), 0
         for event, in_steps in zip(account.events, account.in_steps, strict=True):
             match event.body:
-                case e.Restored(step=step):
+                case run_events.Restored(step=step):
                     self._go_back_to(step)
                     cursor = step
-                case e.NonFinite(skipped=True) | e.LossSpike(action="skip"):
+                case run_events.NonFinite(skipped=True) | run_events.LossSpike(action="skip"):
                     skipped += 1
-                case e.CheckpointSaved(step=step):
+                case run_events.CheckpointSaved(step=step):
                     self.durable_step = max(self.durable_step, step)
-                case e.Finished():
+                case run_events.Finished():
                     self.durable_step = max(self.durable_step, cursor)
-                case e.Step(step=step) if in_steps is not None:
+                case run_events.Step(step=step) if in_steps is not None:
                     cursor = min(cursor, step - 1)
                     self._go_back_to(cursor)
                     done = _InSteps(in_steps.rest_ns - seen.rest_ns, in_steps.waiting_ns - seen.waiting_ns)

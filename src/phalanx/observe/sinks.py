@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.observe import events as e
+from phalanx.observe import events as run_events
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.goodput import goodput
 from phalanx.observe.ledger import NS_PER_S
@@ -31,20 +31,20 @@ Setting = bool | int | float | str
 class Sink(Protocol):
     """A tracker that takes a run's events. All methods are called on one thread, which is not the training thread."""
 
-    def write(self, event: e.Event) -> None:
+    def write(self, event: run_events.Event) -> None:
         """Take one event; may block, may raise."""
 
-    def holds(self, event: e.Event) -> bool:
+    def holds(self, event: run_events.Event) -> bool:
         """Return True if the tracker had the numbers of this step or evaluation when it was opened."""
 
     def close(self) -> None:
         """Flush; no event follows."""
 
 
-def scalars(event: e.Event) -> dict[str, float]:
+def scalars(event: run_events.Event) -> dict[str, float]:
     """Return the numbers in an event under the tags that every sink uses; empty for events without any."""
     match event.body:
-        case e.Step() as body:
+        case run_events.Step() as body:
             named = {
                 "train/loss": body.loss,
                 "train/grad_norm": body.grad_norm,
@@ -57,12 +57,12 @@ def scalars(event: e.Event) -> dict[str, float]:
                 "speed/goodput": body.goodput,
                 "speed/peak_memory_bytes": body.peak_memory_bytes,
             }
-        case e.Evaluated() as body:
+        case run_events.Evaluated() as body:
             named = {"eval/loss": body.loss, "eval/bits_per_byte": body.bits_per_byte}
             named |= {f"eval/loss/{name}": loss for name, loss in body.sources.items()}
-        case e.TaskEvaluated() as body:
+        case run_events.TaskEvaluated() as body:
             named = {f"task/{body.task}/{name}": value for name, value in body.figures.items()}
-        case e.LayerStatistics() as body:
+        case run_events.LayerStatistics() as body:
             named = {
                 f"layer/{layer}/{figure.replace('.', '/')}": value
                 for figure, values in body.figures.items()
@@ -73,10 +73,10 @@ def scalars(event: e.Event) -> dict[str, float]:
     return {name: float(value) for name, value in named.items() if value is not None}
 
 
-def texts(event: e.Event) -> dict[str, str]:
+def texts(event: run_events.Event) -> dict[str, str]:
     """The text in an event under the tag that every sink uses; empty for events without any."""
     body = event.body
-    return {f"sample/{body.sample}": body.prompt + body.text} if isinstance(body, e.Sampled) else {}
+    return {f"sample/{body.sample}": body.prompt + body.text} if isinstance(body, run_events.Sampled) else {}
 
 
 def hyperparameters(run_directory: Path) -> dict[str, Setting]:
@@ -101,7 +101,7 @@ def _settings(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, S
             yield f"{prefix}{name}", value if isinstance(value, bool | int | float | str) else str(value)
 
 
-def record(started: e.RunStarted, attempt: int) -> dict[str, object]:
+def record(started: run_events.RunStarted, attempt: int) -> dict[str, object]:
     """The record of an attempt, as plain values: code, packages, machine, command, data, layout."""
     plain: dict[str, object] = json.loads(json.dumps({"attempt": attempt, **asdict(started)}, default=str))
     return plain
@@ -110,13 +110,13 @@ def record(started: e.RunStarted, attempt: int) -> dict[str, object]:
 GOODPUT_COLUMNS = ("part", "seconds", "share")
 
 
-def goodput_rows(event: e.Event, run_directory: Path) -> list[tuple[str, float, float]]:
+def goodput_rows(event: run_events.Event, run_directory: Path) -> list[tuple[str, float, float]]:
     """Return the run's time over all of its attempts, when ``event`` ends one: part, seconds, share of the time it held machines.
 
     First the buckets, whose shares sum to 1; then the outcomes of the steps. Read from the run's own events, since a
     tracker may have been opened in a later attempt. Empty for other events, and where there are none to read.
     """
-    if not isinstance(event.body, e.Finished | e.Stopped):
+    if not isinstance(event.body, run_events.Finished | run_events.Stopped):
         return []
     try:
         account = goodput(read_events(run_directory / "events.jsonl"))
@@ -136,22 +136,22 @@ def goodput_rows(event: e.Event, run_directory: Path) -> list[tuple[str, float, 
     ]
 
 
-def point_of(event: e.Event) -> tuple[str, int] | None:
+def point_of(event: run_events.Event) -> tuple[str, int] | None:
     """Return the kind and the step of an event with numbers or text, which a tracker draws once; ``None`` for other events."""
     step = step_of(event)
     if step is None:
         return None
     kind = type(event.body).__name__
     match event.body:
-        case e.TaskEvaluated(task=name) | e.Sampled(sample=name):
+        case run_events.TaskEvaluated(task=name) | run_events.Sampled(sample=name):
             return f"{kind} {name}", step
     return kind, step
 
 
 _POINT_OF_TAG = {
-    "train/loss": e.Step.__name__,
-    "eval/loss": e.Evaluated.__name__,
-    "layer/0/residual/rms": e.LayerStatistics.__name__,
+    "train/loss": run_events.Step.__name__,
+    "eval/loss": run_events.Evaluated.__name__,
+    "layer/0/residual/rms": run_events.LayerStatistics.__name__,
 }
 _NAMED_TAG = re.compile(r"(task|sample)/([^/]+)/(bits_per_byte|text_summary)")
 """Tag of a task, or of a sample in TensorBoard, which adds the end."""
@@ -162,12 +162,18 @@ def kind_of_tag(tag: str) -> str | None:
     named = _NAMED_TAG.fullmatch(tag)
     if named is None:
         return _POINT_OF_TAG.get(tag)
-    return f"{(e.TaskEvaluated if named[1] == 'task' else e.Sampled).__name__} {named[2]}"
+    return f"{(run_events.TaskEvaluated if named[1] == 'task' else run_events.Sampled).__name__} {named[2]}"
 
 
-def step_of(event: e.Event) -> int | None:
+def step_of(event: run_events.Event) -> int | None:
     """The step an event belongs to: the x-axis of every tracker."""
-    points = e.Step | e.Evaluated | e.TaskEvaluated | e.LayerStatistics | e.Sampled
+    points = (
+        run_events.Step
+        | run_events.Evaluated
+        | run_events.TaskEvaluated
+        | run_events.LayerStatistics
+        | run_events.Sampled
+    )
     return event.body.step if isinstance(event.body, points) else None
 
 
@@ -193,7 +199,7 @@ SILENT_S = 2.0
 FAILURES_IN_A_ROW = 5
 
 
-def none_missing(_holds: Callable[[e.Event], bool]) -> Iterable[e.Event]:
+def none_missing(_holds: Callable[[run_events.Event], bool]) -> Iterable[run_events.Event]:
     """Return no event: the sink is sent what is offered, and nothing of earlier starts."""
     return ()
 
@@ -222,14 +228,14 @@ class Background:
         name: str,
         open_sink: Callable[[], Sink],
         queue_events: int = QUEUE_EVENTS,
-        missing: Callable[[Callable[[e.Event], bool]], Iterable[e.Event]] = none_missing,
+        missing: Callable[[Callable[[run_events.Event], bool]], Iterable[run_events.Event]] = none_missing,
     ) -> None:
         """``missing`` yields the events of earlier starts that the sink lacks, given its ``holds``; they are sent first."""
         self.name = name
         self._open_sink, self._missing = open_sink, missing
         self._resent: set[tuple[str, int]] = set()
         self._room = queue_events
-        self._queue: deque[e.Event] = deque()
+        self._queue: deque[run_events.Event] = deque()
         self._changed = threading.Condition()
         self._written = self._dropped = self._failed = 0
         self._busy = 0
@@ -239,7 +245,7 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
-    def offer(self, event: e.Event) -> bool:
+    def offer(self, event: run_events.Event) -> bool:
         """Hand over an event; False if it was dropped: the queue is full, or the sink gone."""
         with self._changed:
             if self._given_up or self._closing or len(self._queue) >= self._room:
@@ -288,7 +294,7 @@ class Background:
         except Exception as error:
             self._give_up(f"could not be closed: {_describe(error)}")
 
-    def _all_events(self, sink: Sink) -> Iterator[e.Event]:
+    def _all_events(self, sink: Sink) -> Iterator[run_events.Event]:
         """Yield the events that the sink lacks of earlier starts, then those that are offered."""
         for event in self._missing(sink.holds):
             point = point_of(event)
@@ -300,7 +306,7 @@ class Background:
         while (event := self._next()) is not None:  # type: ignore[assignment]
             yield event
 
-    def _next(self) -> e.Event | None:
+    def _next(self) -> run_events.Event | None:
         """Wait for the next event and return it; ``None`` once closed and empty, or given up."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing or self._given_up)
@@ -309,7 +315,7 @@ class Background:
             self._busy = 1
             return self._queue.popleft()
 
-    def _written_to(self, sink: Sink, event: e.Event) -> bool:
+    def _written_to(self, sink: Sink, event: run_events.Event) -> bool:
         """Write an event unless the sink has it, and count the outcome of offered ones. Return False if it failed."""
         problem, is_offered = "", self._busy == 1
         # A step that is computed again has the numbers that the tracker holds.

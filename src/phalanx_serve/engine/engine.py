@@ -28,7 +28,7 @@ from phalanx_serve.engine.sampler import SampledToken, SamplerOutput, require_sa
 from phalanx_serve.kv_cache import memory
 from phalanx_serve.kv_cache.manager import Batch, InFlightBatch, KVCacheManager, RunningText, build_batch
 from phalanx_serve.numerics import Numerics, begin_exact, computing_on, numerics_id, require_device
-from phalanx_serve.traffic import events as e
+from phalanx_serve.traffic import events
 from phalanx_serve.traffic.scheduler import PAGE, SchedulerOutput, schedule, youngest
 
 
@@ -103,7 +103,7 @@ class Engine:
         numerics. Raises ServeError for a model, machine or memory that cannot serve.
         """
         if not isinstance(model, Transformer):
-            raise e.ServeError(
+            raise events.ServeError(
                 "the engine serves the transformer of [model], and model.factory makes another, whose blocks keep no keys and values: "
                 "use phalanx generate"
             )
@@ -121,7 +121,7 @@ class Engine:
         needed = memory.page_bytes(own_spec, own_form) + memory.copy_bytes(own_spec, weight.dtype, drafts)
         pages = pages or memory.pages_within(own_spec, own_form, memory_bytes, drafts)
         if pages < 1:
-            raise e.ServeError(
+            raise events.ServeError(
                 f"{memory_bytes} bytes hold no page of 64 tokens: one needs {needed} bytes; give more memory"
             )
         memory.require_memory(pages * needed, self.device)
@@ -154,7 +154,7 @@ class Engine:
         self._pages.made_by(weights_id, self.numerics_id)
         self._waiting: list[RunningText] = []
         self._running: list[RunningText] = []
-        self._pending: list[e.EngineOutput] = []
+        self._pending: list[events.EngineOutput] = []
         self._drafts, self._drafter = drafts, Drafter(model, drafts) if drafts else None
         self._drafted = self._accepted = 0
         self.max_in_flight, self._in_flight = 1 if far is None else far.max_in_flight, deque[InFlightBatch]()
@@ -197,14 +197,14 @@ class Engine:
         """Return the number of drafted tokens that were computed, and of those that were accepted."""
         return self._drafted, self._accepted
 
-    def submit(self, request: e.Request) -> None:
+    def submit(self, request: events.Request) -> None:
         """Add a request.
 
         It is computed by later steps. Raises GenerationRequestError for one that cannot be computed or an id in use,
         and ValueError for ``sampling`` out of range.
         """
         if any(text.request.id == request.id for text in (*self._running, *self._waiting)):
-            raise e.GenerationRequestError(
+            raise events.GenerationRequestError(
                 f"a request {request.id!r} is being computed: give each its own id", "id"
             )
         model_runner.require_computable(request, self._spec.vocab_size, self.context)
@@ -217,7 +217,7 @@ class Engine:
             if text.request.id == request_id:
                 self._end(text, "cancelled")
 
-    def step(self) -> list[e.EngineOutput]:
+    def step(self) -> list[events.EngineOutput]:
         """Schedule and compute rows; return the outputs of this step, or of an earlier one, or ``[]``.
 
         If other processes have a part of the layers, enough steps are in flight to keep all of them busy, each of other texts. Raises
@@ -275,12 +275,12 @@ class Engine:
         engine computes. Raises ServeError for another architecture.
         """
         if self._far is not None:
-            raise e.ServeError(
+            raise events.ServeError(
                 "weights of a model in several stages cannot be exchanged: start another server"
             )
         weight = next(model.parameters())
         if model.spec != self._spec or weight.dtype != self._dtype or weight.device != self.device:
-            raise e.ServeError(
+            raise events.ServeError(
                 "the weights are of another model, or in another format or place, than those served: start another server for them"
             )
         return Prepared(self._computing(model), Drafter(model, self._drafts) if self._drafts else None)
@@ -460,12 +460,14 @@ class Engine:
             text.scored = True
             scores = [text.scores[position] for position in range(1, len(request.prompt))]
             top = tuple(score.top for score in scores) if request.top_logprobs > 0 else ()
-            self._pending.append(e.PromptScored(request.id, tuple(score.logprob for score in scores), top))
+            self._pending.append(
+                events.PromptScored(request.id, tuple(score.logprob for score in scores), top)
+            )
         token = sampled.token
         if token in request.stop_tokens:
             return self._end(text, "stop")
         self._pending.append(
-            e.Token(
+            events.Token(
                 request.id,
                 len(text.tokens) - len(request.prompt),
                 token,
@@ -484,8 +486,8 @@ class Engine:
             text.weights = self.weights_id
         return None
 
-    def _end(self, text: RunningText, outcome: e.Outcome, message: str = "") -> None:
+    def _end(self, text: RunningText, outcome: events.Outcome, message: str = "") -> None:
         """Release a text's pages, remove it, and emit its end."""
         self._pages.release(text)
         (self._running if text in self._running else self._waiting).remove(text)
-        self._pending.append(e.Ended(text.request.id, outcome, message, text.cached or 0))
+        self._pending.append(events.Ended(text.request.id, outcome, message, text.cached or 0))

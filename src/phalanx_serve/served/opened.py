@@ -56,7 +56,7 @@ from phalanx_serve.stages.shares import (
     restored_part,
     restored_share,
 )
-from phalanx_serve.traffic import events as e
+from phalanx_serve.traffic import events
 
 _CPU = torch.device("cpu")
 
@@ -111,12 +111,12 @@ class TurnsEngine:
         the computation.
         """
         if kept != "compute":
-            raise e.ServeError(
+            raise events.ServeError(
                 f"--kv {kept}: a model of your own (model.factory) keeps no keys and values; leave it out"
             )
         self._model, self._context = model, context
         self._device = next(model.parameters()).device
-        self._running: dict[str, Iterator[e.EngineOutput]] = {}
+        self._running: dict[str, Iterator[events.EngineOutput]] = {}
         self._cancelled: list[str] = []
 
     @property
@@ -131,10 +131,10 @@ class TurnsEngine:
         """Return (0, 0): a user's own model predicts one token."""
         return 0, 0
 
-    def submit(self, request: e.Request) -> None:
+    def submit(self, request: events.Request) -> None:
         """Add a request. Raises GenerationRequestError for a feature that the model lacks."""
         if len(request.prompt) + request.max_tokens > self._context:
-            raise e.GenerationRequestError(
+            raise events.GenerationRequestError(
                 f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones do not fit into the "
                 f"context of {self._context}",
                 "max_tokens",
@@ -145,27 +145,27 @@ class TurnsEngine:
         if self._running.pop(request_id, None) is not None:
             self._cancelled.append(request_id)
 
-    def step(self) -> list[e.EngineOutput]:
+    def step(self) -> list[events.EngineOutput]:
         """Return a token of each request.
 
         Raises PartLostError if a GPU no longer answers. A request that fails, ends or was canceled has an ``Ended``.
         """
-        outputs: list[e.EngineOutput] = [e.Ended(name, "cancelled") for name in self._cancelled]
+        outputs: list[events.EngineOutput] = [events.Ended(name, "cancelled") for name in self._cancelled]
         self._cancelled.clear()
         for name, text in list(self._running.items()):
             try:
                 with computing_on(self._device, "a pass over a text"):
                     output = next(text)
-            except e.PartLostError:
+            except events.PartLostError:
                 raise
             except Exception as error:  # One request's failure is sent to its client, and ends no other.
-                output = e.Ended(name, "error", str(error))
+                output = events.Ended(name, "error", str(error))
             outputs.append(output)
-            if isinstance(output, e.Ended):
+            if isinstance(output, events.Ended):
                 del self._running[name]
         return outputs
 
-    def _text(self, request: e.Request) -> Iterator[e.EngineOutput]:
+    def _text(self, request: events.Request) -> Iterator[events.EngineOutput]:
         """Yield the outputs of a request, with a pass over the whole text for each token.
 
         Ends before a stop token, or after ``max_tokens``.
@@ -183,38 +183,40 @@ class TurnsEngine:
                 yield _scored(request, scores)
             token = draw(scores[-1], request.sampling, len(text))
             if token in request.stop_tokens:
-                yield e.Ended(request.id, "stop")
+                yield events.Ended(request.id, "stop")
                 return
             yield _token(request, index, token, scores[-1])
             text.append(token)
-        yield e.Ended(request.id, "length")
+        yield events.Ended(request.id, "length")
 
 
 def _scores(hidden: torch.Tensor, weight: torch.Tensor, *, rows: slice, cap: float) -> torch.Tensor:
     return logits(hidden[:, rows], weight, cap)
 
 
-def _scored(request: e.Request, scores: torch.Tensor) -> e.PromptScored:
+def _scored(request: events.Request, scores: torch.Tensor) -> events.PromptScored:
     """Return the log-probabilities of a prompt's tokens but the first, and the likeliest if requested."""
     logprobs = scores[:-1].float().log_softmax(-1)
     of = torch.tensor(request.prompt[1:], device=scores.device)
     scored = tuple(logprobs.gather(1, of[:, None])[:, 0].tolist())
-    return e.PromptScored(request.id, scored, _tops(request, logprobs) if request.top_logprobs > 0 else ())
+    return events.PromptScored(
+        request.id, scored, _tops(request, logprobs) if request.top_logprobs > 0 else ()
+    )
 
 
-def _tops(request: e.Request, logprobs: torch.Tensor) -> tuple[tuple[tuple[int, float], ...], ...]:
+def _tops(request: events.Request, logprobs: torch.Tensor) -> tuple[tuple[tuple[int, float], ...], ...]:
     """Return the likeliest tokens of each row, without ids that may not be drawn."""
     rows = logprobs[:, : request.sampling.vocab_size or None]
     return tuple(likeliest(row, request.top_logprobs) for row in rows)
 
 
-def _token(request: e.Request, index: int, token: int, scores: torch.Tensor) -> e.Token:
+def _token(request: events.Request, index: int, token: int, scores: torch.Tensor) -> events.Token:
     """Return a token with its log-probability and the likeliest, if requested."""
     if request.top_logprobs < 0:
-        return e.Token(request.id, index, token)
+        return events.Token(request.id, index, token)
     logprobs = scores.float().log_softmax(-1)
     (top,) = _tops(request, logprobs[None])
-    return e.Token(request.id, index, token, float(logprobs[token]), top)
+    return events.Token(request.id, index, token, float(logprobs[token]), top)
 
 
 # A model divided over several processes.
@@ -254,9 +256,9 @@ def _opened_at(
         door = start_stages(parts.count - 1, _divided_threads(parts.count))
     try:
         return _opened(served, door, parts, step, run)
-    except e.PartLostError as error:
+    except events.PartLostError as error:
         door.close()
-        raise e.ServeError(str(error)) from error
+        raise events.ServeError(str(error)) from error
     except BaseException:
         with suppress(OSError):
             door.close()
@@ -273,7 +275,7 @@ def _divided(served: ServedRun, model: ModelSpec) -> _Stages | _Shares:
     """Return how the model is divided: by layers or within each. Raises ServeError for one that cannot be."""
     _require_dividable(served)
     if model.factory:
-        raise e.ServeError(
+        raise events.ServeError(
             "a model of your own (model.factory) cannot be divided: serve it without --pipeline and --tensor"
         )
     spec = resolve(without_predictions(model))
@@ -359,7 +361,7 @@ def _over(
         try:
             link.send(opening)  # all read at the same time
         except WireError as error:
-            raise e.ServeError(
+            raise events.ServeError(
                 f"the process at {link.peer} ended before it opened its layers: {error}"
             ) from error
         link.expect_life(served.silence_s)
@@ -384,11 +386,11 @@ def _over(
     checkpoint = checkpoint_name(served.path, step)
     for process, stage in zip(far, ready, strict=True):
         if stage.checkpoint != checkpoint:
-            raise e.ServeError(
+            raise events.ServeError(
                 f"{process} has another checkpoint of step {step} ({stage.checkpoint}) than this process ({checkpoint}): give every process the same run"
             )
         if served.numerics == "exact" and stage.numerics_id != engine.numerics_id:
-            raise e.ServeError(
+            raise events.ServeError(
                 f"{process} computes by numerics {stage.numerics_id}, and this process by {engine.numerics_id}: they would not give the bits of one; "
                 "install the same release on all machines"
             )
@@ -424,13 +426,13 @@ def threads_of_each(processes: int) -> int:
 def _require_dividable(served: ServedRun) -> None:
     """Raise ServeError for options that do not go with a divided model."""
     if served.tensor > 1 and served.stages > 1:
-        raise e.ServeError("--tensor shares out each layer, and --pipeline the layers: give one of them")
+        raise events.ServeError("--tensor shares out each layer, and --pipeline the layers: give one of them")
     if served.stream or is_pack(served.path):
-        raise e.ServeError(
+        raise events.ServeError(
             "--pipeline and --tensor divide the model of a run directory: give that, without --stream, and no pack"
         )
     if served.drafts:
-        raise e.ServeError(
+        raise events.ServeError(
             f"--drafts {served.drafts}: a model that is divided over processes drafts nothing: leave it out"
         )
 

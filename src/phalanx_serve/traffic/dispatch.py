@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from phalanx_serve.traffic import events as e
-from phalanx_serve.traffic import journal, pools
+from phalanx_serve.traffic import events, journal, pools
 from phalanx_serve.traffic.journal import (
     AuditResult,
     Entry,
@@ -58,7 +57,7 @@ class RouterJob:
     request: str = ""
     audit: int = 0
     prefill: bool = False
-    source: int = e.NOBODY
+    source: int = events.NOBODY
     names: tuple[bytes, ...] = ()
     began_s: float = 0.0
 
@@ -80,22 +79,22 @@ class RouterState:
     numbers: int = 0
 
 
-def step(state: RouterState, event: e.Event, now_s: float) -> tuple[RouterState, list[e.Command]]:
+def step(state: RouterState, event: events.Event, now_s: float) -> tuple[RouterState, list[events.Command]]:
     """Update ``state`` in place by ``event``. Return it, and the resulting commands in order."""
-    commands: list[e.Command] = []
+    commands: list[events.Command] = []
     match event:
-        case e.RequestSubmitted():
+        case events.RequestSubmitted():
             _submit(state, event, now_s, commands)
-        case e.Abandoned(request):
+        case events.Abandoned(request):
             _abandon(state, request, commands)
-        case e.OutputReceived():
+        case events.OutputReceived():
             _hear(state, event, now_s, commands)
         case _:
             state.pool, orders = pools.step(state.pool, event, now_s)
             _follow(state, orders, now_s, commands)
-            if isinstance(event, e.Beat):
+            if isinstance(event, events.Beat):
                 _reconcile(state, event, now_s, commands)
-            elif isinstance(event, e.DrainWorker):
+            elif isinstance(event, events.DrainWorker):
                 # Its jobs move, and it still offers its pages. If there is no other worker, it finishes them.
                 worker = state.pool.workers.get(event.worker)
                 if worker is not None and state.pool.open_to_work():
@@ -108,7 +107,9 @@ def step(state: RouterState, event: e.Event, now_s: float) -> tuple[RouterState,
     return state, commands
 
 
-def _submit(state: RouterState, event: e.RequestSubmitted, now_s: float, commands: list[e.Command]) -> None:
+def _submit(
+    state: RouterState, event: events.RequestSubmitted, now_s: float, commands: list[events.Command]
+) -> None:
     """Record a request and assign it to a worker; one that is known already is only counted."""
     request = event.request
     if request.id in state.entries:
@@ -119,20 +120,24 @@ def _submit(state: RouterState, event: e.RequestSubmitted, now_s: float, command
     _place(state, request.id, now_s, commands)
 
 
-def _abandon(state: RouterState, request: str, commands: list[e.Command]) -> None:
+def _abandon(state: RouterState, request: str, commands: list[events.Command]) -> None:
     """Cancel a request and its job, if it is still open."""
     entry = state.entries.get(request)
     if entry is None:
         return
     _drop(state, entry.job, commands)
-    _close(state, entry, e.Ended(request, "cancelled"), commands)
+    _close(state, entry, events.Ended(request, "cancelled"), commands)
 
 
 # --- placing ------------------------------------------------------------------------------------
 
 
 def _place(
-    state: RouterState, request_id: str, now_s: float, commands: list[e.Command], avoid: int = e.NOBODY
+    state: RouterState,
+    request_id: str,
+    now_s: float,
+    commands: list[events.Command],
+    avoid: int = events.NOBODY,
 ) -> None:
     """Assign a request without a job to the cheapest worker, or queue it.
 
@@ -141,13 +146,13 @@ def _place(
     entry = state.entries[request_id]
     entry.job = 0
     if entry.complete:  # its worker was lost between the last token and the last word
-        _close(state, entry, e.Ended(request_id, "length"), commands)
+        _close(state, entry, events.Ended(request_id, "length"), commands)
         return
     if entry.losses >= state.settings.most_losses:
         message = (
             f"{entry.losses} workers in a row were lost or failed with this request before its next token"
         )
-        _close(state, entry, e.Ended(request_id, "error", message), commands)
+        _close(state, entry, events.Ended(request_id, "error", message), commands)
         return
     request = journal.remaining_request(entry)
     text = request.prompt + request.generated
@@ -176,11 +181,11 @@ def _place(
 def _start(
     state: RouterState,
     entry: Entry,
-    request: e.Request,
+    request: events.Request,
     route: pools.Route,
     names: tuple[bytes, ...],
     now_s: float,
-    commands: list[e.Command],
+    commands: list[events.Command],
     source_job: int = 0,
 ) -> None:
     """Record a job of a request on a worker, and command it, with the pages to pull."""
@@ -196,11 +201,11 @@ def _start(
     entry.job = number
     if route.prefill:
         request = structs.replace(request, max_tokens=len(request.generated) + 1)
-    pull = names[cached_pages:] if route.source != e.NOBODY else ()
+    pull = names[cached_pages:] if route.source != events.NOBODY else ()
     if pull:
         entry.pages_from.add(route.source)
     commands.append(
-        e.ComputeJob(worker.number, number, request, route.source, source_job, pull, route.prefill)
+        events.ComputeJob(worker.number, number, request, route.source, source_job, pull, route.prefill)
     )
 
 
@@ -211,7 +216,7 @@ def _number(state: RouterState) -> int:
 
 
 def _drop(
-    state: RouterState, number: int, commands: list[e.Command], *, is_gone: bool = False
+    state: RouterState, number: int, commands: list[events.Command], *, is_gone: bool = False
 ) -> RouterJob | None:
     """Remove a job, and cancel it on its worker unless the worker is gone. Returns it; ``None`` if it is not known."""
     job = state.jobs.pop(number, None)
@@ -222,20 +227,26 @@ def _drop(
         worker.jobs.discard(number)
         worker.queued_rows -= job.rows
     if worker is not None and not is_gone:
-        commands.append(e.CancelJob(job.worker, number))
+        commands.append(events.CancelJob(job.worker, number))
     return job
 
 
-def _close(state: RouterState, entry: Entry, output: e.Ended, commands: list[e.Command]) -> None:
+def _close(state: RouterState, entry: Entry, output: events.Ended, commands: list[events.Command]) -> None:
     """Remove a request, deliver its end, and count it."""
     del state.entries[entry.request.id]
     state.waiting.pop(entry.request.id, None)
-    commands.append(e.DeliverOutput(journal.ended(entry, output)))
+    commands.append(events.DeliverOutput(journal.ended(entry, output)))
     state.counts[output.outcome] += 1
 
 
 def _move(
-    state: RouterState, number: int, now_s: float, commands: list[e.Command], *, is_gone: bool, loss: bool
+    state: RouterState,
+    number: int,
+    now_s: float,
+    commands: list[events.Command],
+    *,
+    is_gone: bool,
+    loss: bool,
 ) -> None:
     """Continue a job's request or audit on another worker. Does nothing for an unknown job. ``loss`` counts against the request."""
     job = _drop(state, number, commands, is_gone=is_gone)
@@ -256,10 +267,12 @@ def _move(
 # --- worker events --------------------------------------------------------------------------------
 
 
-def _follow(state: RouterState, orders: list[e.PoolCommand], now_s: float, commands: list[e.Command]) -> None:
+def _follow(
+    state: RouterState, orders: list[events.PoolCommand], now_s: float, commands: list[events.Command]
+) -> None:
     """Carry out the pool's commands: jobs of lost workers move, all else is passed on."""
     for order in orders:
-        if isinstance(order, e.Lost):
+        if isinstance(order, events.Lost):
             state.counts["lost" if order.is_gone else "late"] += 1
             for number in order.jobs:
                 _move(state, number, now_s, commands, is_gone=order.is_gone, loss=order.is_gone)
@@ -267,7 +280,7 @@ def _follow(state: RouterState, orders: list[e.PoolCommand], now_s: float, comma
             commands.append(order)
 
 
-def _reconcile(state: RouterState, beat: e.Beat, now_s: float, commands: list[e.Command]) -> None:
+def _reconcile(state: RouterState, beat: events.Beat, now_s: float, commands: list[events.Command]) -> None:
     """Compare a worker's jobs with the expected ones.
 
     A job that was sent long ago and that the worker lacks is lost. Jobs that the worker should not have are canceled.
@@ -276,14 +289,16 @@ def _reconcile(state: RouterState, beat: e.Beat, now_s: float, commands: list[e.
     if worker is None:
         return
     for number in sorted(set(beat.jobs) - worker.jobs):
-        commands.append(e.CancelJob(worker.number, number))
+        commands.append(events.CancelJob(worker.number, number))
     patience_s = 2 * state.pool.settings.late_s
     for number in sorted(worker.jobs - set(beat.jobs)):
         if now_s - state.jobs[number].began_s > patience_s:
             _move(state, number, now_s, commands, is_gone=False, loss=True)
 
 
-def _hear(state: RouterState, event: e.OutputReceived, now_s: float, commands: list[e.Command]) -> None:
+def _hear(
+    state: RouterState, event: events.OutputReceived, now_s: float, commands: list[events.Command]
+) -> None:
     """Record an output of a job and deliver it; one of an earlier life or job is only counted. A gap moves the request."""
     worker = state.pool.current(event.worker, event.life)
     job = state.jobs.get(event.job)
@@ -297,18 +312,25 @@ def _hear(state: RouterState, event: e.OutputReceived, now_s: float, commands: l
         return
     worker.hint(job.names)
     entry = state.entries[job.request]
-    if isinstance(event.output, e.Ended):
+    if isinstance(event.output, events.Ended):
         _end_job(state, event.job, event.output, entry, now_s, commands)
         return
     try:
-        commands += [e.DeliverOutput(output) for output in journal.take(entry, event.output, event.worker)]
+        commands += [
+            events.DeliverOutput(output) for output in journal.take(entry, event.output, event.worker)
+        ]
     except GapError:
         state.counts["gaps"] += 1
         _move(state, event.job, now_s, commands, is_gone=False, loss=True)
 
 
 def _end_job(
-    state: RouterState, number: int, output: e.Ended, entry: Entry, now_s: float, commands: list[e.Command]
+    state: RouterState,
+    number: int,
+    output: events.Ended,
+    entry: Entry,
+    now_s: float,
+    commands: list[events.Command],
 ) -> None:
     """Close a request whose job has ended, or continue it on a decode worker after prefill. May begin an audit.
 
@@ -339,7 +361,12 @@ def _end_job(
 
 
 def _go_to_decode(
-    state: RouterState, entry: Entry, prefill: RouterJob, number: int, now_s: float, commands: list[e.Command]
+    state: RouterState,
+    entry: Entry,
+    prefill: RouterJob,
+    number: int,
+    now_s: float,
+    commands: list[events.Command],
 ) -> None:
     """Continue a request after its first token: the prefill worker offers the pages, and the cheapest decode worker
     pulls them. Without decode workers, any other worker takes it.
@@ -363,7 +390,7 @@ def _go_to_decode(
 # --- audits ---------------------------------------------------------------------------------------
 
 
-def _begin_audit(state: RouterState, entry: Entry, now_s: float, commands: list[e.Command]) -> None:
+def _begin_audit(state: RouterState, entry: Entry, now_s: float, commands: list[events.Command]) -> None:
     """Let another worker than those that computed a text score it; skipped if there is none."""
     makers = frozenset(entry.makers) | entry.pages_from
     others = [w for w in state.pool.open_to_work() if w.number not in makers]
@@ -379,7 +406,7 @@ def _begin_audit(state: RouterState, entry: Entry, now_s: float, commands: list[
 
 
 def _ask(
-    state: RouterState, number: int, worker_number: int, now_s: float, commands: list[e.Command]
+    state: RouterState, number: int, worker_number: int, now_s: float, commands: list[events.Command]
 ) -> None:
     """Let a worker score an audit's text."""
     audit, worker, job = state.audits[number], state.pool.workers[worker_number], _number(state)
@@ -387,22 +414,26 @@ def _ask(
     state.jobs[job] = RouterJob(worker_number, len(audit.tokens), "", number, began_s=now_s)
     worker.jobs.add(job)
     worker.queued_rows += len(audit.tokens)
-    request = e.Request(f"audit-{number}", audit.tokens, 1, prompt_logprobs=True, top_logprobs=0)
-    commands.append(e.ComputeJob(worker_number, job, request))
+    request = events.Request(f"audit-{number}", audit.tokens, 1, prompt_logprobs=True, top_logprobs=0)
+    commands.append(events.ComputeJob(worker_number, job, request))
 
 
 def _hear_score(
-    state: RouterState, event: e.OutputReceived, job: RouterJob, now_s: float, commands: list[e.Command]
+    state: RouterState,
+    event: events.OutputReceived,
+    job: RouterJob,
+    now_s: float,
+    commands: list[events.Command],
 ) -> None:
     """Record a worker's score of an audit, and advance that.
 
     A job that ends without one is left out; the token behind it is ignored.
     """
     audit = state.audits[job.audit]
-    if isinstance(event.output, e.PromptScored):
+    if isinstance(event.output, events.PromptScored):
         audit.scores[job.worker] = bits(event.output.logprobs[len(event.output.logprobs) - audit.text :])
         _drop(state, event.job, commands)
-    elif isinstance(event.output, e.Token):
+    elif isinstance(event.output, events.Token):
         return
     else:
         _drop(state, event.job, commands, is_gone=True)
@@ -410,7 +441,7 @@ def _hear_score(
     _go_on(state, job.audit, now_s, commands)
 
 
-def _go_on(state: RouterState, number: int, now_s: float, commands: list[e.Command]) -> None:
+def _go_on(state: RouterState, number: int, now_s: float, commands: list[events.Command]) -> None:
     """Advance an audit as far as its scores allow. Workers found wrong are quarantined."""
     audit = state.audits[number]
     others = frozenset(worker.number for worker in state.pool.open_to_work())
@@ -435,7 +466,9 @@ def _go_on(state: RouterState, number: int, now_s: float, commands: list[e.Comma
         _condemn(state, worker, evidence(audit, worker, verdict.right), now_s, commands)
 
 
-def _condemn(state: RouterState, number: int, reason: str, now_s: float, commands: list[e.Command]) -> None:
+def _condemn(
+    state: RouterState, number: int, reason: str, now_s: float, commands: list[events.Command]
+) -> None:
     """Quarantine a worker that miscomputes, and discard everything that may come from it.
 
     Other workers fetched its pages and computed pages from them, which their names do not show. So all workers drop all
@@ -450,7 +483,7 @@ def _condemn(state: RouterState, number: int, reason: str, now_s: float, command
     requests = [job.request for job in (_drop(state, each, commands) for each in running) if job is not None]
     for other, worker in sorted(state.pool.workers.items()):
         worker.hints.clear()
-        commands.append(e.Forget(other))
+        commands.append(events.Forget(other))
     _follow(state, orders, now_s, commands)
     for request in requests:
         state.counts["moved"] += 1

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from phalanx_serve.traffic import events as e
+from phalanx_serve.traffic import events
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class PoolWorker:
 
     number: int
     life: int
-    role: e.Role
-    identity: e.WorkerIdentity
+    role: events.Role
+    identity: events.WorkerIdentity
     pages: int
     rows_per_s: float
     heard_s: float
@@ -83,7 +83,7 @@ class Pool:
     """All workers."""
 
     settings: PoolSettings = PoolSettings()
-    identity: e.WorkerIdentity | None = None
+    identity: events.WorkerIdentity | None = None
     """Identity that all workers must have; by default the first worker's."""
     workers: dict[int, PoolWorker] = field(default_factory=dict)
     quarantined: dict[int, str] = field(default_factory=dict)
@@ -104,38 +104,38 @@ class Pool:
         return [w for _, w in sorted(self.workers.items()) if not w.late and not w.draining]
 
 
-def step(pool: Pool, event: e.PoolEvent, now_s: float) -> tuple[Pool, list[e.PoolCommand]]:
+def step(pool: Pool, event: events.PoolEvent, now_s: float) -> tuple[Pool, list[events.PoolCommand]]:
     """Update ``pool`` in place by ``event``.
 
     Return it and the resulting commands. Any other event than those of workers checks the clock.
     """
-    commands: list[e.PoolCommand] = []
+    commands: list[events.PoolCommand] = []
     match event:
-        case e.WorkerJoined():
+        case events.WorkerJoined():
             _join(pool, event, now_s, commands)
-        case e.Beat():
+        case events.Beat():
             _beat(pool, event, now_s, commands)
-        case e.Left(number, life):
+        case events.Left(number, life):
             if pool.current(number, life):
                 commands.append(_remove(pool, number))
-        case e.DrainWorker(number):
+        case events.DrainWorker(number):
             if number in pool.workers:
                 pool.workers[number].draining = True
-        case e.AdmitWorker(number):
+        case events.AdmitWorker(number):
             pool.quarantined.pop(number, None)
         case _:
             _watch(pool, now_s, commands)
     return pool, commands
 
 
-def quarantine(pool: Pool, number: int, reason: str) -> list[e.PoolCommand]:
+def quarantine(pool: Pool, number: int, reason: str) -> list[events.PoolCommand]:
     """Remove a worker; it may join again only after ``AdmitWorker``."""
     pool.quarantined[number] = reason
     worker = pool.workers.get(number)
-    return [_remove(pool, number), e.Refuse(number, worker.life, reason)] if worker else []
+    return [_remove(pool, number), events.Refuse(number, worker.life, reason)] if worker else []
 
 
-def _join(pool: Pool, event: e.WorkerJoined, now_s: float, commands: list[e.PoolCommand]) -> None:
+def _join(pool: Pool, event: events.WorkerJoined, now_s: float, commands: list[events.PoolCommand]) -> None:
     """Add a worker, in place of an earlier life. Refuse one that is quarantined or of another identity; ignore an earlier life."""
     old = pool.workers.get(event.worker)
     if old is not None and event.life <= old.life:
@@ -145,7 +145,7 @@ def _join(pool: Pool, event: e.WorkerJoined, now_s: float, commands: list[e.Pool
         refusal = f"it has {event.identity}, and the service has {pool.identity}: give every worker the same weights, libraries and kind of processor"
     if refusal:
         pool.refused += 1
-        commands.append(e.Refuse(event.worker, event.life, f"worker {event.worker}: {refusal}"))
+        commands.append(events.Refuse(event.worker, event.life, f"worker {event.worker}: {refusal}"))
         return
     pool.identity = event.identity
     if old is not None:
@@ -155,13 +155,13 @@ def _join(pool: Pool, event: e.WorkerJoined, now_s: float, commands: list[e.Pool
     )
 
 
-def _remove(pool: Pool, number: int) -> e.Lost:
+def _remove(pool: Pool, number: int) -> events.Lost:
     """Remove a worker; return the loss of its jobs."""
     worker = pool.workers.pop(number)
-    return e.Lost(number, tuple(sorted(worker.jobs)), is_gone=True)
+    return events.Lost(number, tuple(sorted(worker.jobs)), is_gone=True)
 
 
-def _beat(pool: Pool, event: e.Beat, now_s: float, commands: list[e.PoolCommand]) -> None:
+def _beat(pool: Pool, event: events.Beat, now_s: float, commands: list[events.PoolCommand]) -> None:
     """Record a sign of life and whether steps advance; a worker whose steps do is no longer late.
 
     Refuse a worker that is not in the pool.
@@ -172,7 +172,7 @@ def _beat(pool: Pool, event: e.Beat, now_s: float, commands: list[e.PoolCommand]
         if event.worker not in pool.workers:
             reason = pool.quarantined.get(event.worker, "")
             commands.append(
-                e.Refuse(event.worker, event.life, reason or "it was given up; let it join again")
+                events.Refuse(event.worker, event.life, reason or "it was given up; let it join again")
             )
         return
     worker.heard_s = now_s
@@ -186,7 +186,7 @@ def _step_patience_s(settings: PoolSettings, worker: PoolWorker) -> float:
     return settings.late_s + settings.pull_s + 2 * settings.step_rows / worker.rows_per_s
 
 
-def _watch(pool: Pool, now_s: float, commands: list[e.PoolCommand]) -> None:
+def _watch(pool: Pool, now_s: float, commands: list[events.PoolCommand]) -> None:
     """Remove workers that are silent or still for too long, mark late ones, dismiss drained ones, and balance the roles."""
     settings = pool.settings
     for number, worker in sorted(pool.workers.items()):
@@ -195,14 +195,14 @@ def _watch(pool: Pool, now_s: float, commands: list[e.PoolCommand]) -> None:
         if max(silent_s, still_s) > settings.dead_s:
             commands += [
                 _remove(pool, number),
-                e.Refuse(number, worker.life, "silent, or without a step of its engine, for too long"),
+                events.Refuse(number, worker.life, "silent, or without a step of its engine, for too long"),
             ]
         elif (silent_s > settings.late_s or still_s > 0) and not worker.late:
             worker.late = True
-            commands.append(e.Lost(number, tuple(sorted(worker.jobs)), is_gone=False))
+            commands.append(events.Lost(number, tuple(sorted(worker.jobs)), is_gone=False))
         elif worker.draining and not worker.jobs:
             del pool.workers[number]
-            commands.append(e.Dismiss(number))
+            commands.append(events.Dismiss(number))
     if settings.elastic:
         _balance(pool, now_s)
 
@@ -247,7 +247,7 @@ class Bidder:
     """A worker's load and cached pages, as routing of one request reads them."""
 
     number: int
-    role: e.Role
+    role: events.Role
     queued_rows: int
     held_pages: int
     """Number of the request's leading pages that the worker has."""
@@ -309,7 +309,7 @@ def choose(
     for worker in decoders:
         route = _at(worker, rows, pages, ranked, link)
         rows_to_compute = rows - PAGE_ROWS * max(
-            worker.held_pages, ranked[0][1] if route.source != e.NOBODY else 0
+            worker.held_pages, ranked[0][1] if route.source != events.NOBODY else 0
         )
         if worker.role != "decode" or rows_to_compute <= small_rows or not prefillers:
             routes.append(route)
@@ -333,4 +333,4 @@ def _at(worker: Bidder, rows: int, pages: int, ranked: list[tuple[int, int]], li
         fetch_s = link.seconds(got - held_pages) + (rows - PAGE_ROWS * got) / worker.rows_per_s
         if fetch_s < compute_s:
             return Route(worker.number, False, other[0], queued_s + fetch_s)
-    return Route(worker.number, False, e.NOBODY, queued_s + compute_s)
+    return Route(worker.number, False, events.NOBODY, queued_s + compute_s)

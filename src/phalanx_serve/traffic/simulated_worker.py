@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from phalanx.fleet.core.simulated_clock import SimulatedClock
-from phalanx_serve.traffic import events as e
+from phalanx_serve.traffic import events
 from phalanx_serve.traffic.events import Ended, EngineOutput, Outcome, PromptScored, Token
 from phalanx_serve.traffic.scheduler import Leases
 
@@ -58,7 +58,7 @@ class WorkerEnvironment(Protocol):
     """Clock, network and other workers, as a simulated worker uses them."""
 
     clock: SimulatedClock
-    identity: e.WorkerIdentity
+    identity: events.WorkerIdentity
     gateway_up: bool
     lease_s: float
     counts: Counter[str]
@@ -68,7 +68,9 @@ class WorkerEnvironment(Protocol):
 
     def new_life(self) -> int: ...
 
-    def to_router(self, worker: SimulatedWorker, event: e.Event, *, even_if_cut: bool = False) -> None: ...
+    def to_router(
+        self, worker: SimulatedWorker, event: events.Event, *, even_if_cut: bool = False
+    ) -> None: ...
 
     def fetch_seconds(self, to: SimulatedWorker, source: SimulatedWorker, pages: int) -> float: ...
 
@@ -79,7 +81,7 @@ class WorkerEnvironment(Protocol):
 class SimulatedJob:
     """A job on a worker."""
 
-    order: e.ComputeJob
+    order: events.ComputeJob
     text: list[int]
     rows: int = 0
     """Rows to compute before its next token."""
@@ -94,7 +96,7 @@ class SimulatedWorker:
     """A simulated worker process and its machine."""
 
     def __init__(
-        self, world: WorkerEnvironment, number: int, role: e.Role, rows_per_s: float, pages: int
+        self, world: WorkerEnvironment, number: int, role: events.Role, rows_per_s: float, pages: int
     ) -> None:
         self.world, self.number, self.role = world, number, role
         self.rows_per_s, self.pages = rows_per_s, pages
@@ -128,7 +130,9 @@ class SimulatedWorker:
             return
         self._forget_work()
         self.life = self.world.new_life()
-        joined = e.WorkerJoined(self.number, self.life, self.identity, self.role, self.pages, self.rows_per_s)
+        joined = events.WorkerJoined(
+            self.number, self.life, self.identity, self.role, self.pages, self.rows_per_s
+        )
         self.world.to_router(self, joined)
 
     def kill(self) -> None:
@@ -137,7 +141,7 @@ class SimulatedWorker:
             self.up = False
             self.process += 1
             self._forget_work()
-            self.world.to_router(self, e.Left(self.number, self.life), even_if_cut=not self.cut)
+            self.world.to_router(self, events.Left(self.number, self.life), even_if_cut=not self.cut)
 
     def _forget_work(self) -> None:
         """Drop all jobs, page references and leases."""
@@ -154,12 +158,12 @@ class SimulatedWorker:
             self.leases.expire(self.world.clock.now_s)
             self._evict()
             if not self.cut:
-                self.world.to_router(self, e.Beat(self.number, self.life, self.steps, tuple(self.jobs)))
+                self.world.to_router(self, events.Beat(self.number, self.life, self.steps, tuple(self.jobs)))
         self.world.clock.after(BEAT_S, partial(self._beat, process))
 
     # --- orders
 
-    def obey(self, order: e.Command, life: int) -> None:
+    def obey(self, order: events.Command, life: int) -> None:
         """Execute a command of the router of the current life.
 
         Waits while the process is stopped; ignores commands for an earlier life.
@@ -170,19 +174,19 @@ class SimulatedWorker:
             self.world.clock.after(0.1, partial(self.obey, order, life))
             return
         match order:
-            case e.ComputeJob():
+            case events.ComputeJob():
                 job = SimulatedJob(order, list(order.request.prompt + order.request.generated))
                 self.jobs[order.job] = job
                 self._pull(job)
-            case e.CancelJob(_, number):
+            case events.CancelJob(_, number):
                 self._end(number)
-            case e.Forget():
+            case events.Forget():
                 self.cache.clear()
-            case e.Refuse():
+            case events.Refuse():
                 self.life = 0
                 self._forget_work()
                 self.world.clock.after(2.0, self.join)
-            case e.Dismiss():
+            case events.Dismiss():
                 self.life = 0
                 self._forget_work()
                 self.world.clock.after(5.0, self.join)
@@ -193,7 +197,7 @@ class SimulatedWorker:
         """Begin to fetch the missing pages of a job, which is ready at once if there are none."""
         order, world = job.order, self.world
         missing = [name for name in order.pages if name not in self.cache]
-        if order.source == e.NOBODY or not missing:
+        if order.source == events.NOBODY or not missing:
             self._ready(job)
             return
         seconds = world.fetch_seconds(self, world.workers[order.source], len(missing))
@@ -303,7 +307,7 @@ class SimulatedWorker:
         self._end(order.job)
 
     def _tell(self, job: int, output: EngineOutput) -> None:
-        self.world.to_router(self, e.OutputReceived(self.number, self.life, job, output))
+        self.world.to_router(self, events.OutputReceived(self.number, self.life, job, output))
 
     # --- pages
 

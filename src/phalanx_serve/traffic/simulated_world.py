@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from phalanx.fleet.core.simulated_clock import SimulatedClock
-from phalanx_serve.traffic import dispatch
-from phalanx_serve.traffic import events as e
+from phalanx_serve.traffic import dispatch, events
 from phalanx_serve.traffic.dispatch import RouterState
 from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Sampling, Token
 from phalanx_serve.traffic.pools import Link, Pool, PoolSettings
@@ -49,7 +48,7 @@ class SimulatedService:
     def __init__(self, seed: int, *, checked: bool) -> None:
         self.seed, self.random, self.clock = seed, random.Random(seed), SimulatedClock()
         self.checked = checked
-        self.identity = e.WorkerIdentity("weights", "numerics")
+        self.identity = events.WorkerIdentity("weights", "numerics")
         self.workers: dict[int, SimulatedWorker] = {}
         self.clients: dict[str, Client] = {}
         self.counts: Counter[str] = Counter()
@@ -99,10 +98,10 @@ class SimulatedService:
     def _tick(self, reign: int) -> None:
         """Send a tick to the router, and plan the next; ends with the gateway."""
         if reign == self.reign:
-            self.hear(e.ClockTick(), reign)
+            self.hear(events.ClockTick(), reign)
             self.clock.after(TICK_S, partial(self._tick, reign))
 
-    def hear(self, event: e.Event, reign: int) -> None:
+    def hear(self, event: events.Event, reign: int) -> None:
         """Pass an event to the router, and send its commands. Ignores events of an earlier gateway. Raises RouterInvariantError."""
         if reign != self.reign or not self.gateway_up:
             return
@@ -111,11 +110,11 @@ class SimulatedService:
         if self.checked:
             check(self.router)
         for command in commands:
-            if isinstance(command, e.DeliverOutput):
+            if isinstance(command, events.DeliverOutput):
                 self._receive(command.output)
             else:
                 worker = self.workers[command.worker]
-                life = command.life if isinstance(command, e.Refuse) else worker.life
+                life = command.life if isinstance(command, events.Refuse) else worker.life
                 if not worker.cut:
                     self._in_order(-worker.number - 1, partial(worker.obey, command, life))
 
@@ -126,7 +125,7 @@ class SimulatedService:
 
     # --- the network
 
-    def to_router(self, worker: SimulatedWorker, event: e.Event, *, even_if_cut: bool = False) -> None:
+    def to_router(self, worker: SimulatedWorker, event: events.Event, *, even_if_cut: bool = False) -> None:
         """Send a worker's event over its connection."""
         if self.gateway_up and worker.life and (even_if_cut or not worker.cut):
             self._in_order(worker.number, partial(self.hear, event, self.reign))
@@ -176,12 +175,12 @@ class SimulatedService:
     def _submit(self, client: Client, reign: int) -> None:
         """Submit a client's request, with the tokens that it has seen, unless it is over."""
         if not client.left and not client.done:
-            self.hear(e.RequestSubmitted(client.request, len(client.got)), reign)
+            self.hear(events.RequestSubmitted(client.request, len(client.got)), reign)
 
     def leave(self, client: Client) -> None:
         """Disconnect a client in mid-stream."""
         client.left = True
-        self.hear(e.Abandoned(client.request.id), self.reign)
+        self.hear(events.Abandoned(client.request.id), self.reign)
 
     def _receive(self, output: EngineOutput) -> None:
         """Record an output of a client. Raises RouterInvariantError for a wrong, repeated or late one."""
@@ -271,7 +270,7 @@ def _run(world: SimulatedService, load: Load) -> TrafficOutcome:
     """Build the world, inject faults for a while, and return the outcome once all requests have ended."""
     draw = world.random
     count = load.workers or draw.randint(1, 6)
-    roles: list[e.Role] = [draw.choice(("prefill", "decode", "both")) for _ in range(count)]
+    roles: list[events.Role] = [draw.choice(("prefill", "decode", "both")) for _ in range(count)]
     for number, role in enumerate(roles):
         pages = draw.choice((20, 1000)) if not load.workers else 4096
         rate = draw.choice((60.0, 500.0, 10_000.0)) if not load.workers else 10_000.0
@@ -334,14 +333,14 @@ def _strike(world: SimulatedService) -> None:
             worker.cut = True
             after(partial(_mend, worker))
         case "break":  # both sides notice
-            world.to_router(worker, e.Left(worker.number, worker.life))
+            world.to_router(worker, events.Left(worker.number, worker.life))
             worker.join()
         case "link":
             world.cut_links.add((worker.number, other.number))
         case "slow":
             world.slow_links.add((worker.number, other.number))
         case "drain":
-            world.hear(e.DrainWorker(worker.number), world.reign)
+            world.hear(events.DrainWorker(worker.number), world.reign)
         case "client":
             open_clients = [
                 client for client in world.clients.values() if not client.done and not client.left
@@ -353,7 +352,7 @@ def _strike(world: SimulatedService) -> None:
                 world.close_gateway()
         case _:  # it comes back with another step's weights, and later with the right ones
             worker.kill()
-            worker.identity = e.WorkerIdentity("other weights", "numerics")
+            worker.identity = events.WorkerIdentity("other weights", "numerics")
             worker.start()
             after(partial(_right_weights, world, worker))
 

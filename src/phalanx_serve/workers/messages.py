@@ -14,7 +14,7 @@ from msgspec import Meta, Struct, field
 
 from phalanx.wire.messages import MessageDecoder
 from phalanx_serve.http.worker import Streaming
-from phalanx_serve.traffic import events as e
+from phalanx_serve.traffic import events
 from phalanx_serve.traffic.events import Ended, EngineOutput, Outcome, PromptScored, Request, Token
 
 PURPOSE = "phalanx serving worker, version 4"
@@ -52,8 +52,8 @@ class WorkerUnable(_Message, frozen=True, tag="Unable"):
 class WorkerReady(_Message, frozen=True, tag="Ready"):
     """The worker waits for work."""
 
-    identity: e.WorkerIdentity
-    role: e.Role
+    identity: events.WorkerIdentity
+    role: events.Role
     root: bytes
     """Root of its page names."""
     context: Count
@@ -62,7 +62,7 @@ class WorkerReady(_Message, frozen=True, tag="Ready"):
     page_bytes: Count
     rows_per_s: float
     door: PageDoor
-    bits: e.Bits = "unspecified"
+    bits: events.Bits = "unspecified"
     """Origin of the bits of its tokens."""
 
 

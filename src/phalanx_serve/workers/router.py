@@ -13,8 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from phalanx.wire.messages import SealedStream, WireError, sealed_stream
-from phalanx_serve.traffic import dispatch
-from phalanx_serve.traffic import events as e
+from phalanx_serve.traffic import dispatch, events
 from phalanx_serve.traffic.events import Ended, EngineOutput, Request
 from phalanx_serve.traffic.pools import Link, Pool, PoolSettings
 from phalanx_serve.traffic.scheduler import page_names
@@ -104,12 +103,12 @@ class RequestRouter:
             sink([Ended(request.id, "error", self._failed)])
             return
         self._sinks[request.id] = sink
-        self._hear(e.RequestSubmitted(request))
+        self._hear(events.RequestSubmitted(request))
 
     def abandon(self, request_id: str) -> None:
         """Cancel a request."""
         if self._sinks.pop(request_id, None):
-            self._hear(e.Abandoned(request_id))
+            self._hear(events.Abandoned(request_id))
 
     def fail_all(self, reason: str) -> None:
         """End all requests with an error, later ones too: another thread may be about to submit one."""
@@ -120,7 +119,7 @@ class RequestRouter:
 
     def drain(self, number: int) -> None:
         """Continue a worker's requests elsewhere, and dismiss it."""
-        self._hear(e.DrainWorker(number))
+        self._hear(events.DrainWorker(number))
 
     # Workers.
 
@@ -168,7 +167,7 @@ class RequestRouter:
         if self.peers.get(peer.number) is peer:
             del self.peers[peer.number]
             self._count_past(peer)
-            self._hear(e.Left(peer.number, peer.life, reason))
+            self._hear(events.Left(peer.number, peer.life, reason))
         self.watcher.left(peer, reason)
 
     async def _converse(self, peer: Peer) -> None:
@@ -189,11 +188,11 @@ class RequestRouter:
                 case m.OutputBatch(outputs):
                     for output in outputs:
                         self._hear(
-                            e.OutputReceived(peer.number, peer.life, output.job, m.decode_output(output))
+                            events.OutputReceived(peer.number, peer.life, output.job, m.decode_output(output))
                         )
                 case m.WorkerBeat() as beat:
                     peer.beat = beat
-                    self._hear(e.Beat(peer.number, peer.life, beat.steps, beat.jobs))
+                    self._hear(events.Beat(peer.number, peer.life, beat.steps, beat.jobs))
                 case m.Leaving():
                     self.drain(peer.number)
 
@@ -215,7 +214,9 @@ class RequestRouter:
         peer.ready, peer.ready_s = ready, time.monotonic()
         self.peers[peer.number] = peer
         self._hear(
-            e.WorkerJoined(peer.number, peer.life, ready.identity, ready.role, ready.pages, ready.rows_per_s)
+            events.WorkerJoined(
+                peer.number, peer.life, ready.identity, ready.role, ready.pages, ready.rows_per_s
+            )
         )
         if self.traffic.pool.current(peer.number, peer.life):
             self.watcher.ready(peer)
@@ -235,7 +236,7 @@ class RequestRouter:
         """Send ticks, and report late workers, for ever."""
         while True:
             await asyncio.sleep(self.settings.tick_s)
-            self._hear(e.ClockTick())
+            self._hear(events.ClockTick())
             now_s = time.monotonic()
             for number, worker in self.traffic.pool.workers.items():
                 peer = self.peers.get(number)
@@ -250,33 +251,33 @@ class RequestRouter:
                 )
                 self.watcher.late(peer, reason)
 
-    def _hear(self, event: e.Event) -> None:
+    def _hear(self, event: events.Event) -> None:
         """Pass an event to the traffic's decisions, and carry out their commands."""
         self.traffic, commands = dispatch.step(self.traffic, event, time.monotonic())
         for command in commands:
             match command:
-                case e.DeliverOutput(output):
+                case events.DeliverOutput(output):
                     sink = self._sinks.get(output.request)
                     if sink is not None:
                         sink([output])
                     if isinstance(output, Ended):
                         self._sinks.pop(output.request, None)
-                case e.ComputeJob():
+                case events.ComputeJob():
                     self._send(command.worker, self._job(command))
-                case e.CancelJob(worker, job):
+                case events.CancelJob(worker, job):
                     self._send(worker, m.StopJob(job))
-                case e.Forget(worker):
+                case events.Forget(worker):
                     self._send(worker, m.ForgetPages())
-                case e.Dismiss(worker):
+                case events.Dismiss(worker):
                     self._send(worker, m.Go())
-                case e.Refuse(worker, life, reason):
+                case events.Refuse(worker, life, reason):
                     peer = self.peers.get(worker)
                     if peer is not None and peer.life == life:
                         self._refusals[life] = reason
                         peer.stream.send_message(m.Go(reason))
                         peer.stream.close()
 
-    def _job(self, run: e.ComputeJob) -> m.RunJob:
+    def _job(self, run: events.ComputeJob) -> m.RunJob:
         """Return the message of a job, with the source's door for pages, if it is connected."""
         source = self.peers.get(run.source)
         door = source.ready.door if source is not None and source.ready is not None else None

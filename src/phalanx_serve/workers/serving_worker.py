@@ -22,7 +22,7 @@ from phalanx.wire.connection import SealedConnection
 from phalanx.wire.messages import WireError
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.http.worker import Streaming, explained
-from phalanx_serve.traffic import events as e
+from phalanx_serve.traffic import events
 from phalanx_serve.traffic.scheduler import page_names
 from phalanx_serve.workers import messages as m
 from phalanx_serve.workers.nixl_client import AgentProcess
@@ -68,7 +68,7 @@ class ServingWorker:
     def __init__(
         self,
         engine: Engine,
-        identity: e.WorkerIdentity,
+        identity: events.WorkerIdentity,
         page_bytes: int,
         token: str,
         link: SealedConnection,
@@ -103,7 +103,7 @@ class ServingWorker:
                 self._step()
         except _OverError as over:
             return str(over)
-        except (WireError, e.PartLostError) as error:  # texts go on elsewhere
+        except (WireError, events.PartLostError) as error:  # texts go on elsewhere
             return str(error)
         finally:
             self._over.set()
@@ -174,7 +174,7 @@ class ServingWorker:
         names = page_names(order.request.prompt + order.request.generated, self._engine.root)
         before = dict(zip(names, [self._engine.root, *names], strict=False))
         kept = 0
-        with suppress(e.DeviceMemoryError):  # the rest is computed
+        with suppress(events.DeviceMemoryError):  # the rest is computed
             for name, page in arrived.pulled.pages.items():
                 if name not in before or not self._engine.write_page(name, page, before[name]):
                     break
@@ -206,23 +206,23 @@ class ServingWorker:
         try:
             self._engine.submit(structs.replace(order.request, id=str(order.job)))
         except ValueError as error:
-            self._send_outputs([e.Ended(str(order.job), "error", str(error))])
+            self._send_outputs([events.Ended(str(order.job), "error", str(error))])
 
     def _step(self) -> None:
         """Compute a step and send its outputs; after an error all jobs end with it. Raises PartLostError."""
         try:
             outputs = self._engine.step()
-        except e.PartLostError:
+        except events.PartLostError:
             raise
         except Exception as error:  # the worker must survive a defect, and report it to the clients
             _log.exception("a step of the engine has failed")
-            outputs = [e.Ended(str(job), "error", explained(error)) for job in self._orders]
+            outputs = [events.Ended(str(job), "error", explained(error)) for job in self._orders]
             for output in outputs:
                 self._engine.cancel(output.request)
         self._steps += 1
         self._send_outputs(outputs)
 
-    def _send_outputs(self, outputs: Sequence[e.EngineOutput]) -> None:
+    def _send_outputs(self, outputs: Sequence[events.EngineOutput]) -> None:
         """Send the outputs of known jobs; offers the pages of those that continue on another worker."""
         messages = []
         for output in outputs:
@@ -230,7 +230,7 @@ class ServingWorker:
             order = self._orders.get(job)
             if order is None:  # it was stopped
                 continue
-            if isinstance(output, e.Ended):
+            if isinstance(output, events.Ended):
                 if order.offer and output.outcome == "length":
                     names = page_names(order.request.prompt + order.request.generated, self._engine.root)
                     self.offered.offer(job, self._read_pages(names))
@@ -243,7 +243,7 @@ class ServingWorker:
         """Return the pages of ``names`` that are here, from the first one up to a gap. Or up to what device memory allows."""
         cached = set(self._engine.held_pages(names))
         pages = {}
-        with suppress(e.DeviceMemoryError):  # the other worker computes the rest
+        with suppress(events.DeviceMemoryError):  # the other worker computes the rest
             for name in names:
                 if name not in cached:
                     break
@@ -302,7 +302,7 @@ def measured_rate(engine: Engine, rows: int) -> float:
     """
     seconds = 1.0
     for token in range(2):
-        engine.submit(e.Request("rate", (token,) * rows, 1))
+        engine.submit(events.Request("rate", (token,) * rows, 1))
         began_s = time.perf_counter()
         while engine.busy:
             engine.step()

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.observe import events as e
+from phalanx.observe import events as run_events
 from phalanx.observe.event_log import MOST_STEP, Row, index_beside, row_of
 from phalanx.observe.lines import FileTail, Position, read_lines_at
 from phalanx.observe.throughput import format_bytes, format_duration
@@ -34,7 +34,7 @@ from phalanx_watch.series.table import NAMES, Integers, StepTable, step_row
 
 LONGEST_TEXT = 500
 _SPIKE = "LossSpike"
-_SLOW = (e.IncidentKind.STRAGGLER, e.IncidentKind.SLOW_WITHOUT_SPARE)
+_SLOW = (run_events.IncidentKind.STRAGGLER, run_events.IncidentKind.SLOW_WITHOUT_SPARE)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class CurveMark:
     text: str
 
 
-def mark_of(event: e.Event, step: int) -> CurveMark | None:
+def mark_of(event: run_events.Event, step: int) -> CurveMark | None:
     """Return the mark of an event, or None; ``step`` is the last logged step before it."""
     mark = _mark(event, step)
     if mark is None:
@@ -57,52 +57,52 @@ def mark_of(event: e.Event, step: int) -> CurveMark | None:
     return CurveMark(at, event.t, kind, text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ...")
 
 
-def _mark(event: e.Event, step: int) -> tuple[int, str, str] | None:
+def _mark(event: run_events.Event, step: int) -> tuple[int, str, str] | None:
     """Return step, kind and text of the mark of an event; None for events without one."""
     body = event.body
-    if type(body).__name__ == _SPIKE or (isinstance(body, e.Unknown) and body.kind == _SPIKE):
-        fields = e.fields_of(body)
+    if type(body).__name__ == _SPIKE or (isinstance(body, run_events.Unknown) and body.kind == _SPIKE):
+        fields = run_events.fields_of(body)
         at = fields.get("step")
         return (at if isinstance(at, int) else step), "spike", _spike(fields)
     match body:
-        case e.CheckpointSaved(step=at, size_bytes=size):
+        case run_events.CheckpointSaved(step=at, size_bytes=size):
             return at, "checkpoint", f"checkpoint of step {at:,} is durable ({format_bytes(size)})"
-        case e.CheckpointCopied(step=at, url=url):
+        case run_events.CheckpointCopied(step=at, url=url):
             return at, "checkpoint", f"the checkpoint of step {at:,} was copied to {url}"
-        case e.CheckpointFailed(step=at, reason=reason):
+        case run_events.CheckpointFailed(step=at, reason=reason):
             return at, "message", f"the checkpoint of step {at:,} failed: {reason}"
-        case e.Restored(step=at, source=source, seconds=seconds, reason=reason):
+        case run_events.Restored(step=at, source=source, seconds=seconds, reason=reason):
             after = f" ({reason})" if reason else ""
             took = format_duration(seconds)
             return at, "recovery", f"continues from step {at:,}, restored from {source} in {took}{after}"
-        case e.Forked(step=at, base=base, candidates=candidates):
+        case run_events.Forked(step=at, base=base, candidates=candidates):
             return (
                 base,
                 "message",
                 f"the fork at step {at:,} goes back to here, and trains {', '.join(candidates)}",
             )
-        case e.ChildTaken(step=at, end=end, candidate=candidate):
+        case run_events.ChildTaken(step=at, end=end, candidate=candidate):
             return end, "message", f"continues as the child {candidate} of the fork at step {at:,}"
-        case e.NonFinite(step=at, problem=detail, skipped=skipped):
+        case run_events.NonFinite(step=at, problem=detail, skipped=skipped):
             outcome = "skipped" if skipped else "the run ends before it"
             return at, "nonfinite", f"step {at:,} is not finite, {outcome}: {detail}"
-        case e.Evaluated(step=at, loss=loss):
+        case run_events.Evaluated(step=at, loss=loss):
             return at, "evaluation", f"held-out loss {loss:.4f} after step {at:,}"
-        case e.RanksChanged(step=at, ranks=ranks, reason=reason):
+        case run_events.RanksChanged(step=at, ranks=ranks, reason=reason):
             return (
                 at,
                 "message",
                 f"{ranks:,} ranks from step {at + 1:,} on" + (f": {reason}" if reason else ""),
             )
-        case e.EpochLeft(text=text, incident=incident):
+        case run_events.EpochLeft(text=text, incident=incident):
             return step, "straggler" if incident in _SLOW else "left", text
-        case e.Message(level=level, text=text, incident=incident):
+        case run_events.Message(level=level, text=text, incident=incident):
             return step, "straggler" if incident in _SLOW else "message", f"{level}: {text}"
-        case e.EndedEarly(step=at):
+        case run_events.EndedEarly(step=at):
             return at, "message", body.text
-        case e.Stopped(step=at, reason=reason):
+        case run_events.Stopped(step=at, reason=reason):
             return at, "message", f"stopped after step {at:,}: {reason}"
-        case e.Step():
+        case run_events.Step():
             return None
     return None
 
@@ -136,7 +136,7 @@ _MOST_SPARSE = {"memory": MOST_MEMORY_KINDS, "machine": 256, "task": 256}
 """Largest number of curves whose names begin so."""
 USUAL_BUDGET_S = 1.5
 _NEWEST = 256
-_ENDINGS = (e.Stopped, e.Finished)
+_ENDINGS = (run_events.Stopped, run_events.Finished)
 _UNREADABLE = (ValueError, RecursionError, OverflowError)
 
 
@@ -170,22 +170,24 @@ class RunSeries:
         """Reset everything that was read."""
         self.table = StepTable()
         self.marks: deque[CurveMark] = deque(maxlen=MOST_MARKS)
-        self.starts: deque[e.Event] = deque(maxlen=MOST_STARTS)
+        self.starts: deque[run_events.Event] = deque(maxlen=MOST_STARTS)
         """Events of kind ``RunStarted``."""
         self.others: deque[tuple[int, int]] = deque(maxlen=MOST_OTHERS)
         """For each event other than a step: the number of rows before it, and the offset of its line."""
-        self.evaluations: deque[tuple[e.Event, e.Evaluated]] = deque(maxlen=MOST_EVALUATIONS)
+        self.evaluations: deque[tuple[run_events.Event, run_events.Evaluated]] = deque(
+            maxlen=MOST_EVALUATIONS
+        )
         self.measured: dict[int, int] = {}
         """Offset of the line with the statistics of layers in each measured step; of a step that was repeated, the newest."""
-        self.samples: deque[tuple[e.Event, e.Sampled]] = deque(maxlen=MOST_SAMPLES)
-        self.machines: e.MachineUsed | None = None
+        self.samples: deque[tuple[run_events.Event, run_events.Sampled]] = deque(maxlen=MOST_SAMPLES)
+        self.machines: run_events.MachineUsed | None = None
         """Newest use of the machines."""
         self.torn_lines = 0
         self.parsed_bytes = 0
         """Bytes that were parsed as text."""
         self.last_t: float | None = None
         """Time of the newest event."""
-        self.ending: e.Event | None = None
+        self.ending: run_events.Event | None = None
         """Newest event of the ranks, if it ended an attempt."""
         self.problem = ""
 
@@ -323,13 +325,13 @@ class RunSeries:
     def _take_other(self, line: bytes, offset: int, before: int) -> None:
         """Take a line that the fast path does not parse, written after ``before`` rows; the table may have later ones already."""
         try:
-            event = e.decode(line)
+            event = run_events.decode(line)
         except _UNREADABLE:
             self.torn_lines += 1
             return
         body = event.body
         self.last_t = event.t
-        if isinstance(body, e.Step):
+        if isinstance(body, run_events.Step):
             row = row_of(body, event.t, event.attempt, offset, bool(body.ledger))
             if row is None:
                 self.torn_lines += 1
@@ -337,26 +339,26 @@ class RunSeries:
                 self._flush([row])
             return
         self.others.append((before, offset))
-        if not isinstance(body, e.FROM_OUTSIDE):
+        if not isinstance(body, run_events.FROM_OUTSIDE):
             self.ending = event if isinstance(body, _ENDINGS) else None
-        if isinstance(body, e.RunStarted):
+        if isinstance(body, run_events.RunStarted):
             self.starts.append(event)
-        elif isinstance(body, e.Evaluated):
+        elif isinstance(body, run_events.Evaluated):
             self.evaluations.append((event, body))
             self._note(body.step, "eval_loss", body.loss, before)
             self._note(body.step, "eval_bits_per_byte", body.bits_per_byte, before)
-        elif isinstance(body, e.TaskEvaluated):
+        elif isinstance(body, run_events.TaskEvaluated):
             for figure, value in body.figures.items():
                 self._note(body.step, f"task.{body.task}.{figure}", value, before)
-        elif isinstance(body, e.LayerStatistics) and len(self.measured) < MOST_OTHERS:
+        elif isinstance(body, run_events.LayerStatistics) and len(self.measured) < MOST_OTHERS:
             self.measured[body.step] = offset
-        elif isinstance(body, e.Sampled):
+        elif isinstance(body, run_events.Sampled):
             self.samples.append((event, body))
-        elif isinstance(body, e.MachineUsed):
+        elif isinstance(body, run_events.MachineUsed):
             self.machines = body
             for name, value in machine_curves(body):
                 self._note(body.step, name, value, before)
-        elif isinstance(body, e.MemoryMeasured):
+        elif isinstance(body, run_events.MemoryMeasured):
             for kind, size in list(body.most.items())[:MOST_MEMORY_KINDS]:
                 self._note(body.step, f"memory.{kind}", size, before)
         mark = mark_of(event, self._step_before(before))
@@ -391,7 +393,7 @@ class RunSeries:
             return [*names, *sorted(self.table.sparse)]
 
 
-def machine_curves(used: e.MachineUsed) -> Iterator[tuple[str, float]]:
+def machine_curves(used: run_events.MachineUsed) -> Iterator[tuple[str, float]]:
     """Yield the curves of the use of machines: ``machine.FIGURE``, its ``.least`` and ``.most``, and ``machine.FIGURE@NODE`` of few machines."""
     for suffix, figures in (("", used.figures), (".least", used.least), (".most", used.most)):
         for name, value in figures.items():
@@ -412,7 +414,7 @@ def _has_value(column: NDArray[np.generic]) -> bool:
 _MOST_WITHOUT_LEDGER = 20_000
 
 
-def thinned_events(run: RunSeries) -> list[e.Event]:
+def thinned_events(run: RunSeries) -> list[run_events.Event]:
     """Return the events of a run, in the order written, without steps that do not affect its accounts. Raises ``OSError``."""
     with run.lock:
         others = list(run.others)
@@ -423,18 +425,18 @@ def thinned_events(run: RunSeries) -> list[e.Event]:
     return [event for _, event in sorted((events_by_offset | steps).items())]
 
 
-def _read(run: RunSeries, offsets: list[int]) -> dict[int, e.Event]:
+def _read(run: RunSeries, offsets: list[int]) -> dict[int, run_events.Event]:
     """Return the events at the offsets; missing ones are left out."""
     events_by_offset = {}
     for offset, line in zip(offsets, read_lines_at(run.directory.events, offsets), strict=True):
         try:
-            events_by_offset[offset] = e.decode(line)
+            events_by_offset[offset] = run_events.decode(line)
         except _UNREADABLE:
             continue
     return events_by_offset
 
 
-def _rows(run: RunSeries, places: list[int], events: list[e.Event]) -> Integers:
+def _rows(run: RunSeries, places: list[int], events: list[run_events.Event]) -> Integers:
     """Return the kept rows: at the ends of each attempt, next to each event other than a step, and next to each
     step that may divide the accounts.
     """
@@ -450,7 +452,11 @@ def _rows(run: RunSeries, places: list[int], events: list[e.Event]) -> Integers:
     broken = np.flatnonzero((steps[1:] <= steps[:-1]) | (attempts[1:] != attempts[:-1])) + 1
     firsts = np.concatenate(([0], broken))
     lasts = np.concatenate((broken, [count])) - 1
-    cuts = [event.body.step for event in events if isinstance(event.body, e.CheckpointSaved | e.Restored)]
+    cuts = [
+        event.body.step
+        for event in events
+        if isinstance(event.body, run_events.CheckpointSaved | run_events.Restored)
+    ]
     divisions = np.unique(np.concatenate((np.array(cuts, np.int64), steps[firsts] - 1)))
     for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
         kept[[first, last, first + int(np.argmax(times[first : last + 1]))]] = True

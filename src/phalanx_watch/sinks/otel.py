@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from phalanx.observe import events as e
+from phalanx.observe import events as run_events
 from phalanx.observe.ledger import PHASES
 from phalanx.observe.metrics.run_metrics import RUN_METRICS, RunFacts
 from phalanx.observe.metrics.samples import Derived, Labels, collect
@@ -61,40 +61,40 @@ class OtelSink:
         self._epoch: Any = None
         self._attempt, self._last_ns, self._stepped = -1, 0, False
 
-    def holds(self, event: e.Event) -> bool:  # noqa: ARG002 (numbers of the past cannot be sent again)
+    def holds(self, event: run_events.Event) -> bool:  # noqa: ARG002 (numbers of the past cannot be sent again)
         return False
 
-    def write(self, event: e.Event) -> None:
+    def write(self, event: run_events.Event) -> None:
         """Add an event to the facts, and create the spans that end with it."""
-        self._facts.take(e.encode(event).rstrip())
+        self._facts.take(run_events.encode(event).rstrip())
         at_ns = round(event.t * _NS)
         attributes: dict[str, Any]
-        if event.attempt != self._attempt and isinstance(event.body, e.RunStarted):
+        if event.attempt != self._attempt and isinstance(event.body, run_events.RunStarted):
             self._end_epoch()
             self._attempt, self._stepped = event.attempt, False
             self._epoch = self._open("epoch", event.attempt, at_ns, {"ranks": event.body.ranks})
         self._last_ns = max(self._last_ns, at_ns)
         match event.body:
-            case e.Step() as body if not self._stepped:
+            case run_events.Step() as body if not self._stepped:
                 self._stepped = True
                 self._recovered(body, at_ns)
-            case e.CheckpointSaved() as body:
+            case run_events.CheckpointSaved() as body:
                 attributes = {"step": body.step, "bytes": body.size_bytes, "blocked_s": body.blocked_s}
                 self._span("checkpoint", body.step, at_ns - round(body.seconds * _NS), at_ns, attributes)
-            case e.Evaluated() as body:
+            case run_events.Evaluated() as body:
                 attributes = {"step": body.step, "loss": body.loss}
                 self._span("evaluation", body.step, at_ns - round(body.seconds * _NS), at_ns, attributes)
-            case e.TaskEvaluated() as body:
+            case run_events.TaskEvaluated() as body:
                 attributes = {"step": body.step, "task": body.task, **body.figures}
                 self._span("task", body.step, at_ns - round(body.seconds * _NS), at_ns, attributes)
-            case e.Restored() as body if self._epoch is not None:
+            case run_events.Restored() as body if self._epoch is not None:
                 attributes = {"step": body.step, "source": body.source, "moved_bytes": body.moved_bytes}
                 self._epoch.add_event("restored", attributes, at_ns)
-            case e.NonFinite() as body if self._epoch is not None:
+            case run_events.NonFinite() as body if self._epoch is not None:
                 self._epoch.add_event("not finite", {"step": body.step, "what": body.problem}, at_ns)
-            case e.Message(level="warning" | "error", text=text) if self._epoch is not None:
+            case run_events.Message(level="warning" | "error", text=text) if self._epoch is not None:
                 self._epoch.add_event(text[:200], {}, at_ns)
-            case e.Stopped() | e.Finished():
+            case run_events.Stopped() | run_events.Finished():
                 self._end_epoch()
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class OtelSink:
 
     # --- spans -----------------------------------------------------------------------------------
 
-    def _recovered(self, step: e.Step, at_ns: int) -> None:
+    def _recovered(self, step: run_events.Step, at_ns: int) -> None:
         """Create the span of a start or recovery, from the ledger of the first step, and one for each phase."""
         own_s = sum(seconds for name, seconds in step.ledger.items() if name.startswith("step."))
         end_ns = at_ns - round(own_s * _NS)

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar, get_args
 
 from phalanx.fleet.control.fleet_file import FleetFile
 from phalanx.launch.engines.engine import JobStanding
-from phalanx.observe import events as e
+from phalanx.observe import events as run_events
 from phalanx.observe.record.notes import Throttling
 from phalanx.run.spec import RunSpec
 
@@ -258,9 +258,9 @@ class Observed:
     now: float
     spec: RunSpec | None = None
     """None if its run file cannot be read."""
-    events: tuple[e.Event, ...] = ()
+    events: tuple[run_events.Event, ...] = ()
     """Newest events, in the order written; all of them if the stream is short."""
-    past: tuple[e.Event, ...] = ()
+    past: tuple[run_events.Event, ...] = ()
     """Samples of the stream before ``events``, with the first start."""
     is_held: bool | None = None
     """True if a process holds the run directory, False if none does, None if unknown from this machine."""
@@ -300,37 +300,44 @@ class Observed:
     @cached_property
     def attempt(self) -> int:
         """Newest attempt (of a fleet: epoch) with an event of a rank; -1 if there is none."""
-        own = (event.attempt for event in self.events if not isinstance(event.body, e.FROM_OUTSIDE))
+        own = (event.attempt for event in self.events if not isinstance(event.body, run_events.FROM_OUTSIDE))
         return max(own, default=-1)
 
     @cached_property
-    def mine(self) -> tuple[e.Event, ...]:
+    def mine(self) -> tuple[run_events.Event, ...]:
         """Events of the newest attempt."""
         return tuple(event for event in self.events if event.attempt == self.attempt)
 
     @cached_property
-    def steps(self) -> list[tuple[float, e.Step]]:
+    def steps(self) -> list[tuple[float, run_events.Step]]:
         """Time and content of the newest attempt's logged steps."""
-        return [(event.t, event.body) for event in self.mine if isinstance(event.body, e.Step)]
+        return [(event.t, event.body) for event in self.mine if isinstance(event.body, run_events.Step)]
 
     @cached_property
-    def settled(self) -> list[tuple[float, e.Step]]:
+    def settled(self) -> list[tuple[float, run_events.Step]]:
         """The attempt's steps since the number of ranks last changed, without the warmup."""
-        changed = max((event.t for event in self.mine if isinstance(event.body, e.RanksChanged)), default=0.0)
-        has_start = any(isinstance(event.body, e.RunStarted) for event in self.mine)
+        changed = max(
+            (event.t for event in self.mine if isinstance(event.body, run_events.RanksChanged)), default=0.0
+        )
+        has_start = any(isinstance(event.body, run_events.RunStarted) for event in self.mine)
         steps = [(t, step) for t, step in self.steps if t > changed]
         return steps[NEW_STEPS:] if has_start or changed else steps
 
     @cached_property
-    def recent(self) -> list[tuple[float, e.Step]]:
+    def recent(self) -> list[tuple[float, run_events.Step]]:
         """Newest of the settled steps."""
         return self.settled[-RECENT_STEPS:]
 
     @cached_property
-    def last_step(self) -> tuple[float, e.Step] | None:
+    def last_step(self) -> tuple[float, run_events.Step] | None:
         """Newest step of any attempt."""
         return next(
-            ((event.t, event.body) for event in reversed(self.events) if isinstance(event.body, e.Step)), None
+            (
+                (event.t, event.body)
+                for event in reversed(self.events)
+                if isinstance(event.body, run_events.Step)
+            ),
+            None,
         )
 
     @cached_property
@@ -349,7 +356,7 @@ class Observed:
         """True if the run has logged its end: it is finished, or it was stopped."""
         if self.finished or (self.fleet is not None and self.fleet.over):
             return True
-        return bool(self.mine) and isinstance(self.mine[-1].body, e.Stopped | e.Finished)
+        return bool(self.mine) and isinstance(self.mine[-1].body, run_events.Stopped | run_events.Finished)
 
     @cached_property
     def running(self) -> bool:
@@ -376,34 +383,38 @@ class Observed:
         )
 
     @cached_property
-    def started(self) -> e.RunStarted | None:
+    def started(self) -> run_events.RunStarted | None:
         """Newest start."""
-        start = self.newest(e.RunStarted) or self._first_start
+        start = self.newest(run_events.RunStarted) or self._first_start
         return start[1] if start else None
 
     @cached_property
-    def first_started(self) -> e.RunStarted | None:
+    def first_started(self) -> run_events.RunStarted | None:
         """First start."""
         return self._first_start[1] if self._first_start else None
 
     @cached_property
-    def _first_start(self) -> tuple[float, e.RunStarted] | None:
+    def _first_start(self) -> tuple[float, run_events.RunStarted] | None:
         starts = (
             (event.t, event.body)
             for event in (*self.past, *self.events)
-            if isinstance(event.body, e.RunStarted)
+            if isinstance(event.body, run_events.RunStarted)
         )
         return next(starts, None)
 
     @cached_property
     def saved_step(self) -> int:
         """Newest durable step on disk; 0 if there is none."""
-        saved = self.newest(e.CheckpointSaved)
+        saved = self.newest(run_events.CheckpointSaved)
         steps = [step for step, _ in self.checkpoints]
         return max([*steps, saved[1].step if saved else 0])
 
     @cached_property
     def began_at(self) -> float | None:
         """Time at which the newest attempt started or restored its state."""
-        times = [event.t for event in self.mine if isinstance(event.body, e.RunStarted | e.Restored)]
+        times = [
+            event.t
+            for event in self.mine
+            if isinstance(event.body, run_events.RunStarted | run_events.Restored)
+        ]
         return max(times, default=None)

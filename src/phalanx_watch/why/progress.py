@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from phalanx.fleet.core.state import FleetPhase
-from phalanx.observe import events as e
+from phalanx.observe import events as run_events
 from phalanx.observe.throughput import format_duration, usual_deviation
 from phalanx_watch.why import observed as o
 
@@ -265,20 +265,20 @@ def _doing(observed: o.Observed) -> _Doing:
     if (waiting := _data(observed)) is not None:
         return waiting
     _, step = observed.steps[-1]
-    early = observed.newest(e.EndedEarly)
+    early = observed.newest(run_events.EndedEarly)
     if step.step >= step.steps or (early is not None and early[1].step == step.step):
         return _Doing("ending (saving, evaluating and hashing the weights)", o.WORK_PATIENCE_S)
     spec = observed.spec
     if spec is not None and spec.evaluation.every_steps and step.step % spec.evaluation.every_steps == 0:
-        usual = observed.newest(e.Evaluated)
+        usual = observed.newest(run_events.Evaluated)
         is_earlier = usual is not None and usual[1].step != step.step
         if usual is None or is_earlier:
             patience = o.WORK_TIMES * usual[1].seconds + stepping_s if usual else o.WORK_PATIENCE_S
             return _Doing("evaluating", patience)
-    if isinstance(observed.mine[-1].body, e.Evaluating):
+    if isinstance(observed.mine[-1].body, run_events.Evaluating):
         return _Doing("evaluating", o.WORK_PATIENCE_S)
     if spec is not None and spec.checkpoint.every_steps and step.step % spec.checkpoint.every_steps == 0:
-        saved = observed.newest(e.CheckpointSaved)
+        saved = observed.newest(run_events.CheckpointSaved)
         patience = o.WORK_TIMES * saved[1].seconds + stepping_s if saved else spec.checkpoint.timeout_s
         return _Doing("saving a checkpoint", patience)
     return _Doing("computing a step", stepping_s)
@@ -306,8 +306,8 @@ def _data(observed: o.Observed) -> _Doing | None:
     texts = [
         event.body.text
         for event in observed.events
-        if isinstance(event.body, e.Message)
-        and event.body.incident is e.IncidentKind.DATA_WAIT
+        if isinstance(event.body, run_events.Message)
+        and event.body.incident is run_events.IncidentKind.DATA_WAIT
         and event.t >= observed.steps[-1][0]
     ]
     if not texts:
@@ -364,7 +364,7 @@ def slower_than_before(observed: o.Observed) -> Iterator[o.Reason]:
     sampled = [
         event.body
         for event in observed.past
-        if isinstance(event.body, e.Step) and event.attempt == observed.attempt
+        if isinstance(event.body, run_events.Step) and event.attempt == observed.attempt
     ]
     before = [*sampled[o.NEW_STEPS :], *(step for _, step in observed.settled[: -len(observed.recent)])]
     if len(before) < o.PAST_STEPS:
@@ -405,10 +405,10 @@ def _usual_speed(speeds: list[float]) -> tuple[float, float]:
     return usual, usual - max(o.SLOWER * usual, o.SLOWER_DEVIATIONS * deviation)
 
 
-def _grown(before: list[e.Step], now: list[e.Step]) -> tuple[str, ...]:
+def _grown(before: list[run_events.Step], now: list[run_events.Step]) -> tuple[str, ...]:
     """Return the bucket of a step that has grown most, from the ledgers at the two ends of a stretch."""
 
-    def shares(steps: list[e.Step]) -> dict[str, float]:
+    def shares(steps: list[run_events.Step]) -> dict[str, float]:
         first, last = steps[0].ledger, steps[-1].ledger
         spent = {name: last[name] - first.get(name, 0.0) for name in last if name.startswith("step.")}
         count = max(1, steps[-1].step - steps[0].step)

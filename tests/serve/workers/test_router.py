@@ -28,8 +28,7 @@ from phalanx.wire.connection import sealed
 from phalanx.wire.messages import UnprovenError
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.kv_cache.memory import kv_format, page_bytes
-from phalanx_serve.traffic import events as e
-from phalanx_serve.traffic import pools
+from phalanx_serve.traffic import events, pools
 from phalanx_serve.traffic.events import (
     Ended,
     EngineOutput,
@@ -130,7 +129,7 @@ class Fleet:
             told: dict[str, queue.SimpleQueue[EngineOutput]] = {one.id: queue.SimpleQueue() for one in asked}
             for one in asked:
                 self.router.submit(one, partial(put_all, told[one.id]))
-            self.router._hear(e.ClockTick())
+            self.router._hear(events.ClockTick())
             return told
 
         return asyncio.run_coroutine_threadsafe(held(), self.loop).result()

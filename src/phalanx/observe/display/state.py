@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from phalanx.observe import events as e
+from phalanx.observe import events as run_events
 from phalanx.observe.throughput import RECENT_STEPS, format_bytes, format_duration, time_left_s
 
 NOTES_KEPT = 6
@@ -50,20 +50,20 @@ class State:
 
     t: float | None = None
     attempt: int = 0
-    started: e.RunStarted | None = None
+    started: run_events.RunStarted | None = None
     ranks: int | None = None
-    step: e.Step | None = None
+    step: run_events.Step | None = None
     step_t: float | None = None
     curve: Curve = Curve()
     recent_step_s: tuple[float, ...] = ()
     recent_t: tuple[float, ...] = ()
-    evaluated: e.Evaluated | None = None
-    evaluating: e.Evaluating | None = None
+    evaluated: run_events.Evaluated | None = None
+    evaluating: run_events.Evaluating | None = None
     """The evaluation that is under way; ``None`` between evaluations."""
-    saved: e.CheckpointSaved | None = None
+    saved: run_events.CheckpointSaved | None = None
     notes: tuple[Note, ...] = ()
-    stopped: e.Stopped | None = None
-    finished: e.Finished | None = None
+    stopped: run_events.Stopped | None = None
+    finished: run_events.Finished | None = None
     explained: bool = False
     """True once a fleet has logged why this attempt, one of its epochs, ends."""
 
@@ -88,12 +88,12 @@ class State:
         return min(1.0, share) if share > 0.1 else 1.0
 
 
-def reduce(state: State, event: e.Event) -> State:
+def reduce(state: State, event: run_events.Event) -> State:
     """Return the state after ``event``. Kinds that the display does not show leave all but notes and time as they are."""
     new = notes(state, event)
-    if isinstance(event.body, e.FROM_OUTSIDE):
+    if isinstance(event.body, run_events.FROM_OUTSIDE):
         # Their attempt is the coordinator's own, whichever the ranks are in.
-        explained = state.explained or isinstance(event.body, e.EpochLeft)
+        explained = state.explained or isinstance(event.body, run_events.EpochLeft)
         return replace(state, t=event.t, notes=(*state.notes, *new)[-NOTES_KEPT:], explained=explained)
     if event.attempt != state.attempt:
         # The curve and the last checkpoint are the run's; speeds and endings were the old attempt's.
@@ -110,28 +110,28 @@ def reduce(state: State, event: e.Event) -> State:
         )
     state = replace(state, t=event.t, notes=(*state.notes, *new)[-NOTES_KEPT:])
     match event.body:
-        case e.RunStarted() as body:
+        case run_events.RunStarted() as body:
             return replace(state, started=body, ranks=body.ranks)
-        case e.RanksChanged() as body:
+        case run_events.RanksChanged() as body:
             return replace(state, ranks=body.ranks)
-        case e.Step() as body:
+        case run_events.Step() as body:
             return _with_step(state, event.t, body)
-        case e.Evaluated() as body:
+        case run_events.Evaluated() as body:
             return replace(state, evaluated=body, evaluating=None)
-        case e.TaskEvaluated() | e.Sampled():
+        case run_events.TaskEvaluated() | run_events.Sampled():
             return replace(state, evaluating=None)
-        case e.Evaluating() as body:
+        case run_events.Evaluating() as body:
             return replace(state, evaluating=body)
-        case e.CheckpointSaved() as body:
+        case run_events.CheckpointSaved() as body:
             return replace(state, saved=body)
-        case e.Stopped() as body:
+        case run_events.Stopped() as body:
             return replace(state, stopped=body)
-        case e.Finished() as body:
+        case run_events.Finished() as body:
             return replace(state, finished=body)
     return state
 
 
-def _with_step(state: State, t: float, body: e.Step) -> State:
+def _with_step(state: State, t: float, body: run_events.Step) -> State:
     return replace(
         state,
         step=body,
@@ -143,10 +143,10 @@ def _with_step(state: State, t: float, body: e.Step) -> State:
     )
 
 
-def notes(state: State, event: e.Event) -> list[Note]:
+def notes(state: State, event: run_events.Event) -> list[Note]:
     """Return the log lines to show when ``event`` comes after ``state``, with one for an attempt that ended without an event."""
     lines = []
-    ended = event.attempt != state.attempt and not isinstance(event.body, e.FROM_OUTSIDE)
+    ended = event.attempt != state.attempt and not isinstance(event.body, run_events.FROM_OUTSIDE)
     if ended and state.started is not None and not state.done and not state.explained:
         after = f" after step {state.step.step:,}" if state.step else ""
         lines.append(Note(event.t, "warning", f"attempt {state.attempt + 1} ended without a word{after}"))
@@ -154,28 +154,28 @@ def notes(state: State, event: e.Event) -> list[Note]:
     return lines if own is None else [*lines, own]
 
 
-def _note(event: e.Event) -> Note | None:
+def _note(event: run_events.Event) -> Note | None:
     """Return the log line of an event; ``None`` for kinds that are shown elsewhere."""
     match event.body:
-        case e.Restored(step=step, source=source, seconds=seconds, reason=reason):
+        case run_events.Restored(step=step, source=source, seconds=seconds, reason=reason):
             after = f" ({reason})" if reason else ""
             text = f"restored step {step:,} from {source} in {format_duration(seconds)}{after}"
             return Note(event.t, "info", text)
-        case e.RanksChanged(step=step, ranks=ranks, reason=reason):
+        case run_events.RanksChanged(step=step, ranks=ranks, reason=reason):
             after = f": {reason}" if reason else ""
             return Note(event.t, "info", f"{ranks:,} ranks from step {step + 1:,} on{after}")
-        case e.MemoryMeasured(step=step, most=most) if most:
+        case run_events.MemoryMeasured(step=step, most=most) if most:
             kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in most.items() if size)
             return Note(event.t, "info", f"memory in step {step:,}, of the rank with most: {kinds}")
-        case e.CheckpointCopied(step=step, url=url, seconds=seconds):
+        case run_events.CheckpointCopied(step=step, url=url, seconds=seconds):
             text = f"step {step:,} was copied to {url} in {format_duration(seconds)}"
             return Note(event.t, "info", text)
-        case e.CheckpointFailed(step=step, path=path, reason=reason):
+        case run_events.CheckpointFailed(step=step, path=path, reason=reason):
             return Note(event.t, "error", f"checkpoint of step {step:,} failed ({path}): {reason}")
-        case e.NonFinite(step=step, problem=text, skipped=skipped):
+        case run_events.NonFinite(step=step, problem=text, skipped=skipped):
             outcome = "skipped" if skipped else "the run ends before it"
             return Note(event.t, "warning", f"step {step:,} is not finite, {outcome}: {text}")
-        case e.LossSpike(
+        case run_events.LossSpike(
             step=step, loss=loss, typical_loss=usual, grad_norm=norm, typical_grad_norm=usual_norm
         ):
             outcomes = {
@@ -188,34 +188,34 @@ def _note(event: e.Event) -> Note | None:
             return Note(
                 event.t, "warning", f"loss spike in step {step:,}, {outcomes[event.body.action]}: {text}"
             )
-        case e.Forked(step=step, base=base, end=end, candidates=candidates):
+        case run_events.Forked(step=step, base=base, end=end, candidates=candidates):
             text = f"fork at step {step:,}: trains {', '.join(candidates)} from step {base:,} to step {end:,}"
             return Note(event.t, "info", text)
-        case e.ChildTrained(
+        case run_events.ChildTrained(
             step=step, candidate=candidate, loss=child_loss, again=again, spikes_again=spikes
         ):
             figure = "not finite" if child_loss is None else f"{child_loss:.4g}"
             more = f"{', spikes again' if spikes else ''}{', trained before' if again else ''}"
             return Note(event.t, "info", f"fork at step {step:,}: child {candidate} has loss {figure}{more}")
-        case e.ChildTaken(step=step, candidate=candidate, end=end, loss=loss):
+        case run_events.ChildTaken(step=step, candidate=candidate, end=end, loss=loss):
             text = f"fork at step {step:,}: the run goes on as child {candidate}, loss {loss:.4g}, from step {end:,}"
             return Note(event.t, "info", text)
-        case e.Message(level=level, text=text):
+        case run_events.Message(level=level, text=text):
             return Note(event.t, level, text)
-        case e.EpochLeft(text=text):
+        case run_events.EpochLeft(text=text):
             return Note(event.t, "warning", text)
-        case e.EndedEarly() as body:
+        case run_events.EndedEarly() as body:
             return Note(event.t, "info", body.text)
-        case e.Stopped(step=step, reason=reason):
+        case run_events.Stopped(step=step, reason=reason):
             return Note(event.t, "warning", f"stopped after step {step:,}: {reason}")
-        case e.Torn(line=line):
+        case run_events.Torn(line=line):
             return Note(event.t, "info", f"line {line:,} of the event file is torn: its writer was killed")
-        case e.Unknown(kind=kind) if kind:
+        case run_events.Unknown(kind=kind) if kind:
             return Note(event.t, "info", f"an event of a kind this version does not know: {kind}")
     return None
 
 
-def describe_evaluation(body: e.Evaluated, xz_bits_per_byte: float | None) -> str:
+def describe_evaluation(body: run_events.Evaluated, xz_bits_per_byte: float | None) -> str:
     """Describe an evaluation as ``loss 1.4301 · 1.792 bits/byte (xz -9: 2.310)``; the losses of several sources follow in brackets."""
     text = f"loss {body.loss:.4f}"
     if body.sources:
@@ -256,19 +256,19 @@ def describe_figures(figures: Mapping[str, float]) -> str:
     return " · ".join(parts)
 
 
-def describe_sample(body: e.Sampled) -> str:
+def describe_sample(body: run_events.Sampled) -> str:
     """``Once upon | a time there was``, shortened."""
     before = body.prompt if len(body.prompt) <= _PROMPT_SHOWN else f"...{body.prompt[-_PROMPT_SHOWN:]}"
     after = body.text if len(body.text) <= _TEXT_SHOWN else f"{body.text[:_TEXT_SHOWN]}..."
     return f"{before} | {after}"
 
 
-def describe_evaluating(body: e.Evaluating) -> str:
+def describe_evaluating(body: run_events.Evaluating) -> str:
     """``evaluating: 1,024 of 4,096 sequences``."""
     return f"evaluating: {body.done:,} of {body.sequences:,} sequences"
 
 
-def describe_checkpoint(body: e.CheckpointSaved) -> str:
+def describe_checkpoint(body: run_events.CheckpointSaved) -> str:
     """Describe a save as ``412 MiB in 3.1 s, blocked for 0.2 s``; parts that are 0 are left out."""
     parts = [format_bytes(body.size_bytes)] if body.size_bytes else []
     parts += [f"in {format_duration(body.seconds)}"] if body.seconds else []
@@ -283,7 +283,7 @@ _BACKWARD = (".gradient_norm", ".update_norm", ".update_ratio")
 """Figures that are not finite in all earlier layers too, since gradients pass from the last layer to the first."""
 
 
-def values_of(body: e.LayerStatistics, figure: str) -> dict[str, float]:
+def values_of(body: run_events.LayerStatistics, figure: str) -> dict[str, float]:
     """Return the values of a figure by layer, in the order of the model, without layers that lack it."""
     return {
         layer: value
@@ -292,13 +292,13 @@ def values_of(body: e.LayerStatistics, figure: str) -> dict[str, float]:
     }
 
 
-def groups_of(body: e.LayerStatistics, figure: str) -> list[str]:
+def groups_of(body: run_events.LayerStatistics, figure: str) -> list[str]:
     """Return the groups that have a figure of this name, such as "attention" for "gradient_norm"."""
     ending = f".{figure}"
     return [name.removesuffix(ending) for name in body.figures if name.endswith(ending)]
 
 
-def first_nonfinite(body: e.LayerStatistics) -> tuple[str, str] | None:
+def first_nonfinite(body: run_events.LayerStatistics) -> tuple[str, str] | None:
     """Return the layer and the figure in which the step was first not finite; ``None`` if all figures are finite.
 
     Weights and the forward pass come first, in the order of the model. Then come gradients, from the last layer to the first.
@@ -313,7 +313,7 @@ def first_nonfinite(body: e.LayerStatistics) -> tuple[str, str] | None:
     return max(backward, key=lambda cell: order(cell[0]), default=None)
 
 
-def _nonfinite_cells(body: e.LayerStatistics) -> Iterator[tuple[str, str]]:
+def _nonfinite_cells(body: run_events.LayerStatistics) -> Iterator[tuple[str, str]]:
     """Yield layer and figure of each value that is not finite."""
     for figure in body.figures:
         for layer, value in values_of(body, figure).items():
@@ -328,7 +328,7 @@ def described_layer(layer: str) -> str:
     )
 
 
-def describe_statistics(body: e.LayerStatistics) -> str:
+def describe_statistics(body: run_events.LayerStatistics) -> str:
     """Return the largest gradient, residual stream and logit, or the first layer that was not finite, as one line."""
     bad = first_nonfinite(body)
     if bad is not None:

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.observe import events as e
+from phalanx.observe import events as run_events
 from phalanx.observe.display.state import (
     Note,
     State,
@@ -42,7 +42,9 @@ SAID_BEFORE = frozenset({"run_dir", "peak_flops_per_s", "peak_source", "xz_bits_
 """Figures of a result that earlier lines have printed; in a log, the last line is the outcome."""
 
 
-def show_events(events: Iterable[e.Event], console: Console, live: bool, every_s: float = 10.0) -> None:
+def show_events(
+    events: Iterable[run_events.Event], console: Console, live: bool, every_s: float = 10.0
+) -> None:
     """Show the events as they come, until there are no more.
 
     ``live`` shows the panel, which needs a terminal; without one, or without ``live``, plain lines
@@ -146,7 +148,7 @@ def _numbers(state: State, width: int) -> RenderableType:
     return grid
 
 
-def _step_cells(step: e.Step | None) -> Iterator[tuple[str, str]]:
+def _step_cells(step: run_events.Step | None) -> Iterator[tuple[str, str]]:
     """Label and value of each number, left column and right column in turn."""
     if step is None:
         yield from ((name, UNKNOWN) for name in ("grad norm", "tokens/s", "lr", "MFU"))
@@ -265,14 +267,14 @@ def clock(t: float) -> str:
 # --- plain lines --------------------------------------------------------------------------------
 
 
-def plain_lines(events: Iterable[e.Event], every_s: float) -> Iterator[str]:
+def plain_lines(events: Iterable[run_events.Event], every_s: float) -> Iterator[str]:
     """Yield a line for the first and the last step, one for a step every ``every_s`` seconds between them, and one for
     each other event worth reading. Seconds are those of the events, not of the reader. A step is always shown before
     the event that follows it."""
     state, printed_t, pending = State(), -math.inf, ""
     for event in events:
         before, state = state, reduce(state, event)
-        if isinstance(event.body, e.Step):
+        if isinstance(event.body, run_events.Step):
             pending = _step_line(state, event.t, event.body)
             if event.t - printed_t >= every_s or event.body.step == event.body.steps:
                 yield pending
@@ -286,7 +288,7 @@ def plain_lines(events: Iterable[e.Event], every_s: float) -> Iterator[str]:
         yield pending
 
 
-def _step_line(state: State, t: float, step: e.Step) -> str:
+def _step_line(state: State, t: float, step: run_events.Step) -> str:
     parts = [
         f"{clock(t)}  step {step.step:,}/{step.steps:,}",
         f"loss {_number(step.loss)}",
@@ -301,7 +303,7 @@ def _step_line(state: State, t: float, step: e.Step) -> str:
     return "  ".join(parts)
 
 
-def _other_lines(before: State, state: State, event: e.Event) -> list[str]:
+def _other_lines(before: State, state: State, event: run_events.Event) -> list[str]:
     """Return the lines of an event that is no step: its notes, then what the panel shows otherwise."""
     lines = []
     for note in notes(before, event):
@@ -311,39 +313,39 @@ def _other_lines(before: State, state: State, event: e.Event) -> list[str]:
     return [*lines, milestone] if milestone else lines
 
 
-def _milestone(state: State, event: e.Event) -> str | None:
+def _milestone(state: State, event: run_events.Event) -> str | None:
     """Return the line of an event that the panel shows by other means than notes; ``None`` for other events."""
     at = clock(event.t)
     match event.body:
-        case e.RunStarted() as body:
+        case run_events.RunStarted() as body:
             return _start_line(event, body)
-        case e.Evaluated() as body:
+        case run_events.Evaluated() as body:
             baseline = state.started.xz_bits_per_byte if state.started else None
             return f"{at}  held out at step {body.step:,}: {describe_evaluation(body, baseline)}"
-        case e.TaskEvaluated() as body:
+        case run_events.TaskEvaluated() as body:
             return f"{at}  task {printable(body.task)} at step {body.step:,}: {printable(describe_figures(body.figures))}"
-        case e.LayerStatistics() as body:
+        case run_events.LayerStatistics() as body:
             return f"{at}  layers at step {body.step:,}: {printable(describe_statistics(body))}"
-        case e.Sampled() as body:
+        case run_events.Sampled() as body:
             return f"{at}  sample {printable(body.sample)} at step {body.step:,}: {printable(describe_sample(body))}"
-        case e.Evaluating() as body:
+        case run_events.Evaluating() as body:
             return f"{at}  {describe_evaluating(body)}"
-        case e.CheckpointSaved() as body:
+        case run_events.CheckpointSaved() as body:
             detail = describe_checkpoint(body)
             return f"{at}  checkpoint of step {body.step:,}" + (f": {detail}" if detail else "")
-        case e.Finished(result=result):
+        case run_events.Finished(result=result):
             shown = (f"{name}={figure}" for name, figure in _figures(result) if name not in SAID_BEFORE)
             return f"{at}  finished  {printable(' '.join(shown))}"
     return None
 
 
-def _ranks(body: e.RunStarted) -> str:
+def _ranks(body: run_events.RunStarted) -> str:
     count = "1 rank" if body.ranks == 1 else f"{body.ranks:,} ranks"
     divided = ", ".join(f"{printable(axis)} {degree}" for axis, degree in body.layout.items())
     return f"{count}: {divided}" if divided else count
 
 
-def _start_line(event: e.Event, body: e.RunStarted) -> str:
+def _start_line(event: run_events.Event, body: run_events.RunStarted) -> str:
     day = time.strftime("%Y-%m-%d", time.gmtime(event.t))
     parts = [f"run {printable(body.run)}", f"attempt {event.attempt + 1}", _ranks(body)]
     parts += [printable(body.device)] if body.device else []

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 import msgspec
 
-from phalanx.observe import events as e
+from phalanx.observe import events as run_events
 from phalanx.observe.goodput import Goodput, goodput
 from phalanx.observe.ledger import PHASES, Bucket
 from phalanx.observe.metrics.samples import Derived, Found, Kind, Metric
@@ -29,7 +29,7 @@ from phalanx.run.sections.monitoring import MOST_TASKS
 _WINDOW = 64
 """Number of newest logged steps that define what is usual."""
 _MOST_LEDGERS = 2048
-_TURNS = (e.RunStarted, e.Restored, e.NonFinite)
+_TURNS = (run_events.RunStarted, run_events.Restored, run_events.NonFinite)
 """Kinds of events each of which changes what the steps around it count for."""
 _STEP = b'"kind":"Step"'
 _SEARCHED = 120
@@ -53,7 +53,7 @@ _step_line = msgspec.json.Decoder(_Line)
 class RunFacts:
     """The facts of a run, as far as its events were read."""
 
-    started: e.RunStarted | None = None
+    started: run_events.RunStarted | None = None
     attempt: int = 0
     attempts: int = 0
     first_t: float = 0.0
@@ -67,16 +67,16 @@ class RunFacts:
     lost_steps: int = 0
     over: str = ""
     """``finished`` or ``stopped`` once the newest attempt has ended so."""
-    evaluation: e.Evaluated | None = None
-    tasks: dict[str, e.TaskEvaluated] = field(default_factory=dict)
+    evaluation: run_events.Evaluated | None = None
+    tasks: dict[str, run_events.TaskEvaluated] = field(default_factory=dict)
     """The newest evaluation of each task."""
     evaluation_seconds: float = 0.0
-    saved: e.CheckpointSaved | None = None
+    saved: run_events.CheckpointSaved | None = None
     saved_t: float = 0.0
-    copied: e.CheckpointCopied | None = None
+    copied: run_events.CheckpointCopied | None = None
     checkpoint_seconds: float = 0.0
     blocked_seconds: float = 0.0
-    memory: e.MemoryMeasured | None = None
+    memory: run_events.MemoryMeasured | None = None
     skipped: int = 0
     moved_bytes: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -89,23 +89,23 @@ class RunFacts:
     """Seconds by phase of all recoveries."""
     recoveries: int = 0
     _recent: deque[bytes] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    _steps: tuple[e.Step, ...] | None = ()
-    _ledgers: list[e.Event] = field(default_factory=list)
+    _steps: tuple[run_events.Step, ...] | None = ()
+    _ledgers: list[run_events.Event] = field(default_factory=list)
     _most_ledgers: int = _MOST_LEDGERS
     _goodput: Goodput | None = None
 
     # --- asked -----------------------------------------------------------------------------------
 
     @property
-    def recent(self) -> tuple[e.Step, ...]:
+    def recent(self) -> tuple[run_events.Step, ...]:
         """The newest logged steps, oldest first."""
         if self._steps is None:
-            bodies = (e.decode(line).body for line in self._recent)
-            self._steps = tuple(body for body in bodies if isinstance(body, e.Step))
+            bodies = (run_events.decode(line).body for line in self._recent)
+            self._steps = tuple(body for body in bodies if isinstance(body, run_events.Step))
         return self._steps
 
     @property
-    def newest(self) -> e.Step | None:
+    def newest(self) -> run_events.Step | None:
         """The newest logged step."""
         return self.recent[-1] if self.recent else None
 
@@ -137,60 +137,60 @@ class RunFacts:
             if _STEP in line[:_SEARCHED]:
                 self._take_step(line)
             else:
-                self._take_event(e.decode(line))
+                self._take_event(run_events.decode(line))
         except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
-            self.counts[e.Torn.__name__] += 1
+            self.counts[run_events.Torn.__name__] += 1
 
     def _take_step(self, line: bytes) -> None:
         """Take a step's line without decoding most of it."""
         try:
             step = _step_line.decode(line)
         except msgspec.ValidationError:  # a ledger with numbers that JSON lacks
-            self._take_event(e.decode(line))
+            self._take_event(run_events.decode(line))
             return
-        body = e.Step(step.step, 0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, ledger=step.ledger)
-        self._stepped(e.Event(step.t, step.attempt, body), body, line)
+        body = run_events.Step(step.step, 0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, ledger=step.ledger)
+        self._stepped(run_events.Event(step.t, step.attempt, body), body, line)
 
-    def _take_event(self, event: e.Event) -> None:
+    def _take_event(self, event: run_events.Event) -> None:
         """Count an event, and take its facts if it is of the newest attempt. Raises ``ValueError`` for a step."""
         body = event.body
-        if isinstance(body, e.Step):
+        if isinstance(body, run_events.Step):
             raise ValueError("a step whose ledger is no table of numbers")
-        self.counts[body.kind if isinstance(body, e.Unknown) else type(body).__name__] += 1
+        self.counts[body.kind if isinstance(body, run_events.Unknown) else type(body).__name__] += 1
         self.last_t = max(self.last_t, event.t)
         self.first_t = self.first_t or event.t
-        if isinstance(body, e.Message):
+        if isinstance(body, run_events.Message):
             self.counts[f"Message {body.level}"] += 1
-        if isinstance(body, e.FROM_OUTSIDE):
-            self.copied = body if isinstance(body, e.CheckpointCopied) else self.copied
+        if isinstance(body, run_events.FROM_OUTSIDE):
+            self.copied = body if isinstance(body, run_events.CheckpointCopied) else self.copied
             return
         if not self._enter(event.attempt):
             return
         self._keep(event)
         match body:
-            case e.RunStarted():
+            case run_events.RunStarted():
                 self.started, self.over = body, ""
-            case e.Restored():
+            case run_events.Restored():
                 self._restored(body)
-            case e.Evaluated():
+            case run_events.Evaluated():
                 self.evaluation, self.evaluation_seconds = body, self.evaluation_seconds + body.seconds
-            case e.TaskEvaluated():
+            case run_events.TaskEvaluated():
                 if body.task in self.tasks or len(self.tasks) < MOST_TASKS:
                     self.tasks[body.task] = body
                 self.evaluation_seconds += body.seconds
-            case e.CheckpointSaved():
+            case run_events.CheckpointSaved():
                 self.saved, self.saved_t = body, event.t
                 self.checkpoint_seconds += body.seconds
                 self.blocked_seconds += body.blocked_s
-            case e.MemoryMeasured():
+            case run_events.MemoryMeasured():
                 self.memory = body
-            case e.NonFinite(skipped=True):
+            case run_events.NonFinite(skipped=True):
                 self.skipped += 1
-            case e.Stopped() | e.Finished():
-                self.over = "finished" if isinstance(body, e.Finished) else "stopped"
+            case run_events.Stopped() | run_events.Finished():
+                self.over = "finished" if isinstance(body, run_events.Finished) else "stopped"
                 self.buckets = dict(body.ledger) or self.buckets
 
-    def _restored(self, body: e.Restored) -> None:
+    def _restored(self, body: run_events.Restored) -> None:
         self.moved_bytes += body.moved_bytes
         self.lost_steps += max(0, self.step - body.step)
         self.step = body.step
@@ -204,9 +204,9 @@ class RunFacts:
             self.buckets, self.attempt, self.over = {}, attempt, ""
         return attempt == self.attempt
 
-    def _stepped(self, event: e.Event, body: e.Step, line: bytes) -> None:
+    def _stepped(self, event: run_events.Event, body: run_events.Step, line: bytes) -> None:
         """Take a step: position, ledger and recent lines; the first of a later attempt is a recovery."""
-        self.counts[e.Step.__name__] += 1
+        self.counts[run_events.Step.__name__] += 1
         self.first_t, self.last_t = self.first_t or event.t, max(self.last_t, event.t)
         if not self._enter(event.attempt):
             return
@@ -220,7 +220,7 @@ class RunFacts:
         self._steps = None
         self._keep(event)
 
-    def _keep(self, event: e.Event) -> None:
+    def _keep(self, event: run_events.Event) -> None:
         """Keep an event, since goodput follows from all of them, and thin the older half when there are many."""
         self._ledgers.append(event)
         if len(self._ledgers) > self._most_ledgers:
@@ -229,18 +229,18 @@ class RunFacts:
             self._most_ledgers = max(_MOST_LEDGERS, 4 * len(self._ledgers) // 3)
 
 
-def _thinned(events: list[e.Event]) -> list[e.Event]:
+def _thinned(events: list[run_events.Event]) -> list[run_events.Event]:
     """Drop every other step of an attempt, and all but the last of other events on a run's progress.
 
     The sums stay as they are: a ledger counts from the beginning of its attempt.
     """
     newest = {(event.attempt, type(event.body)): event for event in events}
-    kept: list[e.Event] = []
+    kept: list[run_events.Event] = []
     skip = False
     for event in events:
         if event is newest[event.attempt, type(event.body)] or isinstance(event.body, _TURNS):
             kept.append(event)
-        elif isinstance(event.body, e.Step):
+        elif isinstance(event.body, run_events.Step):
             if not skip:
                 kept.append(event)
             skip = not skip

@@ -37,7 +37,7 @@ from phalanx.fleet.control.security import read_certificates, run_token
 from phalanx.fleet.core.messages import LEFT_AS_ASKED, NO_EPOCH, NO_STEP
 from phalanx.fleet.health.live_audit import CorruptionFoundError
 from phalanx.fleet.health.node_health import complaints, of_device
-from phalanx.fleet.node import worker_link as w
+from phalanx.fleet.node import worker_link
 from phalanx.fleet.node.rank.rank_guardian import OVERTIME_S, Hooks, NoHooks, NonFiniteStepError, RankGuardian
 from phalanx.hardware.local.detect import Throttles
 from phalanx.hardware.local.device import answers, give_back_memory, keep_freed_memory, make_current, on_gpu
@@ -113,10 +113,10 @@ class WorkerArgs:
 class RankWorker:
     """One worker process."""
 
-    def __init__(self, link: w.WorkerEnd, args: WorkerArgs, stop: StopRequest) -> None:
+    def __init__(self, link: worker_link.WorkerEnd, args: WorkerArgs, stop: StopRequest) -> None:
         """Read the run, choose the device, open the data and check the machine; raises RunDirectoryError for another run file."""
         self._link, self._args, self._stop = link, args, stop
-        self._orders = w.Orders(stop)
+        self._orders = worker_link.Orders(stop)
         self._directory = RunDirectory(args.run_dir)
         self._spec = read_resolved(self._directory)
         if fencing_token(self._spec, 0).run_file_sha256 != args.run_file_sha256:
@@ -175,9 +175,9 @@ class RankWorker:
             torch.autograd.backward((weights @ weights).sum())
         freeze_gc()  # The collection after each epoch then visits that epoch's objects only.
         if self._spec.fleet.health_checks and (failures := complaints(of_device(str(self._device)))):
-            self._link.send(w.Unfit(failures))
+            self._link.send(worker_link.Unfit(failures))
             return
-        self._link.send(w.Warm(os.getpid(), self._meeting.address))
+        self._link.send(worker_link.Warm(os.getpid(), self._meeting.address))
         while (bind := self._orders.next_bind()) is not None:
             self._epoch(bind)
 
@@ -188,9 +188,9 @@ class RankWorker:
         except WireError:
             os._exit(EXIT_FAILED)  # The agent has ended.
 
-    def _received(self) -> w.ToWorker:
+    def _received(self) -> worker_link.ToWorker:
         """Receive the next order for the main thread. Requests that must work while it hangs are served here."""
-        while isinstance(message := self._link.receive(), w.SendFlightRecord):
+        while isinstance(message := self._link.receive(), worker_link.SendFlightRecord):
             # In its own thread: if the recorder hangs too, LeaveEpoch must still be received.
             _in_thread("flight record", partial(self._send_flight_record, message.epoch))
         return message
@@ -199,7 +199,7 @@ class RankWorker:
         """Send this rank's record of collectives, if the worker is a rank of ``epoch``."""
         with suppress(WireError, ValueError):
             if epoch == self._guardian.epoch:
-                self._link.send(w.FlightRecordSent(epoch, shortened(flight_record(self._began_ns))))
+                self._link.send(worker_link.FlightRecordSent(epoch, shortened(flight_record(self._began_ns))))
 
     @contextmanager
     def _waiting_for_data(self) -> Iterator[None]:
@@ -215,7 +215,9 @@ class RankWorker:
                 if waited_s > self._spec.data.timeout_s + OVERTIME_S:
                     return
                 with suppress(WireError):
-                    self._link.send(w.Alive(NO_EPOCH, NO_STEP, "opening the data", waited_s, waited_s))
+                    self._link.send(
+                        worker_link.Alive(NO_EPOCH, NO_STEP, "opening the data", waited_s, waited_s)
+                    )
 
         if any(map(is_remote, addresses(self._spec.data).values())):
             _in_thread("opening", pulse)
@@ -231,11 +233,13 @@ class RankWorker:
             since_s = time.monotonic() - guardian.since_s
             with suppress(WireError):
                 self._link.send(
-                    w.Alive(guardian.epoch, guardian.step, guardian.phase, since_s, guardian.waiting_s())
+                    worker_link.Alive(
+                        guardian.epoch, guardian.step, guardian.phase, since_s, guardian.waiting_s()
+                    )
                 )
             time.sleep(self._spec.fleet.worker_lease_s / _PULSES_IN_A_LEASE)
 
-    def _epoch(self, bind: w.JoinEpoch) -> None:
+    def _epoch(self, bind: worker_link.JoinEpoch) -> None:
         """Run one epoch, from rendezvous to leaving, and report how it ended.
 
         Releases its process groups and memory afterwards. Ends the process if the device does not answer any more.
@@ -250,7 +254,7 @@ class RankWorker:
             outcome = self._outcome(bind)
             if outcome is not None:
                 self._link.send(outcome)
-            stopped = isinstance(outcome, w.TrainingFinished) and not outcome.result
+            stopped = isinstance(outcome, worker_link.TrainingFinished) and not outcome.result
             if not stopped:
                 self._orders.wait_for_park(bind.epoch)
             self._guardian.leaves()
@@ -269,21 +273,25 @@ class RankWorker:
             os._exit(EXIT_FAILED)
         give_back_memory(self._device)
         if not stopped:
-            self._link.send(w.LeftEpoch(bind.epoch, self._fresh_meeting_point()))
+            self._link.send(worker_link.LeftEpoch(bind.epoch, self._fresh_meeting_point()))
 
-    def _outcome(self, bind: w.JoinEpoch) -> w.ToAgent | None:
+    def _outcome(self, bind: worker_link.JoinEpoch) -> worker_link.ToAgent | None:
         """Train, and return the message about the end of the epoch; ``None`` if it ended by order. Other errors are printed."""
         try:
             result = self._train(bind)
-            return w.TrainingFinished(bind.epoch, "" if result is None else json.dumps(result.to_json()))
+            return worker_link.TrainingFinished(
+                bind.epoch, "" if result is None else json.dumps(result.to_json())
+            )
         except Exception as error:
             outcome = outcome_of(error, bind.epoch, over=self._orders.over(bind.epoch), device=self._device)
-            if isinstance(outcome, w.EpochBroken) and not isinstance(error, w.ParkedError):
+            if isinstance(outcome, worker_link.EpochBroken) and not isinstance(
+                error, worker_link.ParkedError
+            ):
                 traceback.print_exc()  # Into this worker's log.
                 sys.stderr.flush()
             return outcome
 
-    def _train(self, bind: w.JoinEpoch) -> RunResult | None:
+    def _train(self, bind: worker_link.JoinEpoch) -> RunResult | None:
         """Meet the other ranks and train the epoch; return the run's result, None if it was stopped."""
         place = place_of_process()
         place.rank, place.epoch, place.step = bind.rank, bind.epoch, None
@@ -348,7 +356,9 @@ class RankWorker:
         return self._meeting.address
 
 
-def outcome_of(error: Exception, epoch: int, *, over: bool, device: torch.device) -> w.ToAgent | None:
+def outcome_of(
+    error: Exception, epoch: int, *, over: bool, device: torch.device
+) -> worker_link.ToAgent | None:
     """Return the message about an error that ended ``epoch``, or ``None`` if it needs none.
 
     ``over`` means that this worker was already ordered out of the epoch.
@@ -361,17 +371,19 @@ def outcome_of(error: Exception, epoch: int, *, over: bool, device: torch.device
         # Sent even if the epoch is over: another rank may have reported first that it broke, but without the
         # cause.
         verdict = error.verdict
-        return w.Doubted(epoch, "corruption", text, verdict.ranks, verdict.roll_back_to)
+        return worker_link.Doubted(epoch, "corruption", text, verdict.ranks, verdict.roll_back_to)
     if isinstance(error, NonFiniteStepError):
-        return w.Doubted(epoch, "nonfinite", str(error), error.ranks, step=error.step)
+        return worker_link.Doubted(epoch, "nonfinite", str(error), error.ranks, step=error.step)
     if over:
         return None
     if isinstance(error, known_errors()) and not isinstance(error, _RECOVERABLE):
-        return w.RunFailed(epoch, str(error), type(error).__name__, isinstance(error, RunFailedError))
-    if isinstance(error, w.ParkedError):
+        return worker_link.RunFailed(
+            epoch, str(error), type(error).__name__, isinstance(error, RunFailedError)
+        )
+    if isinstance(error, worker_link.ParkedError):
         # If the order to leave by plan is lost with its coordinator, this ends the epoch.
-        return w.EpochBroken(epoch, LEFT_AS_ASKED)
-    return w.EpochBroken(epoch, text)
+        return worker_link.EpochBroken(epoch, LEFT_AS_ASKED)
+    return worker_link.EpochBroken(epoch, text)
 
 
 def _check_machine(spec: RunSpec, directory: RunDirectory, warm: WarmState, node: str) -> None:
@@ -394,7 +406,7 @@ def _check_machine(spec: RunSpec, directory: RunDirectory, warm: WarmState, node
             return
 
 
-def _account(directory: RunDirectory, bind: w.JoinEpoch) -> Ledger:
+def _account(directory: RunDirectory, bind: worker_link.JoinEpoch) -> Ledger:
     """Open the ledger of this epoch.
 
     On rank 0, whose ledger becomes events, it begins where the last epoch's ledger ended. The time in between
