@@ -19,12 +19,13 @@ from phalanx.checkpoint.format.errors import NoSuchStepError
 from phalanx.checkpoint.save.interval import Retention
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.save.store_uploader import CopyRules, CopyShare, RankCopies
+from phalanx.checkpoint.snapshot.segments import total_memory_bytes
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier, open_origin
 from phalanx.checkpoint.tiers.tier import KeepingTier
 from phalanx.data.reading.dataset import RunData
 from phalanx.hardware.local.detect import accelerator_named
-from phalanx.hardware.local.device import device_name, host_memory_bytes, measure_matmul_flops, on_gpu
+from phalanx.hardware.local.device import device_name, measure_matmul_flops, on_gpu
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.hardware.portable.operations import end as end_portable
 from phalanx.observe.events import IncidentKind
@@ -166,7 +167,7 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     )
     # A fleet replaces a node that is too small.
     if inputs.warm is None and not on_gpu(inputs.device):
-        require_memory(spec, mesh.layout, mesh.rank, host_memory_bytes())
+        require_memory(spec, mesh.layout, mesh.rank, total_memory_bytes())
     built = build_model(spec, mesh)
     parts, placement = built.model.parts, built.placement
     shards = state_shards(parts, built.optimizer, placement)

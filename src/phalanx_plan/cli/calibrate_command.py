@@ -68,8 +68,9 @@ def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool
 
     Takes minutes. Progress is printed unless ``quiet``.
     """
+    from phalanx.checkpoint.snapshot.segments import total_memory_bytes
     from phalanx.hardware.catalog import accelerator
-    from phalanx.hardware.local.device import device_name, device_of_rank, gpus, host_memory_bytes
+    from phalanx.hardware.local.device import device_name, device_of_rank, gpus
     from phalanx.train.measure import calibrate
     from phalanx_plan.fit_profile import fit_profile, to_tables
 
@@ -85,7 +86,8 @@ def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool
         for name, collective_points in calibrate.measure_collectives(settings, members).items():
             points.setdefault(name, []).extend(collective_points)
     origin = _origin(settings)
-    tables = to_tables(fit_profile(points, accelerator(key), origin), count, host_memory_bytes(), origin)
+    memory_bytes = float(total_memory_bytes())
+    tables = to_tables(fit_profile(points, accelerator(key), origin), count, memory_bytes, origin)
     _say(quiet, "training steps")
     tables["profile"]["stack"] = _stack_scalar(tables, settings, origin)
     return tables

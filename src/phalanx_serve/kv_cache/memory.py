@@ -17,7 +17,6 @@ of the layers, or some heads of each, has a box of the page. So a page of two pr
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.snapshot.segments import total_memory_bytes
 from phalanx.hardware.local.device import brought, fetched
 from phalanx.model.layers.attention.attention import CausalCore, Expand, Mixing
 from phalanx.model.layers.attention.mla import LatentExpansion, attend_together, latents_as_keys
@@ -134,8 +134,7 @@ def pages_within(spec: ModelSpec, kept: KVFormat, memory_bytes: int, drafts: int
 
 def require_memory(nbytes: int, device: torch.device) -> None:
     """Raise ServeError if keys and values of ``nbytes`` exceed the machine's memory. A GPU refuses its own when they are allocated."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device.type == "cpu" and nbytes > total:
+    if device.type == "cpu" and nbytes > (total := total_memory_bytes()):
         raise ServeError(
             f"keys and values of {nbytes:,} bytes exceed this machine's memory of {total:,}: give less (--memory)"
         )

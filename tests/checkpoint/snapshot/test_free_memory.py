@@ -1,4 +1,4 @@
-"""Free memory: the machine's, or what the tightest of all control groups above the process leaves."""
+"""Memory of a process: the machine's, or what the tightest of all control groups above the process allows and leaves."""
 
 from pathlib import Path
 
@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.snapshot.segments import free_memory_bytes
+from phalanx.checkpoint.snapshot.segments import free_memory_bytes, total_memory_bytes
 
+MACHINE_BYTES = 100 << 10
 UNLIMITED = {1: str(2**63 - 4096), 2: "max"}
 
 
@@ -26,13 +27,14 @@ def write_group(folder: Path, version: int, limit: str, used: int, cached: int =
 
 def write_proc(proc: Path, version: int, path: str, available_kb: int = 1 << 40) -> None:
     (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text(f"MemTotal: 100 kB\nMemAvailable: {available_kb} kB\n")
+    (proc / "meminfo").write_text(f"MemTotal: {MACHINE_BYTES >> 10} kB\nMemAvailable: {available_kb} kB\n")
     line = f"0::{path}" if version == 2 else f"4:cpu,memory:{path}\n0::/"
     (proc / "self" / "cgroup").write_text(f"9:name=systemd:/\n{line}\n")
 
 
 def test_without_control_groups_it_is_the_machines_and_else_unlimited(tmp_path: Path) -> None:
     assert free_memory_bytes(tmp_path, tmp_path) > 1 << 60
+    assert total_memory_bytes(tmp_path, tmp_path) > 1 << 60
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 70 kB\n")
     assert free_memory_bytes(tmp_path, tmp_path) == 70 * 1024
 
@@ -70,6 +72,8 @@ def test_the_tightest_limit_of_the_group_and_all_above_it_counts(
     write_group(mounted / "a-neighbor", version, "0", 0)
     write_proc(root / "proc", version, path or "/", available_kb)
     assert free_memory_bytes(root / "proc", root / "cgroup") == min(left)
+    limits = [limit for limit, _, _ in groups if limit is not None]
+    assert total_memory_bytes(root / "proc", root / "cgroup") == min([*limits, MACHINE_BYTES])
 
 
 def test_a_container_that_sees_its_own_group_as_the_root_counts_it_though_its_path_is_the_hosts(

@@ -33,7 +33,7 @@ from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray
 from phalanx.checkpoint.format.manifest import Manifest, checksum, decode_manifest
 from phalanx.observe.record.records import groups_of
 
-# The memory that a process can still use, by the limits of the machine and its control groups (cgroups(7)).
+# The memory that a process can use, and still use, by the limits of the machine and its control groups (cgroups(7)).
 
 _Files = tuple[str, str, str, str]
 """Names of a group's files and fields: limit, usage, and two kinds of files' pages in ``memory.stat``."""
@@ -57,6 +57,18 @@ def free_memory_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cg
     with suppress(OSError, ValueError, KeyError):
         limits.append(_numbers(proc / "meminfo")["MemAvailable:"] * 1024)
     return min((free for free in limits if free is not None), default=1 << 62)
+
+
+def total_memory_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the machine's memory, or the tightest limit of this process's control groups if that is less; 2^62 if the system reports
+    neither (``proc`` and ``group`` are Linux's folders for it)."""
+    totals = []
+    for folder, version in groups_of("memory", proc, group):
+        with suppress(OSError, ValueError):  # version 2 writes "max" for no limit
+            totals.append(int((folder / _FILES[version][0]).read_text()))
+    with suppress(OSError, ValueError, KeyError):
+        totals.append(_numbers(proc / "meminfo")["MemTotal:"] * 1024)
+    return min(totals, default=1 << 62)
 
 
 def _remaining_bytes(folder: Path, files: _Files) -> int | None:

@@ -109,14 +109,6 @@ def held_memory_bytes(device: torch.device) -> int:
     return most_memory_bytes(device)
 
 
-def host_memory_bytes() -> float:
-    """Return the bytes of this machine's memory, or the limit of the container that this process is in if that is less."""
-    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(total, float(text)) if text.isdigit() else total
-
-
 def most_memory_bytes(device: torch.device) -> int:
     """The most memory that this process has had so far: on a GPU that of its tensors, on a CPU what was resident."""
     on_device = peak_memory_bytes(device)
