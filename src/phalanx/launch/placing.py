@@ -342,7 +342,6 @@ def _spread(free: Mapping[Domains, Sequence[str]], chosen: Sequence[Unit], spare
 # Names of nodes as Slurm's host lists, such as ``rack[01-12]n[1-4,7],login``.
 
 _PART = re.compile(r"[^,\[\]]*(?:\[[^\]]*\][^,\[\]]*)*")
-_LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
 MOST_HOSTS = 1_000_000
 
 

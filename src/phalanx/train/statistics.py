@@ -48,8 +48,6 @@ from phalanx.train.step.step import Stepper, StepReport, StepStatistics
 # A layer is a block of the model, the embedding, the final norm, the output projection or a prediction ahead. A group is what a layer's
 # parameters belong to: "attention", "feed_forward", "experts", "router", "norms", or the layer's own name where it has one matrix.
 
-NORMS = ("gradient_norm", "weight_norm", "update_norm", "update_ratio")
-"""Figures of each group of parameters of a layer."""
 RMS, KURTOSIS, LARGEST_LOGIT, DEAD_UNITS = (
     "residual.rms",
     "residual.kurtosis",

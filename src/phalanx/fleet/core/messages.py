@@ -438,7 +438,6 @@ CoreEvent = (
 """All events that the core's ``step`` takes."""
 
 _encoder = msgspec.json.Encoder()
-_events: msgspec.json.Decoder[CoreEvent] = msgspec.json.Decoder(CoreEvent)
 Received = AgentMessage | OperatorRequest | Rollcall | Folded
 _reports: msgspec.json.Decoder[Received] = msgspec.json.Decoder(Received)
 
@@ -446,11 +445,6 @@ _reports: msgspec.json.Decoder[Received] = msgspec.json.Decoder(Received)
 def encode(message: WireMessage) -> bytes:
     """Return the message as one line of JSON."""
     return _encoder.encode(message)
-
-
-def decode_event(line: bytes) -> CoreEvent:
-    """Decode any event. Raises msgspec.ValidationError naming the field, DecodeError, or UnicodeDecodeError."""
-    return _events.decode(line)
 
 
 def decode_report(line: bytes) -> Received:
