@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.observe.profile import ProfileRequest, write_request
+from phalanx.observe.profile_request import ProfileRequest, write_request
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ParallelSpec, RunSpec
 from ranks import Ranks

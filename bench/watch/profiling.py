@@ -123,7 +123,7 @@ def measure_off(ranks: Ranks, dataset: Path, folder: Path, pairs: int) -> dict[s
 
 def look_s(folder: Path) -> float:
     """Seconds of all that a step does more on rank 0 while nobody asks, its look at the disk each second included."""
-    from phalanx.observe.profile import ProfileDesk
+    from phalanx.observe.profile_request import ProfileDesk
 
     directory = RunDirectory(folder / "nothing")
     desk, turns = ProfileDesk(directory, print), 200_000

@@ -121,7 +121,7 @@ def install(order: Order) -> None:
         return
     from phalanx.hardware.local.device import CommClock
     from phalanx.observe.ledger import Ledger
-    from phalanx.observe.profile import ProfileDesk
+    from phalanx.observe.profile_request import ProfileDesk
     from phalanx.observe.record.notes import ThrottlingWatch
     from phalanx.train.lifecycle.loop import Trainer
     from phalanx.train.lifecycle.observers import StepLog

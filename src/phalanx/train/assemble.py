@@ -32,7 +32,7 @@ from phalanx.observe.events import IncidentKind
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
 from phalanx.observe.logs.log_file import Place
-from phalanx.observe.profile import ProfileDesk
+from phalanx.observe.profile_request import ProfileDesk
 from phalanx.parallel.mesh import BOOT_ID, Mesh, RankMachines, build_mesh, find_machines
 from phalanx.process.this_process import StopRequest
 from phalanx.run.directory.files import write_atomically

@@ -13,7 +13,7 @@ from phalanx.cli.errors import demand_folder, explained
 from phalanx.cli.output import moment, text_console
 from phalanx.command import FiniteRange
 from phalanx.command_help import Command
-from phalanx.observe.profile import MOST_STEPS
+from phalanx.observe.profile_request import MOST_STEPS
 from phalanx.observe.throughput import format_bytes
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx_watch.profile.partition import duration

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.observe.profile import COPY, KERNEL, RankTrace
+from phalanx.observe.recorded_step import COPY, KERNEL, RankTrace
 from phalanx_watch.profile.partition import BACKWARD, COMM, DATA, FORWARD, OPTIMIZER, StepPieces
 from phalanx_watch.profile.waits import ClockFit, Waits
 

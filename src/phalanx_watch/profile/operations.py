@@ -20,7 +20,7 @@ import numpy as np
 
 from phalanx.hardware.cluster import HardwareError
 from phalanx.launch.planner import PlannerError, installed_planner
-from phalanx.observe.profile import RankTrace
+from phalanx.observe.recorded_step import RankTrace
 from phalanx.run.spec import RunSpec
 from phalanx_watch.profile import partition
 from phalanx_watch.profile.waits import Passage, Waits

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.observe.profile import COPY as DEVICE_COPY
-from phalanx.observe.profile import HOST, KERNEL, LAUNCH, RankTrace
+from phalanx.observe.recorded_step import COPY as DEVICE_COPY
+from phalanx.observe.recorded_step import HOST, KERNEL, LAUNCH, RankTrace
 
 # The names of what a moment is spent on, and of the kinds of operations.
 

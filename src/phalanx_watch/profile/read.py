@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.observe import profile
+from phalanx.observe import profile_request, recorded_step
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.events import IncidentKind, Message, Step
 from phalanx.run.directory.files import plain_json, read_small, write_atomically
@@ -55,7 +55,7 @@ def profiles(directory: RunDirectory) -> list[ProfileSummary]:
     """Return the readable profiles of a run that have a summary, the newest last."""
     try:
         names = sorted(
-            path.name for path in directory.profiles.iterdir() if profile.is_profile_name(path.name)
+            path.name for path in directory.profiles.iterdir() if profile_request.is_profile_name(path.name)
         )
     except OSError:
         return []
@@ -88,7 +88,7 @@ def _listed(directory: RunDirectory, name: str) -> ProfileSummary:
 
 def folder_of(directory: RunDirectory, name: str) -> Path:
     """Return the folder of a profile. Raises ``ProfileError`` for an invalid name."""
-    if not profile.is_profile_name(name):
+    if not profile_request.is_profile_name(name):
         raise ProfileError(
             f"{name!r} cannot be the name of a profile; phalanx profile {directory.path} --show lists those that there are"
         )
@@ -108,7 +108,7 @@ def read_summary(directory: RunDirectory, name: str) -> dict[str, Any]:
 
 def read_order(directory: RunDirectory, name: str) -> dict[str, Any]:
     """Return rank 0's recording order. Raises ``ProfileError``."""
-    return _read_json(folder_of(directory, name) / profile.ORDER_FILE, _MOST_SUMMARY_BYTES)
+    return _read_json(folder_of(directory, name) / recorded_step.ORDER_FILE, _MOST_SUMMARY_BYTES)
 
 
 def _read_json(path: Path, most_bytes: int) -> dict[str, Any]:
@@ -130,7 +130,9 @@ def _missing(path: Path) -> str:
     if folder.is_dir():
         return f"profile {folder.name} of {run} has no {path.name}: it was not recorded to its end"
     try:
-        names = sorted(entry.name for entry in folder.parent.iterdir() if profile.is_profile_name(entry.name))
+        names = sorted(
+            entry.name for entry in folder.parent.iterdir() if profile_request.is_profile_name(entry.name)
+        )
     except OSError:
         names = []
     recorded = (
@@ -150,7 +152,7 @@ def ordered_ranks(order: Mapping[str, Any]) -> list[int]:
 def missing_ranks(directory: RunDirectory, name: str, order: Mapping[str, Any]) -> list[int]:
     """Return the ranks of an order that have not written their file."""
     folder = folder_of(directory, name)
-    return [rank for rank in ordered_ranks(order) if not profile.rank_file(folder, rank).exists()]
+    return [rank for rank in ordered_ranks(order) if not recorded_step.rank_file(folder, rank).exists()]
 
 
 def make_summary(directory: RunDirectory, name: str, cluster: str | None = None) -> dict[str, Any]:
@@ -185,7 +187,7 @@ def make_summary(directory: RunDirectory, name: str, cluster: str | None = None)
 
 def _traces(
     directory: RunDirectory, name: str, order: Mapping[str, Any]
-) -> tuple[list[profile.RankTrace], list[str]]:
+) -> tuple[list[recorded_step.RankTrace], list[str]]:
     """Return the readable recordings, and notes on the others."""
     traces, notes = [], []
     missing = missing_ranks(directory, name, order)
@@ -196,13 +198,13 @@ def _traces(
     for rank in ordered_ranks(order):
         if rank in missing:
             continue
-        path = profile.rank_file(folder_of(directory, name), rank)
+        path = recorded_step.rank_file(folder_of(directory, name), rank)
         try:
-            trace = profile.read_rank_trace(path)
+            trace = recorded_step.read_rank_trace(path)
             if trace.rank != rank:
-                raise profile.ProfileFileError(f"{path} is the recording of rank {trace.rank}")
+                raise recorded_step.ProfileFileError(f"{path} is the recording of rank {trace.rank}")
             traces.append(trace)
-        except (profile.ProfileFileError, OSError) as error:
+        except (recorded_step.ProfileFileError, OSError) as error:
             notes.append(str(error))
     return traces, notes
 
@@ -258,8 +260,8 @@ def request_profile(
     """
     if directory.result.exists():
         raise ProfileError(f"the run in {directory.path} is finished: --show lists what was recorded of it")
-    name, since_s = profile.new_name(), time.time()
-    with _request(directory, profile.ProfileRequest(name, steps, ranks, since_s + wait_s)) as inode:
+    name, since_s = profile_request.new_name(), time.time()
+    with _request(directory, profile_request.ProfileRequest(name, steps, ranks, since_s + wait_s)) as inode:
         progress(f"requested {steps} steps; the run receives it within a second and a step")
         _await_order(directory, name, since_s, wait_s, inode)
     order = read_order(directory, name)
@@ -270,12 +272,12 @@ def request_profile(
 
 
 @contextmanager
-def _request(directory: RunDirectory, request: profile.ProfileRequest) -> Iterator[int | None]:
+def _request(directory: RunDirectory, request: profile_request.ProfileRequest) -> Iterator[int | None]:
     """Write the request for the time of the block, and remove it if it was not taken. Yields its inode, or None if
     it was taken at once.
     """
-    profile.write_request(directory, request)
-    path = profile.request_path(directory)
+    profile_request.write_request(directory, request)
+    path = profile_request.request_path(directory)
     inode = _inode(path)  # rank 0 may have taken it already
     try:
         yield inode
@@ -296,14 +298,14 @@ def _await_order(
     directory: RunDirectory, name: str, since_s: float, wait_s: float, inode: int | None
 ) -> None:
     """Wait until rank 0 has taken the request. Raises ``ProfileError`` if it is refused, replaced, or not taken within ``wait_s``."""
-    path = folder_of(directory, name) / profile.ORDER_FILE
+    path = folder_of(directory, name) / recorded_step.ORDER_FILE
     while not path.exists():
         now_s = time.time()
         if now_s > since_s + wait_s:
             raise ProfileError(_silence(directory, wait_s))
         if now_s > since_s + _GONE_S and KernelLocks().holds(directory) is False:
             raise ProfileError(_silence(directory, _GONE_S))
-        now = _inode(profile.request_path(directory))
+        now = _inode(profile_request.request_path(directory))
         if now is not None and inode is not None and now != inode:
             raise ProfileError(
                 "another profile was requested in the same second, and that one is recorded: try again"

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from phalanx.observe.profile import RankTrace
+from phalanx.observe.recorded_step import RankTrace
 from phalanx.observe.throughput import format_bytes
 from phalanx_watch.profile import operations as op_times
 from phalanx_watch.profile import partition

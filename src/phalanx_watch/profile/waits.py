@@ -24,7 +24,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.observe.profile import HOST, KERNEL, LAUNCH, RankTrace
+from phalanx.observe.recorded_step import HOST, KERNEL, LAUNCH, RankTrace
 from phalanx_watch.profile.partition import StepPieces, is_collective_kernel
 
 # Clocks.

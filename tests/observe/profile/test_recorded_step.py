@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.observe.profile import (
+from phalanx.observe.recorded_step import (
     ALLOCATION,
     EVENT,
     ProfileFileError,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.profile import (
+from phalanx.observe.profile_request import (
     MOST_RANKS,
     MOST_STEPS,
     ProfileRequest,

@@ -139,11 +139,11 @@ def test_the_age_of_a_process_is_about_how_long_it_has_run() -> None:
 
 @pytest.mark.parametrize(("ranks", "arrays"), [(False, []), (True, ["numpy"])], ids=["events", "ranks"])
 def test_nothing_here_imports_torch_or_a_higher_floor(ranks: bool, arrays: list[str]) -> None:
-    """Only the stream of the ranks and profiles are large enough to need numpy."""
+    """Only the stream of the ranks and recorded steps are large enough to need numpy."""
     code = f"""
 import pkgutil, importlib, sys, phalanx.observe
 for module in pkgutil.walk_packages(phalanx.observe.__path__, "phalanx.observe."):
-    if module.name.rpartition(".")[2] not in ("tensorboard", "wandb", "mlflow") and ({ranks} or not {{"rank_stream", "rank_file", "rank_writer", "profile"}} & set(module.name.split("."))):
+    if module.name.rpartition(".")[2] not in ("tensorboard", "wandb", "mlflow") and ({ranks} or not {{"rank_stream", "rank_file", "rank_writer", "recorded_step"}} & set(module.name.split("."))):
         importlib.import_module(module.name)
 ours = {{name.split(".")[1] for name in sys.modules if name.startswith("phalanx.")}}
 print(sorted({{"torch", "numpy", "wandb", "tensorboardX"}} & set(sys.modules)), sorted(ours - {{"process", "run", "version", "plugins"}}))

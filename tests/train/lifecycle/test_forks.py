@@ -14,7 +14,7 @@ import pytest
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import ChildTaken, ChildTrained, Evaluated, Forked, Step
-from phalanx.observe.profile import read_rank_trace
+from phalanx.observe.recorded_step import read_rank_trace
 from phalanx.run.sections.monitoring import Candidate, SpikeSpec
 from phalanx.run.spec import MoeSpec, RunSpec
 from phalanx.train.lifecycle.ending import RunFailedError

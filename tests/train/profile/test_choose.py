@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.observe.profile import ProfileRequestError
+from phalanx.observe.profile_request import ProfileRequestError
 from phalanx.run.layout import Layout
 from phalanx.train.profile.choose import SMALL, chosen_ranks
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.observe.profile import ProfileDesk, ProfileRequest, request_path, write_request
+from phalanx.observe.profile_request import ProfileDesk, ProfileRequest, request_path, write_request
 from phalanx.run.directory.paths import RunDirectory
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message
-from phalanx.observe.profile import read_rank_trace
+from phalanx.observe.recorded_step import read_rank_trace
 from phalanx.run.directory.paths import RunDirectory
 from profiled_runs import NAME, STEPS, ask, profiled_run, record
 from ranks import Ranks

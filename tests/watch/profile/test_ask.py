@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.observe import profile
-from phalanx.observe.profile import ProfileRequest, request_path, write_request
+from phalanx.observe import profile_request
+from phalanx.observe.profile_request import ProfileRequest, request_path, write_request
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.profile import read
 from phalanx_watch.profile.read import ProfileError
@@ -28,7 +28,7 @@ def test_a_request_that_is_taken_at_once_is_no_error_of_its_own(
         write_request(directory, request)
         request_path(directory).unlink()
 
-    monkeypatch.setattr(profile, "write_request", written_and_taken)
+    monkeypatch.setattr(profile_request, "write_request", written_and_taken)
     with pytest.raises(ProfileError, match="did not take the request"):
         _asked(run.directory, 0.3)
 

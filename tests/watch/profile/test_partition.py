@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.profile import ALLOCATION, COPY, EVENT, HOST, KERNEL, LAUNCH, RankTrace
+from phalanx.observe.recorded_step import ALLOCATION, COPY, EVENT, HOST, KERNEL, LAUNCH, RankTrace
 from phalanx_watch.profile.partition import partition
 
 Row = tuple[str, int, int, int, dict[str, Any]]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.autograd.profiler import profile, record_function
 
 from phalanx.hardware.local.device import on_gpu
-from phalanx.observe.profile import (
+from phalanx.observe.recorded_step import (
     ALLOCATION,
     COPY,
     EVENT,

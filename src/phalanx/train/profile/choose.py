@@ -6,7 +6,7 @@ each place shows what there is to see, and the slowest that is known shows why t
 
 from __future__ import annotations
 
-from phalanx.observe.profile import MOST_RANKS, ProfileRequestError
+from phalanx.observe.profile_request import MOST_RANKS, ProfileRequestError
 from phalanx.run.layout import Layout
 
 SMALL = 8

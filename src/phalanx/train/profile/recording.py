@@ -28,13 +28,8 @@ import torch.distributed as dist
 
 from phalanx.hardware.local.device import measure_copy_bytes_per_s, wait_for_device, wait_for_stream
 from phalanx.observe.events import IncidentKind
-from phalanx.observe.profile import (
-    ORDER_FILE,
-    ProfileRequest,
-    ProfileRequestError,
-    rank_file,
-    write_rank_trace,
-)
+from phalanx.observe.profile_request import ProfileRequest, ProfileRequestError
+from phalanx.observe.recorded_step import ORDER_FILE, rank_file, write_rank_trace
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.directory.files import write_atomically
 from phalanx.train.lifecycle.observers import Observer, StepEnd
