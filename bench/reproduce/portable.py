@@ -1,13 +1,15 @@
 """What does portable numerics cost on this machine, and are its bits those of other processors?
 
 Two processes on this machine, one with PyTorch's own kernels, one with the portable ones, compute the same forward and backward passes in turn; the median of
-the paired ratios of processor time is printed, above 1 where portable is faster. Likewise for single products.
+the paired ratios of processor time is printed, above 1 where portable is faster. Likewise for single products, by a transposed weight as layers
+multiply, and for single functions.
 
 ``--processor`` runs the computations of ``phalanx.hardware.portable.operations`` and two training steps' worth of gradients on another processor, by
 qemu's emulation (Debian's ``qemu-user``): its digests have to be those of this machine. qemu 7.2 emulates no AVX-512.
 
     python -m bench.reproduce.portable
     python -m bench.reproduce.portable --model llama-100m --rounds 5
+    python -m bench.reproduce.portable --threads 2
     python -m bench.reproduce.portable --processor Haswell
     python -m bench.reproduce.portable --digests
 """
@@ -25,10 +27,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
 import torch
+import torch.nn.functional as F
 
 from bench.running import run_bench
 from phalanx.hardware.portable import operations
@@ -37,8 +41,26 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.train.step.loss import summed_cross_entropy
 
-PRODUCTS = ((256, 256, 1024), (2048, 768, 2304), (1024, 1024, 1024), (1, 768, 2304), (64, 64, 64))
+PRODUCTS = (
+    (256, 256, 1024),
+    (2048, 768, 2304),
+    (1024, 1024, 1024),
+    (1, 768, 2304),
+    (8, 768, 2304),
+    (64, 64, 64),
+)
 """Rows, inner width and columns of single products, fp32."""
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sums of rows": lambda numbers: numbers.sum(1),
+    "softmax": lambda numbers: numbers.softmax(1),
+    "log-softmax": lambda numbers: numbers.log_softmax(1),
+    "exp": torch.exp,
+    "log": torch.log,
+    "erf": torch.erf,
+    "silu": F.silu,
+    "gelu": F.gelu,
+}
+"""Functions of 256 x 4,096 numbers, fp32."""
 VOCABULARY = 4096
 
 
@@ -56,6 +78,10 @@ def work_of(model: str, tokens: int) -> dict[str, Callable[[], object]]:
                 left @ weight.t()
 
         work[f"product {rows} x {width} x {columns}"] = multiply
+    numbers, matrix, row = torch.rand(256, 4096), torch.randn(768, 2304), torch.randn(1, 768)
+    work["product 1 x 768 x 2304, matrix of whole rows"] = lambda: [row @ matrix for _ in range(30)]
+    for name, function in FUNCTIONS.items():
+        work[f"{name} of 256 x 4,096"] = partial(function, numbers)
     return work
 
 
@@ -97,7 +123,7 @@ def serve(model: str, tokens: int) -> None:
 class Computer:
     """A process that computes on request."""
 
-    def __init__(self, numerics: str, model: str, tokens: int) -> None:
+    def __init__(self, numerics: str, model: str, tokens: int, threads: int) -> None:
         command = [
             sys.executable,
             "-m",
@@ -108,6 +134,8 @@ class Computer:
             model,
             "--tokens",
             str(tokens),
+            "--threads",
+            str(threads),
         ]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -120,9 +148,9 @@ class Computer:
         self._process.wait()
 
 
-def compare(model: str, tokens: int, rounds: int) -> dict[str, float]:
+def compare(model: str, tokens: int, rounds: int, threads: int) -> dict[str, float]:
     """The median of paired ratios, native over portable, by what was computed."""
-    native, portable = (Computer(numerics, model, tokens) for numerics in ("native", "portable"))
+    native, portable = (Computer(numerics, model, tokens, threads) for numerics in ("native", "portable"))
     found = {}
     for name in work_of(model, tokens):
         pairs = [(native.seconds(name), portable.seconds(name)) for _ in range(rounds + 1)][1:]
@@ -170,12 +198,13 @@ def main() -> None:
     parser.add_argument("--model", default="toy-4m", choices=sorted(PRESETS))
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--processor", default="", help="one of `qemu-x86_64 -cpu help`")
     parser.add_argument("--digests", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", choices=("native", "portable"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if args.serve == "portable" or args.digests:
@@ -194,7 +223,7 @@ def main() -> None:
             else "\n".join(f"{name:40} {digest}" for name, digest in found.items())
         )
     else:
-        found_ratios = compare(args.model, args.tokens, args.rounds)
+        found_ratios = compare(args.model, args.tokens, args.rounds, args.threads)
         print(
             json.dumps(found_ratios)
             if args.json
