@@ -66,7 +66,8 @@ def command(out: Path | None, ranks: int | None, quick: bool, clock: Clock | Non
 def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool) -> JsonObject:
     """Measure kernels, collectives and training steps of this machine, and return the tables of its TOML file.
 
-    Takes minutes. Progress is printed unless ``quiet``.
+    ``ranks`` None means all GPUs, or all cores without GPUs. Takes minutes. Progress is printed unless ``quiet``.
+    Raises ClickException for a GPU that the catalog lacks.
     """
     from phalanx.checkpoint.snapshot.segments import total_memory_bytes
     from phalanx.hardware.catalog import accelerator
@@ -100,7 +101,7 @@ def _say(quiet: bool, work: str) -> None:
 
 
 def _key(device_name: str) -> str:
-    """Return the key of the accelerator in the catalog that a driver calls ``device_name``.
+    """Return the catalog key of the accelerator that a driver calls ``device_name``; the longest matching name wins.
 
     Raises ClickException if there is none.
     """
@@ -120,7 +121,7 @@ def _key(device_name: str) -> str:
 
 
 def _origin(settings: Settings) -> CalibrationOrigin:
-    """Return where, when and with which software the figures were measured."""
+    """Return the source (host and clock), today's date in UTC, and the versions of phalanx, torch and the platform."""
     import datetime
     import platform
 
@@ -138,9 +139,11 @@ def _origin(settings: Settings) -> CalibrationOrigin:
 
 
 def _stack_scalar(tables: JsonObject, settings: Settings, origin: CalibrationOrigin) -> JsonObject:
-    """Return the median ratio of measured to predicted time of real steps: the overhead that the formulas omit.
+    """Return the median ratio of measured to predicted step time, for one rank alone and for all ranks of the
+    machine.
 
-    One ratio is of one rank alone, one of all ranks of the machine together.
+    This is the overhead that the formulas omit. Also returns the number of ratios, and their median relative
+    deviation from the medians. Trains the runs.
     """
     import statistics
 
@@ -155,7 +158,7 @@ def _stack_scalar(tables: JsonObject, settings: Settings, origin: CalibrationOri
 
 
 def _ratios(tables: JsonObject, settings: Settings, ranks: int) -> list[float]:
-    """Return measured over predicted time of each run. Trains each one."""
+    """Train each small run on ``ranks`` ranks; return measured over predicted step time, by processor or wall time as the clock is."""
     import tempfile
 
     import tomli_w
@@ -177,7 +180,7 @@ def _ratios(tables: JsonObject, settings: Settings, ranks: int) -> list[float]:
 
 
 def _real_runs(ranks: int, settings: Settings) -> list[RunSpec]:
-    """Return small models of different width and depth, with one or two slots for each rank."""
+    """Return runs of small models of different width and depth, 2 or 4 slots a rank; only the first if ``settings.quick``."""
     from phalanx.run.kinds.whole_model import resolve
     from phalanx.run.spec import ModelSpec, PrecisionSpec, RunSpec, TrainSpec
 
@@ -194,7 +197,7 @@ def _real_runs(ranks: int, settings: Settings) -> list[RunSpec]:
 
 
 def _print(tables: JsonObject) -> None:
-    """Print the measured rates, and the points and errors of each fit."""
+    """Print the measured peak rates, the points and median error of each fit that has points, and the ratio of training steps."""
     chip, profile = tables["accelerator"], tables["profile"]
     rates = ", ".join(f"{name} {rate / 1e9:,.4g} GFLOP/s" for name, rate in chip["flops"].items())
     click.echo(f"{chip['name']}: {rates}, memory {chip['memory_bytes_per_s'] / 1e9:,.3g} GB/s")

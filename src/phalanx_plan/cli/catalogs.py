@@ -75,7 +75,7 @@ def _list(as_json: bool) -> None:
 
 
 def _summary(entry: Accelerator) -> tuple[str, ...]:
-    """Return an accelerator's row of the table."""
+    """Return an accelerator's row of the table: peaks in TFLOP/s (``-`` if it lacks a format), GiB, TB/s, watts and dollars an hour."""
     sixteen = entry.flops.get("bf16", entry.flops.get("fp16"))
     return (
         entry.key,
@@ -92,7 +92,11 @@ def _summary(entry: Accelerator) -> tuple[str, ...]:
 
 
 def _show(name: str, as_json: bool) -> None:
-    """Print an accelerator's or a system's figures with their sources, and the fitted constants. Raises ``HardwareError``."""
+    """Print the figures of an accelerator or system with their sources, and the fitted constants. JSON if
+    ``as_json``.
+
+    A system is printed with its accelerator. Raises ``HardwareError`` for a name of neither.
+    """
     system = systems().get(name)
     chip = accelerators().get(name) or (system.accelerator if system else accelerator(name))
     fits = dict(_fits(chip))
@@ -125,7 +129,7 @@ def _figures(entry: Accelerator | System) -> Table:
 
 
 def _leaves(entry: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of all figures in ``entry``, the accelerator of a system left out."""
+    """Yield (dotted name, value) of all figures in ``entry``; leaves out a system's accelerator, tuples and empty strings."""
     for field in dataclasses.fields(entry):
         value, name = getattr(entry, field.name), prefix + field.name
         if isinstance(value, dict):
@@ -206,7 +210,7 @@ def models_command(name: str | None, as_json: bool) -> None:
 
 
 def _facts(spec: ModelSpec) -> JsonObject:
-    """Return a model's counts and shape for JSON."""
+    """Return a model's counts and FLOPs per token at ``_SEQ_LEN`` tokens, and the fields of its shape that are set, for JSON."""
     model = resolve(spec, _VOCAB)
     counts = count(model, _SEQ_LEN)
     return {

@@ -125,7 +125,7 @@ def command(options: PlaceOptions) -> None:
 
 
 def _print_choices(spec: RunSpec, topology: Topology, options: PlaceOptions) -> None:
-    """Print the possible placements, best first."""
+    """Print the possible placements of the run and its spares, best first, as a table or JSON."""
     from phalanx_plan.placing import choices
     from phalanx_plan.planner import traffic_of, with_rates_of
 
@@ -144,7 +144,8 @@ def _print_choices(spec: RunSpec, topology: Topology, options: PlaceOptions) -> 
 
 
 def _print_allocation(spec: RunSpec, topology: Topology, hosts: Sequence[str], options: PlaceOptions) -> None:
-    """Print the run's loss on the allocated nodes; exit with code ``REFUSED`` if it is over the limit.
+    """Print the run's loss on the allocated nodes, all of which it uses; exit with ``REFUSED`` if it is over
+    ``most_lost_ms``.
 
     Raises ``TopologyError`` if the run cannot be placed there.
     """
@@ -170,6 +171,7 @@ def _on_all(spec: RunSpec, hosts: int) -> RunSpec:
 
 
 def _choice_json(choice: Choice) -> dict[str, object]:
+    """Return one placement for JSON: its units, and the seconds a step spends at the NIC and at each uplink."""
     return {
         "unit_nodes": choice.unit,
         "order": choice.order,
@@ -185,6 +187,7 @@ def _choice_json(choice: Choice) -> dict[str, object]:
 
 
 def _as_json(topology: Topology, traffic: RunTraffic, ranked: list[Choice]) -> dict[str, object]:
+    """Return the topology, the run's flows, its predicted step time and all placements, best first, for JSON."""
     best = ranked[0]
     return {
         "topology": {
@@ -208,7 +211,11 @@ def _as_json(topology: Topology, traffic: RunTraffic, ranked: list[Choice]) -> d
 def _print_joining(
     spec: RunSpec, topology: Topology, run_dir: Path, joining: Sequence[str], options: PlaceOptions
 ) -> None:
-    """Print a fleet's loss with the joining nodes; exit with code ``REFUSED`` if they raise it over the limit."""
+    """Print a fleet's loss with the joining nodes. Reads the fleet file in ``run_dir``; raises ClickException if it
+    cannot.
+
+    Exits with ``REFUSED`` if the loss is over ``most_lost_ms`` and more than without these nodes.
+    """
     from phalanx.cli.launch.joining_hosts import price_with
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
     from phalanx.launch.planner import loses_more
@@ -222,7 +229,7 @@ def _print_joining(
 
 
 def _print_verdict(verdict: PlacementAssessment, options: PlaceOptions, *, is_worse: bool = True) -> None:
-    """Print an assessment; exit with code ``REFUSED`` if the loss is over the limit and ``is_worse``."""
+    """Print an assessment as a sentence or JSON. Exit with ``REFUSED`` if ``is_worse`` and the loss is over ``most_lost_ms``."""
     if options.as_json:
         facts = {"lost_s": verdict.lost_s, "good": verdict.good, "sentence": verdict.sentence}
         click.echo(json.dumps(_choice_json(verdict.best) | facts))
@@ -233,7 +240,7 @@ def _print_verdict(verdict: PlacementAssessment, options: PlaceOptions, *, is_wo
 
 
 def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, ranked: list[Choice]) -> None:
-    """Print the run's traffic, a table of placements, and the nodes of the best one in rank order."""
+    """Print the run's traffic, a table of the first ``_LISTED`` placements, and the nodes and spares of the best one in rank order."""
     from rich.table import Table
     from rich.text import Text
 

@@ -24,9 +24,10 @@ _TO_FILL_IN = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "sc
 
 
 def write_files(plan: Plan, spec: RunSpec, options: request.LayoutOptions) -> None:
-    """Write the files of the options (report, trace, run file), and print their paths on standard error.
+    """Write the files that the options name (HTML report, Perfetto trace, run file); print their paths on standard
+    error.
 
-    Fields to fill in before training are named there too.
+    Fields of the run file that the user did not state are marked unfilled, and listed there too.
     """
     report, trace, out = options.report, options.trace, options.out
     if report is not None:
@@ -189,7 +190,10 @@ def _fields(section: type, *more: str) -> set[str]:
 
 
 def _answer_run(options: request.PlanOptions) -> None:
-    """Answer what the options without a name of a command request of a training run."""
+    """Plan a training run: fit a law with ``--fit``, size a model with ``--budget``, else plan layouts.
+
+    Raises UsageError for options that do not go with the one that decides.
+    """
     if options.fits:
         request.refuse_beside("--fit", _fields(request.FitOptions, "fits"), _INSTEAD_OF_FIT)
         _fit_law(options.budget, options)
@@ -208,6 +212,7 @@ def _list_stacks(options: request.StackOptions) -> None:
 
 
 def _fit_law(budget: str | None, options: request.FitOptions | request.PlanOptions) -> None:
+    """Fit a scaling law to the run directories in ``options.files`` and print its predictions; no optimum if ``budget`` is None."""
     from phalanx_plan.cli.what_to_train import answer_fit
 
     answer_fit(
@@ -220,7 +225,7 @@ def _fit_law(budget: str | None, options: request.FitOptions | request.PlanOptio
 
 
 def _answer_budget(budget: str, options: request.SizeOptions) -> None:
-    """Check the options, find the best model for a budget, print it and write the files."""
+    """Find the best model for a budget, print it and write the files. Raises UsageError for options that conflict."""
     from phalanx_plan.cli.what_to_train import answer_budget
 
     request.refuse_repeated(options.overrides)
@@ -242,9 +247,11 @@ def _answer_service(options: request.ServiceOptions) -> None:
 
 
 def _answer_layouts(options: request.LayoutOptions) -> None:
-    """Plan layouts of the run, write the files of the options and print the plan.
+    """Plan layouts of the run, write the files of the options and print the plan. ``--layout`` estimates one without
+    a search.
 
-    Raises an error for a field that plans do not use. Exits with code 1 if the chosen layout does not fit.
+    Raises UsageError for conflicting options, and an error for a field that plans do not use. Exits with code 1 if
+    the chosen layout does not fit.
     """
     from phalanx_plan.api import plan_json
     from phalanx_plan.cli.plan_tables import print_plan

@@ -195,7 +195,7 @@ class PlanOptions(LayoutOptions, SizeOptions, ServiceOptions):
 
 
 def refuse_repeated(overrides: tuple[str, ...]) -> None:
-    """Raise UsageError for a field that is set twice."""
+    """Raise UsageError for a ``--set`` field that is set twice."""
     names = [text.partition("=")[0].strip() for text in overrides]
     for name in names:
         if names.count(name) > 1:
@@ -203,7 +203,10 @@ def refuse_repeated(overrides: tuple[str, ...]) -> None:
 
 
 def refuse_outputs(options: SearchOptions, trace: Path | None = None, files: tuple[Path, ...] = ()) -> None:
-    """Raise UsageError, before the search, for an output file that has no folder, is written twice, or is one of ``files`` that are read."""
+    """Raise UsageError for an output path that is a folder, has no parent folder, or is written twice.
+
+    Also for a report or trace that would overwrite one of ``files``. Checked before the search.
+    """
     written: dict[Path, str] = {}
     outputs = {"report": options.report, "trace": trace, "out": options.out}
     for name, path in outputs.items():
@@ -223,7 +226,8 @@ def refuse_outputs(options: SearchOptions, trace: Path | None = None, files: tup
 def requested_placer(options: LayoutOptions, spec: RunSpec) -> Placer | None:
     """Return the placer of layouts on the network of the options; ``None`` without a network.
 
-    Reads the network's file or its scheduler. Raises UsageError if it cannot be read.
+    Reads the network's file or its scheduler. Raises UsageError if it cannot be read, or if ``--share`` has no
+    network.
     """
     network, shares = options.network, options.shares
     if network is None:
@@ -243,7 +247,7 @@ def requested_placer(options: LayoutOptions, spec: RunSpec) -> Placer | None:
 
 
 def require_one_run_file(files: tuple[Path, ...]) -> None:
-    """Raise UsageError for several run files, and for options of a model's name beside a run file."""
+    """Raise UsageError for several run files, or for ``--batch`` or ``--seq-len`` beside a run file."""
     if len(files) > 1:
         raise click.UsageError(
             f"one run file is planned at a time, not {len(files)}; phalanx plan fit takes run directories"
@@ -255,7 +259,7 @@ def require_one_run_file(files: tuple[Path, ...]) -> None:
 
 
 def require_service(options: ServiceOptions) -> str:
-    """Return the traffic to plan for. Raises UsageError for options that do not plan a service."""
+    """Return the text of ``--traffic``. Raises UsageError if it is missing or several run files are given."""
     if options.traffic is None:
         raise click.UsageError("serve needs --traffic, as in --traffic in=2000,out=500,rate=40")
     if len(options.files) > 1:
@@ -264,7 +268,7 @@ def require_service(options: ServiceOptions) -> str:
 
 
 def refuse_without(option: str, fields: Iterable[str]) -> None:
-    """Raise UsageError if one of ``fields`` is on the command line without ``option``."""
+    """Raise UsageError if the user gave an option of ``fields``. Call it if ``option``, which they need, is not given."""
     written = given_options()
     for field in fields:
         if field in written:
@@ -272,7 +276,7 @@ def refuse_without(option: str, fields: Iterable[str]) -> None:
 
 
 def refuse_beside(option: str, allowed: Iterable[str], instead: str) -> None:
-    """Raise ``UsageError`` for options that ``option`` decides itself or ignores."""
+    """Raise UsageError for each given option outside ``allowed``; ``instead`` ends the message and names the remedy."""
     wrong = [
         "a run file or directory" if field == "files" else name
         for field, name in given_options().items()
@@ -283,9 +287,9 @@ def refuse_beside(option: str, allowed: Iterable[str], instead: str) -> None:
 
 
 def budget_question(budget: str, options: SizeOptions) -> Question:
-    """Return the question of a budget.
+    """Return the question for a budget, with the defaults of ``Question`` for options that were not given.
 
-    Raises an error for fields that the answer decides. Options that were not given leave its defaults.
+    Raises UsageError for model and batch fields, which are the answer, and an error for fields that plans do not use.
     """
     from phalanx_plan.scaling.answer import Question
     from phalanx_plan.scaling.optimum import MODEL_KINDS, read_budget
@@ -312,7 +316,7 @@ def budget_question(budget: str, options: SizeOptions) -> Question:
 def requested_aim(
     options: SearchOptions, top: int = 8, layout: str | None = None, tokens: str | None = None
 ) -> Aim:
-    """Return the aim of a search. Raises UsageError for a deviation that is no number."""
+    """Return the aim of a search. Raises UsageError for a ``--step-error`` of NaN."""
     from phalanx_plan.search.query import Aim
 
     if options.step_error is not None and math.isnan(options.step_error):
@@ -331,7 +335,7 @@ class _Mistake(click.ClickException):
 
 @contextmanager
 def mistakes() -> Iterator[None]:
-    """Context that shows a ``ValueError`` or ``OSError`` of a request in one message, with exit code 2."""
+    """Context that shows a ``ValueError`` or ``OSError`` of a request as one message, with exit code 2. UsageErrors pass through."""
     from phalanx.cli.errors import explained  # with the rules of a run file, which the help does not need
 
     try:
@@ -344,10 +348,10 @@ def mistakes() -> Iterator[None]:
 
 
 def requested_spec(options: ModelOptions, sizes: BatchOptions | None = None) -> RunSpec:
-    """Return the run of the first file or of the known model, with its overrides. Raises UsageError unless exactly one
-    is set.
+    """Return the run of the first file or of the known model, with its overrides.
 
-    ``sizes`` are the batch of a known model. Also for a field that two options set. Raises the errors of reading a run.
+    ``sizes`` has the batch and length of a known model; None means the defaults. Raises UsageError unless exactly one
+    of file and model is given, or if two options set one field. Raises the errors of reading a run.
     """
     model, overrides = options.model, options.fields
     if bool(options.files) == (model is not None):
@@ -368,9 +372,10 @@ def requested_spec(options: ModelOptions, sizes: BatchOptions | None = None) -> 
 
 
 def requested_cluster(options: ClusterOptions) -> Cluster:
-    """Return the cluster by its name or file, with the overridden figures.
+    """Return the cluster by its name or file, with the figures that ``--set`` overrides.
 
-    A name without a number is explained on standard error. Raises UsageError or ``HardwareError``.
+    A name without a count means one domain, and a note on standard error states it. Raises UsageError or
+    ``HardwareError``.
     """
     from phalanx.hardware.catalog import cluster
     from phalanx.hardware.cluster import read_figure, with_value
@@ -392,7 +397,7 @@ def requested_cluster(options: ClusterOptions) -> Cluster:
 
 
 def refuse_model_fields(overrides: Sequence[str]) -> None:
-    """Raise ``UsageError`` for fields that the answer decides."""
+    """Raise UsageError for overrides of ``model.``, ``name``, or the run's steps, batch and length: the budget's answer sets them."""
     for text in overrides:
         field = text.partition("=")[0].strip()
         if field.startswith("model.") or field in (

@@ -51,7 +51,11 @@ _FAMILIES = 12
 
 
 def print_plan(plan: Plan, *, explain: bool) -> None:
-    """Print the plan as tables and notes."""
+    """Print the plan as tables and notes: evidence, ranking and runners-up of a search, placement, and the whole run
+    if it fits.
+
+    The breakdown of the chosen layout is printed with ``explain`` or if the user gave the layout.
+    """
     console = text_console()
     _print_head(console, plan)
     if plan.aim.layout is None:
@@ -68,7 +72,7 @@ def print_plan(plan: Plan, *, explain: bool) -> None:
 
 
 def _print_head(console: Console, plan: Plan) -> None:
-    """Print the evidence, the model, the cluster, and what was overridden."""
+    """Print the evidence, the model, the cluster and its stack, the P5-P95 band of step times, cautions, and overridden figures."""
     job = plan.job
     counts, cluster = job.workload.counts, job.cluster
     console.print(str(plan.evidence), style="yellow" if plan.evidence.kind == "never" else "dim")
@@ -91,7 +95,7 @@ def _print_head(console: Console, plan: Plan) -> None:
 
 
 def _print_ideas(console: Console, plan: Plan) -> None:
-    """Print the best plans that divide the model differently, each with its drawbacks."""
+    """Print each of ``plan.ideas`` with its days and dollars without failures, its drawbacks, and the ``--layout`` that selects it."""
     for number, idea in enumerate(plan.ideas, 1):
         days = plan.tokens / idea.estimate.tokens_per_s / 86_400
         usd = idea.estimate.price_per_hour * idea.estimate.ranks * days * 24
@@ -170,8 +174,9 @@ def _print_placement(console: Console, plan: Plan) -> None:
 
 
 def _print_losers(console: Console, plan: Plan) -> None:
-    """Print what the best layout of each other family loses, and how many layouts were excluded by what; nothing
-    without a search.
+    """Print how much the best layout of each other family loses, least first, at most ``_FAMILIES`` of them.
+
+    Also prints how many layouts each reason excluded. Prints nothing without a search.
     """
     result = plan.search_result
     if result is None:
@@ -200,7 +205,10 @@ def _print_losers(console: Console, plan: Plan) -> None:
 
 
 def lost(plan: Plan, runner_up: RunnerUp) -> float:
-    """Return how much worse than the winner a runner-up is, in the optimized quantity."""
+    """Return the relative loss of a runner-up against the winner (0.1 is 10 % worse) in the optimized quantity.
+
+    That is step time, accelerator-hours or accelerators.
+    """
     winner = plan.best[0]
     ranks = runner_up.layout.ranks / winner.ranks
     return {"time": runner_up.slower, "cost": (1 + runner_up.slower) * ranks - 1, "gpus": ranks - 1}[
@@ -209,7 +217,7 @@ def lost(plan: Plan, runner_up: RunnerUp) -> float:
 
 
 def _print_explained(console: Console, plan: Plan) -> None:
-    """Print the layout's breakdown; after a search, beside the best other layout."""
+    """Print the layout's memory and time by term and the verdict; after a search, beside the best other layout."""
     result = plan.search_result
     other = (
         next((estimate for estimate in result.best if estimate.layout != plan.chosen.layout), None)
@@ -246,7 +254,7 @@ def _breakdown(quantity: str, chosen: Estimate, other: Estimate | None) -> Table
 def terms(
     quantity: str, chosen: Estimate, other: Estimate | None
 ) -> Iterator[tuple[str, tuple[float, float | None]]]:
-    """Yield each term that either layout has: (name, (chosen, other))."""
+    """Yield (name, (chosen, other)) for each term that is nonzero in either; seconds or bytes. ``other`` None gives None beside."""
     first: Mapping[str, float] = getattr(chosen, quantity)
     second: Mapping[str, float] = getattr(other, quantity) if other else {}
     for name in dict.fromkeys((*first, *second)):
@@ -256,7 +264,10 @@ def terms(
 
 
 def _verdict(chosen: Estimate, other: Estimate | None) -> str:
-    """Return whether the layout fits, its rates, and how it compares with the other layout."""
+    """Describe spare or missing memory, rates, MFU, and the difference of exact schedule and closed form.
+
+    With ``other``, adds which is quicker, by what share of the step, and the term that differs most.
+    """
     room = (chosen.capacity_bytes - chosen.memory_bytes) / 1e9
     text = f"fits with {room:.1f} GB to spare" if chosen.fits else f"does not fit: {-room:.1f} GB too much"
     text += f"; {chosen.tokens_per_s:,.0f} tokens/s, MFU {mfu_text(chosen)}, {chosen.flops_per_s / 1e12:,.4g} TFLOP/s each"
@@ -323,7 +334,7 @@ def _range(percentiles: Percentiles, units: Sequence[DisplayUnit]) -> str:
 
 
 def _failures(run: RunEstimate) -> str:
-    """Describe the failure rate and the expected number of failures; fewer than one is a probability."""
+    """Describe the mean time between failures and the expected number in the run; two digits if below one."""
     if math.isinf(run.mtti_s):
         return "none are expected"
     in_all = f"{run.failures:,.0f}" if run.failures >= 1 else f"{run.failures:.2g}"
@@ -354,7 +365,10 @@ def print_stacks(*, as_json: bool) -> None:
 
 
 def _rows(name: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield kind of models, runs, error and band, for dense models and mixtures; one row for a stack without runs."""
+    """Yield (kind of models, runs by accelerator, left-out error, P5-P95) for dense models and mixtures.
+
+    A stack without runs has one row: the error and band of software that was never seen.
+    """
     records = [record for record in learned().software if record.software == name]
     for record in records:
         runs = ", ".join(f"{key} {on.runs} of {on.models}" for key, on in record.accelerators.items())
@@ -378,7 +392,10 @@ def _rows(name: str) -> Iterator[tuple[str, str, str, str]]:
 def answer_service(
     spec: RunSpec, cluster: Cluster, traffic: str, slo: str, weight_format: str, *, top: int, as_json: bool
 ) -> None:
-    """Plan and print a service. Raises ``DemandError``, with the nearest possible fleet, if none meets the objectives."""
+    """Plan and print a service, the ``top`` best fleets first. JSON if ``as_json``.
+
+    Raises ``DemandError``, with the nearest possible fleet, if none meets the objectives.
+    """
     demand, objectives = read_traffic(traffic), read_objectives(slo)
     service, name = Service(resolve(spec.model), cluster, demand, objectives, weight_format), spec.name
     good, bad = plan_service(service)
@@ -393,6 +410,7 @@ def answer_service(
 def _json(
     service: Service, name: str, good: list[ServingFleet], bad: list[ServingFleet]
 ) -> dict[str, object]:
+    """Return a service plan for JSON: the finite demands, the fleets that meet them, and those that do not."""
     demand = {
         key: value
         for part in (service.traffic, service.objectives)
@@ -412,7 +430,7 @@ def _json(
 
 
 def _answer_json(answer: ServingFleet) -> dict[str, object]:
-    """Return a fleet as plain values for JSON, times by name."""
+    """Return a fleet for JSON; TTFT and TPOT become tables of ``median`` and ``percentile``, in seconds."""
     facts = dataclasses.asdict(answer)
     facts["ttft_s"] = dict(zip(("median", "percentile"), answer.ttft_s, strict=True))
     facts["tpot_s"] = dict(zip(("median", "percentile"), answer.tpot_s, strict=True))
@@ -420,7 +438,7 @@ def _answer_json(answer: ServingFleet) -> dict[str, object]:
 
 
 def _finite(values: dict[str, object]) -> dict[str, object]:
-    """Return the values with ``None`` for infinite ones, for which JSON has no number."""
+    """Return the values with ``None`` for infinities and NaN, within nested tables too, for which JSON has no number."""
     return {
         key: _finite(value)
         if isinstance(value, dict)
@@ -438,7 +456,10 @@ _EVIDENCE = (
 
 
 def _print(service: Service, name: str, good: list[ServingFleet], bad: list[ServingFleet], top: int) -> None:
-    """Print the best fleet, a table of others, the parts of a step, and fleets that do not meet the objectives."""
+    """Print the best fleet and its memory, a table of the ``top`` best, and the parts of its decode step.
+
+    Then the best fleet with other roles, and each fleet in ``bad`` with its reason.
+    """
     console, best, traffic = text_console(), good[0], service.traffic
     context_tokens = traffic.prompt + traffic.text
     console.print(_EVIDENCE, style="dim")
@@ -477,7 +498,7 @@ def _print(service: Service, name: str, good: list[ServingFleet], bad: list[Serv
 
 
 def _row(answer: ServingFleet) -> tuple[str, ...]:
-    """Return a fleet's row of the table."""
+    """Return a fleet's row of the table: workers (prefill ``>`` decode if apart), GPUs, rate, times, dollars and joules."""
     workers = f"{answer.decode_workers} x {answer.decode}"
     if answer.roles == "apart":
         workers = f"{answer.prefill_workers} x {answer.prefill} > {workers}"

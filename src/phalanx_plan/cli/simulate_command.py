@@ -95,7 +95,7 @@ def fleet(options: SimulateFleetOptions) -> None:
 
 
 def _range(seeds: str) -> range:
-    """Parse FIRST:END; raises BadParameter for another text."""
+    """Parse FIRST:END as a range without END. Raises BadParameter for another text or an empty range."""
     first, _, end = seeds.partition(":")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
         raise click.BadParameter(
@@ -105,7 +105,7 @@ def _range(seeds: str) -> range:
 
 
 def _progress(unit: str) -> OnProgress:
-    """Return a callback that prints the progress on stderr every few seconds; a short simulation prints nothing."""
+    """Return a callback that prints the progress on stderr at most once per ``_PAUSE_S``; a shorter simulation prints nothing."""
     last_s = time.monotonic()
 
     def show(finished: float, total: float) -> None:
@@ -119,7 +119,10 @@ def _progress(unit: str) -> OnProgress:
 
 
 def _small(seeds: range, as_json: bool, on_progress: OnProgress) -> None:
-    """Simulate a world for each seed, and print sums of faults, recoveries and lost steps. Raises if an invariant breaks."""
+    """Simulate a hostile world for each seed; print counts of faults, recoveries and successions, as text or JSON.
+
+    Raises the error of the first world that breaks an invariant.
+    """
     began_s = time.monotonic()
     faults: Counter[str] = Counter()
     totals: Counter[str] = Counter()
@@ -265,6 +268,7 @@ def start_command(options: SimulateStartOptions) -> None:
 
 
 def _as_json(start_time: Start) -> dict[str, object]:
+    """Return a start's nodes, total and phases in seconds; ``hidden`` marks the phase that overlaps another."""
     phases = [
         {
             "phase": phase.name,

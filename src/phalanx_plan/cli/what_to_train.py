@@ -47,7 +47,7 @@ SMALLER_COLUMNS = ("size", "parameters", "tokens", "loss", "penalty", "serving",
 
 
 def sentence(answer: BudgetAnswer, recommendation: Recommended) -> str:
-    """Describe the recommended model of one kind."""
+    """Describe the recommended model of one kind: size, tokens, loss with band; with a plan also time, dollars and energy."""
     shape = recommendation.shape
     size = f"{count(shape.parameters)} parameters"
     if shape.kind == "mixture":
@@ -70,9 +70,10 @@ def sentence(answer: BudgetAnswer, recommendation: Recommended) -> str:
 
 
 def comparison(answer: BudgetAnswer) -> Iterator[str]:
-    """Compare the two kinds of models, by the laws that sized them and by the joint law.
+    """Yield a sentence that compares the two kinds of models, by their own laws and by the joint law, if there are
+    two.
 
-    Also how far unique tokens suffice, if they are limited.
+    If unique tokens are limited, also yields, for each kind, how often they are repeated and what loss that costs.
     """
     if len(answer.recommendations) > 1:
         first, second = answer.recommendations
@@ -100,7 +101,7 @@ def comparison(answer: BudgetAnswer) -> Iterator[str]:
 
 
 def law_rows(recommendation: Recommended) -> Iterator[tuple[str, ...]]:
-    """Yield the optima of all laws, by ``LAW_COLUMNS``."""
+    """Yield one row for the optimum of each law, in the order of ``LAW_COLUMNS``; the loss is ``-`` if the law predicts none."""
     for row in recommendation.laws:
         yield (
             f"{row.law}: {row.source.citation.split(' (')[0]}",
@@ -113,7 +114,7 @@ def law_rows(recommendation: Recommended) -> Iterator[tuple[str, ...]]:
 
 
 def smaller_rows(recommendation: Recommended) -> Iterator[tuple[str, ...]]:
-    """Yield over-trained models for the same budget, by ``SMALLER_COLUMNS``."""
+    """Yield one row for each over-trained smaller model of the same budget, in the order of ``SMALLER_COLUMNS``."""
     for row in recommendation.smaller:
         yield (
             f"{row.smaller:g} x smaller",
@@ -134,7 +135,7 @@ def tables(recommendation: Recommended) -> Iterator[tuple[str, tuple[str, ...], 
 
 
 def changes(answer: BudgetAnswer) -> Iterator[str]:
-    """Yield sentences on the figures that the answer depends on."""
+    """Yield sentences on what the answer depends on: the laws' spread, extrapolation, half and twice the budget, and prices."""
     for recommendation in answer.recommendations:
         name, sizes = (
             recommendation.shape.name,
@@ -166,7 +167,7 @@ def changes(answer: BudgetAnswer) -> Iterator[str]:
 
 
 def report_section(answer: BudgetAnswer) -> str:
-    """Return the answer as a section of a report. HTML."""
+    """Return the answer as an HTML section of a report: the models, their tables, and what would change the answer."""
     paragraphs = [
         f"{'Train' if index == 0 else 'Or'} {sentence(answer, recommendation)}."
         for index, recommendation in enumerate(answer.recommendations)
@@ -186,7 +187,7 @@ def times(factor: float) -> str:
 
 
 def count(number: float) -> str:
-    """Format a count with three digits and its letter."""
+    """Format a number with three significant digits and T, B, M or k; below 1,000 without a letter."""
     for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {letter}"
@@ -272,7 +273,8 @@ _TO_CHOOSE = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "sch
 
 
 def answer_budget(question: Question, *, out: Path | None, report: Path | None, as_json: bool) -> None:
-    """Find the best model for a budget, print it, and write the output files of the better kind of model.
+    """Find the best model for a budget, print it as text or JSON, and write the output files of the better kind of
+    model.
 
     Progress goes to standard error. Raises UsageError for output files without a cluster.
     """
@@ -288,7 +290,10 @@ def answer_budget(question: Question, *, out: Path | None, report: Path | None, 
 
 
 def _write(recommended: BudgetAnswer, out: Path | None, report: Path | None) -> None:
-    """Write the report and the run file of the best model, and name the fields to fill in, if it has a plan."""
+    """Write the report and the run file of the best model, each if its path is given. Does nothing without a plan.
+
+    The paths, and the fields to fill in before training, are printed on standard error.
+    """
     best = recommended.best
     if best.plan is None:
         return
@@ -306,8 +311,10 @@ def _write(recommended: BudgetAnswer, out: Path | None, report: Path | None) -> 
 def answer_fit(
     places: Sequence[Path], *, overrides: Sequence[str], tokens: str | None, budget: str | None, as_json: bool
 ) -> None:
-    """Fit a law to the run directories among ``places``; predict the run file among them, or the best model for a FLOP
-    budget. Prints the law and the predictions. Raises UsageError for more than one run file, and ``FitError``.
+    """Fit a law to the run directories among ``places``, and print it with its predictions, as text or JSON.
+
+    Predicts the run file among ``places``, and the best model for ``budget`` (FLOP), if they are given. Raises
+    UsageError for two run files or for options without one, and ``FitError``.
     """
 
     files = [place for place in places if place.suffix == ".toml"]
@@ -328,7 +335,7 @@ def answer_fit(
 
 
 def _asked_run(path: Path, overrides: Sequence[str], tokens: str | None) -> tuple[float, float]:
-    """Return the parameters and tokens of the run file to predict, with its overrides."""
+    """Return (parameters, tokens) of the run file to predict, with its overrides; ``tokens`` None means those of its steps."""
 
     spec = read_run(path, PRESETS, tuple(overrides))
     trained = read_tokens(tokens) if tokens else spec.train.steps * spec.train.batch_size * spec.train.seq_len
@@ -348,7 +355,11 @@ def _flops(text: str) -> float:
 
 
 def read_runs(places: Sequence[Path]) -> tuple[SmallRun, ...]:
-    """Return the runs in these directories. Raises ``FitError`` for an unfinished run, a run of another kind, or no run."""
+    """Return the runs in these directories, in order.
+
+    Raises ``FitError`` for a repeated or unfinished run, one without held-out loss, or runs that differ in more than
+    size and tokens.
+    """
 
     if len({place.resolve() for place in places}) < len(places):
         raise FitError("fit: a run directory is given twice")
@@ -393,7 +404,7 @@ def _small_run(place: Path, directory: RunDirectory, spec: RunSpec) -> SmallRun:
 
 
 def _kind(spec: RunSpec, fingerprint: str) -> dict[str, object]:
-    """The properties that runs of one law have in common."""
+    """Return the properties that all runs of one law must share: data, vocabulary, length, evaluation, experts, schedule, optimizer."""
     moe = spec.model.moe
     return {
         "the data (its fingerprint)": fingerprint[:12],
@@ -410,7 +421,7 @@ def _kind(spec: RunSpec, fingerprint: str) -> dict[str, object]:
 
 
 def print_answer(answer: BudgetAnswer) -> None:
-    """Print the recommended models of a budget as sentences and tables. Also what would change the answer, and its evidence."""
+    """Print the recommended models as sentences and tables, what would change the answer, and the evidence and cautions."""
     console = text_console()
     for index, recommendation in enumerate(answer.recommendations):
         console.print(
@@ -438,7 +449,7 @@ def print_answer(answer: BudgetAnswer) -> None:
 
 
 def print_fit(law: FittedLaw, targets: Mapping[str, tuple[float, float]]) -> None:
-    """Print a fitted law run by run, and its predictions."""
+    """Print each run beside its fitted loss, the formula with P5-P95 of its constants, and the predictions for ``targets``."""
     console = text_console(soft_wrap=True)
     table = Table(box=None)
     for column in ("run", "parameters", "tokens", "loss", "fitted", "off"):
