@@ -72,9 +72,7 @@ class StepTimeline:
 
 
 def step_timeline(job: TrainingJob, chosen: Estimate) -> StepTimeline:
-    """Return the spans of the step of an estimate, in seconds: the first flush of the pipeline action by action, the
-    others as one span each.
-    """
+    """Return the spans of the step of an estimate, in seconds: the first pipeline flush action by action, the others as one span each."""
     evaluation = prepare(job, candidates_of([chosen.layout], job.modes))
     pipes = evaluation.pipes
     ranks, micro_batches = int(pipes.ranks[0]), int(pipes.micro_batches[0])
@@ -89,7 +87,10 @@ def step_timeline(job: TrainingJob, chosen: Estimate) -> StepTimeline:
 def _flush(
     evaluation: Evaluation, chosen: Estimate, micro_batches: int, inside: float
 ) -> Iterator[TraceEvent]:
-    """Yield the actions of each rank in a flush; the remainder of a long flush is one event."""
+    """Yield the actions of each rank in a flush of ``inside`` seconds.
+
+    Of a flush with too many micro-batches to draw, the first ones are drawn and one event covers the remainder.
+    """
     job, pipes = evaluation.job, evaluation.pipes
     ranks, per_rank = int(pipes.ranks[0]), int(pipes.per_rank[0])
     times = stage_times(evaluation, np.array([0]))
@@ -115,7 +116,7 @@ def _flush(
 def _rank(
     rank: int, chosen: Estimate, flush: list[TraceEvent], flushes: int, inside: float
 ) -> Iterator[TraceEvent]:
-    """Yield all events of a rank's step, waits included."""
+    """Yield all events of a rank's step in order: terms before the flushes, the flushes with idle gaps, terms after them."""
     now = 0.0
     outside: Mapping[str, float] = {
         name: seconds for name, seconds in chosen.time.items() if name not in _IN_FLUSH and seconds > 0
@@ -139,7 +140,11 @@ def _rank(
 
 
 def _filled(rank: int, events: list[TraceEvent], start: float, length: float) -> Iterator[TraceEvent]:
-    """Yield ``events`` from ``start`` on, with "idle" events in the gaps."""
+    """Yield ``events`` shifted by ``start``, with "idle" events in the gaps and after the last, up to ``length``
+    seconds.
+
+    Gaps below a billionth of ``length`` are closed instead.
+    """
     least = 1e-9 * length
     now = 0.0
     for event in events:
@@ -187,7 +192,11 @@ CHANGE = 0.2
 
 
 def step_changes(plan: Plan) -> dict[str, tuple[float, float]]:
-    """Return, for each figure, the step's change in per cent when it is lowered and raised by ``CHANGE``; the largest first."""
+    """Return, for each figure, the step's change in per cent when it is lowered and when it is raised by the share
+    ``CHANGE``.
+
+    The layout stays, with its uplink time; the largest change is first.
+    """
     changes = {}
     uplinks_s = plan.chosen.time.get(UPLINKS, 0.0)
     for name, lower, higher in _jobs(plan.job):
@@ -198,7 +207,9 @@ def step_changes(plan: Plan) -> dict[str, tuple[float, float]]:
 
 
 def _jobs(job: TrainingJob) -> Iterator[tuple[str, TrainingJob, TrainingJob]]:
-    """Yield (figure, job with it lowered, job with it raised); the power limit is only lowered."""
+    """Yield (figure, job with it lowered, job with it raised) by ``CHANGE``; figures of 0 are skipped, the power
+    limit is only lowered.
+    """
     chip = job.cluster.accelerator
     figures = {
         "memory bandwidth": ("accelerator.memory_bytes_per_s", chip.memory_bytes_per_s.value),
@@ -241,7 +252,7 @@ def _with_flops(job: TrainingJob, factor: float) -> TrainingJob:
 
 
 def days_changes(plan: Plan) -> dict[str, float]:
-    """Return the days of the run under each changed assumption. Failure rates, recovery, and step times at their P5 and P95."""
+    """Return the days of the run under each changed assumption: failure levels, ways of recovery, step times at P5 and P95."""
     planned = plan.assumptions
     changed = {f"failure rates: {level}": replace(planned, failure_level=level) for level in LEVELS}
     # With fixed times for saves to memory, saves to storage keep their own interval.

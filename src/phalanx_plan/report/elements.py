@@ -49,7 +49,7 @@ DOLLARS = (DisplayUnit("M$", 1e6), DisplayUnit("$", 1.0))
 
 
 def counted(number: float) -> str:
-    """Format a count of parameters or tokens, as in ``8.03 B``."""
+    """Format a count of parameters or tokens with four digits and T, B, M or k, as in ``8.03 B``."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:,.4g} {unit}"
@@ -84,7 +84,10 @@ _BEFORE_FIELD = re.compile(r",(?=[a-z_]+=)")
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> str:
-    """Return a table with a line of headings; ``kind`` is its class in the page's style sheet. Layouts break after a comma."""
+    """Return a table with a line of headings; ``kind`` is its class in the page's style sheet. Escapes all texts.
+
+    Layouts may break after a comma.
+    """
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(
         "<tr>"
@@ -155,7 +158,7 @@ def colors(kinds: Iterable[str]) -> dict[str, str]:
 
 
 def stacked_bars(bars: Sequence[Bar], unit: str, limit: float | None = None) -> str:
-    """Return an SVG of horizontal stacked bars with a legend; ``limit`` is drawn as a line."""
+    """Return an SVG of horizontal stacked bars with a legend; ``limit`` is drawn as a line labeled capacity. Kinds of 0 are left out."""
     kinds = [
         kind
         for kind in dict.fromkeys(k for bar in bars for k in bar.parts)
@@ -193,7 +196,7 @@ def legend(color: Mapping[str, str]) -> str:
 
 
 def gantt(spans: Sequence[GanttSpan], rows: Sequence[str], length: float, unit: str) -> str:
-    """Return an SVG of a time line of ``length`` with one row for each of ``rows``."""
+    """Return an SVG of a time line of ``length`` with one row for each of ``rows``; idle spans are gray, and crowded labels left out."""
     kinds = list(dict.fromkeys(span.kind for span in spans))
     color = colors(kinds) | {kind: "#e8e8e8" for kind in kinds if kind == "idle"}
     scale, each = _scale(0, length), max(5, min(18, 460 // max(1, len(rows))))
@@ -232,7 +235,7 @@ def curves(
     y_unit: str,
     mark: tuple[float, str] | None = None,
 ) -> str:
-    """Return an SVG of lines over a logarithmic x axis; ``mark`` is an x with a caption."""
+    """Return an SVG of lines over a logarithmic x axis; ``mark`` is an x with a caption, drawn if it is in range."""
     height, color = 260, colors(lines)
     points = [point for curve in lines.values() for point in curve]
     low, high = (math.log10(bound) for bound in (min(p[0] for p in points), max(p[0] for p in points)))
@@ -256,7 +259,7 @@ def curves(
 
 
 def tornado(changes: Mapping[str, tuple[float, float]], unit: str) -> str:
-    """Return an SVG that shows, for each name, the change of the result when a figure is lowered and when it is raised."""
+    """Return an SVG of two bars for each name, symmetric around 0: the change with a figure lowered and raised."""
     most = max([abs(value) for pair in changes.values() for value in pair] + [1e-9])
     scale = _scale(-most, most)
     marks = []

@@ -55,7 +55,7 @@ _MOST_CHANGES = 3
 
 
 def first_page(plan: Plan) -> str:
-    """Return the page's HTML, without its heading."""
+    """Return the first section's HTML, without its heading: answer, verdict, ranges, evidence, the ideas, and what would change them."""
     return "".join(
         (
             f'<p class="answer">{escape(answer(plan))}</p>',
@@ -69,7 +69,11 @@ def first_page(plan: Plan) -> str:
 
 
 def answer(plan: Plan) -> str:
-    """Return the answer in one sentence with its range, so that a single figure does not look exact."""
+    """Return the answer in one sentence: days and cost with their P5-P95, so that a single figure does not look
+    exact.
+
+    A run that never finishes gets another sentence.
+    """
     run, chosen = plan.run, plan.chosen
     name = plan.job.cluster.accelerator.name
     sort = f"{counted(plan.job.workload.counts.parameters)} parameters on {counted(plan.tokens)} tokens"
@@ -88,7 +92,7 @@ def answer(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> tuple[str, tuple[str, ...]]:
-    """Return "no-go", "measure first" or "go", and the reasons."""
+    """Return "no-go" with the reasons against, else "measure first" with the doubts, else "go" with its reason."""
     against = tuple(_against(plan))
     if against:
         return "no-go", against
@@ -109,7 +113,7 @@ def _against(plan: Plan) -> Iterator[str]:
 
 
 def _doubts(plan: Plan) -> Iterator[str]:
-    """Yield the reasons to measure first: no published run, announced hardware, caveats and warnings."""
+    """Yield the reasons to measure first: no published run, announced hardware, caveats that do not decide, and the run's warnings."""
     if plan.evidence.kind == "never":
         yield (
             f"{plan.evidence.subject} was never measured: run a few hundred steps of this layout on one node, and phalanx calibrate, before "
@@ -182,7 +186,7 @@ def _three(plan: Plan) -> str:
 
 
 def _changes(plan: Plan) -> str:
-    """List the figures of the machine and of the run that change the days most."""
+    """Return HTML that lists the ``_MOST_CHANGES`` assumptions that change the days most, and as many figures of the step."""
     time = unit_for([plan.run.days], DAYS)
     moved = sorted(days_changes(plan).items(), key=lambda item: -abs(item[1] - plan.run.days))
     rows = [
@@ -228,7 +232,10 @@ td:first-child, th:first-child, .left td, .left th { text-align: left } th { bor
 
 
 def report_page(plan: Plan, before: Sequence[tuple[str, str]] = ()) -> str:
-    """Return the complete page; ``before`` are titles and HTML of sections that come first."""
+    """Return the complete HTML page; ``before`` are titles and HTML of sections that come first.
+
+    Sections that compare layouts are left out if no search was made.
+    """
     sections = [
         *before,
         ("Answer", first_page(plan)),
@@ -255,6 +262,7 @@ def report_page(plan: Plan, before: Sequence[tuple[str, str]] = ()) -> str:
 
 
 def _best(plan: Plan) -> str:
+    """Return an HTML table of the best layouts: step, MFU, memory and accelerators."""
     rows = [
         (
             str(estimate.layout),
@@ -273,7 +281,7 @@ def _between(value: float, percentiles: Percentiles, units: Sequence[DisplayUnit
 
 
 def _memory(plan: Plan) -> str:
-    """Return the bars of each pipeline rank's memory, of some ranks if there are many."""
+    """Return the bars of each pipeline rank's memory in GB with the capacity; of ``_MOST_BARS`` evenly spread ranks if there are more."""
     bars = rank_memory(plan)
     if len(bars) > _MOST_BARS:
         chosen = np.unique(np.linspace(0, len(bars) - 1, _MOST_BARS).astype(int))
@@ -282,7 +290,7 @@ def _memory(plan: Plan) -> str:
 
 
 def rank_memory(plan: Plan) -> list[Bar]:
-    """Return the GB by kind on every rank of a pipeline."""
+    """Return a bar for every rank of a pipeline: its GB by kind of memory."""
     evaluation = prepare(plan.job, candidates_of([plan.chosen.layout], plan.job.modes))
     place = _every_rank(evaluation, plan.chosen)
     kinds = memory_at(
@@ -297,7 +305,11 @@ def rank_memory(plan: Plan) -> list[Bar]:
 
 
 def _every_rank(evaluation: Evaluation, chosen: Estimate) -> PlaceCounts:
-    """Count the layers on each pipeline rank; ranks are the only axis."""
+    """Count, on each pipeline rank, its dense layers, mixture layers, and whether it has the first and the last
+    stage.
+
+    Four arrays of shape (ranks,), in this order; ranks are the only axis of the result.
+    """
     workload, layout = evaluation.job.workload, chosen.layout
     ranks, per_rank = layout.pipeline, layout.stages_per_rank
     placed = Schedule(layout.schedule, ranks, per_rank)
@@ -313,6 +325,7 @@ def _every_rank(evaluation: Evaluation, chosen: Estimate) -> PlaceCounts:
 
 
 def _time_bars(plan: Plan) -> list[Bar]:
+    """Return bars of the seconds of a step by term: the chosen layout, and up to five others of the best."""
     others = [estimate for estimate in plan.best if estimate is not plan.chosen][:5]
     named = [
         ("chosen", plan.chosen),
@@ -325,7 +338,9 @@ def _time_bars(plan: Plan) -> list[Bar]:
 
 
 def _timeline(plan: Plan) -> str:
-    """Return the time line of a step, of some ranks if there are too many spans."""
+    """Return the time line of a step as HTML, with a note on flushes; of evenly spread ranks if it has more than
+    ``_MOST_SPANS`` spans.
+    """
     line = step_timeline(plan.job, plan.chosen)
     events = line.events
     rows = sorted({event.rank for event in events})
@@ -344,7 +359,7 @@ def _timeline(plan: Plan) -> str:
 
 
 def _span(event: TraceEvent, row: int) -> GanttSpan:
-    """Return a trace event as a span of row ``row``."""
+    """Convert a trace event to a span of row ``row``; what stands for several actions becomes "not drawn in detail"."""
     kind = "not drawn in detail" if event.name[0].isdigit() or event.name.startswith("flush") else event.name
     where = f", stage {event.stage}, micro-batch {event.micro_batch}" if event.stage >= 0 else ""
     title = f"{event.name}{where}: {event.end_s - event.begin_s:.4g} s"
@@ -352,7 +367,7 @@ def _span(event: TraceEvent, row: int) -> GanttSpan:
 
 
 def _front(plan: Plan) -> str:
-    """Return the scatter of the layouts that no other beats, with the chosen one."""
+    """Return the scatter of the layouts that no other beats in time, memory and accelerators, with the chosen one marked."""
     assert plan.search_result is not None, "only called after a search"
     dots = [
         Dot(
@@ -402,7 +417,7 @@ def _sensitivity(plan: Plan) -> str:
 
 
 def _goodput(plan: Plan) -> str:
-    """Return curves of goodput by the checkpoint interval, for each level of failure rates."""
+    """Return curves of goodput over checkpoint intervals from a tenth to 100 times the planned one, for each level of failure rates."""
     best = plan.run.interval_s
     intervals = [best * 10**power for power in np.linspace(-1, 2, 31)]
     lines = {f"failure rates {level}": list(_curve(plan, level, intervals)) for level in LEVELS}
@@ -417,7 +432,7 @@ def _curve(plan: Plan, level: RateLevel, intervals: Sequence[float]) -> Iterator
 
 
 def _run(plan: Plan) -> str:
-    """Return the table of the run as a whole, its use of wall time, and notes."""
+    """Return HTML of the run as a whole: its figures, a bar of its shares of wall time, warnings and notes."""
     run = plan.run
     time = unit_for([run.days], DAYS)
     shares = {name: share for name, share in run.breakdown.items() if share > 0}

@@ -181,6 +181,7 @@ def _on_data(surface: LossSurface, question: Question) -> LossSurface:
 
 
 def _solved(question: Question, surface: LossSurface, cost: CostPerToken, times: float = 1.0) -> Optimum:
+    """Return the optimum of ``times`` the question's budget on its data, with its inference tokens paid for."""
     return optimum(
         _on_data(surface, question),
         times * question.budget.amount,
@@ -190,9 +191,10 @@ def _solved(question: Question, surface: LossSurface, cost: CostPerToken, times:
 
 
 def _recommended(question: Question, kind: ModelKind, on_progress: Callable[[str], None]) -> Recommended:
-    """Find the best model of one kind, plan its run, and compare laws and other budgets.
+    """Find the best model of one kind, plan its run if there is a cluster, and compare laws, smaller models and other
+    budgets.
 
-    Raises ``BudgetError`` if inference leaves no tokens to train on.
+    Raises ``BudgetError`` if inference leaves no tokens to train on, ``PlanRequestError`` if no layout fits.
     """
     law = CHINCHILLA if kind == "dense" else routed_law(EXPANSION)
     cost, planned, shape = _cost_of(question, kind, law, on_progress)
@@ -236,7 +238,11 @@ def _size_band(question: Question, cost: CostPerToken) -> tuple[float, float]:
 
 
 def _law_rows(question: Question, kind: ModelKind, cost: CostPerToken) -> list[LawRow]:
-    """Return each law's optimum for the budget, with how far it is beyond the law's own runs."""
+    """Return each law's optimum for the budget, and its compute (6ND) over that of the law's largest run. The default
+    law is first.
+
+    Dense models also have the joint law, and without inference tokens Kaplan's.
+    """
     laws: Sequence[DenseLaw | MixtureLaw] = DENSE_LAWS if kind == "dense" else mixture_laws(EXPANSION)
     rows = []
     for law in (*laws, *((joint_law(1),) if kind == "dense" else ())):
@@ -249,7 +255,10 @@ def _law_rows(question: Question, kind: ModelKind, cost: CostPerToken) -> list[L
 
 
 def _kaplan(question: Question, cost: CostPerToken) -> LawRow:
-    """Return Kaplan et al.'s optimum. Their size depends on the compute, which depends on the size: solved by fixed-point iteration."""
+    """Return Kaplan et al.'s optimum, without a loss.
+
+    Their size depends on the compute, which depends on the size here: solved by fixed-point iteration.
+    """
     size = 1e9
     for _ in range(200):
         flops = 6 * size * question.budget.amount / cost(size)
@@ -260,7 +269,7 @@ def _kaplan(question: Question, cost: CostPerToken) -> LawRow:
 
 
 def _best_size(question: Question, law: LossSurface, cost: CostPerToken) -> float:
-    """Return the best size. Raises ``BudgetError`` for a size outside the plausible range."""
+    """Return the best size in active parameters. Raises ``BudgetError`` for a size outside the plausible range."""
     size = _solved(question, law, cost).parameters
     if not _LEAST_SIZE <= size <= _MOST_SIZE:
         raise BudgetError(
@@ -274,8 +283,9 @@ def _cost_of(
 ) -> tuple[CostPerToken, dict[ModelShape, Plan], ModelShape]:
     """Return the cost of a token by size, the plans that it is from, and the best shape for the budget.
 
-    For a budget that is not in FLOP, layouts are searched for a few sizes, until the best one is near a planned size.
-    Raises ``PlanRequestError`` if none fits.
+    A FLOP budget needs no plan, and has one only with a cluster. For others, layouts are searched for two sizes, then
+    at the best size by their costs, until it is near a planned one or there are ``_MOST_PLANS``. Raises
+    ``PlanRequestError`` if none fits.
     """
     if question.budget.unit == "flop":
         shape = shape_of(kind, _best_size(question, law, flops_per_token))
@@ -310,7 +320,7 @@ def _cost_of(
 
 
 def _guessed(question: Question) -> CostPerToken:
-    """Return the cost of a token at an assumed utilization, to choose the first sizes to plan."""
+    """Return the cost of a token in the budget's unit at an assumed MFU, to choose the first sizes to plan."""
     assert question.cluster is not None, "only FLOP need no cluster"
     chip, many = question.cluster.accelerator, question.cluster.accelerators
     peak = chip.flops.get("bf16") or next(iter(chip.flops.values()))
@@ -330,14 +340,17 @@ def _add_plan(
     plans: dict[ModelShape, Plan],
     on_progress: Callable[[str], None],
 ) -> None:
-    """Plan the shape nearest ``size`` for the budget, and add that to ``plans``. Raises ``PlanRequestError``."""
+    """Search layouts of the shape nearest ``size``, and add the plan to ``plans``. Raises ``PlanRequestError``.
+
+    Its tokens are those that the budget buys at the guessed cost.
+    """
     shape = shape_of(kind, size)
     tokens = question.budget.amount / _guessed(question)(shape.active)
     plans[shape] = _search(question, shape, tokens, on_progress)
 
 
 def _search(question: Question, shape: ModelShape, tokens: float, on_progress: Callable[[str], None]) -> Plan:
-    """Search the layouts of a shape on the question's cluster, for these tokens; reports progress."""
+    """Search the layouts of a shape on the question's cluster for these tokens. Calls ``on_progress`` first."""
     assert question.cluster is not None, "a search is on a cluster"
     on_progress(f"{shape.name} on {question.cluster.key}: searching layouts")
     spec = run_of_shape(shape, tokens, question.seq_len, question.batch, question.overrides)
@@ -348,7 +361,10 @@ def _search(question: Question, shape: ModelShape, tokens: float, on_progress: C
 def _planned(
     question: Question, shape: ModelShape, tokens: float, searched: Plan | None
 ) -> tuple[RunSpec, Plan | None]:
-    """Return the run of the answer and its plan in the best layout of the search, for exactly these tokens."""
+    """Return the run of the answer for exactly these tokens, and its plan in the best layout of ``searched``.
+
+    Without ``searched`` or a cluster, the plan is None.
+    """
     if searched is None or question.cluster is None:
         return run_of_shape(shape, tokens, question.seq_len, question.batch, question.overrides), None
     # Keep the batch of the search, since it determined the layout.
@@ -385,9 +401,11 @@ def _unit_cost(question: Question, plan: Plan) -> float:
 def run_of_shape(
     shape: ModelShape, tokens: float, seq_len: int, batch: int | None, overrides: Sequence[str]
 ) -> RunSpec:
-    """Return the run that trains ``shape`` on ``tokens``, with other fields from ``overrides``.
+    """Return the run that trains ``shape`` on at least ``tokens`` (at most 1e9 steps), with other fields from
+    ``overrides``.
 
-    Without ``batch``, a step has a power of two of sequences near ``step_tokens``. Raises ``RunFileError`` for invalid overrides.
+    ``batch`` is in sequences. None means a power of two of sequences near ``step_tokens``. Raises ``RunFileError``
+    for invalid overrides.
     """
     sequences = batch or 2 ** max(0, round(math.log2(step_tokens(shape.active, tokens) / seq_len)))
     train = TrainSpec(batch_size=sequences, slots=sequences, seq_len=seq_len)

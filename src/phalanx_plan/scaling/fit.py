@@ -72,7 +72,11 @@ class FittedLaw:
         return self.law.loss(parameters, tokens)
 
     def band(self, parameters: float, tokens: float) -> tuple[float, float]:
-        """Return P5 and P95 of the loss of one more run: the samples' predictions, each with its own residual."""
+        """Return P5 and P95 of the loss of one more run: predictions of the resampled laws, each times a random
+        residual.
+
+        The residuals are widened for the fitted constants; the random seed is fixed.
+        """
         random = np.random.default_rng(1)
         predicted = np.array([law.loss(parameters, tokens) for law in self.samples])
         widening = math.sqrt(len(self.runs) / (len(self.runs) - CONSTANTS))
@@ -91,9 +95,10 @@ class FittedLaw:
 
 
 def fit(runs: Sequence[SmallRun], samples: int = _SAMPLES, seed: int = 0) -> FittedLaw:
-    """Fit the law to the runs, deterministically, with ``samples`` refits to resampled residuals as its uncertainty.
+    """Fit the law to the runs from many starts, deterministically; ``samples`` refits to resampled residuals are its
+    uncertainty.
 
-    Raises ``FitError`` that names the missing runs.
+    Raises ``FitError`` for too few runs, sizes or numbers of tokens.
     """
     _refuse_too_few(runs)
     sizes, tokens = (np.log([getattr(run, name) for run in runs]) for name in ("parameters", "tokens"))
@@ -167,7 +172,11 @@ def _huber(residuals: _Floats) -> _Floats:
 
 
 def _minimize(theta: _Floats, at: _Floats, losses: _Floats) -> tuple[_Floats, _Floats]:
-    """Return the laws (S, 5) near ``theta`` that fit ``losses`` (S or 1, n) best, and their Huber losses (S,)."""
+    """Return the laws (S, 5) near ``theta`` that fit log ``losses`` (S or 1, n) best, and their Huber losses (S,).
+
+    Levenberg-Marquardt with reweighting for the Huber loss, for all S at once; ``at`` (2, n) are centered log sizes
+    and log tokens.
+    """
     damping = np.full(len(theta), 1e-2)
     residuals = losses - _log_loss(theta, at)
     value = _huber(residuals)
@@ -198,7 +207,7 @@ def _minimize(theta: _Floats, at: _Floats, losses: _Floats) -> tuple[_Floats, _F
 
 
 def _law(theta: _Floats, middle: tuple[float, float]) -> PowerLaw:
-    """Return the power law of fitted parameters, which are relative to ``middle``."""
+    """Return the power law of fitted parameters, which are logarithms relative to the center ``middle``."""
     size, alpha, data, beta, floor = theta.tolist()
     return PowerLaw(
         floor=math.exp(floor),

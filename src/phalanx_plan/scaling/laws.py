@@ -45,7 +45,7 @@ class PowerLaw:
         return parameters, flops / 6 / parameters
 
     def optimal_size(self, tokens: float) -> float:
-        """Return the size whose optimal training takes ``tokens``: both terms' slopes along 6ND are equal there."""
+        """Return the number of parameters whose optimal training takes ``tokens``: both terms have equal slopes along 6ND there."""
         return float(
             (self.alpha * self.a / (self.beta * self.b)) ** (1 / self.alpha)
             * tokens ** (self.beta / self.alpha)
@@ -73,7 +73,7 @@ class StandardErrors:
         return math.hypot(self.floor, self.alpha * size, self.beta * data)
 
     def turned(self, law: PowerLaw, alpha_errors: float, beta_errors: float) -> PowerLaw:
-        """Return the law with its exponents changed by so many standard errors."""
+        """Return the law with its exponents changed by so many standard errors; it keeps its values at the middle of the fitted runs."""
         alpha, beta = law.alpha + alpha_errors * self.alpha, law.beta + beta_errors * self.beta
         return replace(
             law,
@@ -194,7 +194,7 @@ class JointLaw:
     experts: float
 
     def power_law(self) -> PowerLaw:
-        """Return the power law for this number of experts (their table 4)."""
+        """Return the power law in active parameters and tokens for this number of experts (Ludziejewski et al. 2025, table 4)."""
         log_experts = math.log(transformed_experts(self.experts, 2.0732, 290.4521))
         return PowerLaw(
             floor=1.3637,
@@ -328,7 +328,10 @@ class RepeatedData:
     unique_tokens: float
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Return nats a token after ``tokens`` tokens, of which at most ``unique_tokens`` are new."""
+        """Return nats a token after ``tokens`` tokens, of which at most ``unique_tokens`` are new.
+
+        Repeated tokens, and parameters beyond the optimum of the unique ones, count less (Muennighoff et al. 2023).
+        """
         # The size that the unique text fills is that of the law that the constants were fitted with.
         filled = MUENNIGHOFF.law.optimal_size(self.unique_tokens)
         worth = effective(filled, parameters, EXCESS)

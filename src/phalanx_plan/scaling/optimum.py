@@ -81,7 +81,7 @@ def optimum(
 
 
 def _golden(value: Callable[[float], float], low: float, high: float) -> float:
-    """Return the minimizer of a function with one minimum between ``low`` and ``high``."""
+    """Return the minimizer of a function with one minimum between ``low`` and ``high``, to 1e-7, by golden-section search."""
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = value(left), value(right)
     while high - low > 1e-7:
@@ -137,9 +137,10 @@ def over_trained(
     smaller: float,
     inference_tokens: float = 0.0,
 ) -> OverTrained:
-    """Compare a model that is ``smaller`` times smaller, with a cost of serving that is lower by this factor.
+    """Compare a model that is ``smaller`` times smaller than ``best``.
 
-    Returns its loss for the same budget, and the share of the budget with which it reaches the best model's loss.
+    Returns its loss for the same budget, the difference, and the share of the budget with which it reaches the best
+    model's loss; infinite if it never does.
     """
     parameters = best.parameters / smaller
     tokens = tokens_for(parameters, budget, cost, inference_tokens)
@@ -151,7 +152,11 @@ def over_trained(
 
 
 def _tokens_to(surface: LossSurface, parameters: float, loss: float) -> float:
-    """Return the tokens after which a model of this size has this loss, by bisection of their logarithm; infinite if it never does."""
+    """Return the tokens (1e3 to 1e30) after which a model of this size has this loss, by bisection of their
+    logarithm.
+
+    Infinite if it never has.
+    """
     low, high = math.log(1e3), math.log(1e30)
     if surface.loss(parameters, math.exp(high)) > loss:
         return math.inf
@@ -164,7 +169,10 @@ def _tokens_to(surface: LossSurface, parameters: float, loss: float) -> float:
 def size_band(
     law: PowerLaw, errors: StandardErrors, solve: Callable[[PowerLaw], Optimum]
 ) -> tuple[float, float]:
-    """Return P5 and P95 of the optimal size from ``solve``, with each exponent one standard error off, combined as independent."""
+    """Return P5 and P95 of the optimal size from ``solve``.
+
+    Its logarithm moves by each exponent's standard error; both moves are combined as independent.
+    """
     middle = math.log(solve(law).parameters)
     moved = (errors.turned(law, *step) for step in ((1, 0), (0, 1)))
     spread = math.hypot(*(math.log(solve(moved_law).parameters) - middle for moved_law in moved))
@@ -218,7 +226,11 @@ class TrainingBudget:
 
 
 def read_budget(text: str) -> TrainingBudget:
-    """Parse a budget. Raises ``BudgetError`` that describes the valid forms."""
+    """Parse a budget such as 1e24FLOP, $2M, 30 days or 10k gpu-hours.
+
+    Raises ``BudgetError``, with the valid forms, for another text, no unit, or an amount that is not positive or is
+    implausibly large.
+    """
     match = re.fullmatch(r"\s*\$?\s*([\d._,]+(?:[eE][+-]?\d+)?)\s*([kMBGTPEZ]?)\s*([A-Za-z$-]*)\s*", text)
     if match is None:
         raise BudgetError(f"budget {text}: {_HOW}")
@@ -283,7 +295,7 @@ class ModelShape:
 
 
 def shape_of(kind: ModelKind, active: float) -> ModelShape:
-    """Return the shape whose active parameters are nearest ``active``, with a penalty for an unusual aspect ratio."""
+    """Return the shape whose active parameters are nearest ``active`` in ratio, with a penalty for an unusual aspect ratio."""
 
     def distance(shape: ModelShape) -> float:
         off = abs(math.log(shape.active / active))
@@ -293,7 +305,7 @@ def shape_of(kind: ModelKind, active: float) -> ModelShape:
 
 
 def _candidates(kind: ModelKind, active: float) -> Iterator[ModelShape]:
-    """Yield a shape for each of the few widths around the usual one, with the number of layers nearest the size."""
+    """Yield a shape for each of the five widths nearest the usual one, with the even number of layers (2 to 4,096) nearest the size."""
     # A layer has about 12.5 squares of the width in active parameters, in dense models and mixtures.
     usual = (active * _ASPECT[kind] / 12.5) ** (1 / 3)
     nearest = sorted(_WIDTHS, key=lambda width: abs(math.log(width / usual)))[:5]
@@ -316,7 +328,10 @@ def _vocabulary(active: float) -> int:
 
 
 def _dense(width: int, layers: int, active: float) -> ModelSpec:
-    """Return a dense model of this width and depth; ``active`` decides its vocabulary and tied embeddings."""
+    """Return a dense model of this width and depth: heads of 128, up to 8 KV heads, ``ffn_dim`` 3.5 times the width.
+
+    ``active`` decides its vocabulary; below 1e9 its embeddings are tied.
+    """
     heads = width // 128
     return ModelSpec(
         layers=layers,
@@ -331,6 +346,10 @@ def _dense(width: int, layers: int, active: float) -> ModelSpec:
 
 
 def _mixture(width: int, layers: int, active: float) -> ModelSpec:
+    """Return a mixture of experts of this width and depth with latent attention, in DeepSeek-V3's proportions.
+
+    ``active`` decides its vocabulary; below 1e9 its embeddings are tied.
+    """
     return ModelSpec(
         layers=layers,
         dim=width,
@@ -370,7 +389,7 @@ def step_tokens(active: float, tokens: float) -> float:
 
 
 def _short(number: float) -> str:
-    """Return a number of parameters as in a model's name: "1.3b"."""
+    """Format a number of parameters as in a model's name, "1.3b"; below a million in full."""
     for letter, size in (("t", 1e12), ("b", 1e9), ("m", 1e6)):
         if number >= size:
             return f"{number / size:.3g}{letter}"
