@@ -61,9 +61,10 @@ def with_uplinks(estimate: Estimate, cost: NetworkCost) -> Estimate:
 def ranked_on_network(
     job: TrainingJob, result: SearchResult, objective: str, top: int, placer: Placer
 ) -> tuple[SearchResult, Mapping[PlannedLayout, NetworkCost]]:
-    """Rank the result of a search again with the cost of placements; return it with these costs.
+    """Rank the best layouts and runners-up of a search again, with the seconds that placement adds; return the result
+    and these costs.
 
-    Layouts that cannot be placed are left out.
+    Keeps ``top`` best layouts; those with room in memory come first. Layouts that cannot be placed are left out.
 
     Raises:
         ValueError: None of the layouts can be placed; the message is that of the best one.
@@ -99,7 +100,10 @@ def ranked_on_network(
 def _runners_up(
     ranked: Iterable[Estimate], key: Callable[[Estimate], float], before: Iterable[RunnerUp]
 ) -> Iterator[RunnerUp]:
-    """Yield the best of every losing family with its placement; layouts that do not fit are kept unchanged."""
+    """Yield the best layout of every losing family, and how much slower it is than ``ranked``'s first.
+
+    Runners-up of ``before`` that do not fit in memory are kept unchanged.
+    """
     winner, *others = ranked
     winning = _families_of(winner.layout)
     best: dict[str, Estimate] = {}
@@ -148,10 +152,11 @@ def ideas_of(
     objective: str,
     placements: Mapping[PlannedLayout, NetworkCost] | None = None,
 ) -> tuple[Idea, ...]:
-    """Return the best plans by ``objective`` that divide the model differently, best first; three if as many are not useless.
+    """Return up to ``_IDEAS`` plans that divide the model differently, best first by ``objective``; the winner of the
+    search is first.
 
     With ``placements``, only layouts in it count, with the seconds that their placement adds. Layouts that are much
-    slower are taken only if there are too few others.
+    slower are taken only if there are too few others, and those beyond ``_NO_ALTERNATIVE`` times the best never.
     """
     winner = result.best[0]
     losers = [loser.layout for loser in result.runners_up if loser.slower != float("inf")]
@@ -214,7 +219,7 @@ def _means(layout: PlannedLayout) -> tuple[object, ...]:
 
 
 def _title(layout: PlannedLayout) -> str:
-    """Return how a layout divides the model, in words."""
+    """Describe how a layout divides the model, as in "pipelines of 8 ranks, width over 4"; "one rank" if it does not."""
     parts = []
     if layout.pipeline > 1:
         stages = f" x {layout.stages_per_rank} stages" if layout.stages_per_rank > 1 else ""
@@ -237,9 +242,7 @@ def _title(layout: PlannedLayout) -> str:
 
 
 def _gives_up(estimate: Estimate, winner: Estimate) -> Iterator[str]:
-    """Yield what a layout gives up against the winner: time, accelerators, free memory, what is offloaded, and notable
-    terms of its step.
-    """
+    """Yield what a layout gives up against the winner: time, accelerators, free memory, offloading, and notable terms of its step."""
     if estimate is not winner:
         slower = estimate.step_s / winner.step_s - 1
         change = {name: seconds - winner.time.get(name, 0.0) for name, seconds in estimate.time.items()}
@@ -298,7 +301,9 @@ _RECOMPUTE = {"selective": "sel", "pointwise": "ptw", "attention": "attn", "expe
 
 
 def short(layout: PlannedLayout) -> str:
-    """Format a layout in few characters for a table, as in ``tp8 pp16x2 dp128/32 mbs1 z1 int off:ao``."""
+    """Format a layout in few characters for a table, as in ``tp8 pp16x2 dp128/32 mbs1 z1 int off:ao``; degrees of 1
+    and defaults are left out.
+    """
     pairs = [("tp", layout.tensor), ("cp", layout.context), ("pp", layout.pipeline), ("ep", layout.expert)]
     words = [
         f"{name}{degree}"

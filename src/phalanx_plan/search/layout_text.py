@@ -22,7 +22,11 @@ from phalanx_plan.workload.stacks import TrainingJob
 
 
 def written_layout(spec: RunSpec, job: TrainingJob, ranks: int) -> PlannedLayout:
-    """Return the layout of the run file on ``ranks`` ranks. Nothing is checked here."""
+    """Return the layout of the run file on ``ranks`` ranks, with the stack's nearest ZeRO stage. Nothing is checked
+    here.
+
+    A run file without a micro-batch size gets a micro-batch of a complete slot.
+    """
     parallel, memory, train = spec.parallel, spec.memory, spec.train
     layout = layout_of(parallel, ranks)
     slots = job.workload.slots or layout.data_ranks
@@ -75,7 +79,9 @@ def replaced_sharding(text: str, spec: RunSpec, job: TrainingJob) -> str:
 def read_layout(text: str, spec: RunSpec, job: TrainingJob) -> PlannedLayout:
     """Parse a layout such as ``tp=8,pp=16,dp=128``; missing fields come from the run file.
 
-    ``file`` alone is the layout of the run file. Raises ``PlanRequestError``.
+    ``file`` alone is the layout of the run file. Without ``dp`` and ``gpus``, the data-parallel ranks fill the run's
+    ranks or the cluster. Raises ``PlanRequestError`` for text that is no layout, and for ranks that do not divide or
+    exceed the cluster.
     """
     settings = {} if text.strip() == "file" else _fields(text, job)
     parallel = spec.parallel
@@ -106,8 +112,11 @@ def read_layout(text: str, spec: RunSpec, job: TrainingJob) -> PlannedLayout:
 
 
 def _data_ranks(text: str, settings: dict[str, Any], inner: int) -> int:
-    """Remove ``dp`` and ``gpus`` from ``settings`` and return the data-parallel ranks that they set; 0 if neither is
-    set. Raises ``PlanRequestError`` if the two disagree.
+    """Remove ``data`` and ``ranks`` from ``settings`` and return the data-parallel ranks that they set; 0 if neither
+    is set.
+
+    ``inner`` is tensor x context x pipeline. Raises ``PlanRequestError`` if ranks are no multiple of it, or both
+    disagree.
     """
     data, ranks = int(settings.pop("data", 0)), int(settings.pop("ranks", 0))
     if ranks % inner:
@@ -147,7 +156,10 @@ _FROM_ZERO = ("zero", "offload_activations", "offload_optimizer", "sequence_para
 
 
 def _value(name: str, value: str, job: TrainingJob) -> int | str | bool:
-    """Parse the value of a layout's field; raises ``PlanRequestError`` with the possible ones."""
+    """Parse the value of a layout's field: a word, 0 or 1 as a bool, a ZeRO stage, or a number of at least 1.
+
+    Raises ``PlanRequestError`` with the possible values.
+    """
     words = {
         "schedule": SCHEDULES,
         "recompute": tuple(mode.name for mode in job.modes),
@@ -179,9 +191,9 @@ _MOST_DOUBLINGS = 7
 def run_of_layout(
     spec: RunSpec, job: TrainingJob, layout: PlannedLayout, tokens: float | None = None
 ) -> RunSpec:
-    """Return the run of ``spec`` in ``layout``, ready to be trained.
+    """Return the run of ``spec`` in ``layout``, ready to be trained; ``tokens`` replaces its steps unless None.
 
-    Raises ``PlanRequestError`` if the trainer does not support the layout.
+    Raises ``PlanRequestError`` for a plan of other software, or if the trainer does not support the layout.
     """
     if job.stack.name != OWN:
         raise PlanRequestError(
@@ -206,7 +218,7 @@ def run_of_layout(
 
 
 def parallel_of(spec: RunSpec, layout: PlannedLayout) -> ParallelSpec:
-    """Return the ``[parallel]`` section that describes a layout."""
+    """Return the ``[parallel]`` section that describes a layout; it has no sharding if nothing is sharded."""
     many = layout.pipeline > 1
     sharding: Any = f"zero{layout.zero}" if layout.zero == 3 or layout.shard > 1 else "none"
     return replace(
@@ -227,7 +239,7 @@ def parallel_of(spec: RunSpec, layout: PlannedLayout) -> ParallelSpec:
 
 
 def _memory(memory: MemorySpec, layout: PlannedLayout) -> MemorySpec:
-    """Return the memory section of a run file for the layout; the kind of offload is kept where there is one."""
+    """Return the memory section for the layout; an offload that it has keeps its kind in the run file, else it is "host"."""
 
     def place(name: str, before: str) -> Any:
         return ("host" if before == "none" else before) if getattr(layout, name) else "none"
@@ -242,7 +254,7 @@ def _memory(memory: MemorySpec, layout: PlannedLayout) -> MemorySpec:
 
 
 def _precision(spec: RunSpec, layout: PlannedLayout) -> PrecisionSpec:
-    """Return the precision section for the layout's format."""
+    """Return the precision section for the layout's format: ``matmul`` becomes "fp8-rowwise" if fp8 was not yet set."""
     name = layout.precision
     if name == "fp8" and spec.precision.matmul == "compute":
         return replace(spec.precision, matmul="fp8-rowwise")
@@ -250,8 +262,9 @@ def _precision(spec: RunSpec, layout: PlannedLayout) -> PrecisionSpec:
 
 
 def least_change(job: TrainingJob, layout: PlannedLayout, *, offload: bool) -> str:
-    """Describe the change that makes a layout fit on the same ranks with the shortest step: recomputation,
-    micro-batches of one, or offloading; or that none does. ``offload`` permits moving its state to host memory.
+    """Describe the change that makes a layout fit on the same ranks with the shortest step, or that none does.
+
+    Tries recomputation, micro-batches of one and, if ``offload`` permits, host memory. Estimates each combination.
     """
     options = [
         replace(
@@ -281,9 +294,11 @@ def least_change(job: TrainingJob, layout: PlannedLayout, *, offload: bool) -> s
 
 
 def what_would_fit(job: TrainingJob, options: Options) -> str:
-    """Describe how many accelerators or how much memory would suffice if nothing fits; empty if neither helps.
+    """Describe how many accelerators, or how much memory in each, would suffice if nothing fits; empty if neither
+    helps.
 
-    Searches again for each.
+    Doubles the accelerators up to ``_MOST_DOUBLINGS`` times, and multiplies the memory up to 8 times. Searches again
+    for each.
     """
     advice = []
     count = max(options.gpus or (job.cluster.accelerators,))

@@ -57,7 +57,7 @@ class Requirement:
 
 
 def requirement(text: str, job: TrainingJob) -> Requirement:
-    """Parse a condition.
+    """Parse a condition such as ``tp<=8``. Fields of words take only ``=`` and ``!=``.
 
     Raises ``ValueError`` that lists the valid fields and values. Only whole numbers and the words of schedule and
     recompute can be compared.
@@ -120,8 +120,11 @@ _MOST_SHOWN = 24
 def nothing_left(
     need: Requirement, before: list[Requirement], candidates: Candidates, job: TrainingJob
 ) -> str:
-    """Return the message that no layout meets ``need``, with the values of its field in ``candidates``, the layouts that meet the conditions
-    ``before`` it."""
+    """Return the message that no layout meets ``need``.
+
+    ``candidates`` are the layouts that meet the conditions ``before`` it; the message lists their values of its
+    field, at most ``_MOST_SHOWN``.
+    """
     values = np.unique(getattr(candidates, need.name)).tolist()
     words = {"schedule": SCHEDULES, "recompute": tuple(mode.name for mode in job.modes)}.get(need.name)
     shown = [str(words[value]) if words else f"{value:,}" for value in values]
@@ -174,7 +177,10 @@ Layout = TypeVar("Layout", bound=Predicted)
 
 
 def with_room_first(ranked: Sequence[Layout], key: Callable[[Layout], float]) -> tuple[Layout, ...]:
-    """Return ``ranked``, ascending by ``key``, but with the first plan with room in front if its step and key are at most 3 % above the best's."""
+    """Return ``ranked``, ascending by ``key``, with the first plan with room in memory moved to the front.
+
+    Only if its step and key are at most the share ``_FOR_ROOM`` above the best's; else unchanged.
+    """
     best, most = ranked[0], 1 + _FOR_ROOM
     for index, candidate in enumerate(ranked):
         near = key(candidate) <= most * key(best) and candidate.step_s <= most * best.step_s
@@ -245,7 +251,7 @@ class Front:
         return np.asarray(np.minimum(bytes_ / self.step, _FRONT_STEPS), dtype=np.int64)
 
     def points(self, layout: Callable[[int], PlannedLayout]) -> tuple[Point, ...]:
-        """Return the front, quickest first; ``layout`` returns a layout by its number."""
+        """Return the front, quickest first; ``layout`` maps a number to its layout. Memory is compared exactly here, not in steps."""
         return unbeaten(
             [
                 Point(layout(number), time, size, count)

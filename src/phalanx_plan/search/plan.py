@@ -53,7 +53,7 @@ _USUAL_RUN_DAYS = 120.0
 
 
 def refuse_implausible(spec: RunSpec) -> None:
-    """Raise ``PlanRequestError`` for a batch or a sequence that exceeds all published training by orders of magnitude."""
+    """Raise ``PlanRequestError`` for a sequence or a batch, in tokens, that exceeds all published training by orders of magnitude."""
     train = spec.train
     if train.seq_len > _LONGEST_SEQUENCE:
         raise query.PlanRequestError(
@@ -79,7 +79,11 @@ class Caveat:
 def caveats(
     job: TrainingJob, chosen: Estimate, run: RunEstimate, tokens: float, roomy: Estimate | None = None
 ) -> Iterator[Caveat]:
-    """Yield the caveats of an answer, the weightiest first; ``roomy`` is the best plan with room in memory."""
+    """Yield the caveats of an answer, the weightiest first: device, evidence, room, endless or long runs, batch,
+    pipelines.
+
+    ``roomy`` is the best plan with room in memory; None if no plan has it.
+    """
     yield from _without_device(job.stack.name, job.cluster)
     yield from _unmeasured_kind(job)
     yield from without_room(chosen, roomy)
@@ -112,7 +116,10 @@ def caveats(
 
 
 def _unmeasured_kind(job: TrainingJob) -> Iterator[Caveat]:
-    """Yield a caveat if there is no published run of such software on such hardware, so that the band comes from other runs."""
+    """Yield a caveat if no published run is of such software on such hardware: uncalibrated CPUs, or another vendor.
+
+    On CPUs and TPUs, other software also gets one that it may not run there.
+    """
     vendor, name = job.cluster.accelerator.vendor, job.stack.name
     if vendor == "any":
         if not query.is_calibrated(job.cluster):
@@ -158,7 +165,7 @@ def without_room(chosen: Estimate, roomy: Estimate | None) -> Iterator[Caveat]:
 
 
 def _without_device(stack: str, cluster: Cluster) -> Iterator[Caveat]:
-    """Yield the caveat that this project's trainer does not run on the accelerator, if so."""
+    """Yield a caveat, which decides, if the stack is this project's trainer and the accelerator is neither NVIDIA's nor a CPU."""
     vendor = cluster.accelerator.vendor
     if stack == query.OWN and vendor not in ("NVIDIA", "any"):
         yield Caveat(
@@ -224,9 +231,10 @@ def make_plan(
     """Search layouts, estimate the requested layout, or both; then estimate the run as a whole.
 
     ``stated`` are the fields that the user set beside a known model. If slots, checkpoints and fleet are not among
-    them, the layout and the assumptions choose them. ``None`` means all fields, those of a run file. With a ``placer``,
-    the ranking includes the seconds that a placement on its network adds to a step. Raises ``ValueError`` with the
-    cause and the remedy. A search of all layouts takes seconds.
+    them, the layout and the assumptions choose them. ``None`` means all fields, those of a run file. With a
+    ``placer``, the ranking includes the seconds that a placement on its network adds to a step. Raises ``ValueError``
+    with the cause and the remedy, also if ``aim`` has conditions and no search is made. A search of all layouts takes
+    seconds.
     """
     if aim.require and not searching:
         raise query.PlanRequestError(
@@ -324,7 +332,7 @@ def _requested_estimate(spec: RunSpec, job: TrainingJob, text: str) -> Estimate:
 
 
 def _search(job: TrainingJob, options: Options) -> SearchResult:
-    """Search layouts; raises ``PlanRequestError`` that adds what would fit if nothing does."""
+    """Search layouts. If nothing fits, raises ``PlanRequestError`` with the accelerators or memory that would suffice."""
     try:
         return search(job, options)
     except NothingFitsError as error:
@@ -345,7 +353,7 @@ _ACTIVITY: Mapping[str, Activity] = {
 
 
 def activities(chosen: Estimate) -> dict[Activity, float]:
-    """Return the shares of a step by the accelerator's activity; they sum to 1."""
+    """Return the shares of a step by the accelerator's activity; they sum to 1. The stack's scalar is left out."""
     shares: dict[Activity, float] = dict.fromkeys(get_args(Activity), 0.0)
     terms = {name: seconds for name, seconds in chosen.time.items() if name != "stack_scalar"}
     step_s = sum(terms.values())
@@ -355,7 +363,7 @@ def activities(chosen: Estimate) -> dict[Activity, float]:
 
 
 def run_inputs(job: TrainingJob, chosen: Estimate, tokens: float) -> RunInputs:
-    """Return the run of ``tokens`` tokens in the layout ``chosen``."""
+    """Return the inputs of the whole run in the layout ``chosen``: at least one step, and a checkpoint without gradients."""
     saved = sum(state.bytes for state in job.stack.states.kept if state.kind != "gradients")
     return RunInputs(
         cluster=job.cluster,
@@ -370,7 +378,7 @@ def run_inputs(job: TrainingJob, chosen: Estimate, tokens: float) -> RunInputs:
 
 
 def data_need(spec: RunSpec) -> DataNeed:
-    """Data that a step of the run reads."""
+    """Return the sequences that a step reads, their stored bytes, and whether any of the data is remote."""
     vocabulary = spec.model.vocab_size or spec.data.vocab_size
     return DataNeed(
         spec.train.batch_size,

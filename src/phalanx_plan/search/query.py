@@ -107,7 +107,7 @@ def _meant(name: str, names: Iterable[str]) -> str:
 
 
 def refuse_unused(overrides: Sequence[str], *, searching: bool, tokens: str | None) -> None:
-    """Raise ``PlanRequestError`` for an override of a field that a search or ``--tokens`` replaces."""
+    """Raise ``PlanRequestError`` for an override that a search or ``tokens`` replaces: a field of the layout, or ``train.steps``."""
     for text in overrides:
         field = text.partition("=")[0].strip()
         if field == "train.steps" and tokens:
@@ -122,9 +122,11 @@ def refuse_unused(overrides: Sequence[str], *, searching: bool, tokens: str | No
 
 
 def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: bool = True) -> TrainingJob:
-    """Return the job to estimate: the workload of ``spec``, by a stack, on ``cluster``.
+    """Return the job to estimate: the workload of ``spec``, by a stack, on ``cluster``, with bias or calibration
+    applied.
 
-    A format that the cluster lacks is replaced as configured. Raises ``PlanRequestError`` for an unknown stack.
+    A compute format that the cluster lacks is replaced as configured. Other stacks choose their slots. Raises
+    ``PlanRequestError`` for an unknown stack.
     """
     compute = _compute_on(cluster, spec.precision)
     spec = replace(spec, precision=replace(spec.precision, compute=compute))
@@ -151,7 +153,7 @@ def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: boo
 def _published_job(
     spec: RunSpec, cluster: Cluster, software: TrainingSoftware, workload: TrainingWorkload
 ) -> TrainingJob:
-    """Return the job for software with published runs, configured by its newest recipe."""
+    """Return the job for software with published runs, configured by its newest recipe for the model; fp8 on Blackwell is mxfp8."""
     precision = precision_of(spec, cluster)
     if precision == "fp8" and generation_of(cluster.accelerator.key) == "blackwell":
         precision = "mxfp8"  # the format of Blackwell's newest recipes
@@ -217,7 +219,11 @@ def is_calibrated(cluster: Cluster) -> bool:
 
 
 def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:
-    """Return this project's stack as the run file and the cluster change it: compiled, in fp32, or on CPUs."""
+    """Return this project's stack as the run file and the cluster change it.
+
+    Compiled runs lack split-backward schedules. fp32 gathers 4 bytes an element. CPUs have no launch time and no
+    overlap, and keep gradients.
+    """
     stack = stack_of(spec)
     if spec.runtime.compile:
         schedules = tuple(name for name in stack.schedules if name not in SPLIT_BACKWARD)
@@ -233,7 +239,7 @@ def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:
 
 
 def calibrated(stack: Stack, cluster: Cluster) -> Stack:
-    """Return ``stack`` with the scalar that a calibration of this accelerator measured on real steps, if there is one.
+    """Return ``stack`` with the scalar that a calibration of this accelerator measured on real steps, else unchanged.
 
     Ranks that work at the same time share caches, memory and cores' units. More than one rank has a separate scalar.
     Reads the accelerator's file.
@@ -258,7 +264,10 @@ def _is_cpu(cluster: Cluster) -> bool:
 
 
 def precision_of(spec: RunSpec, cluster: Cluster) -> str:
-    """Return the run file's number format, one of ``PRECISIONS``; raises ``PlanRequestError`` if ``cluster`` lacks it."""
+    """Return the number format of the run's products, one of ``PRECISIONS``; any narrow ``matmul`` counts as fp8.
+
+    ``auto`` falls back to fp16 without bf16. Raises ``PlanRequestError`` if ``cluster`` lacks the format.
+    """
     name: str = _compute_on(cluster, spec.precision)
     if spec.precision.compute == "auto" and name == "bf16" and name not in cluster.accelerator.flops:
         name = "fp16"  # its products are as fast as bf16's
@@ -276,7 +285,7 @@ def precision_of(spec: RunSpec, cluster: Cluster) -> str:
 def options_of(
     spec: RunSpec, job: TrainingJob, *, optimize: str, require: tuple[str, ...], top: int
 ) -> Options:
-    """Return the options of a search for this run.
+    """Return the options of a search for this run; it offloads only AdamW with fp32 state, and not on CPUs.
 
     Raises ``PlanRequestError`` for an unknown objective ``optimize``. For "cost" and "gpus", fewer accelerators are
     tried too, halving their number.
@@ -303,7 +312,10 @@ _MOST_TOKENS = 1e18
 
 
 def read_tokens(text: str, option: str = "--tokens") -> float:
-    """Parse a number of tokens such as ``15T`` or ``300B``. Raises ``PlanRequestError`` that names ``option``."""
+    """Parse a number of tokens such as ``15T`` or ``300B``.
+
+    Raises ``PlanRequestError`` that names ``option`` for another text, 0, or more than ``_MOST_TOKENS``.
+    """
     match = re.fullmatch(r"\s*([\d._]+(?:[eE]\d+)?)\s*([kMBGT]?)\s*", text)
     try:
         tokens = float(match[1].replace("_", "")) * _UNITS[match[2]] if match else 0.0

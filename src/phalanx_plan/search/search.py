@@ -61,6 +61,7 @@ class NothingFitsError(ValueError):
     """Layouts are legal, but none of them fits an accelerator's memory."""
 
     def __init__(self, needed_bytes: float, capacity_bytes: float) -> None:
+        """Write the message with both sizes and the remedies."""
         self.needed_bytes = needed_bytes
         """Bytes on the worst rank of the legal layout that needs least."""
         self.capacity_bytes = capacity_bytes
@@ -103,10 +104,11 @@ class SearchResult:
 
 
 def search(job: TrainingJob, options: Options | None = None) -> SearchResult:
-    """Return the best layouts of ``job``, the runners-up of other families, and the Pareto front. Layouts are evaluated
-    in closed form, finalists by their exact schedule.
+    """Return the best layouts of ``job``, the runners-up of other families, and the Pareto front.
 
-    Raises ``NothingFitsError`` if no legal layout fits, another ``ValueError`` if none is legal; both name the cause.
+    All layouts are evaluated in closed form, then finer micro-batches and stages near the best, then finalists by
+    their exact schedule. Raises ``NothingFitsError`` if no legal layout fits, another ``ValueError`` if none is legal
+    or the objective is unknown.
     """
     options = options or Options()
     if options.objective not in get_args(Objective):
@@ -146,7 +148,7 @@ def search(job: TrainingJob, options: Options | None = None) -> SearchResult:
 
 
 def _tallied(full_evaluation: Evaluation, options: Options, excluded: dict[str, int]) -> _Tally:
-    """Evaluate all candidates chunk by chunk; adds to ``excluded``."""
+    """Evaluate all candidates chunk by chunk into a tally. Adds to the counts in ``excluded``."""
     tally = _Tally(full_evaluation, options, excluded)
     for first, evaluation in _chunks(full_evaluation):
         tally.add(first, evaluation)
@@ -154,7 +156,10 @@ def _tallied(full_evaluation: Evaluation, options: Options, excluded: dict[str, 
 
 
 def _not_hopeless(full_evaluation: Evaluation, excluded: dict[str, int]) -> Evaluation:
-    """Drop and count geometries of large micro-batches that do not fit even with all recomputation, sharding and offload."""
+    """Drop geometries of large micro-batches that do not fit even with all recomputation, sharding and offload.
+
+    Adds their layouts to ``excluded["memory"]``.
+    """
     sizes = full_evaluation.candidates.micro_batch.ravel()
     (large,) = np.nonzero(sizes >= _LARGE)
     if not len(large):
@@ -185,7 +190,7 @@ def _chunks(full_evaluation: Evaluation) -> Iterator[tuple[int, Evaluation]]:
 
 
 def _failure(tally: _Tally) -> ValueError:
-    """Return the error of a search without a layout: nothing is legal, or nothing fits."""
+    """Return the error of a search without a layout: ``NothingFitsError``, or the rule that excludes most if none is legal."""
     needed_bytes = float(tally.lean.of_row.min())
     if np.isfinite(needed_bytes):
         return NothingFitsError(
@@ -214,7 +219,10 @@ class _Look:
 
 
 def _look(evaluation: Evaluation, options: Options, excluded: dict[str, int]) -> _Look:
-    """Compute the memory of all layouts, and the time of those that fit. Adds the count of each rule to ``excluded``."""
+    """Compute the memory of all layouts, and the seconds and objective of those that fit; infinite for the others.
+
+    Adds to ``excluded`` the layouts that each rule is the first to exclude.
+    """
     job, candidates = evaluation.job, evaluation.candidates
     shape = candidates.shape
 
@@ -250,7 +258,11 @@ class _Best:
         self.row = np.zeros(choices, dtype=np.int64)
 
     def add(self, rows: Ints, values: Floats) -> None:
-        """Update the best with the ``values`` (choices, geometries) of geometries number ``rows``; the first among equals stays."""
+        """Update the least value of each row and of each choice with ``values`` (choices, geometries) of geometries
+        ``rows``.
+
+        The first among equals stays.
+        """
         self.of_row[rows] = values.min(axis=0)
         place = values.argmin(axis=1)
         least = values[np.arange(len(values)), place]
@@ -301,7 +313,7 @@ class _Tally:
         return zip(self.keys.tolist(), self.numbers.tolist(), strict=True)
 
     def choices_of(self, rows: list[int]) -> dict[int, int]:
-        """Return the best choice on the free axes for some geometries: by the objective, or by memory if nothing fits."""
+        """Return, by row, the best choice on the free axes: by the objective, or by memory if nothing of the row fits."""
         if not rows:
             return {}
         look = _look(self.full_evaluation.rows(np.array(rows)), self.options, {})
@@ -317,7 +329,7 @@ class _Tally:
         return candidates.at(choice * candidates.shape[-1] + row, self.full_evaluation.job.modes)
 
     def _rank(self, rows: Ints, values: Floats) -> None:
-        """Keep the best by the objective; the first among equals."""
+        """Merge these layouts into the ``finalists`` best keys and their numbers; the lowest number among equals is first."""
         keep = self.options.finalists
         limit = self.keys[-1] if len(self.keys) >= keep else np.inf
         quickest = self.quick.of_row[rows]
@@ -337,7 +349,8 @@ def _decide(
     """Return the best layouts by the exact schedule, and the best member of every losing family.
 
     Finalists are the best by the closed form, the best with room in memory, and the best of each family that comes
-    close to them. If closed form and schedule disagree, the winner may be among these. Some layout must fit.
+    close to them. The order of closed form and schedule may differ, so the winner may be any of these. A family whose
+    best does not fit is infinitely slower. Some layout must fit.
     """
     hopeful = sorted(
         (key, place, number) for place, tally in enumerate(tallies) for key, number in tally.leaders()
@@ -405,7 +418,7 @@ def ranking_key(prediction: Estimate | Point, objective: str) -> float:
 
 
 def _families(job: TrainingJob, tally: _Tally) -> dict[str, int]:
-    """Return the number of the best layout for each value of each field: by the objective, or by memory if nothing fits."""
+    """Return the number of the best layout for each ``field=value``: by the objective, or by memory if none with this value fits."""
     best = {}
     candidates = tally.full_evaluation.candidates
     for name in FAMILIES:
@@ -433,7 +446,10 @@ def _value_text(value: int | str) -> str:
 
 
 def _best_of(best: _Best, candidates: Candidates, name: str, value: int) -> tuple[int, int | None] | None:
-    """Return geometry and choice of the best layout with this value of a field; the choice is None for fields of the geometry."""
+    """Return (geometry, choice) of the best layout with this value of a field, or None if no value is finite.
+
+    The choice is None for fields of the geometry.
+    """
     has_value = getattr(candidates, name) == value
     if name in _ROW_FAMILIES:
         keys = np.where(has_value.ravel(), best.of_row, np.inf)
@@ -446,7 +462,7 @@ def _best_of(best: _Best, candidates: Candidates, name: str, value: int) -> tupl
 
 
 def why_slower(winner: Estimate, loser: Estimate) -> str:
-    """Return in words the memory that the loser lacks, or the term with the largest increase."""
+    """Describe the memory that the loser lacks, or the term with the largest increase, as a share of the winner's step."""
     if not loser.fits:
         return f"{loser.memory_bytes / 1e9:.0f} GB > {loser.capacity_bytes / 1e9:.0f} GB"
     change = {term: loser.time.get(term, 0.0) - seconds for term, seconds in winner.time.items()}

@@ -42,8 +42,10 @@ Table = dict[str, Ints]
 
 
 def geometries(job: TrainingJob, options: Options, counts: tuple[int, ...]) -> tuple[Table, dict[str, int]]:
-    """Return the rows of all legal geometries, and how many rows each rule removed before the axes after it were
-    crossed in. Rows of ``Table`` are columns by name; ``counts`` are the numbers of accelerators allowed.
+    """Return the rows of all legal geometries, and the number of rows that each rule removed.
+
+    Axes are crossed in one after the other and filtered at once. Rows of ``Table`` are columns by name; ``counts``
+    are the numbers of accelerators allowed, of which a layout uses at least the share ``least_use``.
     """
     workload, model = job.workload, job.workload.model
     most = max(counts)
@@ -132,7 +134,10 @@ def _first_sizes(share: int) -> tuple[int, ...]:
 
 
 def _micro_batches(job: TrainingJob, options: Options, table: Table, excluded: dict[str, int]) -> Table:
-    """Cross with the sequences of a micro-batch: those of the options or of conditions, or a first choice."""
+    """Cross with the sequences of a micro-batch: those of the options or of conditions, or a first choice.
+
+    Adds the rows whose batch does not divide to ``excluded``.
+    """
     batch = job.workload.batch
     slots = np.broadcast_to(job.workload.slots or table["data"], table["data"].shape)
     table = _keep(table | {"slots": slots}, batch % slots == 0, "the batch does not divide", excluded)
@@ -169,7 +174,7 @@ def rows_where(table: Table, mask: Bools) -> Table:
 
 
 def _schedules(job: TrainingJob, options: Options, table: Table, excluded: dict[str, int]) -> Table:
-    """Cross with the schedules and the stages on each rank."""
+    """Cross with the stack's schedules (without gpipe) and their stages on each rank; keep the rows that can run."""
     choices = [
         (SCHEDULES.index(name), per_rank)
         for name in job.stack.schedules
@@ -197,7 +202,11 @@ def runnable(job: TrainingJob, table: Table, excluded: dict[str, int]) -> Table:
 
 
 def _experts(job: TrainingJob, table: Table, excluded: dict[str, int]) -> Table:
-    """Cross with the ways to fold experts over tensor, context and shard (``phalanx.run.layout``)."""
+    """Cross with the ways to divide experts: over expert ranks, and over tensor ranks or not; 1 and 1 for dense
+    models.
+
+    Adds the rows whose experts do not divide, or cannot be folded (``phalanx.run.layout``), to ``excluded``.
+    """
     moe = job.workload.model.moe
     if moe is None:
         ones = np.ones_like(table["tensor"])
@@ -223,7 +232,10 @@ def _experts(job: TrainingJob, table: Table, excluded: dict[str, int]) -> Table:
 
 
 def _shards(job: TrainingJob, table: Table) -> Table:
-    """Cross with the number of data-parallel ranks that share one copy: all, or so many that a copy ends with a domain of the fabric."""
+    """Cross with the number of data-parallel ranks that share one copy.
+
+    These are all, or so many that a copy ends with the scale-up domain or a level of the fabric.
+    """
     reaches = [job.cluster.domain.size, *(level.reach for level in job.cluster.fabric.levels)]
     inner = table["tensor"] * table["context"]
     experts = pieces.team_size(table["expert"] * table["expert_tensor"], inner)
@@ -275,9 +287,10 @@ class Space:
 
 
 def space(job: TrainingJob, options: Options) -> Space:
-    """Return all layouts for every number of accelerators.
+    """Return all layouts for every number of accelerators that meet the conditions on geometries, with counts of the
+    excluded.
 
-    Raises ``ValueError`` if there is none. Also if the conditions of ``options`` leave nothing.
+    Raises ``ValueError`` if no geometry is legal, or a condition leaves none.
     """
     needs = [requirement(text, job) for text in options.require]
     free = _free_axes(job, options)
@@ -304,7 +317,8 @@ def space(job: TrainingJob, options: Options) -> Space:
 
 
 def exclusions(job: TrainingJob, candidates: Candidates, options: Options) -> dict[str, Bools]:
-    """Return masks by reason: choices on the free axes that the geometry or the user's conditions exclude.
+    """Return masks by reason: free-axis choices with nothing to shard or add, and those that fail the user's
+    conditions.
 
     Masks broadcast to the shape of ``candidates``.
     """
@@ -321,7 +335,10 @@ def exclusions(job: TrainingJob, candidates: Candidates, options: Options) -> di
 
 
 def _free_axes(job: TrainingJob, options: Options) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return the values of recompute, zero, offloaded optimizer, and offloaded activations."""
+    """Return the values to try of recompute, zero, offloaded optimizer, and offloaded activations, in this order.
+
+    Leaves out recomputation that the model has no parts for, and ZeRO-1 if every rank has a single slot.
+    """
     model = job.workload.model
     mixed = any(is_mixture(model, layer) for layer in range(model.layers))
     has = parts_of(model)
@@ -335,9 +352,11 @@ def _free_axes(job: TrainingJob, options: Options) -> tuple[Ints, Ints, Ints, In
 
 
 def finer_space(job: TrainingJob, options: Options, geometries: Candidates) -> Candidates | None:
-    """Return the micro-batches and stages on each rank that ``space`` leaves out for ``geometries``; ``None`` if there are none.
+    """Return the micro-batches and stages on each rank that ``space`` leaves out for ``geometries``; ``None`` if none
+    is left.
 
-    ``geometries`` are best first; beyond ``_MOST_FINER`` rows the last are left out.
+    ``geometries`` are best first; beyond ``_MOST_FINER`` rows the last are left out. Sizes or stages that the options
+    set stay as they are.
     """
     columns = [column.ravel() for column in (getattr(geometries, name) for name in _OF_GEOMETRY)]
     stacked = np.stack([np.broadcast_to(column, geometries.shape[-1]) for column in columns])
