@@ -44,7 +44,7 @@ def plan_run(
 
 
 def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, object]:
-    """Plain values of one layout's estimate; the keys are stable."""
+    """Return plain values of one layout's estimate: seconds, bytes, rates and failure-free cost. The keys are stable."""
     days = plan.tokens / estimate.tokens_per_s / 86_400
     return {
         "layout": str(estimate.layout),
@@ -128,7 +128,9 @@ def plan_json(plan: Plan) -> dict[str, object]:
 
 
 def evidence_json(plan: Plan) -> dict[str, object]:
-    """Evidence that the prediction is based on; the keys are stable."""
+    """Return the kind, error, bias factor and run counts of the evidence, and the band's ratios by quantile level.
+    The keys are stable.
+    """
     evidence = plan.evidence
     return {
         "kind": evidence.kind,

@@ -49,6 +49,7 @@ class Band:
     """One ratio for each of ``LEVELS``, ascending."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError unless there is one positive ratio for each level, in ascending order."""
         if (
             len(self.ratios) != len(LEVELS)
             or not self.ratios[0] > 0
@@ -264,6 +265,7 @@ class Evidence:
     """Number of programs whose runs the band is from."""
 
     def __str__(self) -> str:
+        """Describe in a sentence which published runs the band and bias come from, by the kind of evidence."""
         if not self.runs:
             return (
                 f"{self.subject} was never measured, and no published run is like it: P5-P95 is assumed, a factor of "
@@ -289,14 +291,18 @@ class Evidence:
 def evidence_for(
     table: Learned, software: str, accelerator: str, *, mixture: bool, calibrated: bool = False
 ) -> Evidence:
-    """Look up the evidence for ``software`` on ``accelerator`` (their names in the tables of software and of hardware).
+    """Look up the evidence for ``software`` on ``accelerator``: bias factor, error band and number of published runs.
+
+    Runs count only if they are on accelerators of the same maker. Without any, the band is that of software the
+    planner had not seen. A machine of any maker has the assumed band of ``UNKNOWN_MACHINE``, unless it is calibrated.
 
     Args:
         table: Table made from published runs.
         software: A name of ``phalanx_plan.workload.software.SOFTWARE``; any other has no evidence.
         accelerator: The accelerator's key.
         mixture: True for mixtures of experts, which exercise other code than dense models.
-        calibrated: True if the constants were fitted on steps of this software on this machine.
+        calibrated: True if the constants were fitted on steps of this software on this machine; then no bias is
+            applied.
     """
     if maker_of(accelerator) == "any" and not calibrated:
         assumed = band_of_factor(UNKNOWN_MACHINE)

@@ -82,7 +82,7 @@ def fit_profile(points: MeasuredPoints, base: Accelerator, origin: CalibrationOr
 
 
 def _with_peaks(points: MeasuredPoints, base: Accelerator, origin: CalibrationOrigin) -> Accelerator:
-    """Return ``base`` with the best measured rates as its peaks: there is no data sheet for a core of this machine."""
+    """Return ``base`` with the best measured rates as its peaks if it is a core of any maker; others keep their data sheet."""
     source = f"{origin.source}; the best rate seen"
     if base.vendor != "any":
         return base
@@ -156,7 +156,7 @@ def _fit_memory(
 def _fit_attention(
     points: MeasuredPoints, accelerator: Accelerator, start: profile.Constants, origin: CalibrationOrigin
 ) -> profile.AttentionFit:
-    """Return attention's median rates, forward and backward, as shares of the peak, with their scatter."""
+    """Return attention's median rates, forward and backward, as shares of the peak. Each rate's error is against the others' median."""
     peak = max(accelerator.flops[name].value for name in ("fp32", "bf16") if name in accelerator.flops)
     shares: dict[str, float] = {}
     errors = []
@@ -180,7 +180,7 @@ def _fit_attention(
 
 
 def _link(points: MeasuredPoints) -> tuple[float, float]:
-    """Return latency (s) and rate (bytes/s) between two ranks, assumed if they were not measured."""
+    """Return latency (s) and rate (bytes/s) between two ranks; 20 us and 2 GB/s if they were not measured."""
     measured = points.get("point_to_point")
     if not measured:
         return 2e-5, 2e9
@@ -198,7 +198,11 @@ def _fit_collective(
     link: tuple[float, float],
     origin: CalibrationOrigin,
 ) -> profile.CollectiveFit:
-    """Fit the constants of the collective ``name`` to measured ((members, bytes), seconds)."""
+    """Fit the constants of the collective ``name`` to measured ((members, bytes), seconds).
+
+    The model is ``step + pipelining * sqrt(step * bytes / rate) + k * bytes / (efficiency * rate)``, with ``step``
+    growing by members.
+    """
     measured = points[name]
     members, bytes_ = np.array([size for size, _ in measured]).T
     seconds = np.array([took for _, took in measured])
@@ -227,7 +231,7 @@ def _fit_collective(
 def _fit(
     predict: Callable[[Floats], Floats], initial: Floats, seconds: Floats, origin: CalibrationOrigin
 ) -> tuple[Floats, profile.Provenance]:
-    """Fit the logarithms of the constants to all points; the provenance has the errors on held-out points."""
+    """Fit the logarithms of the constants to all points; the provenance has the errors on held-out points of separate fits."""
     errors = [_blind_errors(predict, initial, seconds, mask) for mask in _held_out(len(seconds))]
     values = _search(lambda v: _misfit(predict(v), seconds), initial)
     return values, _provenance(np.concatenate(errors), len(seconds), origin)
@@ -279,7 +283,10 @@ def _provenance(errors: Floats, points: int, origin: CalibrationOrigin) -> profi
 
 
 def to_tables(fitted: Fitted, cores: int, host_memory_bytes: float, origin: CalibrationOrigin) -> JsonObject:
-    """Return the TOML tables of this machine, in the form that ``phalanx.hardware.catalog.load_user`` reads."""
+    """Return the TOML tables of this machine, in the form that ``phalanx.hardware.catalog.load_user`` reads.
+
+    ``cores`` are the ranks of a node; if they are processor cores, each has its part of ``host_memory_bytes``.
+    """
     chip = fitted.accelerator
     measured = {"source": origin.source, "date": origin.date}
     return {
@@ -314,7 +321,7 @@ def to_tables(fitted: Fitted, cores: int, host_memory_bytes: float, origin: Cali
 
 
 def _flat(constants: JsonObject) -> JsonObject:
-    """Return the constants in the form of the reader of profiles: the provenance beside the figures."""
+    """Return the constants as the reader of profiles takes them: each ``provenance`` merged into its table, empty values left out."""
     table: JsonObject = {}
     for name, value in constants.items():
         if name == "provenance":

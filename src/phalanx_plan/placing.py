@@ -69,11 +69,12 @@ def choices(
         flows: Traffic of the run.
         spares: Nodes beside those that hold ranks.
         unit: Nodes of a unit; 0 tries all sizes.
-        order: Order of ranks; None tries both.
+        order: Order of ranks; None tries both (one, without pipeline).
         no_straddling: Exclude placements with a unit that straddles the narrowest domains.
 
     Raises:
-        TopologyError: There are too few nodes, or no placement meets these conditions.
+        TopologyError: There are too few nodes, ``unit`` does not divide the seats, or no placement meets these
+            conditions.
     """
     ranked: list[Choice] = []
     refused: TopologyError | None = None
@@ -137,7 +138,10 @@ def least_nic_bytes(flows: Sequence[Flow], ranks_per_node: int, domain_nodes: in
 
 
 def _node_bytes(flow: Flow, ranks_per_node: int, domain_nodes: int) -> tuple[float, float]:
-    """Return lower bounds on the bytes of one flow sent to other domains: by every node, and by some node."""
+    """Return lower bounds on the bytes of one flow sent to other domains: by every node, and by the busiest node.
+
+    Both are 0 if a domain can hold a complete group; a ring or chain must leave the domain at some node only.
+    """
     # Most ranks of one group that fit in one domain.
     most_ranks = domain_nodes * min(flow.size, -(-ranks_per_node // flow.stride))
     if flow.size <= most_ranks:
@@ -188,8 +192,9 @@ class Price:
 def price(topology: Topology, seats: Sequence[str], flows: Sequence[Flow], ranks_per_node: int) -> Price:
     """Price a placement that gives seat *k*, ranks ``k * ranks_per_node`` and on, to node ``seats[k]``.
 
-    ``topology.node_bytes_per_s`` must be known. The flows must cover exactly the ranks of the seats. Returns seconds of
-    a step by level and the lower bound, without any contention between flows.
+    ``topology.node_bytes_per_s`` must be known. The flows must cover exactly the ranks of the seats. Returns the
+    seconds of a step that NICs and the busiest uplink of each level need, and the lower bound, without any contention
+    between flows.
     """
     domains = _domains(topology, seats)
     by_seat, by_rank = _between_seats(flows, ranks_per_node)
@@ -243,7 +248,8 @@ def _domains(topology: Topology, seats: Sequence[str]) -> list[tuple[Ints, list[
 def _between_seats(flows: Sequence[Flow], ranks_per_node: int) -> tuple[list[Flow], list[Flow]]:
     """Convert flows to flows between seats, and return the others, which only ranks can express, as the second list.
 
-    Flows inside a seat are left out. If the ranks of a seat have their groups in the same seats, the seat sends the sum of its ranks.
+    Flows inside a seat are left out. A seat whose ranks have their groups in the same seats sends the sum of its
+    ranks.
     """
     by_seat, by_rank = [], []
     for flow in flows:
@@ -265,7 +271,9 @@ def _between_seats(flows: Sequence[Flow], ranks_per_node: int) -> tuple[list[Flo
 
 
 def leaving(flows: Sequence[Flow], near: Ints, owner: Ints, owners: int = 0) -> Floats:
-    """Return the bytes that each owner's ranks send over its link in one step.
+    """Return the bytes that each owner's ranks send over its link in one step, shape (owners,).
+
+    A ring sends to the next rank of its group, a chain to both neighbors, an all-to-all in equal parts to all others.
 
     Args:
         flows: Groups of ranks with the bytes that each rank sends.
@@ -297,7 +305,7 @@ def leaving(flows: Sequence[Flow], near: Ints, owner: Ints, owners: int = 0) -> 
 
 
 def _company(group: Ints, near: Ints) -> Ints:
-    """Count the ranks of each rank's group that are near it, itself included."""
+    """Count, for each rank, the ranks of its group with its number in ``near``, itself included; shape (ranks,)."""
     key = group * (int(near.max(initial=0)) + 1) + near
     _, number, counts = np.unique(key, return_inverse=True, return_counts=True)
     company: Ints = counts[number]
@@ -325,7 +333,7 @@ class PlacementAssessment:
 
     @property
     def sentence(self) -> str:
-        """The assessment in one sentence, with its cost in milliseconds of a step."""
+        """The assessment in one sentence: units, units that straddle, and milliseconds of a step lost on the slow levels."""
         cost, placed = self.best.price, self.best.placement
         units = f"{len(placed.units)} units of {self.best.unit} {'node' if self.best.unit == 1 else 'nodes'}"
         torn = f", {placed.straddling} of them torn" if placed.straddling else ""

@@ -43,7 +43,7 @@ class OwnPlanner:
     """Planner that prices runs by this package's models of links and steps."""
 
     def price_of(self, spec: RunSpec, topology: Topology, nodes: Sequence[str]) -> PricedNodes:
-        """Price a run on the nodes."""
+        """Price a run on the nodes: seconds of the slowest link, and of the loss. Raises the errors of ``verdict_on``."""
         verdict = verdict_on(spec, topology, nodes)
         best = verdict.best
         return PricedNodes(
@@ -52,7 +52,9 @@ class OwnPlanner:
 
     def best_placement(self, spec: RunSpec, read_topology: Callable[[], Topology]) -> PricedNodes:
         """Return the best placement on the free nodes of a network, with its loss in seconds of a step and a sentence
-        on it. Raises the errors of ``traffic_of`` and ``choices``.
+        on it.
+
+        ``read_topology`` is called after the run is priced. Raises the errors of ``traffic_of`` and ``choices``.
         """
         traffic = traffic_of(spec, spec.launch.cluster)
         network = with_rates_of(read_topology(), spec, traffic)
@@ -85,7 +87,10 @@ PLANNER: Planner = OwnPlanner()
 
 
 def fractions(shares: Iterable[str]) -> dict[str, float]:
-    """Parse texts such as leaf=0.5: by level, the share of its nodes' rate that may leave a domain. Raises ``TopologyError``."""
+    """Parse texts such as leaf=0.5: by level, the share of its nodes' rate that may leave a domain.
+
+    Raises ``TopologyError`` for another form, or a share that is not above 0 and at most 1.
+    """
     share_of_level: dict[str, float] = {}
     for text in shares:
         level, sign, value = text.partition("=")
@@ -136,10 +141,13 @@ class RunTraffic:
 
 
 def traffic_of(spec: RunSpec, cluster_name: str) -> RunTraffic:
-    """Return the traffic of ``spec`` on its fleet (``fleet.nodes`` x ``fleet.workers_per_node``, else ``parallel.ranks``).
+    """Return the flows, seats, node rate and predicted step time of ``spec`` on its fleet.
+
+    The fleet is ``fleet.nodes`` x ``fleet.workers_per_node``, else ``parallel.ranks`` on the cluster's own nodes. A
+    cluster name without a count gets that number of ranks.
 
     Raises:
-        PlanRequestError: The run's layout is not possible on these ranks.
+        PlanRequestError: The run sets no number of ranks, or its layout is impossible or has no price on them.
         HardwareError: There is no such cluster.
     """
     kind = cluster_named(cluster_name)
@@ -264,9 +272,10 @@ class LostNode:
 
 
 def lost_node(layout: Layout, ranks_per_node: int, slots: int) -> LostNode | None:
-    """Return the fleet of ``layout`` without the ranks of one node; ``None`` if no ranks remain.
+    """Return the data-parallel ranks and the slowdown of ``layout`` without one node; ``None`` if no ranks remain.
 
-    Ranks leave by complete replicas or teams.
+    Ranks leave by complete replicas, or by teams if there is one replica. The slowdown is the ratio of rounds of
+    slots.
     """
     unit = layout.shard if layout.replicate > 1 else layout.team
     each = layout.pipeline * layout.model_ranks * unit
@@ -280,9 +289,10 @@ def lost_node(layout: Layout, ranks_per_node: int, slots: int) -> LostNode | Non
 
 
 def better_slots(layout: Layout, ranks_per_node: int, slots: int, most: int) -> int | None:
-    """Return the least divisor of ``most`` above ``slots`` with which a lost node costs at most ``MUCH``; ``None`` if there is none.
+    """Return the least divisor of ``most`` above ``slots``, divisible by the data ranks, with which a lost node costs
+    at most ``MUCH``.
 
-    ``most`` is the number of micro-batches of a step: a slot has at least one.
+    ``None`` if there is none. ``most`` is the number of micro-batches of a step: a slot has at least one.
     """
     for number in divisors(most):
         if number <= slots or number % layout.data_ranks:

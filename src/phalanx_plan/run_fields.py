@@ -89,8 +89,10 @@ def _default(path: str) -> object:
 
 
 def evaluation_share(spec: RunSpec) -> float:
-    """Return the time of the evaluations during a run as a share of its training time, by their sequences; 0 without
-    evaluations.
+    """Return the evaluations' time during a run over its training time: sequences, each at the cost of a forward
+    pass.
+
+    0 without evaluations.
     """
     evaluation = spec.evaluation
     if not evaluation.every_steps:
@@ -108,7 +110,7 @@ def _sampled_sequence_count(spec: RunSpec) -> int:
 
 
 def final_evaluation_share(spec: RunSpec) -> float:
-    """Time of the evaluation after the last step over the run's training time, by their sequences.
+    """Return the time of the evaluation after the last step over the run's training time, by their sequences.
 
     Infinite if it covers all held-out text, since a plan does not know its length.
     """

@@ -33,7 +33,10 @@ from phalanx_plan.serving.workers import (
 
 
 def erlang_c(servers: int, load: float) -> float:
-    """Return the probability that an arrival waits; ``load`` is arrivals times mean service (1 if not below ``servers``)."""
+    """Return the probability that an arrival waits for one of ``servers`` (Erlang C); 1 if overloaded.
+
+    ``load`` is arrivals times mean service time.
+    """
     if load >= servers:
         return 1.0
     blocked = 1.0
@@ -43,7 +46,11 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 def mean_wait_s(rate: float, service_s: float, spread: float, servers: int) -> float:
-    """Return the mean seconds before service begins; infinite if the servers are overloaded."""
+    """Return the mean seconds before service begins, by Erlang C and the Allen-Cunneen factor; infinite if
+    overloaded.
+
+    ``rate`` is arrivals a second, ``spread`` the coefficient of variation of the service time.
+    """
     spare = servers / service_s - rate
     if spare <= 0:
         return math.inf
@@ -51,8 +58,9 @@ def mean_wait_s(rate: float, service_s: float, spread: float, servers: int) -> f
 
 
 def wait_percentile_s(rate: float, service_s: float, spread: float, servers: int, share: float) -> float:
-    """Return the seconds within which ``share`` of the arrivals are served. 0 if they do not wait, infinite if the
-    servers are overloaded.
+    """Return the seconds of waiting that the share ``share`` of arrivals does not exceed, with an exponential tail.
+
+    0 if fewer than the others wait at all, infinite if the servers are overloaded.
     """
     waits = erlang_c(servers, rate * service_s)
     mean = mean_wait_s(rate, service_s, spread, servers)
@@ -110,10 +118,11 @@ class ServingFleet:
 
 
 def plan_service(service: Service) -> tuple[list[ServingFleet], list[ServingFleet]]:
-    """Return the fleets that meet the objectives, best first, and the others, nearest first. Workers that do both roles
-    and pairs that do one each are tried; only the first few fleets have ``parts_s``.
+    """Return the fleets that meet the objectives, best first, and the others, nearest first.
 
-    Raises ``DemandError`` if no worker holds a single request.
+    Workers with both roles are tried, and pairs with one role each. Without a rate in the traffic, the highest
+    goodput is best. Only the first ``_SHOWN`` fleets have ``parts_s``. Raises ``DemandError`` if no worker holds a
+    single request.
     """
     workers = list(workers_of(service))
     if not workers:
@@ -136,7 +145,7 @@ def plan_service(service: Service) -> tuple[list[ServingFleet], list[ServingFlee
 
 
 def _streamed(service: Service) -> str:
-    """Describe the upper bound of tokens a second if weights are read from host memory for each pass."""
+    """Describe the upper bound of tokens a second, with 1 and with 64 rows, if weights are read from host memory for each pass."""
     cluster = service.cluster
     rate = cluster.accelerator.host_bytes_per_s.value * cluster.accelerators
     bounds = []
@@ -147,7 +156,7 @@ def _streamed(service: Service) -> str:
 
 
 def _best_prefill(service: Service, workers: list[PlannedWorker]) -> list[PlannedWorker]:
-    """Return the workers with the highest prefill rate per accelerator; first those whose own prefill meets the objective."""
+    """Return the ``_OF_A_ROLE`` workers with the highest prefill rate per accelerator; those that meet the TTFT alone come first."""
     late = service.objectives.ttft_s
     return sorted(
         workers,
@@ -156,7 +165,7 @@ def _best_prefill(service: Service, workers: list[PlannedWorker]) -> list[Planne
 
 
 def _best_decode(service: Service, workers: list[PlannedWorker]) -> list[PlannedWorker]:
-    """Return the workers with the highest decode rate per accelerator within the time of a token."""
+    """Return the ``_OF_A_ROLE`` workers with the highest decode rate per accelerator, at their mean load within the TPOT."""
 
     def each(worker: PlannedWorker) -> float:
         mean = _mean_running(worker.running, service.objectives.percentile)
@@ -176,7 +185,7 @@ def _with_parts(service: Service, answer: ServingFleet) -> ServingFleet:
 
 
 def nearest(service: Service, bad: list[ServingFleet]) -> str:
-    """Describe the nearest possible fleet."""
+    """Describe the first fleet of ``bad``, its times beside the objectives, and what to relax."""
     best, objectives = bad[0], service.objectives
     return (
         f"no fleet on {service.cluster.key} keeps the objectives: the nearest ({describe(best)}) fails because {best.killed}; it has "
@@ -205,7 +214,8 @@ def _mean_running(most: float, share: float) -> float:
 def _apart(service: Service, first: PlannedWorker, second: PlannedWorker) -> ServingFleet:
     """Return the best fleet in which workers ``first`` prefill and workers ``second`` decode.
 
-    ``killed`` has the reason, if none does it.
+    A finite rate gets the fewest workers that carry it; else all accelerators are used. ``killed`` has the reason if
+    it cannot.
     """
     traffic, goal = service.traffic, service.objectives
     total = service.cluster.accelerators
@@ -233,7 +243,9 @@ def _apart(service: Service, first: PlannedWorker, second: PlannedWorker) -> Ser
 
 
 def _shares(total: int, sizes: tuple[int, int], prefill_rate: float, decode_rate: float) -> tuple[int, int]:
-    """Return the workers of both roles with the highest rate together."""
+    """Return the (prefill, decode) workers of ``sizes`` ranks with the highest rate together on ``total``
+    accelerators, at least one each.
+    """
     ideal = total / (sizes[0] / prefill_rate + sizes[1] / decode_rate) / prefill_rate
     options = {min(max(1, number), (total - sizes[1]) // sizes[0]) for number in (int(ideal), int(ideal) + 1)}
     counts = [(number, (total - number * sizes[0]) // sizes[1]) for number in options]
@@ -241,7 +253,11 @@ def _shares(total: int, sizes: tuple[int, int], prefill_rate: float, decode_rate
 
 
 def _together(service: Service, worker: PlannedWorker) -> ServingFleet:
-    """Return the fleet in which each worker prefills and decodes. ``killed`` has the reason, if it misses the objectives."""
+    """Return the fleet in which each worker prefills and decodes; prefill slows decode by its share of the time.
+
+    A finite rate gets as many workers as it needs, else all accelerators are used. ``killed`` has the reason if it
+    misses the objectives.
+    """
     traffic, goal = service.traffic, service.objectives
     total, size = service.cluster.accelerators, worker.division.ranks
     most = total // size
@@ -293,7 +309,7 @@ def _ttft_s(service: Service, worker: PlannedWorker, rate: float, servers: int, 
 
 
 def _most_rate(service: Service, worker: PlannedWorker, servers: int) -> float:
-    """Return the highest rate at which ``servers`` prefill workers keep the time to the first token; 0 if none does."""
+    """Return the most requests a second at which ``servers`` prefill workers keep the time to first token; 0 if they never do."""
     goal = service.objectives
     capacity = servers * worker.prefill_tokens_per_s / service.traffic.new
     return capacity * _most_share(
@@ -313,7 +329,10 @@ def _most_share(holds: Callable[[float], bool]) -> float:
 
 
 def _fewest_servers(service: Service, worker: PlannedWorker, rate: float, most: int) -> int:
-    """Return the fewest prefill workers that keep the time to first token at ``rate``; the fewest that keep up if none does."""
+    """Return the fewest prefill workers that keep the time to first token at ``rate`` requests a second.
+
+    If none up to ``most`` does, the fewest that keep up.
+    """
     least = max(1, math.ceil(rate * service.traffic.new / worker.prefill_tokens_per_s / 0.98))
     for servers in range(least, min(most, least + 64) + 1):
         if (
@@ -333,8 +352,10 @@ def _answer(
     rate: float,
     killed: str,
 ) -> ServingFleet:
-    """Return the fleet of ``count`` (prefill, decode) workers at ``rate`` with its times, cost per million tokens and
-    energy. Sets ``killed`` if a time objective is missed.
+    """Return the fleet of ``count`` (prefill, decode) workers at ``rate`` with its times, cost and energy.
+
+    TTFT includes the first decode step, and if apart the transfer of a layer's pages. An empty ``killed`` is set if
+    an objective is missed. Dollars are per million tokens, joules per token.
     """
     traffic, goal = service.traffic, service.objectives
     decoding, prefilling = count[1], count[0]
@@ -392,7 +413,11 @@ def _running(
     traffic: RequestTraffic,
     beside: PlannedWorker | None,
 ) -> float:
-    """Mean number of running requests of a worker: the fixed point of Little's law with a step that grows with it."""
+    """Mean running requests of a worker: the fixed point of Little's law with a step that grows with it, at most its
+    room.
+
+    ``beside`` is the worker's own prefill that slows it; None if prefill is elsewhere.
+    """
     stretch = 1.0
     if beside is not None:
         stretch = 1 / (1 - min(rate * traffic.new / beside.prefill_tokens_per_s, _MIXED_LOAD))

@@ -105,7 +105,7 @@ def weight_bytes(model: ModelSpec, division: Division, format: str) -> float:  #
 
 
 def step_bytes(model: ModelSpec, division: Division, rows: int) -> float:
-    """Most bytes of activations on a rank while a group computes ``rows``: the widest layer, copies for experts, and scores."""
+    """Upper bound of a rank's activation bytes while a group computes ``rows``: the widest layer, copies for experts, and scores."""
     copies = model.moe.per_token if model.moe else 0
     inner = max(model.ffn_dim, 0) / division.tensor
     layer = rows * 2 * (6 * model.dim + 3 * inner + 3 * copies * model.dim / division.tensor)
@@ -127,7 +127,10 @@ def requests_held(
     rows: int,
     tokens: float,
 ) -> int:
-    """Requests of ``tokens`` each that a worker holds at once, over its groups and the stages' turns."""
+    """Requests of ``tokens`` each that a worker holds at once, over its groups; tokens are rounded up to pages of 64.
+
+    0 if one does not fit.
+    """
     room = page_room(model, cluster, division, format, rows)
     each = rank_token_bytes(model, division) * (math.ceil(tokens / 64) * 64)
     return division.data * max(0, int(room // each)) if each else 0
@@ -148,7 +151,7 @@ def touched_experts(experts: float, per_token: float, rows: float) -> float:
 
 
 def streamed_bytes(model: ModelSpec, bytes_per_weight: float, rows: float) -> float:
-    """Bytes of blocks that a pass of ``rows`` reads: all blocks, but only the experts with rows."""
+    """Bytes of blocks that a pass of ``rows`` reads: all blocks, but only the expected share of experts that get rows."""
     total = 0.0
     for part, number in numbered_parameters(model):
         if part.section == "block":
@@ -197,7 +200,8 @@ class ServingStep:
 def step_s(step: ServingStep, overlap: bool = False) -> float:
     """Seconds from the begin of a step to its tokens, through all stages of a pipeline.
 
-    ``overlap`` splits the rows into two halves, of which one computes while the other exchanges.
+    ``overlap`` splits the rows into two halves, of which one computes while the other exchanges; a prefill's exchange
+    takes some units.
     """
     if not overlap:
         return sum(step_parts(step).values())
@@ -212,7 +216,7 @@ def step_s(step: ServingStep, overlap: bool = False) -> float:
 
 
 def step_parts(step: ServingStep) -> dict[str, float]:
-    """Seconds by ``PARTS``."""
+    """Seconds of a step's layers, output and pipeline hops by ``PARTS``, nothing overlapped."""
     part_seconds = dict.fromkeys(PARTS, 0.0)
     mixed = [is_mixture(step.model, layer) for layer in range(step.model.layers)]
     for kind in sorted(set(mixed)):
@@ -240,7 +244,7 @@ def _operations(model: ModelSpec, mixed: bool) -> tuple[op.Operation, ...]:
 def _priced(
     step: ServingStep, operations: tuple[op.Operation, ...] | list[op.MatrixProduct]
 ) -> dict[str, float]:
-    """Return the seconds of operations on a rank, by ``PARTS``; those of other kinds are free."""
+    """Return the seconds of operations on a rank, by ``PARTS``; kinds that are not listed here cost 0."""
     part_seconds = dict.fromkeys(PARTS, 0.0)
     for operation in operations:
         match operation:
@@ -277,7 +281,7 @@ def _moved_s(step: ServingStep, elements: float) -> float:
 
 
 def _product_s(step: ServingStep, product: op.MatrixProduct) -> float:
-    """Seconds of a product, and before it of its input's cast to eight bits."""
+    """Seconds of a product, and in fp8 also of its input's cast before it, unless the product stays wide."""
     seconds = _multiplied_s(step, product)
     if step.format != "fp8" or product.wide:
         return seconds
@@ -288,7 +292,10 @@ def _product_s(step: ServingStep, product: op.MatrixProduct) -> float:
 
 
 def _multiplied_s(step: ServingStep, product: op.MatrixProduct) -> float:
-    """Return the seconds of a matrix product; of experts, on the rank's share of those that any row reaches."""
+    """Return the seconds of a matrix product; of experts, on the rank's share of those that any row reaches.
+
+    Wide products of an fp8 model are in bf16.
+    """
     division = step.division
     format_ = "bf16" if product.wide and step.format == "fp8" else step.format
     if product.experts:
@@ -309,7 +316,7 @@ def _multiplied_s(step: ServingStep, product: op.MatrixProduct) -> float:
 
 
 def _attention_s(step: ServingStep, core: op.AttentionCore) -> float:
-    """Return the seconds of attention: in decode the slower of reading the cache and computing."""
+    """Return the seconds of attention: in prefill its FLOP, in decode the slower of reading the cache and computing."""
     keys = core.keys(max(1, round(step.attended_tokens)))
     heads = core.heads / step.division.tensor
     if step.prefill:  # causal: half of the square
@@ -328,7 +335,7 @@ def _attention_s(step: ServingStep, core: op.AttentionCore) -> float:
 
 
 def _exchange_s(step: ServingStep, exchange: op.LayerExchange) -> float:
-    """Return the seconds of a collective in a layer; 0 for kinds that serving does not need."""
+    """Return the seconds of a layer's tensor all-reduce, or of dispatching or combining experts; other kinds are 0 in serving."""
     division, model = step.division, step.model
     if exchange.kind == "scatter" and division.tensor > 1:  # beside the next gather: an all-reduce
         carried = step.rows * exchange.width * 2
