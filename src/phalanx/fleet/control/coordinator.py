@@ -78,10 +78,8 @@ async def listen(
 ) -> int:
     """Listen, and return the port. If ``restarted``, prefer the port of the last coordinator of this attempt.
 
-    If another program has taken that port, use a free one, and log that: agents read it from fleet.json.
-
-    Raises:
-        TransportError: It cannot listen, or another coordinator of this run listens there.
+    If that port is taken by another program, log it and use a free one; agents read it from fleet.json. Raises
+    ``TransportError`` if it cannot listen, or another coordinator of this run listens there.
     """
     host, port = args.listening_on, _port(args, restarted=restarted)
     try:
@@ -100,9 +98,9 @@ async def listen(
 
 
 def _port(args: CoordinatorArgs, *, restarted: bool) -> int:
-    """Return the port from the arguments, else that of the last coordinator of this attempt, else 0.
+    """Return the port from the arguments, else after a restart the one in fleet.json, else 0 (any).
 
-    A file that cannot be read is ignored.
+    A fleet.json that cannot be read is ignored.
     """
     if restarted and not args.port:
         with suppress(FleetFileError, ValueError):
@@ -219,7 +217,10 @@ class Coordinator:
         self._inbox.add(report)
 
     def _take_record(self, report: m.Recorded) -> None:
-        """Add a flight record to the inquiry in progress, if any; wake the coordinator once it is over."""
+        """Add a flight record to the inquiry in progress, and wake the turn loop if that completes it.
+
+        Without an inquiry the record is dropped. A refused record is logged.
+        """
         if self._inquiry is None:
             return
         if trouble := self._inquiry.add(report):
@@ -232,7 +233,10 @@ class Coordinator:
         self._inbox.add(m.Disconnected(link.node, link.incarnation))
 
     async def on_operation(self, operation: m.OperatorRequest) -> str:
-        """Queue an operator's request. Return the answer for the operator."""
+        """Queue the event of an operator's request for the next turn, and return the answer for the operator.
+
+        A rotation of tokens is done here. A request that is refused queues nothing.
+        """
         if isinstance(operation, m.RotateTokens):
             return await self._rotation.rotate(operation.grace_s)
         text, event = answer(operation, self._state, self._inbox, self._spec, self._args.node)
@@ -298,7 +302,7 @@ class Coordinator:
         return 1 if self._state.phase is FleetPhase.FAILED else 0
 
     def _serve_metrics(self) -> None:
-        """Serve the fleet's and the run's metrics."""
+        """Serve the fleet's and the run's metrics over HTTP until the endpoint is closed."""
         fleet = FleetSampler(lambda: self._publisher.newest, self._endpoint.run)
         self._endpoint.start(
             {"fleet": fleet.samples, "run": RunSampler(self._directory.path, self._endpoint.run).samples}
@@ -401,8 +405,9 @@ class Coordinator:
         return fleet_file(self._state, run, self._address, claim, attached, refused, self._restarts)
 
     async def _shut_down(self) -> None:
-        """Send every agent the end of the run, wait briefly for them to disconnect, write fleet.json, and close server
-        and journal.
+        """End the service: send every agent a Shutdown, write fleet.json, and close metrics, server and journal.
+
+        Waits a few seconds at most for the agents to disconnect.
         """
         self.log(f"the run is over: {self._state.phase}, {self._state.reason}")
         for node in list(self._server.links):

@@ -104,7 +104,7 @@ class CoordinatorLink:
         """The address of the present stream, or of the last one."""
 
     def change_token(self, credentials: Credentials) -> None:
-        """Attach again, with other credentials from now on."""
+        """Use other credentials from now on. An attached link ends its stream, and ``run`` attaches again."""
         self._credentials = credentials
         if self._stream is not None:
             # Ends this side of the stream; the coordinator then ends the other. No command is lost on the
@@ -136,18 +136,18 @@ class CoordinatorLink:
             self._dropping.set_result(reason)
 
     def send(self, report: AgentMessage) -> None:
-        """Send a report.
-
-        It is dropped while not attached, since ``first_reports`` repeats the essential state.
+        """Queue a report for sending. Drop it while not attached or if the queue is full: ``first_reports`` repeats
+        the essential state.
         """
         if self._queue is not None:
             with suppress(asyncio.QueueFull):
                 self._queue.put_nowait(report)
 
     async def run(self) -> None:
-        """Attach, again and again, until cancelled: to each address in turn, with growing pauses.
+        """Attach, and attach again after each end, until cancelled.
 
-        A failure is logged once an address.
+        Addresses are tried in turn, with random pauses that double until a connection was proven. A failure is
+        logged unless it repeats the last one of its address.
         """
         pause_s, complaints, tried = _FIRST_PAUSE_S, dict[str, str](), set[str]()
         while True:
@@ -172,10 +172,10 @@ class CoordinatorLink:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _attach_once(self, address: str) -> tuple[str, bool]:
-        """Run one stream to its end.
+        """Run one stream to its end: send ``first_reports`` and then the queue, and pass on each command.
 
-        Return why it ended, and True if the coordinator has proven itself on it. Reports are sent from the queue, the
-        first ones at once, and each command is passed on. A refusal with a handler calls that.
+        Return why it ended, and True if the coordinator had proven itself and this agent did not drop it.
+        Connection errors are returned, not raised. A refusal calls its handler once the stream is closed.
         """
         proven, self.address = False, address
         queue: asyncio.Queue[AgentMessage] = asyncio.Queue(QUEUED)
@@ -215,7 +215,11 @@ class CoordinatorLink:
                 on_refused()
 
     def _on_encoded_command(self, body: bytes) -> None:
-        """Decode a command and pass it on. A leader heartbeat is taken here; one that cannot be decoded is logged and dropped."""
+        """Decode a command and pass it on to ``on_command``. One that cannot be decoded is logged and dropped.
+
+        A ``Lead`` (leader heartbeat) is not passed on: it renews the leadership, or drops a stream of an earlier
+        reign. Commands on a dropped stream are ignored.
+        """
         try:
             command = decode_command(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -238,7 +242,9 @@ class _Dropped(Exception):  # noqa: N818
 
 
 async def _receive_unless(frames: FrameStream, dropping: asyncio.Future[str]) -> bytes:
-    """Return the next frame of a stream. Raises ``_Dropped`` if it is given up first."""
+    """Return the next frame of a stream. Raise ``_Dropped`` if ``dropping`` is done first, even if a frame has come
+    too.
+    """
     reading = asyncio.ensure_future(frames.receive(MAX_COMMAND_BYTES + SEAL_BYTES))
     try:
         await asyncio.wait((reading, dropping), return_when=asyncio.FIRST_COMPLETED)
@@ -260,9 +266,9 @@ async def _opened(address: str, credentials: Credentials) -> AsyncIterator[Frame
 
 
 async def _proven(frames: FrameStream, credentials: Credentials, method: Method, address: str) -> Seals:
-    """Return the seals of a stream, once the program at ``address`` has proven that it is the run's coordinator.
+    """Run the client's side of the handshake, and return the seals of the stream.
 
-    Raises TurnedAwayError with its reason, and UnprovenError.
+    Raises ``TurnedAwayError`` if the server refuses, and ``UnprovenError`` for any other failure.
     """
     stream = HandshakeStream(frames)
     try:
@@ -281,7 +287,7 @@ async def _proven(frames: FrameStream, credentials: Credentials, method: Method,
 async def _send_all(
     frames: FrameStream, queue: asyncio.Queue[AgentMessage], seals: Seals, drop: Callable[[str], None]
 ) -> None:
-    """Send queued reports, sealed, until the stream ends; ``drop`` it for a report that is too long."""
+    """Send queued reports, sealed, until the stream ends. For a report that is too long, call ``drop`` and return."""
     try:
         while True:
             sealed = seals.outgoing.close(encode(await queue.get()))
@@ -295,12 +301,10 @@ async def _send_all(
 async def operate(
     address: str, credentials: Credentials, operation: OperatorRequest, timeout_s: float = 10.0
 ) -> str:
-    """Send an operator's request to a coordinator; return its answer.
+    """Send an operator's request to a coordinator on a stream of its own; return its answer. Needs the operator's
+    token.
 
-    Raises:
-        TransportError: It is not there, or refuses.
-
-    Needs the operator's token. ``timeout_s`` limits all of it.
+    Raises ``TransportError`` with a remedy if it cannot be reached, refuses, or takes longer than ``timeout_s``.
     """
     remedy = "check with phalanx status RUN whether the run is active"
     try:

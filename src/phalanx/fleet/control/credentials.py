@@ -105,7 +105,9 @@ class HandshakeStream:
         await self.frames.send(encode(message), _LONGEST_HANDSHAKE_BYTES)
 
     async def receive(self) -> HandshakeMessage:
-        """Return the next message. Raises TurnedAwayError if it is a refusal. Raises WireError for a malformed one."""
+        """Return the next handshake message. Raises ``TurnedAwayError`` if it is a refusal, and ``WireError`` if it
+        is malformed, too long, or the stream ends.
+        """
         message = _HANDSHAKE.decode(await self.frames.receive(_LONGEST_HANDSHAKE_BYTES))
         if isinstance(message, TurnedAway):
             raise TurnedAwayError(message)
@@ -122,7 +124,10 @@ class HandshakeStream:
 
 
 async def connect(address: str, certificates: Certificates | None) -> FrameStream:
-    """Connect to "host:port". Raises EndedError if it cannot be reached."""
+    """Connect to "host:port", over TLS if certificates are given; the server's must name its host.
+
+    Raises ``EndedError`` if it cannot be reached within the connect timeout, or the address is malformed.
+    """
     host, port = split_address(address)
     tls = None if certificates is None else certificates.client_context(names_host=True)
     try:
@@ -151,7 +156,7 @@ async def accepted(connection: socket.socket, tls: ssl.SSLContext | None) -> Fra
 
 
 def _notice_half_open(connection: socket.socket) -> None:
-    """Let the kernel end the connection if the peer's machine is gone, and send small messages at once."""
+    """Set the socket options: TCP_NODELAY, and keep-alive probes that end a connection to a dead machine."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE:
@@ -228,7 +233,11 @@ class Credentials:
         return frozenset(map(token_name, (self.token, *self.earlier.accepted())))
 
     def facts(self) -> Facts:
-        """Return the facts that a client greets with. None of them is secret."""
+        """Return the facts that a client sends in its greeting: protocol version, run, start, host and software,
+        clock.
+
+        None of them is secret.
+        """
         start = f"{self.fencing.attempt} {self.fencing.run_file_sha256}"
         return (
             ("phalanx-version", str(PROTOCOL_VERSION)),
@@ -239,8 +248,10 @@ class Credentials:
         )
 
     def refusal(self, facts: Facts, method: Method) -> Refusal | None:
-        """Return why a client with these facts is refused before the handshake of a stream of ``method``, if it is:
-        other version, run, start or software, or a clock too far off. The last two count for agents only.
+        """Return why a client is refused before the handshake of a stream of ``method``, or None if it is not.
+
+        It is refused for another protocol version, run or start. Agents ("Attach") are also refused for other
+        software or a clock too far off.
         """
         fields = dict(facts)
         if fields.get("phalanx-version") != str(PROTOCOL_VERSION):
@@ -261,12 +272,10 @@ class Credentials:
         return _clock_apart(fields.get(_CLOCK, ""), host_in(facts)) if method == "Attach" else None
 
     async def prove(self, stream: HandshakeStream, method: Method, role: Role) -> Seals:
-        """Prove to each other, by the first messages of a stream of ``method``, that both ends know the token.
+        """Run the mutual proof of the token over the first messages of a stream, and return its seals.
 
-        Raises:
-            UnprovenError: The peer does not know it, or did not answer in time.
-
-        Earlier tokens within their grace are accepted too.
+        ``method`` chooses the operators' or the agents' token; earlier tokens within their grace are accepted too.
+        Raises ``UnprovenError`` if this process has no such token, or the peer does not know it or is too slow.
         """
         operates = method == "Operate"
         token = self.operator_token if operates else self.token
@@ -290,9 +299,10 @@ def host_in(facts: Facts) -> str:
 
 
 def _clock_apart(clock_text: str, host: str) -> Refusal | None:
-    """Refuse a machine whose clock is too far from this one's.
+    """Return the refusal of a machine whose clock is too far from this one's; None if it is close enough.
 
-    Return None if it is close enough, or ``clock_text`` (Unix seconds) is not a number.
+    ``clock_text`` is in Unix seconds; one that is not a finite number is not refused. The handshake may delay it,
+    so more lag than lead is allowed.
     """
     try:
         ahead_s = float(clock_text) - time.time()
@@ -314,10 +324,11 @@ def credentials_of(
     certificates: Path | None,
     roles: Sequence[TokenRole] = ("join", "operate"),
 ) -> Credentials:
-    """Return the credentials of the start ``attempt`` of a run, for a process with these roles (a coordinator
-    has both).
+    """Return the credentials of the start ``attempt`` of a run, with the tokens of these roles; a coordinator has
+    both.
 
-    Raises ``SecurityError``.
+    Reads tokens and, if a folder is given, certificates. Raises ``SecurityError`` if one is missing or unusable, or
+    both roles have the same token.
     """
     own_certificates = read_certificates(certificates) if certificates else None
     join = keyring(run_dir) if "join" in roles else Keyring()

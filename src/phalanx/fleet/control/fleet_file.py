@@ -121,7 +121,7 @@ def fleet_file(
     refused: Counter[str],
     restarts: int,
 ) -> FleetFile:
-    """Return the content of ``fleet.json`` for ``state``."""
+    """Build the content of ``fleet.json`` from the fleet's state, in the name of this process (its pid is written)."""
     return FleetFile(
         run=run,
         coordinator=coordinator,
@@ -151,7 +151,7 @@ def fleet_file(
 
 
 def _member(state: FleetState, node: Node, attached: bool) -> Member:
-    """Return the entry of a node in fleet.json."""
+    """Return the entry of a node in fleet.json: role, ranks (none without a seat), and seconds of silence."""
     seated = node.seat != NO_SEAT
     ranks = tuple(state.settings.formation.ranks_of(node.seat, state.ranks)) if seated else ()
     silent_s = max(0.0, state.now_s - max(state.last_seen_s.get(node.name, 0.0), state.rolled_s))
@@ -193,9 +193,10 @@ def write_fleet_file(run_dir: Path, content: FleetFile) -> float:
 
 
 def read_fleet_file(run_dir: Path) -> FleetFile:
-    """Read the file of a run. Raises ``FleetFileError``.
+    """Read the fleet.json of a run. If it is stale and not over, take the end that the newest claim records, if
+    any: a coordinator may have been lost before it wrote that.
 
-    If a coordinator claimed the end of the run and was lost before it wrote the end here, the claim is used.
+    Raises ``FleetFileError``, with a remedy, if there is no run or no file, or it cannot be decoded.
     """
     path = path_in(run_dir)
     try:
@@ -244,7 +245,7 @@ def record_distrust(directory: RunDirectory, step: int) -> None:
 def distrusted_after(directory: RunDirectory) -> int | None:
     """Return the step after which copies are not trusted and not yet set aside; ``None`` if all are trusted.
 
-    Raises ``OSError``.
+    A file that holds no number counts as none. Raises ``OSError`` if it cannot be read.
     """
     try:
         return int(read_small(_file(directory)))
@@ -295,7 +296,7 @@ class ClaimRegister:
         return max((term for attempt, term in self._names() if attempt == self.attempt), default=0)
 
     def _names(self) -> list[tuple[int, int]]:
-        """Return the start and the term of each claim. Raises ``OSError``."""
+        """Return (start, term) of each claim file, in no order; empty if there is no folder. Raises ``OSError``."""
         with suppress(FileNotFoundError):
             matches = filter(None, map(_NAME.fullmatch, os.listdir(self._folder)))
             return [(int(match[1]), int(match[2])) for match in matches]
@@ -319,12 +320,10 @@ class ClaimRegister:
         return decode_claim(read_small(self._path(term)))
 
     def make(self, claim: Claim) -> bool:
-        """Make a claim, durable on return. Return False if another process has claimed its term.
+        """Write a claim, durably. Return False if another process has claimed its term.
 
-        Raises:
-            ClaimError: The disk does not take it; the same call may be made again.
-
-        A claim that is too old to matter is emptied.
+        Also empties the claim that is ``KEPT`` terms older. Raises ``ClaimError`` if the disk does not take it; the
+        same call may be made again.
         """
         path = self._path(claim.term)
         try:
@@ -344,9 +343,10 @@ class ClaimRegister:
 
 
 def _make_once(path: Path, content: bytes) -> bool:
-    """Create a file that does not exist yet. Return True if this process created it.
+    """Create a durable file only if none exists (by a hard link, else exclusively). Return True if it holds
+    ``content``.
 
-    Raises ``OSError``; the same call may be made again.
+    So a repeated call of the creator returns True again. Raises ``OSError``; the same call may be made again.
     """
     temporary = path.with_name(f".{path.name}.{int.from_bytes(os.urandom(7))}.tmp")
     try:
@@ -368,9 +368,9 @@ def _make_once(path: Path, content: bytes) -> bool:
 
 
 def _make_exclusively(path: Path, content: bytes) -> None:
-    """Create a file where there are no links.
+    """Create a durable file on a file system without hard links. If writing fails, remove it and raise.
 
-    A reader that is too early cannot decode it, and reads it again.
+    It is not atomic: a reader that is too early cannot decode it, and reads it again.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:

@@ -98,6 +98,7 @@ class Stuck:
     """Seconds for which all of ``waiting`` had been in it."""
 
     def __str__(self) -> str:
+        """Describe the collective, and the ranks that call another operation, else those absent, else all that wait."""
         collective = f"{self.operation} number {self.number} of group {self.group[:12]}"
         if self.odd:
             return f"{collective}: ranks {_list(self.odd)} call another operation"
@@ -158,10 +159,10 @@ def parse_record(record: bytes) -> FlightRecord:
 
 
 def shortened(record: bytes, most_bytes: int = MOST_RECORD_BYTES) -> str:
-    """Reduce a record to the input of ``diagnose``: the last collective of each group.
+    """Reduce a record to the input of ``diagnose``: the last collective of each group, as JSON text.
 
-    Unfinished ones come first, then the newest, as many as fit into ``most_bytes``. Raises
-    ``FlightRecordError`` if not even one fits, or if it is no record.
+    Unfinished ones come first, then the newest, as many as fit into ``most_bytes``; "cut" marks that some are left
+    out. Raises ``FlightRecordError`` if not even one fits, or if it is no record.
     """
     try:
         data = json.loads(record)
@@ -205,9 +206,10 @@ def _over(entry: Mapping[str, object]) -> bool:
 
 
 def diagnose(records: Sequence[FlightRecord], ranks: int) -> Diagnosis:
-    """Diagnose a hang of a run of ``ranks`` ranks from its ranks' records: culprits, stuck collectives (those of
-    culprits first), and ranks without a full record. Culprits are the absent that wait nowhere else, and those in
-    another operation.
+    """Diagnose a hang of a run of ``ranks`` ranks from its ranks' records.
+
+    Culprits are ranks that others wait for and that wait nowhere themselves, and ranks in another operation. Stuck
+    collectives are returned with those of culprits first. Silent are ranks without a full record.
     """
     by_rank = {record.rank: record for record in records}
     # Each rank counts its own groups, so two different groups may have the same name.
@@ -224,7 +226,10 @@ def diagnose(records: Sequence[FlightRecord], ranks: int) -> Diagnosis:
 
 
 def _stuck(name: str, members: tuple[int, ...], by_rank: Mapping[int, FlightRecord]) -> list[Stuck]:
-    """Return the earliest collective of one group in which its members wait; empty if there is none."""
+    """Return the earliest unfinished collective of one group, as a list of one; empty if its members wait in none.
+
+    Absent are members with no record of this group or an earlier call. The waiting time is the shortest one.
+    """
     calls = {
         rank: by_rank[rank].last.get(name)
         for rank in members
@@ -281,10 +286,9 @@ class Inquiry:
         return sum(map(len, self.ranks_of.values()))
 
     def add(self, message: Recorded) -> str:
-        """Add a record.
+        """Add a rank's record. Return why it was refused, or an empty text.
 
-        Return why it was refused, or an empty text. A second record of a rank is ignored. Refused are a malformed one,
-        and one of another epoch or node.
+        A malformed record, or one of another epoch or node, is refused. A second record of a rank is ignored.
         """
         try:
             record = parse_record(message.record.encode())
@@ -300,7 +304,10 @@ class Inquiry:
         return len(self.records) == self.ranks or now_s >= self.until_s
 
     def finding(self) -> Diagnosed:
-        """Return the diagnosis of all records, as an event for the core."""
+        """Return the diagnosis of all records so far, as an event for the core.
+
+        It names culprits only if they are proven and the others waited a fixed share of the silence.
+        """
         diagnosis = diagnose(list(self.records.values()), self.ranks)
         proven = diagnosis.proven(_WAITED_SHARE * self.silent_s)
         silent = (
@@ -338,16 +345,19 @@ class FailureInquiry:
             self._asking = asyncio.create_task(self._ask(tell))
 
     async def _ask(self, tell: Callable[[str], None]) -> None:
-        """Wait for the other nodes' reports, and pass the description of the first failure to ``tell``, if it can be determined."""
+        """Wait a while for the other nodes' reports, and call ``tell`` with the first failure, if it can be
+        determined.
+        """
         await asyncio.sleep(_WAIT_S)
         reports = self.take()
         if reports and (text := await asyncio.to_thread(self.finding, reports)):
             tell(text)
 
     def add(self, report: m.AgentMessage) -> None:
-        """Add a node's report that something failed.
+        """Record a node's report of a failed worker or epoch. Ignore other reports, and Broken ones that leave as
+        ordered.
 
-        Other reports are ignored. Only the first report of each node within a short time counts.
+        Of each node the first report within a short time counts. Beyond a limit of nodes, more are ignored.
         """
         if not isinstance(report, m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal):
             return
@@ -370,7 +380,10 @@ class FailureInquiry:
         return reports
 
     def finding(self, reports: Mapping[str, LogLine]) -> str:
-        """Describe which rank failed first; empty if that cannot be determined. Reads log files."""
+        """Describe which rank failed first, by time; empty if that cannot be determined.
+
+        Reads the last error lines of each reporting node's logs; a node without any counts with its report itself.
+        """
         errors: list[LogLine] = []
         since = time.time() - _RECENT_S
         for node, reported in reports.items():

@@ -64,9 +64,10 @@ class Publisher:
         """The content of fleet.json that was written last, or is being written."""
 
     def publish(self, state: FleetState, now_s: float, *, over: bool) -> None:
-        """Publish new incidents.
+        """Publish the incidents since the last call, and start a write of fleet.json if one is due.
 
-        Write fleet.json periodically, and at once when an epoch trains, unless the run is over.
+        It is due periodically, and at once when an epoch begins to train. None is started while one is in progress
+        or if ``over``.
         """
         # The incidents since the last call.
         for incident in state.incidents:
@@ -115,7 +116,7 @@ class Publisher:
     async def _write(self, now_s: float) -> None:
         """Replace fleet.json, durably, in a thread: the event loop must not wait for a slow disk.
 
-        An error is logged. Sets when the next write is due.
+        An error is logged. The next write is due after the least pause, or later if this one was slow.
         """
         path, began_s = self._directory.path, time.thread_time()
         content = self.newest = self._content()
@@ -231,7 +232,7 @@ class FleetSampler:
 
 
 def _stragglers(fleet: FleetFile) -> set[str]:
-    """Return the nodes that were reported slow lately, or are quarantined for it."""
+    """Return the nodes that were reported slow lately, or are quarantined for it. Times are relative to the file's."""
     since_s = fleet.written_unix_s - _SLOW_FOR_S
     reported = {item.node for item in fleet.happenings if item.unix_s >= since_s and item.kind in _SLOW}
     barred = {item.name for item in fleet.members if item.role == "quarantined" and item.fault in _SLOW}

@@ -45,15 +45,18 @@ class Certificates:
     key: bytes = field(repr=False)
 
     def server_context(self) -> ssl.SSLContext:
-        """Return the TLS context of a listening socket: only peers with a certificate of our authority are
-        accepted.
+        """Return the TLS 1.3 context of a listening socket: peers need a certificate of our authority.
+
+        Raises ``OSError`` (also ``ssl.SSLError``) for unusable files, as ``client_context`` does.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         return self._loaded(context)
 
     def client_context(self, *, names_host: bool = False) -> ssl.SSLContext:
-        """Return the TLS context of a connection to a data port; with ``names_host``, the server's certificate must name its host."""
+        """Return the TLS 1.3 context of an outgoing connection. Only with ``names_host`` must the server's
+        certificate name its host.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = (
             names_host  # Nodes are dialed by address, and their authority is this run's own.
@@ -114,14 +117,11 @@ def run_token(run_dir: Path, role: TokenRole = "join") -> str:
 
 
 def keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
-    """Return the tokens of a run for a role: from the environment, else from its directory. Only the run's
-    launcher makes tokens.
+    """Return the tokens of a run for a role: from the environment, else from the run's file.
 
     If the file records that the environment's token was rotated, the file wins: a process cannot change the
-    environment of its restarts.
-
-    Raises:
-        SecurityError: There is none, it cannot be read, or it is too short to be a secret.
+    environment of its restarts. Raises ``SecurityError`` if there is none, it cannot be read, or it is too short to
+    be a secret.
     """
     variable = TOKEN_VARIABLES[role]
     if not (token := os.environ.get(variable)):
@@ -181,11 +181,9 @@ def read_keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
 
 
 def make_token(run_dir: Path, role: TokenRole = "join") -> str:
-    """Return the token of a run that its launcher starts now: the existing one, else a new one. It is durable
-    on return.
+    """Return the token of a run that its launcher starts now: from the environment or the file, else a new one.
 
-    Raises:
-        SecurityError: As ``run_token`` does, or it cannot be written.
+    A new token is written durably. Raises ``SecurityError`` if the token is unusable or cannot be written.
     """
     path = run_dir / _TOKEN_FILES[role]
     if not os.environ.get(TOKEN_VARIABLES[role]) and not path.exists():
@@ -197,8 +195,9 @@ def make_token(run_dir: Path, role: TokenRole = "join") -> str:
 
 
 def require_rotatable(run_dir: Path, role: TokenRole, token: str) -> None:
-    """Raise ``SecurityError`` unless ``token`` is that of the run's file, where its holders will find the
-    next one.
+    """Raise ``SecurityError`` unless the run's file exists and its current token is ``token``.
+
+    A token that came from the environment can only be changed there.
     """
     path, variable = run_dir / _TOKEN_FILES[role], TOKEN_VARIABLES[role]
     if not path.exists():
@@ -213,12 +212,11 @@ def require_rotatable(run_dir: Path, role: TokenRole, token: str) -> None:
 
 
 def rotate_token(run_dir: Path, role: TokenRole, keys: Keyring, grace_s: float) -> Keyring:
-    """Replace ``keys.token`` by a new token. The old one is accepted for ``grace_s`` seconds more.
+    """Write a new token into the run's file, and return the keys with it. ``keys.token`` stays accepted for
+    ``grace_s`` seconds.
 
-    The new one is durable on return, unless the disk fails at the very last call (``_write_keyring``).
-
-    Raises:
-        SecurityError: As ``require_rotatable`` does, or it cannot be written.
+    Older tokens are accepted no longer than that. The file is durable, unless the disk fails at the very last call
+    (``_write_keyring``). Raises ``SecurityError`` as ``require_rotatable`` does, or if it cannot be written.
     """
     require_rotatable(run_dir, role, keys.token)
     path, until_s = run_dir / _TOKEN_FILES[role], time.time() + grace_s

@@ -70,9 +70,9 @@ class DescriptorLimitError(RuntimeError):
 
 
 def raise_descriptor_limit(nodes: int) -> int:
-    """Raise this process's limit on open files to the hard limit, and return it.
+    """Raise this process's soft limit on open files for a coordinator of ``nodes`` nodes, and return the new limit.
 
-    Raises ``DescriptorLimitError`` if that is too low for the coordinator of ``nodes`` nodes.
+    Raises ``DescriptorLimitError`` if the hard limit is lower than two files a node and a reserve.
     """
     needed = 2 * nodes + RESERVE
     limit = raise_open_file_limit(needed)
@@ -122,9 +122,8 @@ class AgentLink:
         self.closed = asyncio.Event()
 
     def send(self, command: bytes) -> None:
-        """Queue an encoded command.
-
-        An agent that does not read its commands is disconnected, and may dial again.
+        """Queue an encoded command. If the queue is full, close the link: an agent that does not read may dial
+        again.
         """
         try:
             self.queue.put_nowait(command)
@@ -173,10 +172,10 @@ class FleetServer:
         """Connections that have not proven themselves, the oldest first."""
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; return the port (a free one for 0).
+        """Listen, over TLS if there are certificates, and return the port (a free one for 0).
 
-        Connections are accepted in a task until ``stop``. Raises ``TransportError`` if the port is taken, or the host is no address of
-        this machine.
+        Connections are accepted in a task until ``stop``. Raises ``TransportError`` if the port is taken, or the
+        host is no address of this machine.
         """
         certificates = self.credentials.certificates
         tls = None if certificates is None else certificates.server_context()
@@ -196,7 +195,9 @@ class FleetServer:
         return int(listener.getsockname()[1])
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """End all streams, after the queued messages have been sent or the grace has passed."""
+        """Stop listening and end all streams. Queued messages have ``grace_s`` to be sent; then the streams are
+        cancelled.
+        """
         listening = [] if self._listening is None else [self._listening]
         for task in listening:
             task.cancel()
@@ -218,10 +219,10 @@ class FleetServer:
             self.links[node].send(message)
 
     def send(self, node: str, command: Command) -> None:
-        """Send a command on a node's current stream.
+        """Queue a command on a node's current stream; drop it if there is none, since an agent that attaches
+        describes itself.
 
-        It is dropped if there is none, since an agent that attaches describes itself. A node that is to read another
-        token will attach again.
+        After an order to read another token, the end of the stream is expected and reported as no disconnect.
         """
         if node in self.links:
             link = self.links[node]
@@ -229,10 +230,10 @@ class FleetServer:
             link.send(m.encode(command))
 
     def drop_outdated(self, reported_key: str) -> None:
-        """End the streams that were opened with a token that is refused by now.
+        """Log and end the streams that were opened with a token that is refused by now.
 
-        ``reported_key`` is the token that agents were ordered to use. Until that is the present token, no
-        stream is ended: otherwise all would end at once.
+        Does nothing until ``reported_key``, the name of the token that agents were ordered to use, is that of the
+        present token: otherwise all would end at once.
         """
         if reported_key != token_name(self.credentials.token):
             return
@@ -253,10 +254,10 @@ class FleetServer:
             self.listener.log(f"refused {kind} from {peer} ({count} so far) {detail}".rstrip())
 
     async def _listen(self, listener: socket.socket, tls: ssl.SSLContext | None, most: int) -> None:
-        """Accept connections until cancelled.
+        """Accept connections until cancelled, each served in a task.
 
-        Above ``most`` of them, each new one ends the oldest newcomer, TLS handshakes included. Failures to accept are
-        counted, and it goes on after a pause.
+        Above ``most`` connections, each new one closes the oldest that has not proven itself. A failure to accept
+        is counted as refused, and retried after a pause.
         """
         with listener:
             while True:
@@ -279,7 +280,11 @@ class FleetServer:
                 await asyncio.sleep(0)  # A flood of connections does not delay those that are served.
 
     async def _accept(self, connection: socket.socket, peer: str, tls: ssl.SSLContext | None) -> None:
-        """Serve one accepted connection, TLS handshake included, and close it. Errors of the connection end it quietly."""
+        """Serve one accepted connection, TLS handshake included, and close it. Errors of the connection are
+        dropped.
+
+        A cancellation, which ``stop`` sends, closes it at once instead of after a moment.
+        """
         frames, close_s = None, _CLOSE_S
         try:
             with suppress(WireError, OSError):
@@ -295,7 +300,12 @@ class FleetServer:
             connection.close()
 
     async def _serve(self, frames: FrameStream, connection: socket.socket, peer: str) -> None:
-        """Receive a stream's greeting, prove both ends, and serve it as an agent's or an operator's; malformed ones are refused."""
+        """Receive a stream's greeting, admit the client, and serve it as an agent's ("Attach") or else an
+        operator's.
+
+        A malformed greeting is counted as refused. Raises ``TimeoutError`` if none arrives in time, and
+        ``WireError``.
+        """
         stream = HandshakeStream(frames)
         try:
             async with asyncio.timeout(min(_GREETING_S, self.credentials.handshake_timeout_s)):
@@ -316,8 +326,9 @@ class FleetServer:
             await self._operate(frames, seals, peer)
 
     async def _admit(self, stream: HandshakeStream, greeting: Greeting, peer: str) -> Seals | None:
-        """Return the seals of a stream whose client has proven itself; otherwise count the refusal, send its reason and
-        return None. Waits a moment for the client to read that.
+        """Run the server's side of the handshake. Return the seals of a proven client, or None after a refusal.
+
+        A refusal is counted, its reason is sent, and it waits a moment for the client to read that.
         """
         refusal = self.credentials.refusal(greeting.facts, greeting.method)
         if greeting.method == "Attach":
@@ -338,9 +349,10 @@ class FleetServer:
         return None
 
     def _compare_clocks(self, host: str, refusal: Refusal | None) -> Refusal | None:
-        """Return the refusal, with a note if this machine's clock is the wrong one.
+        """Record by how much the host's clock differs, and return ``refusal``.
 
-        Records by how much the host's clock differs.
+        If the records of other hosts show that this machine's own clock is wrong, the refusal's reason becomes
+        that. A refusal for another cause than clocks is returned as it is, and so are this host and odd names.
         """
         own_host = host_name()
         full = len(self._clocks) >= _HOSTS_COMPARED and host not in self._clocks
@@ -355,7 +367,11 @@ class FleetServer:
         return refusal._replace(reason=wrong) if wrong else refusal
 
     async def _attach(self, frames: FrameStream, seals: Seals, peer: str) -> None:
-        """Serve an agent's stream to its end: pass its reports to the listener, send queued commands, and report the disconnect."""
+        """Serve an agent's stream to its end: pass its reports to the listener, and send queued commands.
+
+        The first report must be a Joined. At the end the node's link is removed and the disconnect reported, unless
+        a newer stream replaced it or the agent was ordered to attach again.
+        """
         reports = self._decoded(self._opened(frames, seals, peer), peer)
         link, tasks = None, list[asyncio.Task[object]]()
         try:
@@ -378,9 +394,8 @@ class FleetServer:
                     self.listener.on_disconnect(link)
 
     async def _opened(self, frames: FrameStream, seals: Seals, peer: str) -> AsyncIterator[bytes]:
-        """Yield the unsealed messages of a stream.
-
-        Ends with the stream, and at a message that is forged or too long.
+        """Yield the unsealed messages of a stream until it ends. A forged or malformed message ends it too, counted
+        as refused.
         """
         try:
             while (sealed := await frames.receive(MAX_REPORT_BYTES + SEAL_BYTES)) != END:
@@ -393,7 +408,7 @@ class FleetServer:
             return
 
     async def _decoded(self, requests: AsyncIterator[bytes], peer: str) -> AsyncIterator[m.Received]:
-        """Yield the reports of a stream. A message that cannot be decoded is refused."""
+        """Yield the reports of a stream. A message that cannot be decoded is counted as refused and skipped."""
         async for body in requests:
             try:
                 yield m.decode_report(body)
@@ -401,10 +416,10 @@ class FleetServer:
                 self._refuse("malformed message", peer, str(error)[:200])
 
     def _attached_link(self, first: m.Received, peer: str, token_name: str) -> AgentLink | None:
-        """Attach the stream that begins with ``first``; return None if that is no Joined.
+        """Attach the stream that begins with ``first``, pass that on, and return the link; None if it is no Joined.
 
-        An older stream of the node is closed. If a newer agent of the node is attached, this one gets a Fence and is
-        closed.
+        An older stream of the node is closed. If an agent of a higher incarnation is attached, this one gets a
+        Fence, and its link is returned closed.
         """
         if not isinstance(first, m.Joined):
             self._refuse("stream that does not begin with Joined", peer)
@@ -424,7 +439,10 @@ class FleetServer:
         return link
 
     async def _read(self, link: AgentLink, reports: AsyncIterator[m.Received], peer: str) -> None:
-        """Pass the reports of a link to the listener while it is the node's current one; refuse reports about other nodes."""
+        """Pass the reports of a link to the listener until another stream of the node replaces it.
+
+        Reports about other nodes are counted as refused. A Joined updates the link's incarnation.
+        """
         async for report in reports:
             if self.links.get(link.node) is not link:
                 return
@@ -438,9 +456,10 @@ class FleetServer:
                 )
 
     async def _operate(self, frames: FrameStream, seals: Seals, peer: str) -> None:
-        """Answer an operator's request on its stream; a malformed one is refused.
+        """Receive one operator's request on a stream, and send the answer.
 
-        Nothing is sent for an ended stream or a malformed request.
+        A malformed request is counted as refused and not answered. A client that ends the stream first only checked
+        who coordinates.
         """
         body = await anext(self._opened(frames, seals, peer), END)
         if body == END:  # A program that only checks who coordinates the run.
@@ -457,7 +476,10 @@ class FleetServer:
 
 
 def _speaks_for_itself(report: m.Received, node: str) -> TypeGuard[m.AgentMessage]:
-    """Return True if a report is about its sender, or is an audit or statistic that may accuse another node."""
+    """Return True if an agent may send this report: it names the agent's own node or none, or is a ``Suspect``.
+
+    Operators' requests, and the ``Folded`` and ``Rollcall`` events that only this process makes, are False.
+    """
     if isinstance(report, m.Suspect):
         return True
     return (
@@ -475,7 +497,9 @@ async def _write(link: AgentLink, frames: FrameStream, seals: Seals) -> None:
 
 
 async def _flushed(link: AgentLink, writing: asyncio.Task[None]) -> None:
-    """Wait briefly for the last commands (a Fence, a Shutdown) to be sent."""
+    """Wait until the link's queue is empty, its writer has ended, or a moment has passed: the last commands (a
+    Fence, a Shutdown) are to be sent.
+    """
     if link.queue.empty():
         await asyncio.sleep(0)
     with suppress(TimeoutError):

@@ -62,9 +62,10 @@ class Inbox:
         return any(isinstance(event, kind) for event in self.events)
 
     def batch(self, on_disk: m.DiskHolds | None) -> tuple[m.CoreEvent, ...]:
-        """Return all pending events for the core.
+        """Return the pending events for the core: time without reading, ``on_disk``, folded heartbeats, the others
+        in order, and a Tick.
 
-        They stay here until ``clear``, since the journal may not take them. A Tick comes last.
+        They stay here until ``clear``, since the journal may not take them.
         """
         stood_still = [m.StoodStill(self.deaf_s)] if self.deaf_s else []
         looked = [on_disk] if on_disk is not None else []
@@ -80,10 +81,11 @@ class Inbox:
         self.events[:0] = [event for event in undecided if not isinstance(event, m.Tick)]
 
     async def measure_deafness(self, tick_s: float) -> None:
-        """Measure, until cancelled, how long this process reads no messages: stopped, swapped out, starved,
-        or busy with a turn.
+        """Add to ``deaf_s``, until cancelled, the seconds for which this process read no messages: stopped, swapped
+        out, starved, or busy with a turn.
 
-        Time spent waiting for a disk does not count: a thread waits, and messages are read meanwhile.
+        Delays below half of ``tick_s`` do not count. Nor does waiting for a disk in a thread: messages are read
+        meanwhile.
         """
         while True:
             due_s = time.monotonic() + tick_s / 4
@@ -117,9 +119,11 @@ class TurnDecision:
 
 
 def decide(state: FleetState, batch: Sequence[m.CoreEvent], now_s: float) -> TurnDecision:
-    """Let the core decide all events of ``batch``, then check its invariants.
+    """Let the core decide all events of ``batch`` in order, then check its invariants. Takes ownership of
+    ``state``.
 
-    Takes ownership of ``state``. An exception becomes ``contradiction``, with the events that were not decided.
+    Returns the commands to send, and an inquiry if one was ordered. Any exception is returned as ``contradiction``,
+    with the events after it as ``undecided``.
     """
     decided, undecided = TurnDecision(state, mark(state)), deque(batch)
     try:
@@ -173,7 +177,11 @@ def answer(
 
 
 def _shrink(wish: m.Shrink, state: FleetState, inbox: Inbox, own_node: str) -> OperatorReply:
-    """Choose the nodes to be given back. The answer has their names."""
+    """Reply to a request to give nodes back: those named, else ``wish.by`` nodes chosen by the core. Return their
+    names and the event.
+
+    Refused for unknown nodes, the coordinator's own, too few remaining nodes, or while another such request waits.
+    """
     unknown = [name for name in wish.nodes if name not in state.nodes]
     if unknown:
         return OperatorReply(f"there is no node {', '.join(unknown)}; phalanx status RUN lists them")
@@ -228,9 +236,10 @@ class TokenRotation:
         """The last rotation, which may be in progress."""
 
     async def rotate(self, grace_s: float) -> str:
-        """Rotate the tokens, and accept the previous ones for ``grace_s`` more.
+        """Rotate the tokens, and accept the previous ones for ``grace_s`` seconds more. Return the answer for the
+        operator.
 
-        Return the answer for the operator. Refused while one runs. It goes on if the caller is cancelled.
+        Refused while another rotation is in progress. It continues if the caller is cancelled.
         """
         if self._rotation is not None and not self._rotation.done():
             return "refused: the tokens are being changed"
@@ -294,16 +303,19 @@ class RunDisk:
         self._checkpoints = holds.steps
 
     def mend(self) -> list[str]:
-        """Repair the run's record and run file if they were damaged.
+        """Repair the run's record and run file if they were damaged, and return lines about the repairs for the
+        log.
 
-        Return lines for the log about the repairs.
+        On an ``OSError`` nothing is returned; the next look retries.
         """
         with suppress(OSError):  # tried again at the next look
             return list(self._keeper.look())
         return []
 
     def _committed(self) -> tuple[int, ...]:
-        """Return the committed steps on disk, or those of the last look if they cannot be read now. A failure is logged once."""
+        """Return the committed steps on disk. If they cannot be read, return those of the last look, and log a new
+        error.
+        """
         try:
             steps = tuple(self._directory.committed_steps())
         except OSError as error:
@@ -329,10 +341,11 @@ class RunDisk:
 
 
 def first_step(spec: RunSpec, directory: RunDirectory, log: Callable[[str], None]) -> int:
-    """Return the step at which the run begins if nothing is on disk.
+    """Return the step at which the run begins if nothing is committed on disk: that of the newest copy in its
+    store.
 
-    It is that of the newest copy in its store, or of its parent; 0 otherwise. A store that cannot be read is logged,
-    and counts as empty.
+    Without copies, it is the step of ``checkpoint.init_from`` if that is continued as training, else 0. A store
+    that cannot be read is logged, and counts as empty.
     """
     if spec.checkpoint.store and not directory.committed_steps():
         # The client of stores is imported only if there is one.

@@ -147,10 +147,9 @@ class Candidate:
     async def stand(self) -> Elected | None:
         """Listen and register as a candidate until elected, or withdraw and return None.
 
-        Withdraws after too long, for a better candidate, or if another claims first. The registration is removed in any
-        case. Once elected, makes the claim and takes over the state.
-
-        Raises as ``FleetServer.start`` and ``ClaimRegister.make`` do.
+        Withdraws after too long, for a better candidate, for a new start of the run, or if another claims first.
+        The registration is removed in any case. Once elected, makes the claim and takes over the state. Raises as
+        ``FleetServer.start`` and ``ClaimRegister.make`` do.
         """
         fleet, before = self._spec.fleet, self._candidacy.claim
         port = await self._server.start(self._args.listening_on, 0)
@@ -179,10 +178,12 @@ class Candidate:
         return await self._take_over(before, claim, port)
 
     def _yields(self, file: Path, stood_s: float) -> str:
-        """Return why this candidate gives way, or an empty text. Refresh its file, ``file``, as a sign of life.
+        """Return why this candidate gives way, or an empty text. Also touches ``file``, its registration, as a sign
+        of life.
 
-        All times are of the file system's clock, which is the same for every machine. If the directory cannot be read,
-        it stays.
+        It yields to a later claim or start, to a live candidate earlier among the voters, or if the coordinator
+        writes fleet.json again. ``stood_s`` and all times are of the file system's clock. If the directory cannot
+        be read, it stays.
         """
         claim = self._candidacy.claim
         with suppress(OSError, RunDirectoryError):
@@ -209,7 +210,9 @@ class Candidate:
         await self._server.stop()
 
     async def _take_over(self, before: Claim, claim: Claim, port: int) -> Elected:
-        """Restore the state for the new reign."""
+        """Restore the state for the new reign in a thread, and return it with this candidate's server and queued
+        reports.
+        """
         empty = initial_state(settings_of(self._spec), time.time(), self._server.credentials.fencing)
         reign = await asyncio.to_thread(
             succeed, self._directory, self._register, self._args.attempt, before, claim, empty
@@ -218,11 +221,10 @@ class Candidate:
 
 
 def run_candidate(args: CoordinatorArgs, term: int, certificates: Path | None = None) -> int:
-    """Stand as a candidate in this process and lead if elected, to the end of the run. A head that died on
-    this node leads at once.
+    """Stand as a candidate in this process, and if elected lead the run to its end. Return the exit code.
 
-    It does not stand if ``term`` is not the newest any more: the maker of the later claim leads. Returns
-    ``EXIT_NOT_ELECTED`` if it has withdrawn, else as ``run_coordinator`` does, whose errors it raises too.
+    ``EXIT_NOT_ELECTED`` if it withdraws, the run has ended, or ``term`` is not the newest claim. A node that holds
+    the newest claim already leads at once. Otherwise returns and raises as ``run_coordinator`` does.
     """
     directory = RunDirectory(args.run_dir)
     register = ClaimRegister(directory, args.attempt)

@@ -98,15 +98,11 @@ class Journal:
             raise OSError(0, f"only {written} of {len(data)} bytes were written; the disk is full")
 
     def replace_content(self, content: bytes, keep_as: Path | None = None) -> None:
-        """Replace the journal by one whose only line is ``content``, atomically.
+        """Replace the journal by one whose only line is ``content``, atomically and durably, and append there from
+        now on.
 
-        Args:
-            content: The line.
-            keep_as: A second name under which the old journal is kept as evidence; it takes no space of its
-                own.
-
-        Raises:
-            JournalError: The disk does not take it; the same call may be made again.
+        With ``keep_as``, the old journal keeps that second name as evidence; failing to link it is ignored. Raises
+        ``JournalError`` if the disk does not take it; the same call may be made again.
         """
         line = _line(content)
         if keep_as is not None:
@@ -121,7 +117,7 @@ class Journal:
         self._follow_name()
 
     def _has_name(self) -> bool:
-        """Return True if the open file is the one that a restarted coordinator would open."""
+        """Return True if the path still names the open file, or names none; False if it cannot be determined."""
         try:
             return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
         except FileNotFoundError:
@@ -130,11 +126,11 @@ class Journal:
             return False
 
     def _follow_name(self) -> None:
-        """Open the new journal, once ``replace_content`` has put it in place: lines appended to the old one
-        would be lost.
+        """Open the new journal, once ``replace_content`` has put it in place: lines appended to the old one would
+        be lost.
 
-        Raises:
-            JournalError: It cannot be opened now; nothing may be appended until it can.
+        Does nothing if none was replaced. Raises ``JournalError`` if it cannot be opened now; nothing may be
+        appended then.
         """
         if not self._replaced:
             return
@@ -154,8 +150,9 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[bytes]:
-    """Return the lines of another process's journal, without opening it for writing; none if it is lost or
-    damaged.
+    """Return the lines of another process's journal, without opening it for writing.
+
+    Empty if it cannot be read or a line is damaged; an incomplete last line is left out.
     """
     try:
         lines, damaged, _ = _read(path.read_bytes())
@@ -210,10 +207,8 @@ class PatientJournal:
         await self.until_written(self.journal.sync)
 
     async def until_written(self, write: Callable[[], None]) -> None:
-        """Call ``write`` in a thread until it succeeds.
-
-        Meanwhile nothing is sent, and the server continues to listen. A JournalError is logged, and tried again after a
-        pause.
+        """Call ``write`` in a thread until it succeeds. A JournalError is logged, and retried after a pause,
+        without limit.
         """
         while True:
             try:
@@ -225,9 +220,10 @@ class PatientJournal:
                 return
 
     async def renew(self, first_line: Callable[[], bytes]) -> None:
-        """Replace a journal that has grown large.
+        """Replace the journal by ``first_line()`` once it has grown beyond its limit.
 
-        If the disk has no room for the new one, the old one continues to grow.
+        On an error, log it, keep the old one, and try again after it has grown by a fixed size. The next limit is
+        at least twice the new size.
         """
         if self.journal.size_bytes <= self._renew_at_bytes:
             return

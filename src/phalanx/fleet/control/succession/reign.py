@@ -79,7 +79,7 @@ def candidates_in(directory: RunDirectory) -> Path:
 
 
 def forget_candidates(directory: RunDirectory) -> None:
-    """Remove the files of all candidates: a coordinator leads.
+    """Remove the files of all candidates, since a coordinator leads; errors are ignored.
 
     A candidate that still stands notices by itself.
     """
@@ -89,15 +89,15 @@ def forget_candidates(directory: RunDirectory) -> None:
 
 
 def require_leading(register: ClaimRegister, claim: Claim) -> None:
-    """Raise ``SupersededError`` if there is a later claim than ``claim``, this coordinator's last;
-    ``OSError`` if that cannot be read.
+    """Raise ``SupersededError`` if a later claim than ``claim``, this coordinator's last, exists. Raises
+    ``OSError`` if the claims cannot be read.
     """
     if register.newest_term() > claim.term:
         raise SupersededError(_by_whom(register))
 
 
 def _by_whom(register: ClaimRegister) -> str:
-    """Return by whom this coordinator is superseded, for messages."""
+    """Return the text "superseded by NODE, reign N"; only "superseded" if the newest claim cannot be read."""
     try:
         newest = register.newest()
     except ClaimError:
@@ -168,7 +168,11 @@ def reign_again(
 
 
 def _without_untold_epoch(state: FleetState, newest: Claim, journal: Journal) -> FleetState:
-    """Leave an epoch that was decided but never claimed, and record that in the journal. Return the state."""
+    """Return the state without an epoch that was decided but is not in the ``newest`` claim, and record that in the
+    journal.
+
+    No node has received such an epoch. Otherwise the state is returned as it is. Raises ``JournalError``.
+    """
     if not is_untold(state, newest):
         return state
     state, _ = replay_batch(state, UNTOLD, state.now_s)
@@ -187,7 +191,8 @@ def succeed(
 ) -> Reign:
     """Return the reign of a coordinator that has just made ``claim``, as successor of the maker of ``before``.
 
-    Writes its journal, with the state in that of its predecessor. Raises ``JournalError`` if that cannot be written.
+    Writes a new journal that begins with the predecessor's state; if its journal is unreadable, with the state that
+    ``before`` records. Raises ``JournalError`` if the new one cannot be written.
     """
     lines = read_journal(journal_path(directory, attempt, before.reign))
     journal = Journal(journal_path(directory, attempt, claim.reign))
@@ -278,7 +283,7 @@ def _salvaged(journal: Journal, empty: FleetState, log: Callable[[str], None]) -
 
 
 def _require_same_start(journal: Journal, state: FleetState, empty: FleetState) -> None:
-    """Raise ``JournalError`` if the journal is of another run file than this process has read."""
+    """Raise ``JournalError`` if the journal is of another start or run file than this process has read."""
     if state.fencing != empty.fencing:
         raise JournalError(
             f"the run file has changed since this start of the run began: {journal.path} is of {state.fencing}, this is "
@@ -287,9 +292,9 @@ def _require_same_start(journal: Journal, state: FleetState, empty: FleetState) 
 
 
 def report_contradiction(journal: Journal, contradiction: Exception, log: Callable[[str], None]) -> Path:
-    """Write a contradiction into the log.
+    """Log a contradiction's traceback, and return a new path at which to keep the journal that led to it.
 
-    Return the path at which to keep the journal that led to it. The file is not moved here.
+    The file is not moved here.
     """
     evidence = journal.path.with_name(f"contradiction-{time.time_ns()}.jsonl")
     log("".join(traceback.format_exception(contradiction)))
@@ -370,7 +375,10 @@ class Leadership:
         return self._register.newest_term() <= self.claim.term
 
     def look_for_successor(self) -> None:
-        """Raise ``SupersededError`` if another coordinator leads now, or the run was started again. Reads that fail count as no."""
+        """Raise ``SupersededError`` if another coordinator leads now, or the run was started again.
+
+        If the claims or attempts cannot be read, nothing is raised.
+        """
         with suppress(OSError):  # Tried again at the next look; a due claim notices in any case.
             require_leading(self._register, self.claim)
         with suppress(RunDirectoryError):
@@ -382,9 +390,10 @@ class Leadership:
         return is_due(self.claim, state)
 
     async def claim_next_term(self, state: FleetState) -> None:
-        """Claim the next term, before anything that follows from ``state`` is sent.
+        """Sync the journal and claim the next term, before anything that follows from ``state`` is sent.
 
-        Raises ``SupersededError``. Syncs the journal first, and tries again while the disk fails.
+        Waits and retries for as long as the disk fails. Raises ``SupersededError`` if another coordinator has
+        claimed it.
         """
         await self._journal.synced()
         claim = renewed(self.claim, state, nonce())
@@ -401,7 +410,9 @@ class Leadership:
         self.claim = claim
 
     def is_heartbeat_due(self, now_s: float) -> bool:
-        """Return True if a leader heartbeat to all agents is due, and start the next interval."""
+        """Return True if a leader heartbeat to all agents is due, and then start the next interval. Always False
+        without succession.
+        """
         if not self._patience_s or now_s < self._heartbeat_due_s:
             return False
         self._heartbeat_due_s = now_s + self._patience_s / _LEADS_PER_PATIENCE
@@ -449,9 +460,10 @@ class CoordinatorArgs:
 
 
 def exit_code_of(coordinate: Callable[[], int], args: CoordinatorArgs, name: str) -> int:
-    """Run a coordinator's process, and log its errors to the log ``name``.
+    """Run ``coordinate`` and return its exit code. Catch the errors of a coordinator: log them to the log ``name``.
 
-    Return its exit code, or ``EXIT_SUPERSEDED``, ``EXIT_CANNOT_START`` (restarting is hopeless) or 1.
+    They become ``EXIT_SUPERSEDED``, ``EXIT_CANNOT_START`` (restarting is hopeless: descriptors, security,
+    ValueError) or 1. Others are raised.
     """
     try:
         return coordinate()
