@@ -194,7 +194,9 @@ _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 def in_words(command: Command) -> str:
-    """Return a command as a log line: its action and epoch, without its addresses and tables."""
+    """Return a command as text for the log: of Park and Bind the epoch and its circumstances, of others the type's
+    name.
+    """
     match command:
         case Park(epoch=epoch, reason=reason, planned=planned):
             when = " after this step" if planned else ""

@@ -82,10 +82,10 @@ def _answer(state: FleetState, event: m.CoreEvent, orders: list[Order]) -> None:
 def _sender(
     state: FleetState, name: str, incarnation: int, orders: list[Order], *, life: bool = True
 ) -> Node | None:
-    """Return the sender of a message, or None if it is unknown, fenced, or of another incarnation.
+    """Return the living sender of a message, or None if it is unknown, lost, or of another incarnation.
 
-    With ``life``, the message counts as a sign of life of the node. A node that is unknown is ordered to describe
-    itself, and a fenced one gets its standing order. Others count as stale.
+    With ``life``, it counts as a sign of life and clears suspicion. An unknown node or higher incarnation is
+    ordered to describe itself, a lost one gets its standing order. All but the sender's own count as stale.
     """
     node = state.nodes.get(name)
     if node is None or incarnation > node.incarnation:
@@ -107,7 +107,11 @@ def _sender(
 
 
 def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
-    """Take a node's description: a newer incarnation replaces the node, the same one updates it, an older one counts as stale."""
+    """Take a node's description: a newer incarnation loses the old node and replaces it, the same one updates it.
+
+    An older or lost one is treated as by ``_sender``. Its copies are recorded afresh, and its epoch is compared
+    with the state. With a token in use, it is ordered to read that.
+    """
     old = state.nodes.get(event.node)
     if old is not None and old.alive and old.incarnation == UNMET:
         old = change(
@@ -139,7 +143,9 @@ def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
 
 
 def _described(old: Node | None, event: m.Joined) -> Node:
-    """Return the node that a description makes of the old one, if there is one."""
+    """Return the node that a description makes, with seat, strikes and, in the same incarnation, engagement of the
+    old one.
+    """
     eligibility = _eligibility(old, event)
     return Node(
         name=event.node,
@@ -163,7 +169,10 @@ def _described(old: Node | None, event: m.Joined) -> Node:
 
 
 def _eligibility(old: Node | None, event: m.Joined) -> Eligibility:
-    """Return a node's eligibility after its description: LEAVING if it leaves, else as before, or GOOD."""
+    """Return a node's eligibility after its description: LEAVING if it leaves, else as before.
+
+    GOOD for a new node, and for a new incarnation of a node that was leaving.
+    """
     if event.leaving:
         return Eligibility.LEAVING
     # A new life of its agent: the machine has joined the fleet again.
@@ -173,7 +182,9 @@ def _eligibility(old: Node | None, event: m.Joined) -> Eligibility:
 
 
 def _level(event: m.Joined) -> m.WorkerPhase:
-    """Return the phase of the workers that a description implies."""
+    """Return the phase of the workers that a description implies: BOUND or BINDING in an epoch, else WARM if all
+    have meeting points, or COLD.
+    """
     if event.epoch != m.NO_EPOCH:
         return m.WorkerPhase.BOUND if event.bound else m.WorkerPhase.BINDING
     warm = len(event.meeting_points) == event.workers and all(event.meeting_points)
@@ -188,7 +199,8 @@ def _ready(state: FleetState, event: m.Ready, orders: list[Order]) -> None:
 
 
 def _heartbeat(state: FleetState, event: m.Heartbeat, orders: list[Order]) -> None:
-    """Take a node's heartbeat: progress, waiting for samples, a wish to leave, and the epoch of its workers.
+    """Take a node's heartbeat: progress and waiting for samples of a bound member, a wish to leave, and its
+    workers' epoch.
 
     Ignores a stale sender.
     """
@@ -208,6 +220,9 @@ def _heartbeat(state: FleetState, event: m.Heartbeat, orders: list[Order]) -> No
 def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, orders: list[Order]) -> None:
     """Reconcile the state with ``epoch`` and ``phase``, in which the node's workers really are, after a lost
     message.
+
+    A node outside the epoch is ordered to park or to describe itself, and one that misses an order gets it again. A
+    member that has left or is leaving ends the epoch. ``seen_epoch`` grows with ``epoch``.
     """
     free, member = (
         epoch == m.NO_EPOCH,
@@ -245,10 +260,11 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
 
 
 def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orders: list[Order]) -> None:
-    """Take the report that a worker exited or hung: the node is no longer warm, and gets a strike unless the worker is
-    innocent.
+    """Take the report that a worker exited or hung: the node is no longer warm, and gets a strike unless the exit
+    was innocent.
 
-    Reports of earlier epochs count as stale.
+    Counts as stale if the node is not warm, or it is a member and the report is of an earlier epoch, or of none
+    while the fleet trains.
     """
     node = _sender(state, event.node, event.incarnation, orders)
     if node is None:
@@ -274,7 +290,10 @@ def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orde
 
 
 def _broken(state: FleetState, event: m.Broken, orders: list[Order]) -> None:
-    """Take the report that a collective broke: nodes without connection are lost, and without vacancies the epoch ends."""
+    """Take the report that a collective of this epoch broke: lose the suspected nodes, those without connection.
+
+    Ends the epoch unless a seat is vacant. In another epoch or phase it counts as stale.
+    """
     node = _sender(state, event.node, event.incarnation, orders)
     if node is None:
         return
@@ -293,7 +312,11 @@ def _broken(state: FleetState, event: m.Broken, orders: list[Order]) -> None:
 
 
 def _parked(state: FleetState, event: m.Parked, orders: list[Order]) -> None:
-    """Take the report that a node has left its epoch, with the snapshots it holds; a member that left by itself ends the epoch."""
+    """Take the report that a node has left its epoch: replace its snapshots and meeting points, and stop waiting
+    for it.
+
+    A member that left by itself ends the epoch. A member's report of an earlier epoch counts as stale.
+    """
     node = _sender(state, event.node, event.incarnation, orders)
     if node is None:
         return
@@ -313,7 +336,9 @@ def _parked(state: FleetState, event: m.Parked, orders: list[Order]) -> None:
 
 
 def _bound(state: FleetState, event: m.Bound, orders: list[Order]) -> None:
-    """Take the report that a node has entered the epoch. One of another epoch or phase counts as stale."""
+    """Take the report that a node has entered the epoch: stop waiting for it. In another epoch or phase it counts
+    as stale.
+    """
     node = _sender(state, event.node, event.incarnation, orders)
     if node is None:
         return
@@ -324,7 +349,10 @@ def _bound(state: FleetState, event: m.Bound, orders: list[Order]) -> None:
 
 
 def _durable(state: FleetState, event: m.Durable, orders: list[Order]) -> None:
-    """Take the report that a checkpoint is on disk, unless its step is distrusted."""
+    """Take the report that a checkpoint is on disk: its step becomes durable and is no longer condemned.
+
+    Ignored if its step is distrusted or its epoch is later than the present one. The newest few are kept.
+    """
     node = _sender(state, event.node, event.incarnation, orders)
     if node is None or event.epoch > state.epoch:
         return
@@ -341,7 +369,11 @@ _SUSPICIONS = {
 
 
 def _suspect(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
-    """Take a report of unfit nodes: not finite, corruption, straggler or other; see ``_doubt``."""
+    """Take a report of unfit nodes: corruption, straggler and others by ``_doubt``, "nonfinite" by
+    ``faults.nonfinite``.
+
+    A report that names no node counts as stale.
+    """
     if event.reason == "nonfinite":
         faults.nonfinite(state, event, orders)
         return
@@ -353,7 +385,11 @@ def _suspect(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
 
 
 def _named(state: FleetState, event: m.Suspect) -> list[str]:
-    """Return the names of the nodes that a report calls unfit. Empty for ranks of another epoch."""
+    """Return the names of the nodes that a report calls unfit: by ranks of the present epoch, or if it has no
+    ranks, its sender.
+
+    Empty for ranks of another epoch, or an unknown sender.
+    """
     if not event.ranks:
         return [event.node] if event.node in state.nodes else []
     # All members report a corruption before they leave the epoch, so a report of an earlier epoch is a repetition.
@@ -364,8 +400,9 @@ def _named(state: FleetState, event: m.Suspect) -> list[str]:
 
 
 def _doubt(state: FleetState, event: m.Suspect, node: Node, orders: list[Order]) -> None:
-    """Act on the suspicion of one node: roll back after corruption, and quarantine it; a straggler without a spare is
-    only noted.
+    """Act on the suspicion of one node: roll back after corruption, and quarantine it with the evidence.
+
+    A seated straggler without a spare is only noted. A node that is not GOOD counts as stale.
     """
     trusted_step = event.trusted_step
     if event.reason == "corruption" and trusted_step is not None:
@@ -393,7 +430,10 @@ def _roll_back(state: FleetState, event: m.Suspect, node: Node, step_: int, orde
 
 
 def _finished(state: FleetState, event: m.RunFinished, orders: list[Order]) -> None:
-    """Take the report that the run has finished in this epoch, and end it; of another epoch it counts as stale."""
+    """Take the report that the run has finished in this epoch: keep its result, and end the run as FINISHED.
+
+    Counts as stale for another epoch, or outside an epoch and its parking.
+    """
     # Also while binding: with few steps left, the run can end before the last Bound has arrived.
     if event.epoch == state.epoch and state.phase in (*IN_EPOCH, FleetPhase.PARKING):
         state.result_json = event.result_json
@@ -403,7 +443,11 @@ def _finished(state: FleetState, event: m.RunFinished, orders: list[Order]) -> N
 
 
 def _disconnected(state: FleetState, event: m.Disconnected, orders: list[Order]) -> None:
-    """Take the end of a node's connection: it is lost if a collective broke too, else suspected from now on."""
+    """Take the end of a node's connection: a seated one is lost if a collective broke too, else it is suspected
+    from now on.
+
+    Stale senders are ignored; it is no sign of life.
+    """
     node = _sender(state, event.node, event.incarnation, orders, life=False)
     if node is None:
         return

@@ -97,7 +97,9 @@ def _seats(state: FleetState) -> Iterator[str]:
 
 
 def _phases(state: FleetState) -> Iterator[str]:
-    """Yield each contradiction between the phase and what it waits for or writes."""
+    """Yield each contradiction between the phase and the nodes it waits for, what is being written, vacancies and
+    ranks.
+    """
     seated, formation = set(state.seats), state.settings.formation
     if not state.awaiting <= seated:
         yield f"waits for nodes without a seat: {sorted(state.awaiting - seated)}"
@@ -177,15 +179,11 @@ def resync(
     detail: str,
     cause: str = "the coordinator's state contradicted itself",
 ) -> tuple[FleetState, list[Order]]:
-    """Return a consistent state in place of ``state``, and the orders that request every node's description.
+    """Return a consistent state rebuilt from ``state``, and the orders that request every node's description.
 
-    A run that was over, or that the contradictory turn ended, stays over.
-
-    Args:
-        state: The state that contradicts itself.
-        before: The mark of the last state that did not.
-        detail: The contradiction, for people.
-        cause: Why the state is not to be trusted, for people.
+    All seats and snapshots are forgotten, and the fleet forms again; it counts as a recovery and a try, and too
+    many tries fail the run. A run that was over, or that the contradictory turn ended, stays over. ``before`` marks
+    the last good state; ``detail`` and ``cause`` are texts for people.
     """
     was_over = before.phase in OVER
     over = was_over or state.phase in OVER
@@ -308,14 +306,11 @@ class Replayed(NamedTuple):
 
 
 def replay(lines: Sequence[bytes], step: decide.CoreStep = decide.step) -> Replayed:
-    """Replay a journal to the state after its last event. A state that contradicts itself on the way is
-    rebuilt.
+    """Replay a journal to the state after its last event; orders are dropped, since they were sent then.
 
-    The resulting orders are left out: they were sent when the events happened. If the state was rebuilt,
-    every node has to describe itself before anything is decided.
-
-    Raises:
-        JournalError: The lines are no journal, or one of another version.
+    A batch that contradicts itself leaves a rebuilt state. If that was not the last line, the final state is
+    rebuilt too, since later orders are unknown. Raises ``JournalError`` for lines of no journal or of another
+    version.
     """
     try:
         began = _lines.decode(lines[0])
@@ -347,9 +342,9 @@ def replay(lines: Sequence[bytes], step: decide.CoreStep = decide.step) -> Repla
 def replay_batch(
     state: FleetState, events: tuple[m.CoreEvent, ...], now_s: float, step: decide.CoreStep = decide.step
 ) -> tuple[FleetState, Exception | None]:
-    """Return the state after a batch of events, and the contradiction for which it was rebuilt, or None.
+    """Return the state after a batch of events, and the last contradiction for which it was rebuilt, or None.
 
-    Mutates ``state``.
+    Mutates ``state``. An exception of the core or a broken invariant is such a contradiction.
     """
     before, contradiction = mark(state), None
     for event in events:

@@ -35,7 +35,10 @@ DURABLE_KEPT = 1024
 
 
 def drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # noqa: ARG001
-    """Take a node out at the next step boundary. Unknown nodes, and those that leave already, count as stale."""
+    """Mark a node as DRAINED by the operator, which ends the epoch at the next step boundary if it holds ranks.
+
+    Counts as stale for an unknown node, or one that is drained or leaving already.
+    """
     node = state.nodes.get(event.node)
     if node is None or node.eligibility in (Eligibility.DRAINED, Eligibility.LEAVING):
         state.stale += 1
@@ -51,9 +54,9 @@ def drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # no
 
 
 def admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # noqa: ARG001
-    """Let a drained or quarantined node take part again, or one that was to be given back and is still there.
+    """Make a drained, quarantined or still living leaving node GOOD again, and clear its strikes.
 
-    Its strikes are cleared.
+    Counts as stale for an unknown node, a good one without strikes, or one that has left.
     """
     node = state.nodes.get(event.node)
     if (
@@ -68,10 +71,9 @@ def admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # no
 
 
 def stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:
-    """Save and end the run.
+    """Begin to stop the run: members of a running epoch are ordered to save and stop; otherwise the phase ends it.
 
-    A second request ends it at once, unless it is marked ``never_at_once``. In a running epoch the members are ordered
-    to stop; otherwise the phase ends it.
+    A second request ends the run at once, unless it is marked ``never_at_once``.
     """
     if state.stopping:
         if not event.never_at_once:
@@ -90,9 +92,10 @@ def tick(state: FleetState, event: m.Tick, orders: list[Order]) -> None:  # noqa
 
 
 def disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> None:
-    """Compare the checkpoints on disk with the recorded ones.
+    """Replace the recorded durable steps by those on disk, of which the newest few are kept.
 
-    New ones of an epoch that computed wrongly are condemned.
+    New ones that are not trusted are condemned. If the fleet binds to an older step than one that was saved while
+    the coordinator was away, the epoch ends.
     """
     known_steps = {*state.durable, *state.condemned}
     steps = {step_ for step_ in event.steps if step_ != m.NO_STEP}
@@ -120,10 +123,11 @@ def rekeyed(state: FleetState, event: m.Rekeyed, orders: list[Order]) -> None:
 
 
 def diagnosed(state: FleetState, event: m.Diagnosed, orders: list[Order]) -> None:
-    """Take the diagnosis of a hang.
+    """Take the diagnosis of a hang: note it, and order the culprit ranks' workers to be killed; their nodes get a
+    strike.
 
-    The ranks that all others wait for are killed, if the evidence is complete. Without pipeline stages, and for at most
-    half of the ranks. Their nodes get a strike. A diagnosis that is late counts as stale.
+    Nothing is killed with pipeline stages, or if the culprits are more than half of the ranks. A late diagnosis
+    counts as stale.
     """
     if event.epoch != state.epoch or state.phase is not FleetPhase.RUNNING or not state.diagnosed:
         state.stale += 1
@@ -141,7 +145,10 @@ def diagnosed(state: FleetState, event: m.Diagnosed, orders: list[Order]) -> Non
 
 
 def restarted(state: FleetState, event: m.Restarted, orders: list[Order]) -> None:  # noqa: ARG001
-    """Restart all leases: the coordinator was down, and no silence meanwhile counts."""
+    """Restart all leases and the deadline of the phase: the coordinator was down, and no silence meanwhile counts.
+
+    While forming, the deadline moves only as far as to leave nodes one lease.
+    """
     settings, now_s = state.settings, state.now_s
     state.rolled_s, state.silent, state.suspects = now_s, set(), {}
     # Nodes of the first epoch get a lease's time to come back, but the wait for them does not start again.
@@ -191,16 +198,11 @@ class CannotShrinkError(ValueError):
 
 
 def choose(state: FleetState, by: int, leader: str) -> tuple[str, ...]:
-    """Return the ``by`` nodes to give back: unfit ones first, then members from the last seat on, then the
-    others.
+    """Return the names of the ``by`` nodes to give back: unfit ones first, then members from the last seat on, then
+    spares.
 
-    The last seats are neighbors in the network, so the released nodes are close together.
-
-    Args:
-        leader: The node on whose machine the coordinator runs, which stays; empty if there is none.
-
-    Raises:
-        CannotShrinkError: There are too few nodes for the run without them.
+    Neighboring seats are close in the network, so the released nodes are too. ``leader``, the coordinator's node or
+    empty, stays. Raises ``CannotShrinkError`` if there are fewer, or too few would remain.
     """
 
     def rank(node: Node) -> tuple[int, int, str]:
@@ -236,7 +238,9 @@ def require_enough(state: FleetState, names: tuple[str, ...]) -> None:
 
 
 def give_back(state: FleetState, event: m.GiveBack, orders: list[Order]) -> None:  # noqa: ARG001
-    """Let nodes leave, and reduce the target size by the number of members among them."""
+    """Let the living nodes of ``event`` leave. Reduce ``wanted_nodes`` by the good members among them, and
+    ``expected_nodes`` by all.
+    """
     going = [
         node
         for name in event.nodes
@@ -256,7 +260,9 @@ def give_back(state: FleetState, event: m.GiveBack, orders: list[Order]) -> None
 
 
 def leave(state: FleetState, node: Node, reason: str) -> None:
-    """Let a node leave: it holds no rank from the next epoch on. Noted once."""
+    """Mark a node as LEAVING and note the reason: it holds no rank from the next epoch on. No effect if it leaves
+    already.
+    """
     if node.eligibility is Eligibility.LEAVING:
         return
     note(state, node.name, reason)
@@ -264,7 +270,7 @@ def leave(state: FleetState, node: Node, reason: str) -> None:
 
 
 def enlarge(state: FleetState, event: m.Enlarge, orders: list[Order]) -> None:  # noqa: ARG001
-    """Raise the target size; new nodes take ranks when they join."""
+    """Set more wanted and expected nodes and their legal numbers of ranks; new nodes take ranks in a later epoch."""
     settings = state.settings
     formation = replace(settings.formation, legal=event.legal, fewer=event.fewer)
     note(state, "", f"the operator wants {event.wanted_nodes} nodes", level="info")
@@ -277,7 +283,10 @@ def enlarge(state: FleetState, event: m.Enlarge, orders: list[Order]) -> None:  
 
 
 def release(state: FleetState, orders: list[Order]) -> None:
-    """End the agents of the nodes that are leaving, once the fleet does not need their memory. They count as gone from then on."""
+    """Order the idle leaving nodes to shut down, while running and once their memory is not needed for a restore.
+
+    They count as not alive from then on, and their copies are forgotten.
+    """
     if not state.leaving or state.phase is not FleetPhase.RUNNING or not _has_moved_on(state):
         return
     for node in list(_idle(state)):

@@ -60,9 +60,9 @@ class Formation(Struct, frozen=True):
         return self.pipeline * self.stage_ranks(ranks)
 
     def key(self, ranks: int, rank: int) -> int:
-        """Return the index of the state that a rank holds.
+        """Return the index of the state that a rank holds; replicas of it have the same.
 
-        The mesh is pipeline x replicate x (shard x context x tensor).
+        The mesh of ``ranks`` ranks is pipeline x replicate x (shard x context x tensor).
         """
         inner = self.stage_ranks(ranks)
         return rank // (ranks // self.pipeline) * inner + rank % inner
@@ -75,9 +75,10 @@ class Formation(Struct, frozen=True):
 
 
 def formation_of(spec: RunSpec) -> Formation:
-    """Return the formation of a run on its fleet.
+    """Return the formation of a run on its fleet: all legal numbers of ranks, also with smaller degrees where
+    nothing larger fits.
 
-    Raises ValueError if no number of nodes up to ``fleet.nodes`` is legal.
+    Raises ``ValueError`` if no number of ranks up to those of ``fleet.nodes`` is legal.
     """
     fleet, parallel = spec.fleet, spec.parallel
     most, unit = fleet.nodes * fleet.workers_per_node, replica_ranks(parallel)

@@ -28,7 +28,9 @@ class SimulatedClock:
         self.at(self.now_s + delay_s, action)
 
     def run_until(self, end_s: float) -> None:
-        """Run every action that is due by ``end_s``."""
+        """Run every action that is due by ``end_s``, also those they schedule, each at its time; then set the clock
+        to ``end_s``.
+        """
         while self._queue and self._queue[0][0] <= end_s:
             self.now_s, _, action = heapq.heappop(self._queue)
             action()
@@ -63,9 +65,10 @@ class Account:
         self.bucket, self.since_ns = bucket, now_ns
 
     def split(self, parts: dict[str, int], bucket: str, now_ns: int) -> None:
-        """Close the open bucket by dividing its time into ``parts``.
+        """Close the open bucket by dividing its time into ``parts`` (nanoseconds by bucket), and open ``bucket`` at
+        ``now_ns``.
 
-        Raises ValueError if they do not add up to it.
+        Raises ``ValueError`` if a part is negative or they do not add up to it.
         """
         if sum(parts.values()) != now_ns - self.since_ns or min(parts.values()) < 0:
             raise ValueError(f"{parts} do not add up to {now_ns - self.since_ns} ns")

@@ -286,7 +286,9 @@ def decode_state(data: bytes) -> FleetState:
 
 
 def usable(state: FleetState, node: Node) -> bool:
-    """Return True if a node could hold ranks in the next epoch."""
+    """Return True if a node could hold ranks in the next epoch: alive, warm, in no epoch, GOOD, and with enough
+    workers.
+    """
     return (
         node.alive
         and node.warm
@@ -372,9 +374,9 @@ def _enlist(state: FleetState, node: Node) -> None:
 
 
 def distrust(state: FleetState, step: int) -> None:
-    """Exclude all present state after ``step`` from restores, in memory and on disk.
+    """Exclude all present state after ``step`` from restores, in memory and on disk. Earlier stricter limits stay.
 
-    Affected checkpoints are condemned, and ``copies`` is built again.
+    Later durable steps become condemned, and ``copies`` is built again.
     """
     earlier = (limit for limit in state.distrust if limit.step < step)
     state.distrust = (*earlier, Distrust(state.epoch, step))
@@ -403,7 +405,9 @@ def note(
     kind: IncidentKind = IncidentKind.NOTE,
     step: int = NO_STEP,
 ) -> None:
-    """Record an incident; the oldest are dropped."""
+    """Record an incident at the present time and epoch; only the newest ``INCIDENTS_KEPT`` are kept. ``node`` may
+    be empty.
+    """
     incident = Incident(state.now_s, state.epoch, node, text, ended_epoch, level, kind, step)
     state.incidents.append(incident)
     del state.incidents[:-INCIDENTS_KEPT]

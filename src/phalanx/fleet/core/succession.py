@@ -124,9 +124,9 @@ def is_due(claim: Claim, state: FleetState) -> bool:
     """Return True if the head must claim again before it sends the commands that came with ``state``. Costs
     O(nodes).
 
-    A node that becomes unfit does not make it due: if that is lost together with the journal, the node fails
-    its checks again. A node drained by an operator does. A head that has lost most of its voters at once
-    names no others: it may be the one that is cut off.
+    Due after another epoch, stop, end, distrust, settings or drained nodes; a quarantine alone can be repeated.
+    Also due if many of the voters changed, unless most of them are lost: then this head may be the one that is cut
+    off.
     """
     facts = (state.epoch, state.stopping, _ended(state), state.distrust, state.settings)
     if facts != (claim.epoch, claim.stopping, claim.ended, claim.distrust, claim.settings):
@@ -166,8 +166,9 @@ def _describing(state: FleetState, claim: Claim) -> Claim:
 
 
 def _line(state: FleetState, head: str) -> tuple[str, ...]:
-    """Return the line of candidates: living members, then other living nodes; domains take turns, and the
-    head's own node is last.
+    """Return the order of succession: living members, then other living nodes; failure domains take turns.
+
+    The head's own node is last if alive, and its domain begins a turn behind.
     """
     met: Counter[tuple[str, ...]] = Counter()
     place: dict[str, int] = {}
@@ -196,8 +197,8 @@ def is_superseded(claim: Claim, epoch: int) -> bool:
 def stands_after_s(claim: Claim, node: str, patience_s: float) -> float | None:
     """Return the seconds without a head after which ``node`` becomes a candidate; None if it never does.
 
-    The next in line waits for ``patience_s``, the second twice as long, and so on, so that they stand one
-    after the other.
+    The nth voter waits n times ``patience_s``, so that they stand one after the other. None for a node that is no
+    voter, an ended run, or without succession (0).
     """
     if claim.ended is not None or node not in claim.voters or patience_s <= 0:
         return None
@@ -244,16 +245,11 @@ def inherited(
     now_s: float,
     step: decide.CoreStep = decide.step,
 ) -> FleetState:
-    """Return the state from which a head leads after ``claim`` was the newest.
+    """Return the state from which a head leads after ``claim`` was the newest: replayed from ``lines``, its
+    journal.
 
-    The caller passes the core the event ``Restarted``, since no silence until then counts.
-
-    Args:
-        claim: The newest claim before its own, or its own if it was only restarted.
-        lines: The remaining journal of that claim's reign.
-        fencing: The start of the run that this fleet trains.
-        now_s: The time.
-        step: The core's ``step``.
+    If they are no journal, of another start than ``fencing``, or behind the claim, the state has the claim's facts
+    alone. The caller passes the core ``Restarted``, since no silence until then counts.
     """
     try:
         state = replay(lines, step).state if lines else None
@@ -285,8 +281,10 @@ def is_untold(state: FleetState, claim: Claim) -> bool:
 
 
 def _by_claim_alone(claim: Claim, fencing: FencingToken, now_s: float) -> FleetState:
-    """Return a state without a journal: it waits until every voter has reported its workers' epoch and its
-    snapshots.
+    """Return a state with the facts of ``claim`` alone: its voters as unmet nodes in the epoch, and the barred
+    nodes.
+
+    It waits until every voter has reported its workers' epoch and its snapshots. The loss of the journal is noted.
     """
     settings = claim.settings
     state = FleetState(

@@ -78,16 +78,17 @@ def is_needed(state: FleetState, name: str) -> bool:
 
 
 def ranks_without_started_spares(state: FleetState) -> int:
-    """Return ``possible_ranks`` of a fleet that has not formed yet, without the nodes that were started as
-    spares.
+    """Return the largest legal number of ranks on the ready nodes of an unformed fleet, without those started as
+    spares; 0 if too few.
     """
     ready = sum(not state.nodes[name].started_as_spare for name in state.spares)
     return ranks_of_nodes(state.settings, ready, state.settings.min_nodes)
 
 
 def ranks_of_nodes(settings: CoreSettings, nodes: int, least: int) -> int:
-    """Return the largest legal number of ranks on ``nodes`` nodes; 0 if they are fewer than ``least``, or too
-    few.
+    """Return the largest legal number of ranks on ``nodes`` nodes, at most on the configured number of nodes.
+
+    0 if they are fewer than ``least``, or no layout fits.
     """
     if nodes < least:
         return 0
@@ -98,7 +99,8 @@ def ranks_of_nodes(settings: CoreSettings, nodes: int, least: int) -> int:
 def plan_epoch(state: FleetState) -> EpochPlan | None:
     """Return the plan of the next epoch with the nodes usable now, or None if they are too few.
 
-    Call it only when no worker is in an epoch any more.
+    Call it only when no worker is in an epoch any more. If a step is computed again because of an unattributed
+    non-finite value, every rank moves to another node.
     """
     ranks = possible_ranks(state)
     if not ranks:
@@ -158,8 +160,10 @@ def _ring(state: FleetState, seats: tuple[str, ...]) -> tuple[tuple[int, ...], i
 
 
 def needs_buddy(state: FleetState, seats: Sequence[str], ranks: int, rank: int) -> bool:
-    """Return True if no replica in another failure domain (on another node, if domains are unknown) holds the
-    state of ``rank``.
+    """Return True if no replica in another failure domain (on another node, if domains are unknown) holds the state
+    of ``rank``.
+
+    ``seats`` are the nodes by seat in an epoch of ``ranks`` ranks.
     """
     formation = state.settings.formation
     node = state.nodes[seats[rank // formation.workers_per_node]]
@@ -174,7 +178,11 @@ def needs_buddy(state: FleetState, seats: Sequence[str], ranks: int, rank: int) 
 
 
 def restore_source(state: FleetState) -> StateSource:
-    """Return the state that the next epoch restores: the newest step with all its states, memory before disk."""
+    """Return the state that the next epoch restores: the newest in memory if not older than the newest durable
+    step.
+
+    Otherwise that step from disk, or a fresh start if there is none.
+    """
     point = newest_in_memory(state)
     saved = max(state.durable, default=NO_STEP)
     if point is not None and point.step >= saved:
@@ -183,7 +191,7 @@ def restore_source(state: FleetState) -> StateSource:
 
 
 def newest_in_memory(state: FleetState) -> RestorePoint | None:
-    """Return the newest snapshot whose every state is on living nodes."""
+    """Return the newest snapshot whose every state is on living nodes, or None."""
     names = (name.split("/") for name in state.copies)
     points = {(int(step), int(ranks)) for ranks, step in names}
     census = state.census
@@ -247,8 +255,10 @@ class Crowd:
                     nearest.append(name)
 
     def near(self, node: Node) -> dict[str, int]:
-        """Return some holders that include the ``HOLDERS_NAMED`` nearest: the first by name of each domain
-        that ``node`` is in.
+        """Return node -> rank of some holders, among them the ``HOLDERS_NAMED`` nearest to ``node``, and itself if
+        it is one.
+
+        They are the first by name of each domain that ``node`` is in.
         """
         prefixes = (node.domain[:levels] for levels in range(len(node.domain) + 1))
         names = {name for prefix in prefixes for name in self._first.get(prefix, ())}
@@ -285,9 +295,11 @@ def share_of_holders(
 def _nearest(
     state: FleetState, point: RestorePoint, node: Node, ranks: Sequence[int], crowds: Crowds
 ) -> tuple[Holder, ...]:
-    """Return the nearest holders of the states of ``ranks``.
+    """Return the ``HOLDERS_NAMED`` nearest holders of the state of each of ``ranks``: itself, then by domain, then
+    by name.
 
-    A node is listed once for all states to which it is the nearest.
+    A node is listed once with all ranks for which it is at that place. All first choices come before all second
+    ones.
     """
     states: dict[tuple[int, str], dict[int, None]] = {}
     for rank in ranks:
@@ -342,10 +354,9 @@ class Order(Struct, frozen=True):
 
 
 def deliveries(state: FleetState, orders: Iterable[Order]) -> Iterator[tuple[str, c.Command]]:
-    """Yield (node, command) for each order.
+    """Yield (node, command) for each order and addressed node; call it with the state that came with the orders.
 
-    Call it with the state that came with the orders. An order without a command means the node's standing order, which
-    may be none.
+    An order without a command means the node's standing order, which may be none.
     """
     crowds = Crowds()
     for order in orders:
@@ -358,7 +369,7 @@ def deliveries(state: FleetState, orders: Iterable[Order]) -> Iterator[tuple[str
 
 
 def _addressed(state: FleetState, to: str) -> list[str]:
-    """Return the names of the nodes that an order is addressed to."""
+    """Return the names of the nodes that an order is addressed to: all seated, all living, or one name."""
     if to == SEATED:
         return list(state.seats)
     if to == LIVING:
@@ -367,9 +378,10 @@ def _addressed(state: FleetState, to: str) -> list[str]:
 
 
 def standing_order(state: FleetState, node: Node, crowds: Crowds) -> c.Command | None:
-    """Return the command that a node should have now, or None.
+    """Return the command that a node should have now, or None if there is none.
 
-    ``crowds`` is a cache kept between nodes, for one ``state``. None also while the run needs nothing of it.
+    Lost: Shutdown if it was leaving, else Fence. In the phases: Shutdown, Park, SaveSnapshots, Bind, or Release
+    without a seat. ``crowds`` is a cache for one ``state``, shared by calls for several nodes.
     """
     if not node.alive and node.eligibility is Eligibility.LEAVING:
         return c.Shutdown(node.reason)
@@ -420,7 +432,10 @@ def bind(state: FleetState, node: Node, crowds: Crowds) -> c.Bind:
 
 
 def _resume(state: FleetState, node: Node, crowds: Crowds) -> c.Resume:
-    """Return what a node restores: from memory with its holders, from disk, or a fresh start."""
+    """Return what a node restores: from memory with the holders, from disk, or a fresh start.
+
+    With another number of ranks the node gets only its share of all holders (``shared``).
+    """
     source = state.source
     if isinstance(source, RestorePoint):
         if source.ranks == state.ranks:

@@ -35,8 +35,10 @@ from phalanx.observe.events import IncidentKind
 
 
 def check_deadlines(state: FleetState, orders: list[Order]) -> None:
-    """Act on a phase that has passed its deadline: lose nodes that did not leave, end an epoch that did not form or
-    hangs (after a diagnosis), or end the run if saving takes too long.
+    """Act on a phase that has passed its deadline.
+
+    PARKING: lose the nodes that did not leave, or end a planned epoch at once. BINDING: strike those that did not
+    bind, and regroup. SAVING: end the run. RUNNING: order a diagnosis, and at the second deadline regroup.
     """
     settings, deadline_s = state.settings, phase_deadline_s(state)
     if deadline_s is None or state.now_s < deadline_s:
@@ -70,7 +72,7 @@ def _blame_unbound(state: FleetState) -> None:
 
 
 def phase_deadline_s(state: FleetState) -> float | None:
-    """Return the deadline of the present phase, or None if it has none."""
+    """Return the deadline of the present phase on the fleet's clock, or None if it has none."""
     settings = state.settings
     if state.phase is FleetPhase.FORMING and state.now_s - state.since_s < settings.form_s:
         return state.since_s + settings.form_s
@@ -126,7 +128,10 @@ def lose(state: FleetState, orders: list[Order], node: Node, reason: str) -> Non
 
 
 def strike(state: FleetState, node: Node, reason: str, **changes: object) -> None:
-    """Record a failure of a node. A node that fails too often is quarantined. It is also noted as an incident."""
+    """Record a failure of a node as an incident, and apply ``changes`` to its fields.
+
+    A GOOD node with too many failures within the strike window is quarantined.
+    """
     settings = state.settings
     recent = tuple(at_s for at_s in node.strikes if state.now_s - at_s < settings.strike_window_s)
     strikes = (*recent, state.now_s)
@@ -150,7 +155,11 @@ def last_heartbeat_s(state: FleetState, name: str) -> float:
 
 
 def check_leases(state: FleetState, orders: list[Order]) -> None:
-    """Fence the nodes whose lease has run out, or that have been without connection for too long."""
+    """Lose the nodes whose lease has run out, or whose connection has been broken for too long.
+
+    Leases are looked at only when the next one may run out; sets that time. After a recent roll call only silent
+    nodes are looked at.
+    """
     settings, now_s = state.settings, state.now_s
     _lose_late(state, orders, state.suspects, settings.confirm_s, "its connection broke")
     if now_s < state.next_lease_s:
@@ -169,7 +178,10 @@ def check_leases(state: FleetState, orders: list[Order]) -> None:
 def _lose_late(
     state: FleetState, orders: list[Order], since: dict[str, float], limit_s: float, fault: str
 ) -> None:
-    """Fence the nodes silent for ``limit_s``; if these are most of the fleet, only after longer, as the network may be at fault."""
+    """Lose the nodes of ``since`` (name -> time of its last sign) that have been silent for ``limit_s``.
+
+    If these are most of the fleet and no collective broke, wait longer: the network may be at fault.
+    """
     late = sorted(name for name, at_s in since.items() if state.now_s - at_s >= limit_s)
     alive = len(state.seats) - len(state.vacant) + len(state.spares)
     if len(late) > 2 and 2 * len(late) > alive and not state.evidence:
@@ -184,8 +196,10 @@ def _lose_late(
 
 
 def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  # noqa: ARG001
-    """Handle a roll call like the reports that it stands for: all members but the absent sent a heartbeat, are bound,
-    or have parked. Of another epoch it counts as stale.
+    """Handle a roll call like the reports that it stands for, from all members but ``event.absent``.
+
+    "heartbeat" renews leases and counts progress, "bound" stops waiting for the members, and the third is
+    ``_parked_all``. Of another epoch or phase it counts as stale, except that a heartbeat renews leases.
     """
     if event.report == "heartbeat":
         for name in set(event.absent) - state.silent:
@@ -209,7 +223,12 @@ def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  
 
 
 def _parked_all(state: FleetState, event: Rollcall) -> None:
-    """Take the roll call that members have parked, and record which steps all of them hold in memory. Stale in another phase."""
+    """Take the roll call that members have parked: stop waiting for them, and record the steps that all hold in
+    memory.
+
+    Members that are absent or had reported by themselves are left out of that record. Outside PARKING it counts as
+    stale.
+    """
     if state.phase is not FleetPhase.PARKING:
         # No member was ordered to park, so no aggregator can have an answer for all.
         state.stale += 1
@@ -248,8 +267,10 @@ def _parked_all(state: FleetState, event: Rollcall) -> None:
 
 
 def fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
-    """Handle the report that the run cannot continue: end it if all ranks or a second node agree, or the node is
-    needed. Otherwise set the node aside and end the epoch, so that others try.
+    """Handle a member's report that the run cannot continue.
+
+    End the run as FAILED if all ranks or a second node agree, or the node is needed. Otherwise quarantine the node
+    and end the epoch, so that others try. Of another epoch or phase it counts as stale.
     """
     if event.epoch != state.epoch or state.phase not in (*IN_EPOCH, FleetPhase.PARKING):
         state.stale += 1
@@ -274,8 +295,9 @@ def fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
 def nonfinite(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
     """Handle the report, by any member, that a step's loss or gradient is not finite.
 
-    The first time, the step is computed again, without the nodes blamed or on other nodes. If it is the same there, the
-    run's own numbers are at fault. One report counts in each epoch.
+    The first time, quarantine the blamed nodes, or move all ranks if none can be blamed, and regroup to compute it
+    again. If the same step fails again, confirm that the run's own numbers are at fault and let the nodes in again.
+    Later reports of an epoch count as stale.
     """
     doubt, step = state.doubt, event.step
     already_reported = doubt is not None and doubt.epoch == event.epoch  # Every member reports it.
@@ -322,7 +344,7 @@ def _let_in_again(state: FleetState, doubt: NonFiniteDoubt) -> None:
 
 
 def set_aside(state: FleetState, name: str, reason: str, kind: IncidentKind, step: int = m.NO_STEP) -> None:
-    """Record why a node is unfit, and quarantine it if it may hold ranks."""
+    """Note an incident of a node, and quarantine the node if it is GOOD."""
     note(state, name, reason, kind=kind, step=step)
     node = state.nodes[name]
     if node.eligibility is Eligibility.GOOD:

@@ -56,8 +56,10 @@ def advance(state: FleetState, orders: list[Order]) -> None:
 
 
 def _from_forming(state: FleetState, orders: list[Order]) -> bool:
-    """Begin the first or next epoch once enough nodes are there, or the time to form has passed; return True if the
-    state changed.
+    """Begin the next epoch once the configured ranks are possible, or with fewer once ``form_s`` has passed.
+
+    After a resync it first waits for engaged nodes to park. When stopping, it ends the run once no newer memory may
+    come. Return True if the state changed.
     """
     settings, ranks = state.settings, possible_ranks(state)
     if state.stopping and memory_may_come(state):
@@ -80,8 +82,8 @@ def _from_forming(state: FleetState, orders: list[Order]) -> bool:
 
 
 def _choice_is_coming(state: FleetState) -> bool:
-    """Return True if more nodes are about to join, and their places in the network decide which of all are
-    taken.
+    """Return True if more nodes may join within ``gather_s`` and nodes know their place in the network: the choice
+    among all of them is better.
     """
     settings = state.settings
     if state.now_s - state.since_s >= settings.gather_s or len(state.spares) >= settings.expected_nodes:
@@ -90,9 +92,8 @@ def _choice_is_coming(state: FleetState) -> bool:
 
 
 def _without_spares(state: FleetState, ranks: int) -> int:
-    """Return the number of ranks to begin with, at most ``ranks``.
-
-    Nodes started as spares count only in place of missing ones.
+    """Return the number of ranks to begin with: ``ranks`` if any other node is lost or unfit, else without those
+    started as spares.
     """
     # An unfit or lost node is not awaited: a node that was started as a spare takes its place.
     missing = any(
@@ -104,7 +105,11 @@ def _without_spares(state: FleetState, ranks: int) -> int:
 
 
 def _from_binding(state: FleetState, orders: list[Order]) -> bool:
-    """Begin running once all members are bound; end the epoch for a vacancy or a lost state. Return True if the state changed."""
+    """Begin running once all members are bound. End the epoch for a vacant seat, or if no living node has a needed
+    state.
+
+    When stopping, order the members to stop as they begin. Return True if the state changed.
+    """
     if state.vacant:
         return _fill_vacancies(state, orders)
     if state.awaiting:
@@ -120,7 +125,11 @@ def _from_binding(state: FleetState, orders: list[Order]) -> bool:
 
 
 def _from_running(state: FleetState, orders: list[Order]) -> bool:
-    """End the epoch for a vacancy, or to grow once it has run for a while. Return True if the state changed."""
+    """End the epoch for a vacant seat, or, as planned, to grow once it has run for ``grow_s`` and more nodes are
+    ready.
+
+    Return True if the state changed.
+    """
     if state.vacant:
         return _fill_vacancies(state, orders)
     settled = state.now_s - state.since_s >= state.settings.grow_s and not state.stopping
@@ -189,10 +198,10 @@ def regroup(
     planned: bool = False,
     kind: IncidentKind = IncidentKind.NOTE,
 ) -> None:
-    """End the present epoch.
+    """End the present epoch: note it as an incident, count it, and order all members to park.
 
-    A planned end loses no step; a fault during it makes it unplanned. Counts it, notes it as an incident, and orders
-    all members to park. Does nothing outside an epoch.
+    A planned end, at a step boundary, counts as a regroup; any other as a recovery and a try. An unplanned end
+    while a planned one is in progress replaces it. Otherwise does nothing outside an epoch.
     """
     if state.phase is FleetPhase.PARKING and state.planned and not planned:
         state.planned, state.left_planned, state.reason = False, False, reason
@@ -218,9 +227,9 @@ def regroup(
 
 
 def _form(state: FleetState, orders: list[Order]) -> bool:
-    """Begin the next epoch if there are enough nodes; otherwise the fleet waits.
+    """Begin the next epoch if there are enough nodes; otherwise wait, noted once. Return True if the state changed.
 
-    Return True if the state changed. The run ends instead if it is to stop, or after too many faults in a row.
+    When stopping, or after more than ``max_tries`` faults in a row, conclude the run instead.
     """
     if state.tries > state.settings.max_tries:
         text = f"{state.tries} faults in a row without progress; the last one: {state.reason}"
@@ -266,10 +275,11 @@ def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
 
 
 def _reseat(state: FleetState, seats: tuple[str, ...]) -> list[str]:
-    """Seat the nodes of an epoch. Return those that lose their seat by it, sorted.
+    """Set the seats of an epoch and each node's record of its seat, and clear the vacancies. Return the nodes that
+    lose their seat, sorted.
 
-    Work is done only for seats that change. The others are skipped by a comparison of identities, which at
-    worst treats an unchanged seat as changed.
+    Only seats that change cost time. They are found by comparing identities, so an equal name may be treated as
+    changed.
     """
     old, state.seats = state.seats, list(seats)
     both = min(len(old), len(seats))

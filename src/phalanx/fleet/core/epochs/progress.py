@@ -54,9 +54,9 @@ def progressed(state: FleetState, step: int) -> None:
 
 
 def stepped(state: FleetState, step: int) -> None:
-    """Record that the members have completed ``step``, and update the pace.
+    """Record that the members have completed ``step``: update pace and progress, and settle doubts about it.
 
-    Ignored unless running and ahead of the last one. The pace is a moving average, seconds a step.
+    Ignored unless running and ahead of the last step. The pace is a moving average, in seconds a step.
     """
     if state.phase is not FleetPhase.RUNNING or step <= state.step:
         return
@@ -68,10 +68,11 @@ def stepped(state: FleetState, step: int) -> None:
 
 
 def waits_for_samples(state: FleetState, node: Node, waiting_s: float) -> None:
-    """Extend the deadline of the present step: an object store has not delivered ``node``'s samples, and a
-    waiting fleet is not hung.
+    """Restart the deadline of the present step: an object store has not delivered ``node``'s samples, so this is no
+    hang.
 
-    The node ends its waiting by itself (``data.timeout_s``).
+    Ignored unless running. A long wait is noted once a step. The node ends its waiting by itself
+    (``data.timeout_s``).
     """
     if state.phase is not FleetPhase.RUNNING:
         return
@@ -83,8 +84,11 @@ def waits_for_samples(state: FleetState, node: Node, waiting_s: float) -> None:
 
 
 def _settle(state: FleetState, step: int) -> None:
-    """Drop the accusations (``phalanx.fleet.core.epochs.faults``) and the doubt that the completion of ``step`` has
-    settled. Nodes that the doubt had quarantined stay so, with the verdict as their reason.
+    """Drop the accusations of steps before ``step``, and the doubt about a step up to ``step``: it was finite this
+    time.
+
+    The nodes that the doubt had blamed are proven at fault: they stay quarantined, with that as reason and
+    incident.
     """
     state.accusations = tuple(accusation for accusation in state.accusations if accusation.step >= step)
     doubt = state.doubt
@@ -145,7 +149,10 @@ def enter(state: FleetState, phase: FleetPhase) -> None:
 
 
 def end(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) -> None:
-    """End the run, FINISHED or FAILED, and record which steps are lost. Orders all living agents to shut down."""
+    """Enter ``phase``, FINISHED or FAILED, and order all living agents to shut down.
+
+    The incident and the reason also name the steps that are not on disk and are lost.
+    """
     enter(state, phase)
     lost = unsaved_steps(state)
     if lost:
@@ -168,21 +175,19 @@ def unsaved_steps(state: FleetState) -> int:
 
 
 def dialing_until_s(state: FleetState) -> float:
-    """Return the time until which dialing agents may hold the newest steps.
+    """Return the time until which dialing agents may hold the newest steps; minus infinity if none is awaited.
 
-    It is ``form_s`` from the begin of forming, or from the last request for every node's description if the
-    fleet waits since then.
+    It is ``form_s`` after the begin of forming, else after the last request for every node's description.
     """
     start_s = state.since_s if state.phase is FleetPhase.FORMING else state.asked_s
     return -math.inf if start_s is None else start_s + state.settings.form_s
 
 
 def memory_may_come(state: FleetState) -> bool:
-    """Return True if agents that still dial may hold the newest steps. A stop during forming or waiting gives
-    them some time.
+    """Return True if agents that still dial may hold newer steps than those at hand, so a stop has to wait.
 
-    There is no wait in a run that has computed nothing yet. It ends once as many nodes as the run wants have
-    described themselves and hold the newest state that any of them names.
+    False for a run that has computed nothing, or after ``form_s``. False once the configured number of nodes have
+    described themselves, and the newest step that any of them names can be restored.
     """
     has_computed = (
         state.fencing.attempt > 0 or state.durable or max(state.epoch, state.seen_epoch) != NO_EPOCH
@@ -208,9 +213,9 @@ def memory_may_come(state: FleetState) -> bool:
 
 
 def conclude(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) -> None:
-    """End the run while no worker is in an epoch, once memory's newest state is on disk.
+    """End the run as ``phase`` while no worker is in an epoch, once memory's newest state is on disk.
 
-    If it is already, the run ends now; else the holders are ordered to write it.
+    If nothing in memory is newer, the run ends now; else it enters SAVING, and the holders are ordered to write it.
     """
     source = restore_source(state)
     if not isinstance(source, RestorePoint) or source.step <= newest_saved(state):
@@ -225,8 +230,8 @@ def conclude(state: FleetState, orders: list[Order], phase: FleetPhase, reason: 
 
 
 def _shares(state: FleetState, point: RestorePoint) -> dict[str, list[tuple[int, int]]]:
-    """Return node -> (rank, state) of the snapshots that it is to write: each different state once, spread
-    over the holders.
+    """Return node -> (rank, state) of the snapshots that it is to write: each state once, given to the holder with
+    the fewest so far.
     """
     shares: dict[str, list[tuple[int, int]]] = {}
     for key in range(state.settings.formation.keys(point.ranks)):
@@ -253,9 +258,9 @@ def from_saving(state: FleetState, orders: list[Order]) -> bool:
 
 
 def not_saved(state: FleetState, event: NotSaved, orders: list[Order]) -> None:
-    """Handle the report that a node cannot write its share: its copies count as lost.
+    """Handle the report that a node cannot write its share: forget all its copies, and conclude with other holders.
 
-    Other holders are tried. Of another epoch or incarnation it counts as stale.
+    Of another epoch, phase or incarnation it counts as stale.
     """
     node = state.nodes.get(event.node)
     stale = event.epoch != state.epoch or state.phase is not FleetPhase.SAVING

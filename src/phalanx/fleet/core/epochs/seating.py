@@ -35,10 +35,9 @@ def common_levels(first: Sequence[str], other: Sequence[str]) -> int:
 def deal(state: FleetState, ranks: int, *, keep: bool = False) -> tuple[str, ...]:
     """Return seat -> node of an epoch of ``ranks`` ranks, with the nodes usable now; there must be enough.
 
-    Args:
-        state: The fleet, of which no worker is in an epoch any more.
-        ranks: The number of ranks.
-        keep: Survivors keep their seats though the number of seats changes.
+    With an unchanged number of seats, or ``keep``, survivors keep their seats. With another number, nodes are
+    chosen and placed along the network tree if all domains are known. Call it when no worker is in an epoch any
+    more.
     """
     count = state.settings.formation.seats(ranks)
     if not state.seats:
@@ -57,7 +56,11 @@ def deal(state: FleetState, ranks: int, *, keep: bool = False) -> tuple[str, ...
 
 
 def _fill(state: FleetState, count: int, failing: Collection[Domain]) -> list[str]:
-    """Keep the seats of survivors. Give vacant ones to spares and to nodes whose seats no longer exist."""
+    """Return ``count`` seats in which survivors keep theirs; others go to spares and to nodes whose seats no longer
+    exist.
+
+    Each gets the candidate that is nearest to the seat's home domain.
+    """
     seats_kept = [*state.seats[:count], *[""] * (count - len(state.seats))]
     candidates = set(state.spares)
     candidates.update(
@@ -72,8 +75,9 @@ def _fill(state: FleetState, count: int, failing: Collection[Domain]) -> list[st
 
 
 def _home(state: FleetState, kept: Sequence[str], seat: int) -> Domain:
-    """Return the preferred domain for a vacant seat: that of most others of its block, else that of its last
-    node.
+    """Return the preferred domain for a vacant seat: that of most others of its block.
+
+    If the block has no others, that of the seat's last node, or of the last seat for a new one.
     """
     block = state.settings.block
     first = seat - seat % block
@@ -95,7 +99,7 @@ def _distance(node: Node, near: Domain, failing: Collection[Domain]) -> tuple[bo
 
 
 def _first_deal(state: FleetState, count: int) -> list[str]:
-    """Deal the seats of a fleet that has none yet.
+    """Return seat -> node for a fleet that has no seats yet, placed along the network tree.
 
     Nodes started as spares are taken only in place of missing ones.
     """
@@ -106,9 +110,11 @@ def _first_deal(state: FleetState, count: int) -> list[str]:
 
 
 def _choice(state: FleetState, count: int, failing: Collection[Domain]) -> list[str]:
-    """Choose the nodes for a fleet of another size: its members, then spares, those of failing domains last.
+    """Choose the nodes for a fleet of ``count`` seats: all members, and spares; those of failing domains only if
+    needed.
 
-    Members stay, with the spares that are nearest to them, unless replacing some of them tears fewer units.
+    The spares nearest to members are taken unless others tear fewer placement units. Members are replaced only if
+    that alone tears the fewest.
     """
     members = [name for seat, name in enumerate(state.seats) if seat not in state.vacant]
     missing = count - len(members)
@@ -128,8 +134,8 @@ def _choice(state: FleetState, count: int, failing: Collection[Domain]) -> list[
 
 
 def _of_the_same_domains(state: FleetState, names: Sequence[str], placed: PlacedUnits) -> list[str]:
-    """Return as many of ``names`` in each lowest domain as were placed there, the first of them: members
-    before spares.
+    """Return the first of ``names`` in each lowest domain, as many as ``placed`` has there. Earlier names (members)
+    win.
     """
     room = Counter(state.nodes[name].domain for name in placed.nodes)
     chosen = []
@@ -208,8 +214,8 @@ def shape_of(settings: CoreSettings, count: int) -> tuple[int, int]:
 
 
 def _along_the_tree(state: FleetState, names: Sequence[str], count: int) -> list[str]:
-    """Choose ``count`` seats for some of ``names``: units below one switch if possible, neighbors near each
-    other (``launch.placing``).
+    """Return seat -> node for ``count`` of ``names``: units below one switch if possible, neighboring seats near
+    each other (``launch.placing``).
     """
     settings = state.settings
     unit, block = shape_of(settings, count)
@@ -222,8 +228,9 @@ def _along_the_tree(state: FleetState, names: Sequence[str], count: int) -> list
 
 
 def _stay(state: FleetState, seats: Sequence[str], ranks: int) -> list[str]:
-    """Permute nodes within each lowest domain so that as many as possible keep their state, and then their
-    stage.
+    """Permute nodes within each lowest domain so that as many as possible keep their state, else their stage.
+
+    Return the new seat -> node. Nodes that keep neither fill the remaining seats in order.
     """
     formation = state.settings.formation
     places: dict[Domain, list[int]] = defaultdict(list)
@@ -255,8 +262,8 @@ def _before(node: Node) -> tuple[bool, int, str]:
 
 
 def _part(formation: Formation, ranks: int, seat: int, *, exactly: bool) -> tuple[int, ...]:
-    """Return the key of the state of a seat's first rank: its stage and its part of the stage, or the stage
-    alone.
+    """Return the key of the state of a seat's first rank: with ``exactly`` (stage, ranks of a stage, part), else
+    (stage,).
     """
     share = formation.stage_ranks(ranks)
     stage, part = divmod(formation.key(ranks, seat * formation.workers_per_node), share)
