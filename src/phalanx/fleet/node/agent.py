@@ -174,7 +174,7 @@ class Agent:
         return self._next_attempt
 
     def _facts(self) -> AgentFacts:
-        """Return what the metrics show of this agent."""
+        """Return the values that the metrics show: workers, phase, attachment, health, exits and snapshots."""
         heartbeat = self._state.heartbeat()
         workers, attached = tuple(self._state.workers), self._link.attached
         return AgentFacts(
@@ -187,7 +187,10 @@ class Agent:
         )
 
     async def _farewell(self, patience_s: float | None) -> None:
-        """Cancel all tasks, kill the workers, end the successor and wait up to ``patience_s``; close the ports and threads."""
+        """Cancel all tasks, kill the workers and end the successor, then close the ports and threads.
+
+        Waits up to ``patience_s`` for workers and tasks; without limit if None.
+        """
         for task in self._tasks:
             task.cancel()
         self._workers.kill_all()
@@ -200,8 +203,10 @@ class Agent:
         self._data.close()
 
     def _asked_to_end(self) -> None:
-        """Handle a signal: log and wait, or leave the fleet at the next step boundary, as configured; end at once at a
-        second one.
+        """Handle SIGTERM or SIGINT by ``at_signal``: "end" at once; "wait" only logs it; else leave at the next
+        step boundary.
+
+        A second signal ends the agent, and one after that gives up the copies to the store.
         """
         if self._args.at_signal != "end" and not self._warned:
             self._warned = True
@@ -266,7 +271,7 @@ class Agent:
     # --- time ----------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
-        """Pass time to the state and carry out its actions, until cancelled."""
+        """Pass time to the state a few times a second and carry out its actions, until cancelled."""
         pause_s = min(0.25, self._spec.fleet.worker_lease_s / 8)
         while True:
             now_s = time.monotonic()
@@ -277,7 +282,7 @@ class Agent:
             await asyncio.sleep(pause_s)
 
     async def _follow_leader(self) -> None:
-        """Look for a leader again and again; end the agent once a claim states the end of the run."""
+        """Look for a leader repeatedly, until cancelled; end the agent once a claim states the end of the run."""
         patience_s = self._spec.fleet.succession_s
         while True:
             over = await look_for_leader(self._args, self._link, self._successor, patience_s)
@@ -357,7 +362,10 @@ class Agent:
                 self._end(reason)
 
     async def _save(self, order: SaveSnapshots) -> None:
-        """Write this node's share of a checkpoint from its memory. The run ends when all shares are on disk."""
+        """Write this node's share of a checkpoint from its memory, and pass the outcome to the state.
+
+        It is abandoned if the agent ends or a later save was ordered.
+        """
 
         def stopped() -> bool:
             return self._over.is_set() or self._state.saving > order.epoch
@@ -375,20 +383,20 @@ class Agent:
 
 
 def run_agent(args: AgentArgs, certificates: Path | None = None) -> None:
-    """Run an agent in this process, to the end of the run; if the run is started again meanwhile, for that
-    start too.
+    """Run an agent in this process until the run is over; if the run is started again meanwhile, for that start
+    too.
 
-    Raises:
-        RunDirectoryError: There is no run in the run directory.
-        SecurityError: Token or certificates are missing.
-        AgentError: The agent ends before the run; the message has the cause and the remedy.
+    Raises ``RunDirectoryError`` if there is no run, ``SecurityError`` if token or certificates are missing, and
+    ``AgentError`` if the agent ends before the run.
     """
     asyncio.run(_run(args, certificates))
 
 
 async def _run(args: AgentArgs, certificates: Path | None) -> None:
-    """Run agents of a run, one for each of its starts, until one ends without a newer start; snapshot memory passes to
-    the next. Creates the folder of logs, and raises the limit of descriptors where possible.
+    """Run agents of a run, one for each of its starts, until one ends without a newer start.
+
+    Snapshot memory passes to the next one, unless the number of workers differs. Creates the folder of logs, and
+    raises the limit on open files where possible.
     """
     directory = RunDirectory(args.run_dir)
     directory.logs.mkdir(exist_ok=True)

@@ -206,7 +206,12 @@ def meeting_points(workers: Sequence[WorkerLife], *, cleared: bool) -> tuple[str
 
 
 def phase_of(workers: Sequence[WorkerLife], *, cleared: bool) -> WorkerPhase:
-    """Return the phase of all workers together: that of the one that is furthest behind."""
+    """Return the phase of all workers together, that of the last one: COLD without a meeting point of each, else
+    WARM if none is in an epoch.
+
+    In an epoch: LEAVING if any leaves, BOUND if all are, else BINDING. Not ``cleared`` by health checks counts as
+    COLD.
+    """
     in_epoch = placed(workers)
     if not all(meeting_points(workers, cleared=cleared)):
         return WorkerPhase.COLD
@@ -225,8 +230,8 @@ def heartbeat_of(
     *,
     leaving: bool,
 ) -> Heartbeat:
-    """Return a node's heartbeat: the newest epoch of its workers, and the slowest step and longest wait in
-    it.
+    """Return a node's heartbeat: its workers' newest epoch, and of those in it the slowest step and the longest
+    wait (s).
     """
     in_epoch = placed(workers)
     return Heartbeat(
@@ -243,7 +248,8 @@ def heartbeat_of(
 def end_of_last_epoch(bind: Bind, *, planned: bool, ended_unix_s: float, unix_s: float) -> tuple[bool, float]:
     """Return (planned, Unix time) of the end of the last epoch that trained; time 0 if there was none.
 
-    ``planned`` and ``ended_unix_s`` are this node's own record, the time 0 if it was not in that epoch.
+    ``planned`` and ``ended_unix_s`` are this node's own record, the time 0 if it was not in that epoch. Then the
+    coordinator's in ``bind`` is used; of two times the earlier one.
     """
     if bind.left_s_ago is None:
         return planned, ended_unix_s
@@ -266,14 +272,10 @@ def buddy_addresses(bind: Bind) -> dict[int, str]:
 def join_epoch(
     bind: Bind, rank: int, token: str, *, planned: bool, ended_unix_s: float
 ) -> worker_link.JoinEpoch:
-    """Return the message by which a worker joins the epoch of ``bind`` as ``rank``.
+    """Return the message by which a worker joins the epoch of ``bind`` as ``rank``, one of this node's.
 
-    Args:
-        bind: The coordinator's command.
-        rank: One of this node's.
-        token: The run's token under which the ranks of the epoch meet.
-        planned: The last epoch that trained was not ended by a fault.
-        ended_unix_s: When that one ended; 0 if there was none.
+    ``token`` is that under which the ranks of the epoch meet. ``planned`` and ``ended_unix_s`` are of the last
+    epoch that trained; 0 if there was none.
     """
     return worker_link.JoinEpoch(
         epoch=bind.epoch,

@@ -173,7 +173,10 @@ class AgentState:
                 return []
 
     def _save(self, order: c.SaveSnapshots) -> list[act.AgentAction]:
-        """Return the action that saves this node's snapshots, unless it was ordered before or workers are in an epoch."""
+        """Return the action that saves this node's snapshots, and fence the order's epoch.
+
+        Empty if this or a later save was ordered before, or workers are in an epoch.
+        """
         if order.epoch <= self.saving or self._placed():
             return []  # A repeated command, or one that is older than the epoch of the workers.
         self.saving, self.fence = order.epoch, max(self.fence, order.epoch)
@@ -182,8 +185,10 @@ class AgentState:
     def on_saved(
         self, order: c.SaveSnapshots, *, committed: bool, trouble: str = ""
     ) -> list[act.AgentAction]:
-        """Handle the end of ``SaveMemory``: the complete checkpoint is committed, or this node's share
-        failed.
+        """Report the outcome of ``SaveMemory``: Durable if this node committed the checkpoint, NotSaved if its
+        share failed.
+
+        Neither if another node commits, or the save was abandoned.
         """
         me = self.identity.node
         if trouble:
@@ -191,16 +196,19 @@ class AgentState:
         return [act.SendReport(m.Durable(me, self.incarnation, order.epoch, order.step))] if committed else []
 
     def _park(self, park: c.Park, now_s: float, unix_s: float) -> list[act.AgentAction]:
-        """Order the workers out of an epoch, and report when all have left."""
+        """Order the workers out of an epoch and of earlier ones. Report Parked now if none is in one, else when the
+        last leaves.
+        """
         self.ended_unix_s = self.ended_unix_s or unix_s
         self.owed, self.planned = max(self.owed or m.NO_EPOCH, park.epoch), park.planned
         actions = self._order_out(park.epoch, park.reason, planned=park.planned, now_s=now_s)
         return actions + self._parked()
 
     def _order_out(self, epoch: int, reason: str, *, planned: bool, now_s: float) -> list[act.AgentAction]:
-        """Raise the fence to ``epoch`` and order every worker out of it and of earlier epochs.
+        """Raise the fence to ``epoch`` and order every worker out of it and of earlier epochs. Return the actions.
 
-        Return the actions. A worker that does not run is started again.
+        Unplanned, a worker must leave within a limit, or is killed later; planned, it leaves at a step boundary. A
+        worker that had ended with the run is started again.
         """
         self.fence = max(self.fence, epoch)
         actions: list[act.AgentAction] = []
@@ -231,9 +239,11 @@ class AgentState:
         ]
 
     def _bind(self, bind: c.Bind, now_s: float, unix_s: float) -> list[act.AgentAction]:
-        """Let the workers join an epoch with their ranks, and discard newer snapshots. Return the actions.
+        """Let the workers join an epoch with their ranks, and discard snapshots newer than its start. Return the
+        actions.
 
-        A fenced epoch is ignored. A node that is not fit describes itself instead.
+        A fenced epoch is ignored; a repeated order repeats Bound. A node whose workers are not ready describes
+        itself instead, and one without the epoch's token reports itself unfit.
         """
         places = dict(bind.places)
         if bind.epoch <= self.fence:
@@ -264,7 +274,7 @@ class AgentState:
         return [forget, act.DealCopies(tuple(places.values()), bind.ranks), *tells]
 
     def _expel(self, reason: str, incarnation: int, unix_s: float) -> list[act.AgentAction]:
-        """Fence this incarnation: its workers are killed, its memory stays, and it joins again as the next."""
+        """Give this node a higher incarnation after a Fence: kill its workers, keep its memory, and report Joined."""
         self.incarnation = max(incarnation + 1, int(unix_s * 1000))
         self.owed, self.evidence, self.buddies = None, [], {}
         self.fence = max(self.fence, self.epoch)
@@ -282,9 +292,9 @@ class AgentState:
     def on_worker_message(
         self, index: int, message: ToAgent, now_s: float, unix_s: float
     ) -> list[act.AgentAction]:
-        """Handle a message of a worker.
+        """Handle a message of a worker, which also renews its lease; return the actions.
 
-        Return the actions. Messages of a doomed worker, and those of another epoch, are dropped.
+        Messages of a doomed or ended worker, and most of another epoch, are dropped.
         """
         worker = self.workers[index]
         worker.last_message_s = now_s
@@ -388,7 +398,7 @@ class AgentState:
         return [act.SendReport(m.Bound(self.identity.node, self.incarnation, self.epoch))]
 
     def _left(self, worker: act.WorkerLife, message: worker_link.LeftEpoch) -> list[act.AgentAction]:
-        """Take a worker's leaving of an epoch; report it once all have left."""
+        """Record that a worker has left an epoch and earlier ones; report Parked once all have left."""
         if worker.epoch != m.NO_EPOCH:
             self.owed = max(self.owed or m.NO_EPOCH, message.epoch)
         self.fence = max(self.fence, message.epoch)
@@ -396,8 +406,10 @@ class AgentState:
         return self._parked()
 
     def _second_copy(self, index: int, snapshot: worker_link.SnapshotTaken) -> list[act.AgentAction]:
-        """Send a snapshot in this node's memory to the rank's buddy; without a buddy, replicas hold the same
-        state.
+        """Return the action that streams a snapshot to the rank's buddy. Without a buddy, report it as safe to the
+        worker.
+
+        Empty if the worker is in another epoch by now.
         """
         address = self.buddies.get(snapshot.rank)
         if snapshot.epoch != self.workers[index].epoch:
@@ -413,8 +425,9 @@ class AgentState:
         return [act.SendToWorker(index, worker_link.SnapshotSafe(snapshot.epoch, snapshot.step))]
 
     def _finished(self, epoch: int) -> list[act.AgentAction]:
-        """Report the result of rank 0, which commits the last checkpoint, once all workers here have
-        finished.
+        """Report the run as finished, with rank 0's result, once all workers here have finished.
+
+        Empty on nodes without rank 0, which commits the last checkpoint.
         """
         in_epoch = self._placed()
         if not all(worker.finished for worker in in_epoch):
@@ -435,7 +448,8 @@ class AgentState:
     def on_exit(self, index: int, code: int, text: str, unix_s: float) -> list[act.AgentAction]:
         """Handle the exit of a worker's process (``code`` below 0: by that signal); ``text`` is the end of its log.
 
-        A worker that has finished stays ended; others are started again and, unless killed here, reported.
+        A worker that has finished stays ended. Others are started again; unless killed here, the exit is reported
+        and the node's health checked.
         """
         worker = self.workers[index]
         if worker.finished and not worker.leaving:
@@ -472,13 +486,12 @@ class AgentState:
         led: bool = True,
         working: Collection[int] = (),
     ) -> list[act.AgentAction]:
-        """Handle the passing of time: kill workers whose lease has run out or that do not leave an epoch.
+        """Handle the passing of time: kill and report workers whose lease has run out, kill those that do not leave
+        an epoch.
 
-        ``attached``: a coordinator is connected. Without one for too long, the agent ends: it would never learn that
-        the run is over or continues elsewhere. ``led``: that coordinator leads, as a candidate does not. Without a
-        leader for long, nothing is saved. ``working``: the silent workers that the kernel reports as running. Only
-        their heartbeats may be blocked, so their lease is longer. Time in which this agent itself stood still does not
-        count.
+        ``attached``: a coordinator is connected; too long without one ends the agent as failed. ``led``: that one
+        leads; long without a leader, saves are held. ``working``: silent workers that the kernel reports as
+        running; their lease is longer. After a pause of this agent itself, leases start again.
         """
         stood_s = now_s - self.ticked_s
         self.ticked_s = now_s
@@ -511,8 +524,10 @@ class AgentState:
         return actions
 
     def _hold_saves(self, now_s: float, *, led: bool) -> list[act.AgentAction]:
-        """Return the orders to hold saves once no coordinator has led for ``saves_s``, as one may begin another epoch
-        elsewhere; or to go on. Nothing if neither has changed.
+        """Return the orders to hold saves once no coordinator has led for ``saves_s``, or to resume them once one
+        leads.
+
+        Empty if neither has changed. Without a leader, a coordinator elsewhere may begin another epoch.
         """
         if led or self.led_s is None:
             self.led_s = now_s

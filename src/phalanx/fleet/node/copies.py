@@ -50,18 +50,10 @@ def save_snapshots(
 ) -> bool:
     """Write a node's share of a checkpoint of ``states`` different states; return True if it has also committed it.
 
-    Args:
-        memory: The snapshots.
-        tier: Destination of the checkpoint.
-        draft: The step, and an attempt number that was not used before.
-        share: The snapshots to write, each with the number of its state; the node with number 0 commits.
-        states: Number of different states; the checkpoint is complete with them.
-        timeout_s: Limit of the wait for other nodes before the commit.
-        cancelled: Ends the wait once it is true.
-
-    Raises:
-        AbandonedError: Another node could not write, or was too late.
-        CheckpointError: This node's memory is damaged, or the disk is full. The draft passes the failure to the others.
+    ``share`` has the snapshots, each with the number of its state; the node with number 0 commits once all are
+    written. ``draft`` has an attempt number that was not used before. Raises ``AbandonedError`` if another node
+    failed or is later than ``timeout_s``, or ``cancelled()``. Raises ``CheckpointError`` if this node's memory or
+    disk fails, which the draft passes to the others.
     """
     extra: dict[str, object] | None = None
     for key, number in share:
@@ -87,8 +79,10 @@ def _write(
     number: int,
     cancelled: Callable[[], bool],
 ) -> dict[str, object]:
-    """Verify one snapshot and write it as the file of state ``number``; return its ``extra``, which is the same in all
-    of a step.
+    """Verify one snapshot's checksums and write it as the file of state ``number``; return its ``extra``, equal in
+    all of a step.
+
+    Raises ``CheckpointError``.
     """
     with memory.reading(key) as (segment, snapshot):
         manifest = snapshot.manifest
@@ -131,9 +125,10 @@ class SnapshotCourier:
         )
 
     async def push(self, worker: int, key: SnapshotKey, address: str, is_wanted: Callable[[], bool]) -> bool:
-        """Stream a worker's snapshot to a buddy, and retry while it is wanted.
+        """Stream a worker's snapshot to a buddy, and retry while it is wanted. Return True once it has arrived.
 
-        Return True once it has arrived. Pauses grow; a failure is logged once.
+        Pauses double up to a limit. An error is logged unless it repeats the last one. False if it is no longer
+        wanted.
         """
         loop = asyncio.get_running_loop()
         pause_s, complaint = _PUSH_AGAIN_S, ""
@@ -156,10 +151,10 @@ class SnapshotCourier:
             client.push(self._memory, key)
 
     async def save(self, order: SaveSnapshots, stopped: Callable[[], bool]) -> tuple[bool, str]:
-        """Write this node's share of a checkpoint.
+        """Write this node's share of a checkpoint in a thread. Return (committed, error).
 
-        Return True if it has committed the complete checkpoint, and the error of its share. Both are false and empty if
-        the save was abandoned.
+        True if it has committed the complete checkpoint. The error is that of its own share; (False, "") if it was
+        abandoned, which is logged.
         """
         try:
             committed = await asyncio.get_running_loop().run_in_executor(
@@ -210,8 +205,10 @@ class StoreCopies:
         self._hurried = asyncio.Event()
 
     def deal(self, ranks: tuple[int, ...], of: int) -> None:
-        """Copy from now on the files of these of ``of`` ranks to the run's store, in a thread that the first call
-        starts; nothing without a store.
+        """From now on copy the files of these of ``of`` ranks to the run's store, in a thread that the first call
+        starts.
+
+        Without a store, do nothing.
         """
         if not self._spec.checkpoint.store:
             return
@@ -254,10 +251,8 @@ class StoreCopies:
         self._hurried.set()
 
     async def end(self, *, settled: bool) -> None:
-        """End the copying.
-
-        If ``settled``, first finish this node's share, unless ``hurry`` is called. Logs steps that are missing in the
-        store.
+        """End the copying. If ``settled``, first finish this node's share and log missing steps, unless ``hurry``
+        is called.
         """
         if self._uploader is None:
             return

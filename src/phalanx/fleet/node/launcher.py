@@ -138,9 +138,10 @@ class TokenHolder:
         self.credentials = credentials
 
     def token_of(self, name: str) -> str | None:
-        """Return the token of this name, or the present one if the name is empty.
+        """Return the token of this name, or the present one if the name is empty; None if it is unknown.
 
-        A new one is read from the run directory.
+        An unknown name is looked up in the run directory, and becomes the present token if it is there. Earlier
+        tokens count, also expired ones.
         """
         if name and name != token_name(self.credentials.token):
             self._take_over(name)
@@ -149,9 +150,10 @@ class TokenHolder:
         return next((token for token in tokens if name in ("", token_name(token))), None)
 
     async def read(self, name: str) -> None:
-        """Change to the token of this name.
+        """Change to the token of this name, as soon as the run directory shows it; a network file system may be
+        late.
 
-        A network file system may show it only after a while, so retry. Gives up after a while, which is logged.
+        Gives up after a time limit, and logs that.
         """
         deadline_s = time.monotonic() + _NEW_TOKEN_S
         while not self._take_over(name):
@@ -174,11 +176,10 @@ class TokenHolder:
         return False
 
     def look(self) -> None:
-        """Change to the successor of this agent's token, if the run directory has one: the agent may have
-        missed a rotation.
+        """Change to the token in the run directory if it was made by a rotation of ours: this agent may have missed
+        that.
 
-        A refusal of our token proves nothing. So another token in the directory is accepted only if it was
-        made by a rotation of ours.
+        Another token there is ignored, since a refusal of ours proves nothing.
         """
         with suppress(SecurityError):
             keys = read_keyring(self._run_dir)
@@ -285,7 +286,7 @@ class Launcher:
         self._keeper = DirectoryKeeper(self.run.directory)
 
     def coordinator(self) -> Child:
-        """Start the coordinator's process and return it. Raises ``OSError``."""
+        """Start the coordinator's process and return it, after making sure of the run directory. Raises ``OSError``."""
         lead = self.fleet.lead
         where = lead.coordinator_arguments if lead else ["--port", str(self.run.spec.fleet.port)]
         self._keep_directory()
@@ -311,9 +312,9 @@ class Launcher:
                 self.orders.notify(text)
 
     def _process(self, name: str, module: str, *arguments: str) -> Child:
-        """Start a module of the fleet with its log and tokens; only the coordinator gets the operators'.
+        """Start a module of the fleet with its log and tokens, in place of the log's earlier failure record.
 
-        Removes the log's last failure.
+        Only the coordinator gets the operators' token. The child keeps the run's lock open. Raises ``OSError``.
         """
         run = self.run
         command = [sys.executable, "-m", module, "--run-dir", str(run.directory.path)]

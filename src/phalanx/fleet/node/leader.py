@@ -65,14 +65,10 @@ class Successor:
         self._may_lead = self.args.may_lead
 
     async def look(self, *, led: bool, now_s: float) -> str:
-        """Start a candidate if it is this node's turn. Return why the run is over, if a claim states that; else an
-        empty text.
+        """Start a candidate if it is this node's turn, and restart a coordinator that has died here when due.
 
-        Also restarts a coordinator that has died here.
-
-        Args:
-            led: The agent is attached to a coordinator that leads.
-            now_s: The monotonic clock.
+        Return why the run is over if the newest claim states its end, else "". ``led``: the agent is attached to a
+        coordinator that leads. ``now_s`` is the monotonic clock.
         """
         if led:
             self.alone_since_s = None
@@ -151,10 +147,10 @@ class Successor:
             self._has_ended(1, time.monotonic())
 
     def _has_ended(self, code: int, now_s: float) -> None:
-        """Handle the end of the process.
+        """Handle the end of the process with exit ``code``.
 
-        A coordinator that died is restarted; after a candidate's end, the node waits for its turn again. A node that
-        cannot start one stops standing.
+        One that died is restarted after a pause. After a candidate's regular end, the node waits for its turn
+        again; after EXIT_CANNOT_START it never stands again.
         """
         self._child = None
         self.alone_since_s = None if self.alone_since_s is None else now_s
@@ -167,9 +163,8 @@ class Successor:
             self._due_s = 0.0 if pause_s is None else now_s + pause_s
 
     async def end(self, *, at_once: bool) -> None:
-        """End the process.
-
-        Unless ``at_once``, a coordinator may first notify the other nodes that the run is over.
+        """End the process, if any. Unless ``at_once``, first wait a limited time for it: it may notify the other
+        nodes.
         """
         child, self._child = self._child, None
         if child is None:
@@ -196,7 +191,10 @@ class OtherStart(NamedTuple):
 
 
 def other_start(directory: RunDirectory, own: Credentials) -> OtherStart | None:
-    """Return the start that has replaced that of ``own``, if any has. Raises ``RunDirectoryError``."""
+    """Return the start that has replaced that of ``own``, or None.
+
+    ``attempt`` is None if the directory belongs to another run. Raises ``RunDirectoryError``.
+    """
     spec, attempt = read_resolved(directory), directory.newest_attempt()
     if identity(spec) != own.run:
         return OtherStart(
@@ -214,11 +212,10 @@ def other_start(directory: RunDirectory, own: Credentials) -> OtherStart | None:
 
 
 def coordinator_addresses(args: AgentArgs) -> list[str]:
-    """Return those of candidates, the address that this agent was given, and the one in fleet.json, which differs if
-    the port was taken.
+    """Return the addresses to dial, each once: candidates', the one given to this agent, and that in fleet.json.
 
-    Candidates come first. They stand if the coordinator is lost, and detecting that at its own address takes long. None
-    is there twice; an unreadable fleet.json is left out.
+    Candidates come first: they stand if the coordinator is lost, and detecting that takes long. An unreadable
+    fleet.json is left out.
     """
     addresses = [*_candidates(args), args.coordinator]
     with suppress(FleetFileError):
@@ -229,16 +226,11 @@ def coordinator_addresses(args: AgentArgs) -> list[str]:
 async def look_for_leader(
     args: AgentArgs, link: CoordinatorLink, successor: Successor, patience_s: float
 ) -> str:
-    """Check whether a coordinator leads, and take part in the succession if none does. Return why the run is over, if
-    it is.
+    """Check whether a coordinator leads, and take part in the succession if none does. Return why the run is over,
+    or "".
 
-    The connection is also dropped if a candidate stands elsewhere.
-
-    Args:
-        args: The agent's.
-        link: Its connection, which is dropped if its peer does not lead.
-        successor: The candidate of this node.
-        patience_s: ``fleet.succession_s``.
+    Drops ``link`` if its peer has sent no heartbeat for ``patience_s``, or does not lead while a candidate stands
+    elsewhere. ``patience_s`` 0 means no succession.
     """
     now_s, led_s = time.monotonic(), link.led_s
     led = led_s is not None and (not patience_s or now_s - led_s <= patience_s)

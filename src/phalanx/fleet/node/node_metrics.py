@@ -181,7 +181,9 @@ def gpu_samples(labels: Labels) -> list[Sample]:
 
 
 def samples_of(readings: list[GpuReading], errors: tuple[Xid, ...], labels: Labels) -> list[Sample]:
-    """Return the samples of the GPUs' reports, by index as NVML counts them."""
+    """Return the samples of the GPUs' reports, labeled by NVML's index. Each has its newest Xid error of the log,
+    else 0.
+    """
     samples: list[Sample] = []
     for index, reading in enumerate(readings):
         own = labels | {"gpu": str(index)}

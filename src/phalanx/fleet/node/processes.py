@@ -48,17 +48,12 @@ def run_fleet(
     while_running: Callable[[Callable[[], bool]], None],
     notify: Callable[[str], None] = lambda _words: None,
 ) -> Ending:
-    """Run a fleet to the run's end.
+    """Run a local fleet to the run's end, and return how it ended. Its processes have ended on return.
 
-    Returns how it ended. Makes tokens, removes an old fleet.json, starts coordinator and agents, and ends all of them.
-
-    Args:
-        run: The opened run directory; its ``spec.fleet`` must have the same number of nodes.
-        fleet: The fleet to start.
-        while_running: Called once with a function that returns whether the run has ended; returns after that
-            (it shows the run's progress meanwhile). If it raises, the run is saved and stopped, and then the
-            error is raised.
-        notify: Prints the reactions to a request to stop.
+    Makes tokens, removes an old fleet.json, and starts coordinator and agents. ``while_running`` is called once
+    with a function that returns True once the run has ended, and returns after that. If it raises, the run is saved
+    and stopped before the error is raised. ``notify`` prints the reactions to a request to stop. Ends after the
+    copies to a store.
     """
     path = run.directory.path
     token = make_token(path)
@@ -88,7 +83,10 @@ def run_fleet(
 
 
 def _ending(run: OpenRun, processes: FleetProcesses) -> Ending:
-    """Return how the run ended, by its result, fleet.json and the processes."""
+    """Return how the run ended: finished with a result, failed with its reason, or stopped.
+
+    Decided by the result file, what the supervision gave up, fleet.json, and the requests to stop, in that order.
+    """
     fleet_file = processes.fleet_file()
     if run.directory.finished_result() is not None:
         return Ending("finished")
@@ -199,10 +197,10 @@ class FleetProcesses:
             self._start_agent(name)
 
     def ended(self) -> bool:
-        """Restart dead processes that are due.
+        """Supervise once, and return True once the run is over. Call it repeatedly.
 
-        Return True once the run is over. Call it repeatedly. Also kills suspended processes, passes requests to stop
-        on, and starts nodes that an operator requested.
+        Restarts dead processes that are due, kills suspended ones, passes requests to stop on, starts nodes that an
+        operator requested, and stops a run that is stuck.
         """
         self.orders.tell_new()
         if not self.over:
@@ -220,9 +218,11 @@ class FleetProcesses:
             time.sleep(_POLL_S)
 
     def wait_for_copies(self) -> None:
-        """Wait until the agents have copied the checkpoints to the store, or the user requests the end again.
+        """Wait until the agents have ended, and with them their copies to the store, or the user requests the end
+        again.
 
-        Report missing copies.
+        Notify the user of a long wait and of missing copies. Does nothing without a store; no wait unless the run
+        is over.
         """
         if not self.run.spec.checkpoint.store:
             return
@@ -251,7 +251,9 @@ class FleetProcesses:
         self.orders.made += 1
 
     def _kill_suspended(self) -> None:
-        """Kill a coordinator or agent that has been suspended for long: it does no work, and a new one will."""
+        """Send SIGKILL to a coordinator or agent that has been suspended for ``times.stopped_s``; it is restarted
+        later.
+        """
         sessions = [session for session in (self.coordinator, *self.agents.values()) if session is not None]
         now_s, stopped = time.monotonic(), [session for session in sessions if session.is_suspended()]
         self.stopped_s = {session.pid: self.stopped_s.get(session.pid, now_s) for session in stopped}
@@ -262,9 +264,10 @@ class FleetProcesses:
     # --- the coordinator -----------------------------------------------------------------------
 
     def _look_after_coordinator(self) -> None:
-        """Start the coordinator if it is due.
+        """Start the coordinator if it is due. If it has ended, decide by its exit code.
 
-        If it has ended, decide by its exit code: over, superseded, hopeless, or start it again.
+        The run is over if it finished or failed. A superseded one leaves this node a member; in a local fleet that,
+        and one that cannot start, give the fleet up. Any other death schedules a restart.
         """
         if self.superseded:
             fleet_file = self.fleet_file()
@@ -299,7 +302,7 @@ class FleetProcesses:
             self._coordinator_died(fleet_file)
 
     def _coordinator_died(self, fleet_file: FleetFile | None) -> None:
-        """Schedule its restart, or give the fleet up after too many deaths without progress."""
+        """Schedule the coordinator's restart, or give the fleet up after too many deaths without progress."""
         pause_s = self.coordinator_restarts.after_death(_standing(fleet_file))
         if pause_s is None:
             self.over, self.gave_up = True, "coordinator"
@@ -307,7 +310,7 @@ class FleetProcesses:
             self.coordinator_due_s = time.monotonic() + pause_s
 
     def _start_coordinator(self) -> None:
-        """Start the coordinator; a failure counts as its death."""
+        """Start the coordinator; an ``OSError`` counts as its death."""
         self.stop_sent = 0, 0
         try:
             self.coordinator = self.launcher.coordinator()
@@ -322,11 +325,11 @@ class FleetProcesses:
         return None
 
     def _pass_on_stop(self) -> None:
-        """Pass the user's requests on to the coordinator: the first is to save and stop, a second to end at
-        once.
+        """Send the coordinator one more of the user's requests: SIGTERM to save and stop, then ``HURRY_SIGNAL`` to
+        end at once.
 
-        Not before it has written fleet.json. Until then the signal would kill it, and the file shows whether
-        the journal has the request.
+        Not before it has written fleet.json: until then the signal would kill it, and the file shows whether it has
+        a request already. If another node leads, send the request there.
         """
         if self.superseded:
             self._send_stop_to_successor()
@@ -344,7 +347,10 @@ class FleetProcesses:
         self.stop_sent = coordinator.pid, requests_sent
 
     def _send_stop_to_successor(self) -> None:
-        """Pass the user's requests on to the node that leads now, as ``phalanx fleet stop`` does."""
+        """Send one more of the user's requests to the node that leads now, as ``phalanx fleet stop`` does.
+
+        A failure is retried, with a notice now and then; after a second request this node ends alone.
+        """
         requests_sent, fleet_file = self.stop_sent[1], self.fleet_file()
         if requests_sent >= min(self.orders.made, 2) or fleet_file is None or fleet_file.over:
             return
@@ -375,7 +381,12 @@ class FleetProcesses:
     # --- the agents ----------------------------------------------------------------------------
 
     def _look_after_agents(self) -> None:
-        """Restart agents that have died and are due; end the run if none can be kept alive."""
+        """Note agents that have died, and restart those that are due; at once if the fleet waits for nodes or none
+        is left.
+
+        Nodes that were given back are dropped. In a local fleet, give up once every dead agent was given up and the
+        fleet waits.
+        """
         for name, agent in list(self.agents.items()):
             if agent.exit_code() is not None:
                 code = agent.end()
@@ -403,7 +414,7 @@ class FleetProcesses:
             self.over, self.gave_up = True, given_up[0]
 
     def _let_go(self, fleet_file: FleetFile | None) -> None:
-        """Drop the nodes that were given back: they are not restarted, unless more nodes are wanted later."""
+        """Forget the dead agents of nodes that were given back and ended by themselves: they are not restarted."""
         for member in fleet_file.members if fleet_file is not None else ():
             dead = self.dead.get(member.name)
             if member.role == GIVEN_BACK and dead is not None and dead.by_itself:
@@ -411,9 +422,9 @@ class FleetProcesses:
                 self.agent_restarts.pop(member.name, None)
 
     def _grow(self, fleet_file: FleetFile) -> None:
-        """Start nodes up to the operator's number: those that were given back first, then new ones.
+        """Start nodes up to the operator's expected number, under the lowest free names; each start is announced.
 
-        Does nothing once the run is over. Each start is announced.
+        A node that was given back has a free name. Does nothing once the run is over.
         """
         if fleet_file.over:
             return
@@ -427,7 +438,11 @@ class FleetProcesses:
             self._start_agent(name)
 
     def _agent_died(self, name: str, how: str, at_least_s: float = 0.0) -> None:
-        """Note an agent's death and when to restart it; given up after too many deaths without progress."""
+        """Record an agent's death, and when to restart it: after a pause of at least ``at_least_s``, usually
+        ``repair_s``.
+
+        Given up, and announced, after too many deaths without progress. ``how`` describes the death.
+        """
         self.agents.pop(name, None)
         restarts = self.agent_restarts.setdefault(name, self._new_restarts())
         pause_s = restarts.after_death(_standing(self.fleet_file()))
@@ -443,7 +458,7 @@ class FleetProcesses:
             self.dead[name] = _DeadAgent(how, now_s + pause_s, usually_s, at_least_s > 0)
 
     def _start_agent(self, name: str) -> None:
-        """Start a node's agent; a failure counts as its death."""
+        """Start a node's agent; an ``OSError`` counts as its death."""
         try:
             self.agents[name] = self.launcher.agent(name)
         except OSError as error:
@@ -452,9 +467,10 @@ class FleetProcesses:
             self.dead.pop(name, None)
 
     def _stop_if_stuck(self) -> None:
-        """Stop the run if it waits for nodes that only an operator can admit, and nobody has done so for a while.
+        """Request a stop if the run has waited for a while for nodes that only an operator can admit.
 
-        Also starts the nodes that an operator requested.
+        Also starts the nodes that an operator requested. Only for a local fleet, before any request to stop, now
+        and then.
         """
         now_s = time.monotonic()
         if self.fleet.lead is not None or self.orders.made or now_s < self.looked_s + _LOOK_S:
@@ -473,9 +489,8 @@ class FleetProcesses:
     # --- the end ---------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Wait briefly for the agents to exit, then kill every remaining process, workers included.
-
-        Reaps them. They get time only if the run is over.
+        """End every remaining process, workers included, and reap it. Agents get SIGTERM, and time if the run is
+        over; then SIGKILL.
         """
         fleet_file = self.fleet_file()
         agents_know = self.over and not self.gave_up and fleet_file is not None and fleet_file.over
@@ -493,7 +508,10 @@ def _standing(fleet_file: FleetFile | None) -> tuple[FleetPhase, int, int] | Non
 
 
 def no_way_on(fleet_file: FleetFile, agents: int) -> str:
-    """Return why a waiting fleet needs an operator's help; empty if it does not, or trains."""
+    """Return why a waiting or forming fleet needs an operator's help: all its nodes are spare or barred.
+
+    Empty if none is barred, one may still come, or the fleet trains. ``agents`` is their number.
+    """
     barred = [member for member in fleet_file.members if member.role in ("quarantined", "drained")]
     # A lost or warming node may be a spare in a moment; a node without an agent is restarted.
     settled = len(barred) + sum(member.role == "spare" for member in fleet_file.members) == agents

@@ -332,7 +332,11 @@ class Orders:
             self._changed.notify_all()
 
     def break_off(self) -> None:
-        """Abort the main thread's epoch whenever it has been parked. Runs in a thread for ever."""
+        """Call the session's ``abort``, now and again, whenever its epoch has been parked. Runs in a thread without
+        end.
+
+        Its exceptions are printed.
+        """
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._session is not None and self.over(self._session[0]))
@@ -348,7 +352,9 @@ class Orders:
     # --- the main thread ---
 
     def next_bind(self) -> JoinEpoch | None:
-        """Wait for the next epoch to be a rank in. Return ``None`` when the worker is to end."""
+        """Wait for an epoch to be a rank in that is not parked, and take the order. Return ``None`` when the worker
+        is to end.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._stop.made or self._pending() is not None)
             bind, self._bind = self._pending(), None

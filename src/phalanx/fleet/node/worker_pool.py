@@ -140,7 +140,9 @@ class WorkerProcess:
         on_message: Callable[[ToAgent], None],
         on_exit: Callable[[int, str], None],
     ) -> None:
-        """Pass on the worker's messages until its process has ended, then reap it and report its exit code and last words."""
+        """Pass on the worker's messages until its process has ended, then reap it, and call ``on_exit`` with its
+        exit code and the end of its log.
+        """
         reading = asyncio.create_task(self._read(frames, on_message))
         await self._child.wait_in_loop()
         await asyncio.wait((reading,), timeout=_LAST_READ_S)
@@ -151,7 +153,9 @@ class WorkerProcess:
         on_exit(code, await asyncio.to_thread(self._last_words))
 
     async def _read(self, frames: FrameStream, on_message: Callable[[ToAgent], None]) -> None:
-        """Pass on messages until the link ends; kill a worker that sends a malformed one."""
+        """Decode messages and call ``on_message`` until the link ends; after a malformed one, kill the worker and
+        return.
+        """
         try:
             while True:
                 on_message(TO_AGENT.decode(await frames.receive()))
@@ -239,6 +243,7 @@ class WorkerPool:
             self._on_exit(index, 1, f"it could not be started: {error}")
 
     def _command(self, index: int, segments: Iterable[int]) -> list[str]:
+        """Return a worker's command line, with the descriptors of its snapshot segments."""
         return [
             *self._args.worker_program,
             "--run-dir",

@@ -135,19 +135,16 @@ class NonFiniteStepError(RuntimeError):
 
 
 def last_audit(step: int, every: int) -> int:
-    """Return the last audited step before ``step``. A restored state has passed it, or an older one would
-    have been chosen.
+    """Return the last audited step before ``step``, with an audit every ``every`` steps; 0 if there is none.
 
-    Later steps are not proven good, in whichever epoch they were computed. Nor is ``step`` itself, whose
-    update is checked when the next one begins.
+    A restored state has passed it. ``step`` itself does not count: its update is checked when the next step begins.
     """
     return (step - 1) - (step - 1) % every if step > 0 else 0
 
 
 def _not_too_long(records: dict[int, bytes], ranks: int) -> dict[int, bytes]:
-    """Return as many records as one message to all of ``ranks`` may hold.
-
-    Ranks request the others when they need them.
+    """Return the first records that fit into one message to all of ``ranks``; ranks request the others when they
+    need them.
     """
     sent, remaining_bytes = dict[int, bytes](), min(_TOLD_BYTES, _TOLD_BY_ALL_BYTES // ranks)
     for rank, record in records.items():
@@ -197,9 +194,9 @@ class RankGuardian(Guardian):
         self.epoch, self.step, self.phase, self.since_s = -1, NO_STEP, "warm", time.monotonic()
 
     def enters(self, bind: link.JoinEpoch, hooks: Hooks, connections: Connections) -> None:
-        """Become a rank.
+        """Become the rank of ``bind``, whose token is used from now on, in phase "meeting".
 
-        ``hooks`` are called at its epoch's moments, ``connections`` are made before it joins.
+        ``hooks`` are called at its epoch's moments; ``connections`` are those made before it joins.
         """
         self._connections = connections
         self._token = bind.token or self._token
@@ -210,7 +207,9 @@ class RankGuardian(Guardian):
         self._at("meeting")
 
     def leaves(self) -> None:
-        """End the epoch for this worker."""
+        """End the epoch for this worker: release its data and straggler watch, call the hooks, and be in phase
+        "warm".
+        """
         self.epoch, self.step = -1, NO_STEP
         # Both reference the model and its optimizer; there may be no room for the next epoch's beside them.
         self._watch, self._data = None, None
@@ -220,8 +219,10 @@ class RankGuardian(Guardian):
     def restore(
         self, tiers: Sequence[KeepingTier], shards: Sequence[Shard], mesh: Mesh
     ) -> RestoredState | None:
-        """Fill ``shards`` from the source in the agent's order: snapshots in memory, or the newest checkpoint
-        on disk.
+        """Fill ``shards`` from the source in the agent's order: snapshots in memory, or the newest checkpoint on
+        disk.
+
+        Return None if there is nothing to restore. A collective. Raises as ``_restored`` does.
         """
         restored = self._restored(tiers, shards, mesh)
         self._began_at = 0 if restored is None else restored.step
@@ -230,10 +231,11 @@ class RankGuardian(Guardian):
     def _restored(
         self, tiers: Sequence[KeepingTier], shards: Sequence[Shard], mesh: Mesh
     ) -> RestoredState | None:
-        """Restore the state of this epoch: from memory if all ranks can and the epoch names a step, else, after several
-        failures, from the newest checkpoint.
+        """Restore the state of this epoch: from memory if the order names a step there, else from the newest
+        checkpoint.
 
-        A collective. Raises SnapshotsUnreadableError before that.
+        A collective, with the same outcome on all ranks. Raises ``SnapshotsUnreadableError`` if any rank cannot
+        read its snapshot; after ``_MOST_FAILURES`` in a row, uses the newest checkpoint up to that step instead.
         """
         set_group_timeouts(_GROUP_TIMEOUT_S)  # Only now: a shorter timeout applied to connecting.
         self._at("restoring")
@@ -265,10 +267,10 @@ class RankGuardian(Guardian):
     def _from_memory(
         self, bind: link.JoinEpoch, shards: Sequence[Shard]
     ) -> tuple[str, dict[str, object], int]:
-        """Fill ``shards`` from snapshots in memory.
+        """Fill ``shards`` from snapshots in own memory and on other nodes.
 
-        Returns the error ("" if there is none), the snapshot's ``extra``, and the bytes that came from other processes.
-        A collective if the records are shared.
+        Return the error ("" if there is none; it is not raised), the snapshot's ``extra``, and the bytes that came
+        from other processes. A collective if the holders are shared among ranks.
         """
         resume, records = bind.resume, dict[int, bytes]()
         holders = [SnapshotHolder(holder.rank, holder.address) for holder in resume.holders]
@@ -327,12 +329,10 @@ class RankGuardian(Guardian):
             data.give_up()
 
     def waiting_s(self) -> float:
-        """Return seconds for which this rank has waited for an object store, which has ``data.timeout_s`` to
-        answer; 0 if it does not wait.
+        """Return seconds for which this rank has waited for an object store; 0 if it does not wait.
 
-        After that time it counts as hanging rather than waiting, and 0 is returned too. A rank that computes
-        steps apart from the run waits too, until one takes longer than ``fleet.stall_s``. Called by the
-        heartbeat thread.
+        0 also after ``data.timeout_s`` and some overtime: then it hangs. Steps computed apart from the run count as
+        a short wait, until one takes longer than ``fleet.stall_s``. Called by the heartbeat thread.
         """
         data = self._data
         waited_s = 0.0 if data is None else data.waiting_s()
@@ -379,7 +379,10 @@ class RankGuardian(Guardian):
         return audit
 
     def begins(self, step: int, shards: Sequence[Shard], extra: dict[str, object]) -> None:
-        """Report that the rank has joined at ``step``, and take a first snapshot if the run takes any."""
+        """Report that the rank has joined at ``step``, and take a first snapshot if the run takes any.
+
+        Raises ``ParkedError`` if the epoch is over, as the later calls do.
+        """
         self._orders.check(self.epoch)
         self._send(link.JoinedEpoch(self.epoch, step))
         if self._every:
@@ -387,7 +390,7 @@ class RankGuardian(Guardian):
         self._progress(step)
 
     def computed(self) -> None:
-        """Note the end of a step's computation; on GPUs raise if this epoch was parked."""
+        """Note the end of a step's computation; on GPUs raise ``ParkedError`` if this epoch was parked."""
         if self._apart_s is not None:
             self._apart_s = time.monotonic()
         # On gloo an aborted collective raises an error. On a GPU its kernel just ends, and the memory it
@@ -401,7 +404,11 @@ class RankGuardian(Guardian):
             raise NonFiniteStepError(step, report)
 
     def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, object], report: StepReport) -> None:
-        """Report the end of ``step``, take a snapshot if one is due, and raise ParkedError if all ranks leave here."""
+        """Report the end of ``step``, and take a snapshot if one is due or all ranks leave here, unless the step is
+        unsafe.
+
+        Raises ``ParkedError`` if the epoch is over, or all ranks leave here by plan; then the snapshot is complete.
+        """
         self._orders.check(self.epoch)
         self._send(link.StepEnded(self.epoch, step))
         safe, leave = not report.flags.unsafe, report.flags.leave
@@ -455,7 +462,7 @@ class RankGuardian(Guardian):
         self._writer.fence()
 
     def _take(self, step: int, shards: Sequence[Shard], extra: dict[str, object]) -> None:
-        """Take a snapshot of ``step``."""
+        """Take a snapshot of ``step``; it is completed in the background."""
         self._at("snapshot")
         self._writer.take(step, shards, extra)
         self._hooks.at("snapshot")

@@ -114,7 +114,12 @@ class RankWorker:
     """One worker process."""
 
     def __init__(self, link: worker_link.WorkerEnd, args: WorkerArgs, stop: StopRequest) -> None:
-        """Read the run, choose the device, open the data and check the machine; raises RunDirectoryError for another run file."""
+        """Read the run, choose the device, open the data, check data and numerics of this machine, and load the
+        user's code.
+
+        Raises ``RunDirectoryError`` if the run file is not the one that the agent has read, and the errors of the
+        checks.
+        """
         self._link, self._args, self._stop = link, args, stop
         self._orders = worker_link.Orders(stop)
         self._directory = RunDirectory(args.run_dir)
@@ -162,9 +167,10 @@ class RankWorker:
             load_factory(self._spec.model.factory, self._spec.model.factory_sha256)
 
     def serve(self) -> None:
-        """Join the epochs that the agent orders, one after another, until it is ordered to end.
+        """Report Warm, then join the epochs that the agent orders, one after another, until it is ordered to end.
 
-        Starts the threads of orders and heartbeats. A device that fails its checks is reported, and ends the worker.
+        Starts the threads of orders, aborts and heartbeats. A device that fails its health checks is reported as
+        Unfit, and this returns.
         """
         _in_thread("orders", self._listen)
         _in_thread("break-off", self._orders.break_off)
@@ -182,14 +188,16 @@ class RankWorker:
             self._epoch(bind)
 
     def _listen(self) -> None:
-        """Receive orders; end the process if the agent's connection breaks."""
+        """Record orders until the link ends, then exit the process with ``EXIT_FAILED``: the agent has ended."""
         try:
             self._orders.listen(self._received)
         except WireError:
             os._exit(EXIT_FAILED)  # The agent has ended.
 
     def _received(self) -> worker_link.ToWorker:
-        """Receive the next order for the main thread. Requests that must work while it hangs are served here."""
+        """Return the next order. Requests for flight records are served here, in threads, since the main thread may
+        hang.
+        """
         while isinstance(message := self._link.receive(), worker_link.SendFlightRecord):
             # In its own thread: if the recorder hangs too, LeaveEpoch must still be received.
             _in_thread("flight record", partial(self._send_flight_record, message.epoch))
@@ -203,8 +211,9 @@ class RankWorker:
 
     @contextmanager
     def _waiting_for_data(self) -> Iterator[None]:
-        """Send heartbeats while datasets in object stores keep this worker from becoming warm: it does not
-        hang.
+        """Context that sends heartbeats while datasets in object stores are opened: this worker does not hang.
+
+        Only for ``data.timeout_s`` and some overtime, and only if some dataset is remote.
         """
         began_s, over = time.monotonic(), threading.Event()
 
@@ -242,7 +251,8 @@ class RankWorker:
     def _epoch(self, bind: worker_link.JoinEpoch) -> None:
         """Run one epoch, from rendezvous to leaving, and report how it ended.
 
-        Releases its process groups and memory afterwards. Ends the process if the device does not answer any more.
+        Unless the run was stopped, wait to be parked, release process groups and memory, and report LeftEpoch with
+        a new meeting point. Exits the process if the device does not answer any more.
         """
         self._connections = connections = Connections()
 
@@ -276,7 +286,11 @@ class RankWorker:
             self._link.send(worker_link.LeftEpoch(bind.epoch, self._fresh_meeting_point()))
 
     def _outcome(self, bind: worker_link.JoinEpoch) -> worker_link.ToAgent | None:
-        """Train, and return the message about the end of the epoch; ``None`` if it ended by order. Other errors are printed."""
+        """Train, and return the message about the end of the epoch, or ``None`` if none is due; no exception is
+        raised.
+
+        An error that breaks the epoch is also printed with its traceback.
+        """
         try:
             result = self._train(bind)
             return worker_link.TrainingFinished(
@@ -323,8 +337,10 @@ class RankWorker:
         )
 
     def _hooks(self) -> Hooks:
-        """Return the saboteur, once this worker has been given faults; without faults it is not even
-        imported.
+        """Return the saboteur, which also learns the new faults, or ``NoHooks`` if this worker was never given
+        faults.
+
+        Without faults it is not even imported.
         """
         faults = self._orders.faults()
         if faults and self._saboteur is None:
@@ -361,7 +377,8 @@ def outcome_of(
 ) -> worker_link.ToAgent | None:
     """Return the message about an error that ended ``epoch``, or ``None`` if it needs none.
 
-    ``over`` means that this worker was already ordered out of the epoch.
+    Corruption and non-finite steps are Doubted, a known error that a person must fix is RunFailed, any other is
+    EpochBroken. ``over``: this worker was already ordered out; then only Doubted is sent, and on a GPU nothing.
     """
     if over and on_gpu(device):
         # An aborted collective leaves arbitrary values in a GPU's memory, which must accuse nobody.
@@ -387,10 +404,10 @@ def outcome_of(
 
 
 def _check_machine(spec: RunSpec, directory: RunDirectory, warm: WarmState, node: str) -> None:
-    """Check that this machine has the run's data, and kernels that round like those of the other nodes.
+    """Check that this machine has the run's data, and (without ``mixed_machines``) kernels that round as on other
+    nodes.
 
-    The coordinator repairs a record that was damaged while the fleet runs within a moment. Raises the errors of both
-    checks.
+    A damaged record is read again for a moment, since the coordinator repairs it. Raises the errors of both checks.
     """
     until_s = time.monotonic() + _RECORD_MENDED_S
     while True:
@@ -407,10 +424,10 @@ def _check_machine(spec: RunSpec, directory: RunDirectory, warm: WarmState, node
 
 
 def _account(directory: RunDirectory, bind: worker_link.JoinEpoch) -> Ledger:
-    """Open the ledger of this epoch.
+    """Return the open ledger of this epoch, in the bucket of the rendezvous.
 
-    On rank 0, whose ledger becomes events, it begins where the last epoch's ledger ended. The time in between
-    is booked as fault undetected until the fault was detected, and as drain from then on.
+    On rank 0 after another epoch it begins at the last accounted event. The time since counts as reconfiguration if
+    that ended by plan; else as fault undetected until the fault was detected, then as drain.
     """
     now_ns = time.monotonic_ns()
     if bind.rank != 0 or bind.detected_unix_s == 0 or not directory.events.exists():
