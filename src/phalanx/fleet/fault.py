@@ -161,6 +161,7 @@ class Fault:
     """Seconds after which it is over; ``None``: it stays."""
 
     def __str__(self) -> str:
+        """Return the fault in the grammar of ``--fault``; a slow rank is slow "from step N", not at it."""
         lasting = f" for {_number(self.for_s)} s" if self.for_s is not None else ""
         when = str(self.when)
         if isinstance(self.action, Slow) and self.when.step is not None:
@@ -233,7 +234,10 @@ def _decimal(word: str) -> float | None:
 
 
 def parse_fault(text: str) -> Fault:
-    """Parse a fault. Raises ``FaultError`` with the column and the expected word."""
+    """Parse a fault: an action, then its moment ("at", "from"), phase ("in") and duration ("for") in any order.
+
+    Only the moment is required. Raises ``FaultError`` with the column and the expected word.
+    """
     words = _Words(text)
     action = _action(words)
     moment: When | None = None
@@ -318,7 +322,7 @@ def _link(words: _Words) -> tuple[int, int]:
 
 
 def _moment(words: _Words) -> When:
-    """Parse "step N" or a number of seconds, after "at"."""
+    """Parse, after "at", "step N" (from 1) or "T s"."""
 
     def step_or_time(word: str) -> float | None:
         return -1.0 if word == "step" else _decimal(word)
@@ -373,7 +377,10 @@ def random_faults(seed: int, count: int, fleet: FleetShape) -> tuple[Fault, ...]
 
 
 def _random_fault(draw: _Draw, fleet: FleetShape, step: int, *, may_lose_node: bool) -> Fault:
-    """Draw one fault at ``step``, in a random phase or none."""
+    """Draw one fault at ``step``, in a random phase or none: a kill, a freeze, or a link cut for 1 to 3 s.
+
+    Nodes are killed only if ``may_lose_node``, and links cut only with several nodes.
+    """
     phase = draw.one_of((None, *PHASES))
     kinds = ["worker", "rank", "stop", "coordinator"]
     if may_lose_node:
@@ -422,8 +429,8 @@ def fault_marker(run_dir: Path, number: int) -> Path:
 def read_faults(arguments: Iterable[str], fleet: FleetShape) -> tuple[Fault, ...]:
     """Parse all ``--fault`` arguments: a fault, ``random:SEED:COUNT``, or a file with one fault a line.
 
-    In files, empty lines and comments after ``#`` are ignored. Raises ``FaultError`` for a syntax error
-    (naming file and line), and ``ValueError`` if ``fleet`` lacks the target of a fault.
+    In files, empty lines and comments after ``#`` are ignored. Raises ``FaultError`` for a syntax error, and
+    ``ValueError`` if ``fleet`` lacks the target of a fault; both name file and line.
     """
     return tuple(fault for argument in arguments for fault in _read_argument(argument, fleet))
 

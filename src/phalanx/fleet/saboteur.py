@@ -66,7 +66,7 @@ class Saboteur:
     _parts: Sequence[nn.Module] = ()
 
     def learn(self, sentences: Iterable[str]) -> None:
-        """Add faults. They are numbered in the order of the arguments, the same on every worker."""
+        """Parse and add faults. They are numbered in the order of the arguments, the same on every worker."""
         first_number = len(self._faults)
         self._faults += [
             (first_number + n, faults.parse_fault(sentence)) for n, sentence in enumerate(sentences)
@@ -81,7 +81,8 @@ class Saboteur:
         self.witness, self._parts = Witness(), ()
 
     def assembled(self, built: Built, saver: AsyncSaver) -> None:
-        """Wrap the calls of a step at which faults may be due.
+        """Wrap the calls of a step at which faults may be due, the computation that is to be slow, and losses to be
+        spoiled.
 
         Attaches a witness if gradients are to be corrupted and no audit has one.
         """
@@ -115,7 +116,10 @@ class Saboteur:
                 self._commit(fault)
 
     def _due(self, fault: faults.Fault, phase: faults.FaultPhase | None) -> bool:
-        """Return True if the fault is due now, in ``phase`` (None: at the end of a step)."""
+        """Return True if the fault is due now, in ``phase`` (None: at the end of a step).
+
+        A fault with a time is due from then on, one with a step only in that step; in "recovery" also later.
+        """
         when = fault.when
         if when.phase != phase:
             return False
@@ -124,7 +128,10 @@ class Saboteur:
         return self.step >= when.step if phase == "recovery" else self.step == when.step
 
     def _concerns_me(self, fault: faults.Fault) -> bool:
-        """Return True if the fault's target is this worker, its rank or its node; rank 0 injects all others."""
+        """Return True if the fault's target is this worker, its rank or its node (either end of a link).
+
+        Others, to the coordinator and the disk, concern rank 0.
+        """
         match fault.action:
             case faults.Kill(target="worker", number=number):
                 return number == self.here.worker
@@ -144,7 +151,9 @@ class Saboteur:
                 return self.rank == 0
 
     def _first(self, number: int) -> bool:
-        """Return True if no worker has injected this fault yet, and mark it as injected."""
+        """Return True if no worker of the run has injected this fault yet, and mark it as injected by a file in the
+        run directory.
+        """
         with suppress(FileExistsError):
             marker = faults.fault_marker(self.here.run_dir, number)
             marker.parent.mkdir(exist_ok=True)
@@ -153,7 +162,12 @@ class Saboteur:
         return False
 
     def _commit(self, fault: faults.Fault) -> None:
-        """Inject the fault: print it, and kill, suspend, slow down, cut off or corrupt this process."""
+        """Print the fault and inject it: kill, suspend, slow or corrupt this process, cut its connections, or fill
+        its disk.
+
+        A coordinator and a node (this process group) are killed from here too. What lasts is undone after
+        ``for_s``.
+        """
         print(f"fault: {fault} (rank {self.rank}, step {self.step})", flush=True)
         match fault.action:
             case faults.Kill(target="coordinator"):
@@ -186,14 +200,14 @@ class Saboteur:
                 self._later(fault.for_s, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
 
     def _stop(self, for_s: float | None) -> None:
-        """Suspend this process; with ``for_s`` a shell resumes it."""
+        """Suspend this process by SIGSTOP; with ``for_s`` seconds, a shell resumes it then."""
         if for_s is not None:  # A stopped process cannot wake itself.
             wake = f"sleep {for_s}; kill -CONT {os.getpid()}"
             subprocess.Popen(["sh", "-c", wake], start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def _cut_off(self, for_s: float | None) -> None:
-        """Close the connections once, then repeatedly until ``for_s`` is over."""
+        """Close the connections now, and in a thread again and again for ``for_s`` seconds (None: only once)."""
         self.cut()
         until_s = time.monotonic() + (for_s or 0.0)
 
@@ -210,8 +224,9 @@ class Saboteur:
             threading.Timer(after_s, act).start()
 
     def _spoil_losses(self, built: Built) -> None:
-        """Replace the runner's ``gradients`` by one that makes the loss of a slot NaN, once, when a fault is due; not
-        of a slot that an audit recomputes.
+        """Wrap the runner's ``gradients``: when a fault is due, the loss of one counted slot becomes NaN, once.
+
+        Slots that an audit recomputes are left out.
         """
         gradients = built.runner.gradients
 

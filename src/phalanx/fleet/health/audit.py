@@ -137,10 +137,10 @@ def _draw(seed: int, step: int, purpose: str) -> int:
 
 
 def judge(votes: Sequence[Vote]) -> Judgment:
-    """Find the wrong voters by majority.
+    """Find the wrong voters by majority, and the places at which their sums differ.
 
-    A voter may vote several times; one that contradicts itself is wrong, and its votes do not count. If no majority is
-    at least two, all voters are named, and the judgment is unsure.
+    A voter that contradicts itself is wrong, and its votes do not count. Unless all others agree or a majority of
+    at least two does, all voters are named, without places, and the judgment is unsure.
     """
     answers: dict[int, set[Sums]] = {}
     for vote in votes:
@@ -185,17 +185,11 @@ def slot_verdict(
     *,
     whole_teams: bool = False,
 ) -> AuditVerdict | None:
-    """Return the verdict on all audited slots; ``None`` if all votes agree.
+    """Return the verdict on all audited slots, with ``good_step`` to return to; ``None`` if all votes agree.
 
-    Args:
-        votes: The teams' votes, by the slots that were voted on.
-        good_step: The last step whose audit passed; 0 if none has.
-        whole_teams: True if gradients were added over a team's ranks before their checksums were taken, as
-            with context tiles. A rank's error may then show only at another rank, so every rank of a wrong
-            team is named.
-
-    A rank's error spreads to the ranks that compute the slot with it, so all ranks of a team whose checksums
-    differ are named; if only one differs, it alone is.
+    ``votes`` are the teams' by the slots voted on. Named are the ranks at differing places of wrong teams; with
+    ``whole_teams``, or an unsure judgment, all of a team. An unsure mismatch is explained by a team proven wrong
+    elsewhere.
     """
     judged = {slots: judge(cast) for slots, cast in votes.items()}
     proven = {team for judgment in judged.values() if judgment.sure for team in judgment.wrong}
@@ -220,9 +214,7 @@ def open_cases(votes: Mapping[tuple[int, ...], Sequence[Vote]]) -> tuple[tuple[i
 
 
 def equal_holders(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of ranks that hold the same parameters, whose checksums must be equal; none without
-    replicas.
-    """
+    """Return the groups of ranks that hold the same parameters (one of each replica); empty without replicas."""
     if layout.replicate == 1:
         return ()
     inner = layout.shard * layout.model_ranks
@@ -234,9 +226,9 @@ def equal_holders(layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 def parameter_verdict(layout: Layout, sums: Mapping[int, int], good_step: int) -> AuditVerdict | None:
-    """Return the verdict on the parameters' checksums, by rank; ``None`` if replicas agree.
+    """Return the verdict on the parameters' checksums, by rank, with ``good_step``; ``None`` if replicas agree.
 
-    Ranks without one are left out.
+    Ranks without a checksum do not vote. It is sure only if every group's judgment is.
     """
     judged = [
         judge([Vote(rank, (sums[rank],)) for rank in group if rank in sums])

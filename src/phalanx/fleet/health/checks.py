@@ -77,7 +77,7 @@ def rated(check: str, text: str, measures: dict[str, float], rate: float, lowest
 
 
 def guarded(check: str, run: Callable[[], CheckResult]) -> CheckResult:
-    """Run a check. A system error in it (no space, no device, out of memory) becomes a bad result."""
+    """Run a check. An ``OSError``, ``RuntimeError`` or ``MemoryError`` in it becomes a bad result named ``check``."""
     try:
         return run()
     except (OSError, RuntimeError, MemoryError) as error:
@@ -87,10 +87,9 @@ def guarded(check: str, run: Callable[[], CheckResult]) -> CheckResult:
 def matrix_product(
     device: str, products: int = 8, limits: HealthLimits = ANY_RATE, seed: int = 0
 ) -> CheckResult:
-    """Run ``exact_products`` on ``device``, then measure the rate in bf16 on a GPU and fp32 otherwise, and compare it
-    with ``limits``.
+    """Check exact products on ``device``, then measure the matmul rate: bf16 on a GPU, else fp32.
 
-    Return the first result that is not good.
+    Return the failed check, or a result that is slow if the rate is below ``limits.matmul_flops`` (FLOP/s).
     """
     import torch
 
@@ -106,9 +105,10 @@ def matrix_product(
 
 
 def exact_products(device: str, products: int, seed: int = 0) -> CheckResult:
-    """Multiply random matrices of small integers on ``device`` and check every element.
+    """Multiply random integer matrices on ``device``, in each dtype in turn, and check every row by an fp64
+    product.
 
-    Returns bad at the first product with wrong rows, else good.
+    Return bad, with the number of wrong rows, at the first wrong product; else good.
     """
     import torch
 
@@ -213,7 +213,8 @@ def probe_link(
 ) -> CheckResult:
     """Send ``nbytes`` to a ``serve_link`` at ``address`` and check that they return unchanged.
 
-    Bad if the bytes differ, slow below the limit; measures round trip and rate. Raises ``OSError`` if the link breaks.
+    Bad if the bytes differ, slow below the limit. Measures the shortest of 20 round trips, and bytes a second one
+    way. Raises ``OSError`` if the link breaks or ``timeout_s`` passes without data.
     """
     with socket.create_connection(address, timeout_s) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -241,9 +242,10 @@ def _round_trip_s(connection: socket.socket) -> float:
 
 
 def _there_and_back(connection: socket.socket, nbytes: int) -> tuple[bytes, bytes]:
-    """Send ``nbytes`` of random data while receiving; return the digests of the sent and of the returned bytes.
+    """Send ``nbytes`` of random data in a thread while receiving; return the digests of the sent and of the
+    returned bytes.
 
-    Raises ConnectionError if the link breaks.
+    Raises ``ConnectionError`` if the other side closes early.
     """
     block = os.urandom(1 << 20)
     sent, received = hashlib.blake2b(), hashlib.blake2b()
@@ -268,7 +270,7 @@ def _there_and_back(connection: socket.socket, nbytes: int) -> tuple[bytes, byte
 
 
 def loopback(nbytes: int = LINK_BYTES, limits: HealthLimits = ANY_RATE) -> CheckResult:
-    """Check the network stack of this machine over the loopback interface. Starts a server thread for one probe."""
+    """Check the network stack of this machine by ``probe_link`` over 127.0.0.1; a thread of this process answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = threading.Thread(target=serve_link, args=(listener,), daemon=True)
         server.start()

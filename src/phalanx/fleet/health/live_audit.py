@@ -98,9 +98,10 @@ class LiveAudit:
             self._checked = self._extra(self._plan)
 
     def _compare_parameters(self) -> None:
-        """Compare checksums of the parameters with the other replicas; raises ``CorruptionFoundError`` if they differ.
+        """Compare checksums of the parameters with the other replicas; raise ``CorruptionFoundError`` if they
+        differ.
 
-        A collective. Equal ones confirm the last audited step.
+        A collective, except without replicas. Otherwise ``good_step`` becomes the last step whose slots were right.
         """
         layout = self.model.mesh.layout
         if equal_holders(layout):
@@ -126,10 +127,11 @@ class LiveAudit:
             raise CorruptionFoundError(verdict)
 
     def verdict(self, step: int) -> AuditVerdict | None:
-        """Compare checksums with all ranks. Return ``None`` if the audit passes. A collective call, with the
-        same result everywhere.
+        """Compare the checksums of step ``step`` with all ranks. Return ``None`` if the audit passes or the step is
+        not audited.
 
-        A verdict discards the step's gradients: the step must not be applied.
+        A collective call, with the same result everywhere. Disputed slots are computed by further teams; the step's
+        gradients are then discarded and must not be applied.
         """
         if not self._plan:
             return None
@@ -147,9 +149,9 @@ class LiveAudit:
         return outcome
 
     def _call_witnesses(self, step: int, votes: Votes) -> None:
-        """Let further teams compute the disputed slots, a turn at a time, and add their votes to ``votes``.
+        """Let further teams compute the disputed slots, one team a turn, and add their votes to ``votes``.
 
-        A collective. Ends when none is disputed, or after ``MOST_TURNS``.
+        A collective. Ends when no slot is disputed, or after ``MOST_TURNS``.
         """
         for turn in range(1, 1 + MOST_TURNS):
             disputed = open_cases(votes)
@@ -162,7 +164,10 @@ class LiveAudit:
                     votes[check.slots].append(self._vote(check.checker, sums))
 
     def _extra(self, plan: tuple[Check, ...]) -> int:
-        """Compute this rank's slot of an extra round and return its checksum."""
+        """Compute this rank's slot of an extra round by ``plan``, and return its checksum.
+
+        A team that checks nothing computes some slot too, since gathering weights is a collective.
+        """
         mesh, deal = self.model.mesh, self.deal
         by_checker = {check.checker: check.slots for check in plan}
         first = mesh.replica * (deal.shard_ranks // deal.team)

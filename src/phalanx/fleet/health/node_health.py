@@ -71,7 +71,7 @@ class Xid:
 
 
 def xids(log: str) -> tuple[Xid, ...]:
-    """Return the Xid errors in a kernel log."""
+    """Return the NVIDIA Xid errors (PCI bus, number) in the text of a kernel log, in its order."""
     return tuple(
         Xid(match[1], int(match[2]))
         for match in re.finditer(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): ([0-9]+)", log)
@@ -81,8 +81,10 @@ def xids(log: str) -> tuple[Xid, ...]:
 def judge_gpu(
     reading: GpuReading, errors: Sequence[Xid], limits: machine_checks.HealthLimits = machine_checks.ANY_RATE
 ) -> machine_checks.CheckResult:
-    """Judge a GPU by its report and the kernel's log: bad for uncorrected or unrepaired memory and fatal Xids, slow if
-    it throttles or is too hot.
+    """Judge a GPU by its report and the kernel's log.
+
+    Bad for uncorrected memory errors, memory rows that wait for or failed replacement, and fatal Xids of its bus.
+    Slow if it throttles or reaches the limit of temperature, by ``limits`` or else its own. Rates are not judged.
     """
     limit_c = limits.temperature_c or reading.limit_c
     throttled = reasons_in_words(reading.throttle_reasons)
@@ -110,7 +112,7 @@ def judge_gpu(
 
 
 def same_bus(left: str, right: str) -> bool:
-    """Return True if two PCI addresses name the same device.
+    """Return True if two PCI addresses have the same bus and device; case, domain and function are ignored.
 
     NVML writes the domain with eight digits, the kernel with four and without the function.
     """
@@ -119,9 +121,10 @@ def same_bus(left: str, right: str) -> bool:
 
 
 def gpus(limits: machine_checks.HealthLimits = machine_checks.ANY_RATE) -> list[machine_checks.CheckResult]:
-    """Check all GPUs of this machine; one result "not checked" if there are none or NVML is missing.
+    """Check all GPUs of this machine: one result a GPU, empty if NVML counts none.
 
-    Bad if a GPU does not answer NVML.
+    One result "not checked" if the NVML package is not installed or does not start, and one result "bad" if a GPU
+    does not answer.
     """
     try:
         pynvml: Any = importlib.import_module("pynvml")  # Optional: only machines with GPUs need it.
@@ -172,7 +175,7 @@ def read_gpu(nvml: Any, number: int) -> GpuReading:
 
 
 def kernel_log() -> str:
-    """Return the kernel's messages in its buffer; empty if this user may not read them."""
+    """Return the kernel's messages in its ring buffer, without waiting; empty if this user may not read them."""
     lines: list[bytes] = []
     try:
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
@@ -194,7 +197,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def of_node() -> list[machine_checks.CheckResult]:
-    """Check the hardware that the workers of a node share. Needs no PyTorch."""
+    """Check what the workers of a node share: disk of the temporary folder, loopback and GPUs. Needs no PyTorch."""
     return [
         machine_checks.guarded("disk", _disk),
         machine_checks.guarded("link", lambda: machine_checks.loopback(_LINK_BYTES)),
@@ -203,7 +206,7 @@ def of_node() -> list[machine_checks.CheckResult]:
 
 
 def of_device(device: str) -> list[machine_checks.CheckResult]:
-    """Check one worker's accelerator, in that worker."""
+    """Check one worker's accelerator, in that worker: exact matrix products and memory. Needs PyTorch."""
     return [
         machine_checks.guarded("matrix product", lambda: machine_checks.exact_products(device, _PRODUCTS)),
         machine_checks.guarded("memory", lambda: machine_checks.memory(device, _MEMORY_BYTES)),
@@ -218,7 +221,7 @@ def complaints(results: Sequence[machine_checks.CheckResult]) -> str:
 
 
 def _disk() -> machine_checks.CheckResult:
-    """Check the disk of the temporary folder; "not checked" if it is full."""
+    """Check the disk of the temporary folder; "not checked" if it is full. Raises any other ``OSError``."""
     try:
         return machine_checks.disk(Path(tempfile.gettempdir()), _DISK_BYTES)
     except OSError as error:
@@ -246,10 +249,11 @@ class HealthWatch:
         self._suspicion.set()
 
     async def run(self) -> None:
-        """Run the requested checks, until cancelled.
+        """Run the node's checks after each ``suspect()``, until cancelled; pass their complaints, or "", to
+        ``on_checked``.
 
-        Each passes its complaints to ``on_checked``, and repeats after a pause while there are any. Complaints are
-        logged. A request during the checks makes them start again.
+        With complaints, log them and repeat after a pause. A request during the checks starts them again without a
+        result.
         """
         while True:
             await self._suspicion.wait()

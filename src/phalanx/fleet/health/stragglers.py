@@ -87,13 +87,11 @@ def judge_window(
     roles: Sequence[Hashable],
     rule: StragglerRule,
 ) -> tuple[History, tuple[Straggler, ...]]:
-    """Add one window to the history and name the stragglers, the slowest first.
+    """Return the history with one window added, and the stragglers, the slowest first.
 
-    Args:
-        times_s: By rank, its median computing time in the window, which one outlier does not move. A rank
-            that did not report is left out, not accused.
-        roles: By rank, its kind of work; only ranks of one role are compared. A role with one rank accuses
-            nobody.
+    ``times_s`` is by rank its median computing time; a rank without one is not accused, and leaves the history.
+    ``roles`` is by rank its kind of work: only ranks of one role are compared. A straggler stands out now, and in
+    ``rule.needed`` of the last ``rule.windows``.
     """
     peers: dict[Hashable, dict[int, float]] = {}
     for rank, time_s in times_s.items():
@@ -129,7 +127,7 @@ def lateness(
 def _outstanding(
     times_s: Mapping[int, float], rule: StragglerRule
 ) -> Iterator[tuple[int, tuple[float, float]]]:
-    """Return the ranks that stand out from their peers, each with (slowdown, deviations)."""
+    """Yield (rank, (slowdown, deviations)) of the ranks that exceed both limits of ``rule``. All have the same work."""
     ranks = list(times_s)
     slowdown, deviations = lateness(np.fromiter(times_s.values(), np.float64, len(ranks)), rule)
     for place in np.flatnonzero((slowdown >= rule.slowdown) & (deviations >= rule.deviations)):
@@ -154,9 +152,10 @@ class StragglerWatch:
         self._times_s: list[NDArray[np.float32]] = []
 
     def look(self, frame: RankFrame) -> tuple[Straggler, ...]:
-        """Add the ranks' measurements.
+        """Add the ranks' computing times of one step. At the end of a window return the stragglers, the same on all
+        ranks.
 
-        At the end of a window return the stragglers, the same on all ranks; empty otherwise, or if no window is set.
+        Empty within a window, or if none is set. A rank without slots is left out.
         """
         if not self._window_steps:
             return ()
