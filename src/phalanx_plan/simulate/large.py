@@ -84,7 +84,7 @@ class Scenario:
         return tuple(f"{level}{node // size}" for level, size in zip(LEVELS, sizes, strict=True))
 
     def spread_spares(self) -> Iterator[int]:
-        """Return the initial spares if they are placed all over the fleet."""
+        """Yield the numbers of the initial spares: groups of ``spares_together`` at equal distances over the fleet; none if that is 0."""
         together = self.spares_together
         pieces = self.spares // together if together else 0
         places = (self.nodes + self.spares) // max(together, 1)
@@ -158,9 +158,9 @@ class LargeFleet:
     # --- events to the core
 
     def receive(self, event: m.CoreEvent) -> None:
-        """Pass one event to the core, and simulate the effects of its decision.
+        """Pass one event to the core, and simulate the effects of its decision: a new phase, and the next tick.
 
-        Checks the invariants now and then. Raises BrokenInvariant.
+        Checks the invariants every ``CHECK_EVERY`` events. Raises BrokenInvariant.
         """
         self._count_nodes()
         before, planned = mark(self.state), self.state.planned
@@ -177,7 +177,8 @@ class LargeFleet:
     def _turn(self) -> None:
         """Simulate the phase that the fleet has entered: account its time, and plan its end.
 
-        Raises BrokenInvariant for a failed fleet.
+        A planned stop waits for the step boundary. Counts sources of restores and the fewest spares. Raises
+        BrokenInvariant for a failed fleet.
         """
         state, now_ns = self.state, to_ns(self.clock.now_s)
         if state.phase is FleetPhase.PARKING and state.planned and self.account.bucket == USEFUL:
@@ -213,7 +214,10 @@ class LargeFleet:
         return act
 
     def _run(self) -> None:
-        """Begin to train: account useful time, and end the recovery. Raises BrokenInvariant if a member is down."""
+        """Begin to train: account useful time, and end the recovery that a fault began.
+
+        Raises BrokenInvariant if a member is down or cold.
+        """
         dead = [name for name in self.unnoticed | self.cold if self.state.nodes[name].seat != NO_SEAT]
         if dead:
             raise BrokenInvariant(f"epoch {self.state.epoch} runs with the dead: {dead}")
@@ -226,10 +230,10 @@ class LargeFleet:
             self.fault_s = None
 
     def _halt(self, bucket: str) -> None:
-        """Stop training: divide its time since the epoch began into complete steps and the interrupted one.
+        """Stop training: divide its time since the epoch began into new steps, recomputed steps and the interrupted
+        one.
 
-        Account the time until now, and that of steps done before as recomputed; time continues in ``bucket``. Does
-        nothing unless training.
+        Time continues in ``bucket``. Does nothing unless training.
         """
         if self.account.bucket != USEFUL:
             return
@@ -252,7 +256,9 @@ class LargeFleet:
             self.clock.after(self.scenario.park_s, self._if_still(self._all_parked))
 
     def _all_parked(self) -> None:
-        """Report what disk holds, and that all members are parked, with the snapshots that they have."""
+        """Report the two newest checkpoints on disk, then the members as parked with the last two steps' snapshots;
+        lost ones are absent.
+        """
         every = max(1, round(self.scenario.save_every_s / self.scenario.step_s))
         newest = self.reached // every * every
         self.receive(m.DiskHolds(tuple(range(max(every, newest - every), newest + 1, every))))
@@ -293,7 +299,7 @@ class LargeFleet:
             self.receive(m.Rollcall("bound", epoch, absent=self._down_of(self.state.awaiting)))
 
     def _plan_tick(self) -> None:
-        """Plan a tick for the core's next deadline, if anything is waited for and none is planned before."""
+        """Plan a tick for the core's next deadline if nodes are suspect or lost, or the fleet can grow, and none is planned before."""
         state = self.state
         growing = state.phase is FleetPhase.RUNNING and can_grow(state)
         if state.suspects or self.unnoticed or growing:
@@ -310,7 +316,7 @@ class LargeFleet:
             self.receive(m.Tick())
 
     def _all_well(self) -> None:
-        """Report heartbeats of all nodes but the unnoticed lost ones, with the current step."""
+        """Report heartbeats of all nodes but the unnoticed lost ones, with the step that training has reached by now."""
         step = self.reached
         if self.account.bucket == USEFUL:
             running_ns = to_ns(self.clock.now_s) - self.account.since_ns
@@ -344,7 +350,11 @@ class LargeFleet:
         self._next_incident()
 
     def _strike(self, cause: Cause, name: str) -> None:
-        """Simulate a failure: of a result, a worker, a node, or of all nodes of a rack or a switch together. Counts it."""
+        """Simulate a failure and count it: of a result, a worker, a node, or of all nodes of a rack or a switch
+        together.
+
+        Nodes come back after a random repair time, and are lost silently with the chance ``SILENT``.
+        """
         self.failures[cause.name] += 1
         self.of_members += self.state.nodes[name].seat != NO_SEAT
         if cause.scope is FailureScope.RESULT:
@@ -364,7 +374,7 @@ class LargeFleet:
                     self._lose_node(str(index), back_s, silent)
 
     def _stop_if_member(self, name: str) -> bool:
-        """Stop training if a node holds ranks, and return whether it does; recovery time counts from the first fault."""
+        """Stop training if a node holds ranks; return whether it does. The time of a recovery counts from its first fault."""
         member = self.state.nodes[name].seat != NO_SEAT
         if member and self.fault_s is None:
             self.fault_s = self.clock.now_s
@@ -399,7 +409,9 @@ class LargeFleet:
             self.receive(m.Ready(name, incarnation, self._points(name)))
 
     def _lose_node(self, name: str, back_s: float, silent: bool) -> None:
-        """Lose a node until ``back_s`` seconds later; unless ``silent``, its connection and a peer report it."""
+        """Lose a node until ``back_s`` seconds later; unless ``silent``, its broken connection is reported, and by a
+        peer if it holds ranks.
+        """
         member, disconnected = self._stop_if_member(name), m.Disconnected(name, self.incarnation[name])
         self.down.add(name)
         self.unnoticed.add(name)
@@ -429,7 +441,11 @@ class LargeFleet:
         self.receive(self._joined(name))
 
     def _compute_wrongly(self, name: str) -> None:
-        """Let the next audit report a node as corrupt, and admit it a day later. Does nothing if it does not train."""
+        """Let the next audit report a node as corrupt, with the last audited step as trusted, and admit it a day
+        later.
+
+        Does nothing if it does not train.
+        """
         audit_s = self.scenario.audit_every_s
         since_s = self.clock.now_s % audit_s
         if self.account.bucket != USEFUL or self.state.nodes[name].seat == NO_SEAT:
@@ -450,6 +466,7 @@ class LargeFleet:
         return tuple(f"{name}:{worker}" for worker in range(WORKERS))
 
     def _joined(self, name: str) -> m.Joined:
+        """Return a node's report that it joins, with its domain, and as a spare if it started as one."""
         return m.Joined(
             name,
             self.incarnation[name],
@@ -464,7 +481,10 @@ class LargeFleet:
     # --- the run
 
     def run(self, on_progress: OnProgress) -> FleetReport:
-        """Simulate the complete scenario. Raises BrokenInvariant. ``on_progress`` is called with the simulated and all days."""
+        """Simulate the complete scenario and return its report. Raises BrokenInvariant.
+
+        ``on_progress`` is called with (simulated days, all days) after each of ``_PARTS`` parts.
+        """
         for name in list(self.incarnation):
             self.receive(self._joined(name))
         self._next_incident()
@@ -479,7 +499,7 @@ class LargeFleet:
         return self._report(end_s)
 
     def _report(self, end_s: float) -> FleetReport:
-        """Return the report. Raises BrokenInvariant if times or steps do not add up."""
+        """Return the report: counts, goodput, and seconds by bucket. Raises BrokenInvariant if times or steps do not add up."""
         totals_ns, state = self.account.totals_ns, self.state
         if sum(totals_ns.values()) != to_ns(end_s) or sum(self.node_ns.values()) != self.total * to_ns(end_s):
             raise BrokenInvariant(f"{totals_ns} and {self.node_ns} do not add up to {end_s} s")
@@ -512,7 +532,8 @@ def simulate(
 ) -> FleetReport:
     """Simulate the fleet of a scenario. Raises BrokenInvariant, with the command that reproduces it.
 
-    ``on_progress`` is called now and then with the simulated days and all days. ``step_cost`` prices the seats of units.
+    ``on_progress`` is called now and then with (simulated days, all days). ``step_cost`` prices the seats of units;
+    None prices nothing.
     """
     fleet = LargeFleet(scenario, step_cost)
     try:

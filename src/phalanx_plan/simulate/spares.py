@@ -67,7 +67,9 @@ class Seating:
         return [sum(depth <= level for depth in self.depths) for level in range(self.levels)]
 
     def advance(self, now_s: float) -> None:
-        """Add the time from the last change until ``now_s`` to the time sums of step cost, traffic and torn units."""
+        """Add the time from the last change until ``now_s`` to the time sums of step cost, traffic and torn units;
+        none before seats are set.
+        """
         passed_s, self.since_s = now_s - self.since_s, now_s
         if self.seats:
             self.elapsed_s += passed_s
@@ -84,7 +86,7 @@ class Seating:
     def record_seats(self, now_s: float, seats: Sequence[str]) -> None:
         """Record the node in each seat from ``now_s`` on; count replacements, and the domains that they stay in.
 
-        Changed seats are priced anew.
+        Changed seats get new units and, with a ``step_cost``, a new price.
         """
         self.advance(now_s)
         for old, new in zip(self.seats, seats, strict=False):
@@ -104,7 +106,7 @@ class Seating:
             self.use = self.step_cost(self.seats)
 
     def result(self) -> SeatsKept:
-        """Return the averages until now."""
+        """Return the averages over time until the last ``advance``, and the shares of replacements that stay in each level's domain."""
         time_s, replaced = max(self.elapsed_s, 1e-9), max(self.replaced, 1)
         return SeatsKept(
             replaced=self.replaced,
@@ -133,9 +135,7 @@ class SpareStudy:
         self.drawn.record_seats(now_s, self._any_spares(seats, spares))
 
     def _any_spares(self, seats: Sequence[str], spares: set[str]) -> list[str]:
-        """Return the other fleet's seats, as many as ``seats``: present nodes keep theirs, any free node takes a vacant
-        one. Random draws advance ``self.random``.
-        """
+        """Return the compared fleet's seats, as many as ``seats``: living nodes keep theirs, random free nodes take vacant ones."""
         usable = spares.union(seats)
         before = self.drawn.seats or list(seats)
         kept = [name if name in usable else "" for name in before[: len(seats)]]

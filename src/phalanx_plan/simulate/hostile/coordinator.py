@@ -107,7 +107,8 @@ class SimulatedCoordinator:
         """Committed steps that the core has received."""
 
     def start(self) -> None:
-        """Restart on the same machine: replay the journal, and send ``Restarted`` to the core.
+        """Restart on the same machine: replay the journal, and send ``Restarted`` to the core; the run's first start
+        sends none.
 
         Does nothing if it is up, superseded, or its machine is lost. Raises BrokenInvariant if the replay differs.
         """
@@ -121,9 +122,9 @@ class SimulatedCoordinator:
         self._lead(anew=not self.events and self.claim.reign == 1)
 
     def come_back(self) -> None:
-        """Restart after the loss of the machine, with the surviving lines of the journal.
+        """Restart after the loss of the machine, from the state that the surviving lines of the journal give.
 
-        Does nothing more if another head has taken over.
+        If another head has taken over, it only stops counting as lost.
         """
         self.machine_lost = False
         if self._is_superseded():
@@ -174,7 +175,7 @@ class SimulatedCoordinator:
             self.receive(event)
 
     def receive(self, event: m.CoreEvent) -> None:
-        """Pass an event to the core, after changes on disk.
+        """Pass an event to the core, after an event for changed checkpoints on disk.
 
         Keeps it for later while the process is stopped; drops it if it is down.
         """
@@ -191,7 +192,8 @@ class SimulatedCoordinator:
     def _decide(self, event: m.CoreEvent) -> None:
         """Append an event to the journal, take the core's step, check all invariants, and send its commands.
 
-        Sends nothing if a claim is due and fails.
+        Deletes condemned checkpoints first. Deletes and sends nothing if a claim is due and fails. Raises
+        BrokenInvariant.
         """
         before, doubt, now_s = mark(self.state), self.state.doubt, self.clock.now_s
         seats = len(self.state.seats)
@@ -208,7 +210,10 @@ class SimulatedCoordinator:
             self.world.to_node(self, name, command)
 
     def _claims(self) -> bool:
-        """Renew the claim; return False if nothing may be sent, after a crash or a succession."""
+        """Renew the claim; return False if nothing may be sent, after a crash or a succession.
+
+        ``falls`` crashes it before or after the claim is recorded. A claim for a new epoch begins that epoch.
+        """
         falls = self.falls
         if falls == "before":
             self.crash()
@@ -235,7 +240,10 @@ class SimulatedCoordinator:
             self.world.check_source(self.state)
 
     def _tick(self, life: int) -> None:
-        """Send a tick to the core, and plan the next one. Crash if superseded; stop if it has restarted since ``life``."""
+        """Send a tick to the core, and plan the next at its deadline, after a second at most.
+
+        Crashes if superseded; ends these ticks if it has restarted since ``life``; sends none while stopped.
+        """
         if self.life != life:
             return
         if not self.stopped:
@@ -311,7 +319,7 @@ class Heads:
                 head.come_back()
 
     def make_peace(self) -> None:
-        """End all faults of heads, and start the newest one. If no node can succeed the lost head, restart it."""
+        """End all faults of heads, and start the newest one. If its machine is lost and no node can succeed it, restart it."""
         for head in self.heads:
             head.falls = ""
             head.resume()
@@ -366,7 +374,7 @@ class Heads:
             self._succeed(claim, successor)
 
     def _succeed(self, before: Claim, claim: Claim) -> None:
-        """Let the head with ``claim`` take over from the one of ``before``."""
+        """Let the head with ``claim`` take over from the one of ``before``, with the lines of its journal that survive. Counts it."""
         self.successions += 1
         lines, world = self.surviving_lines(self.heads[before.reign - 1].journal), self.world
         state = succession.inherited(before, lines, _START, world.clock.now_s, self.step)
@@ -374,7 +382,7 @@ class Heads:
         self.newest.start()
 
     def surviving_lines(self, journal: Sequence[bytes]) -> list[bytes]:
-        """Return the lines of a journal that survive the loss of its machine: mostly all, else a first part, or none."""
+        """Draw the lines of a journal that survive the loss of its machine: all (50 %), none (10 %), or a first part."""
         chance = self.random.random()
         if chance < 0.5:
             return list(journal)

@@ -76,7 +76,7 @@ class SimulatedNode:
     # --- faults
 
     def start(self) -> None:
-        """Boot the machine: its agent has no snapshots, and its workers are cold.
+        """Boot the machine with cold workers and without snapshots or a head.
 
         It joins the fleet and begins to send heartbeats. Does nothing if it is up.
         """
@@ -107,7 +107,10 @@ class SimulatedNode:
             self._forget()
 
     def kill_worker(self) -> None:
-        """Kill a worker; the agent notices at once. It reports the exit and warms up again. Does nothing if no worker is warm."""
+        """Kill a worker; the agent reports the exit at once and warms it up again. Its epoch then counts as maimed.
+
+        Does nothing if no worker is warm.
+        """
         if self.up and self.warm:
             self.warm, epoch = False, self.epoch
             self.maimed = epoch != m.NO_EPOCH
@@ -115,14 +118,17 @@ class SimulatedNode:
             self._warm_up()
 
     def hang(self, noticed: bool) -> None:
-        """Hang the workers; the agent kills one if ``noticed``, else they still respond to it. Only nodes that train hang."""
+        """Hang the workers; the agent kills one after a second if ``noticed``, else they still respond to it.
+
+        Does nothing in no epoch, or after a worker was killed in it.
+        """
         if self.up and self.epoch != m.NO_EPOCH and not self.maimed:
             self.hung = True
             if noticed:
                 self._later(1.0, self._kill_hung)
 
     def _kill_hung(self) -> None:
-        """Kill the hung worker, report it, and warm up again."""
+        """Kill the hung worker, report it, and warm up again. Does nothing if none hangs any more."""
         if self.hung:
             self.hung, self.warm, self.maimed = False, False, True
             self.send_report(m.WorkerHung(self.name, self.incarnation, self.epoch, 0, 1.0))
@@ -135,7 +141,7 @@ class SimulatedNode:
             self.send_report(m.Broken(self.name, self.incarnation, self.epoch, 0, "connection reset by peer"))
 
     def doubt(self, epoch: int, step: int, ranks: tuple[int, ...]) -> None:
-        """Report a step that is not finite, and wait for the order to leave the epoch."""
+        """Report a step that is not finite, and wait for the order to leave the epoch. Does nothing unless it computes ``epoch``."""
         if self.computes(epoch):
             self.doubts = True
             self.send_report(
@@ -149,7 +155,7 @@ class SimulatedNode:
         self.world.to_coordinator(self, message)
 
     def join(self) -> None:
-        """Send a complete description of the node."""
+        """Send a complete description of the node: workers, domain, snapshots, epoch and meeting points."""
         self.send_report(
             m.Joined(
                 self.name,
@@ -170,7 +176,7 @@ class SimulatedNode:
         return (f"{self.name}:{self.incarnation}" if self.warm else "",) * self.world.conditions.workers
 
     def _beat(self) -> None:
-        """Send a heartbeat, after finding a head if none leads it; plan the next."""
+        """Send a heartbeat, and plan the next. If no head leads it, first look for one and send the description again."""
         if not self._is_led():
             self.head = None
             self._find_head()
@@ -214,7 +220,7 @@ class SimulatedNode:
     # --- heads
 
     def _is_led(self) -> bool:
-        """Return True if it is attached to a head. It drops a connection on which it receives nothing for a while."""
+        """Return True if it is attached to a head that is up; False with a chance of 0.3 if that one is silent."""
         head = self.head
         if head is None or not head.up:
             return False
@@ -222,7 +228,11 @@ class SimulatedNode:
         return not (silent and self.world.random.random() < 0.3)
 
     def _find_head(self) -> None:
-        """Attach to a permitted head; without one, vote for candidates and perhaps become one."""
+        """Attach to a random reachable head of no earlier reign; without one, vote for candidates and perhaps become
+        one.
+
+        Attaching withdraws its own candidacy.
+        """
         heads, world = self.world.heads, self.world
         reachable = [
             head
@@ -240,7 +250,9 @@ class SimulatedNode:
                 heads.vote(candidate, self.name)
 
     def _stand(self) -> None:
-        """Become a candidate after long enough without a head."""
+        """Become a candidate after ``stands_after_s`` without a head, which begins to count at the first call; never
+        if it may not succeed.
+        """
         heads, now_s = self.world.heads, self.world.clock.now_s
         if self.alone_since_s is None:
             self.alone_since_s = now_s
@@ -252,7 +264,7 @@ class SimulatedNode:
     # --- commands
 
     def on_command(self, command: c.Command) -> None:
-        """Execute a command of the coordinator. A fence restarts the agent."""
+        """Execute a command of the coordinator. A fence of its incarnation restarts the agent; unknown commands are ignored."""
         if isinstance(command, c.Park):
             self._park(command)
         elif isinstance(command, c.Bind):
@@ -272,9 +284,9 @@ class SimulatedNode:
         self.world.clock.after(self.world.random.uniform(0.5, 30), self.start)
 
     def _park(self, command: c.Park) -> None:
-        """Leave the epoch: at once, at the next step boundary if planned, or after a hung worker is killed.
+        """Leave the epoch: within 0.05 s, at the next step boundary if planned, or after a hung worker is killed.
 
-        Ignores an earlier epoch.
+        Reports parked at once if it is in no epoch. Ignores an earlier epoch.
         """
         if self.epoch > command.epoch:
             return
@@ -303,7 +315,8 @@ class SimulatedNode:
         self.send_report(m.Parked(self.name, self.incarnation, epoch, self._points(), tuple(self.snapshots)))
 
     def _enter(self, bind: c.Bind) -> None:
-        """Enter the process group of a new epoch, drop later snapshots, and restore the state after a while.
+        """Enter the process group of a new epoch, drop snapshots later than its step, and restore the state after a
+        while.
 
         Ignores an old epoch, or any with cold workers.
         """
@@ -322,7 +335,10 @@ class SimulatedNode:
         )
 
     def _restore(self, bind: c.Bind) -> None:
-        """Copy the state from the source in ``bind``, or break the collective if it is not there."""
+        """Copy the state from the source in ``bind``, or break the collective if it is not there.
+
+        Does nothing if the node no longer computes that epoch.
+        """
         if self.computes(bind.epoch) and self.group is not None:
             if self.world.fetch(self, self.group, bind):
                 self.group.has_restored(self)
@@ -358,10 +374,7 @@ class SimulatedNode:
             yield from ((rank, True) for buddy in self.bind.buddies for rank in buddy.ranks)
 
     def complete(self, group: Group, step: int) -> None:
-        """End a step, and take a snapshot of it if the last snapshot is safe.
-
-        Sends copies of it to its buddies, and drops snapshots no longer needed.
-        """
+        """End a step and drop snapshots no longer needed. If the group snapshots this step, keep it and send copies to the buddies."""
         self.step = step
         for old in droppable(self.snapshots, group.safe):
             del self.snapshots[old]

@@ -71,7 +71,10 @@ def _cut_all(world: HostileWorld) -> None:
 
 
 def _isolate(world: HostileWorld, node: SimulatedNode) -> None:
-    """Cut a node off from the network for a while; its head may notice."""
+    """Cut a node off from the network for 0.1 to 15 s; with a chance of 0.5 its head receives ``Disconnected``.
+
+    No effect if it is down.
+    """
 
     def mend() -> None:
         node.cut = False
@@ -131,7 +134,7 @@ def _accuse(world: HostileWorld, reason: Literal["straggler", "health"]) -> None
 
 
 def _sicken(world: HostileWorld) -> None:
-    """Let a node compute wrongly until it is healed, and then admitted."""
+    """Let a node compute values that are not finite for up to 20 s; the operator admits it again some seconds later."""
     node = _somebody(world)
     node.sick = True
     world.ever_sick.add(node.name)
@@ -144,7 +147,10 @@ def _sicken(world: HostileWorld) -> None:
 
 
 def _cannot_train(world: HostileWorld) -> None:
-    """Report a fatal error of a single node, without which the others can continue. Admits it again later."""
+    """Report a fatal error of a single node, without which the others can continue. Admits it again later.
+
+    Does nothing if the head is down or stopped, or the fleet cannot do without the node.
+    """
     name, state = _somebody(world).name, world.coordinator.state
     listens = world.coordinator.up and not world.coordinator.stopped
     if not listens or name not in state.nodes or not can_do_without(state, {name}):
@@ -172,7 +178,10 @@ def _corrupt(world: HostileWorld) -> None:
 
 
 def _report(world: HostileWorld, suspicion: m.Suspect) -> None:
-    """Report a corruption until a head that knows the node has received it, and has not crashed before claiming it."""
+    """Report a corruption, again each second until a head that has the node in its fleet receives it and survives.
+
+    Starts the head if it is down.
+    """
     head = world.coordinator
     head.start()
     is_received = head.up and not head.stopped and suspicion.node in head.state.nodes
@@ -192,7 +201,7 @@ def _drain(world: HostileWorld) -> None:
 
 
 def _give_back(world: HostileWorld) -> None:
-    """Give nodes back, as an operator does, and request them again later. Does nothing if the fleet cannot shrink."""
+    """Give one or two nodes back, as an operator does, and request the full size again later. Does nothing if the fleet cannot shrink."""
     state, before = world.coordinator.state, world.conditions.settings
     try:
         names = choose(state, world.random.randint(1, 2), world.coordinator.node)
@@ -205,7 +214,7 @@ def _give_back(world: HostileWorld) -> None:
 
 
 def _take_away(world: HostileWorld) -> None:
-    """Remove a machine, as a scheduler does, with grace or without waiting for the fleet to release it."""
+    """Mark a machine as about to be removed by its scheduler; with a chance of 0.3 it goes within 20 s in any case."""
     node = _somebody(world)
     node.going = True
     if world.random.random() < 0.3:
@@ -267,10 +276,10 @@ class WorldOutcome:
 
 
 def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
-    """Run the world of one seed.
+    """Run the world of one seed with its faults, until it has recovered.
 
-    Raises BrokenInvariant, with the command that reproduces it. Any other exception becomes one too. ``step`` may be a
-    broken core that is to be found out.
+    Raises BrokenInvariant, with the command that reproduces it. Any other exception becomes one too. ``step`` may be
+    a broken core that is to be found out.
     """
     world = HostileWorld(seed, step)
     try:
@@ -283,7 +292,7 @@ def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
 
 
 def _run(world: HostileWorld) -> WorldOutcome:
-    """Inject faults for a minute, then let the fleet recover. Raises BrokenInvariant if it does not."""
+    """Inject faults for ``FAULTS_END_S``, then let the fleet recover. Raises BrokenInvariant if it does not."""
     for node in world.nodes.values():
         world.clock.after(world.random.uniform(0, 2), node.start)
     world.heads.first("0" if world.conditions.succession_s else "")
@@ -346,7 +355,7 @@ def _request(world: HostileWorld, request: m.CoreEvent) -> None:
 
 
 def _recover(world: HostileWorld) -> None:
-    """Wait until all wanted nodes train. Raises BrokenInvariant if they do not within the bound."""
+    """Run until all wanted nodes train and a new step is done. Raises BrokenInvariant after ``RECOVERED_WITHIN_S``."""
     conditions, state = world.conditions, world.coordinator.state
     settings = conditions.settings
     full = settings.formation.largest(settings.wanted_nodes * conditions.workers)

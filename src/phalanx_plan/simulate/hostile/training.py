@@ -249,8 +249,8 @@ class Group:
     def enter(self, node: GroupMember, bind: Bind) -> None:
         """Add a node with its ranks.
 
-        Raises BrokenInvariant if another node has them. Also if ``bind`` describes another epoch than the first
-        member's did.
+        Raises BrokenInvariant if another node, or an earlier incarnation, has one of them, or if ``bind`` describes
+        the epoch differently than the first member's did.
         """
         who = f"{node.name} (incarnation {node.incarnation})"
         for _, rank in bind.places:
@@ -263,7 +263,7 @@ class Group:
         self.members.append(node)
 
     def has_restored(self, node: GroupMember) -> None:
-        """Record that a node has restored its state; with the last one, training begins. Steps follow each other from then on."""
+        """Record that a node has restored its state; with the last one, training begins and the first step is planned."""
         self.restored.add(node.name)
         if len(self.restored) == self.seats and self.is_complete():
             self.running = True
@@ -280,9 +280,10 @@ class Group:
         self.world.clock.after(self.world.random.uniform(0.5, 1.5) * self.world.conditions.step_s, self._ends)
 
     def _ends(self) -> None:
-        """End a step: count it, begin a snapshot if the last is safe, and let each member complete it.
+        """End a step: count it, begin a snapshot if the last is safe, and let each member complete it within 0.02 s.
 
-        A group with a missing member breaks; a value that is not finite is reported instead.
+        A group with a missing member breaks. A step that is not finite is reported instead, unless the epoch skips
+        it.
         """
         if not self.is_complete():
             return self.world.broken(self)
@@ -306,7 +307,8 @@ class Group:
         return step in self.world.conditions.own_nan_steps or any(node.sick for node in self.members)
 
     def _completes(self, node: GroupMember, step: int) -> None:
-        """Let a member complete a step; the last one reaches the boundary.
+        """Let a member complete a step; at the last one either all members leave, if all are to, or the next step
+        begins.
 
         Ignored if the step is over, or the node no longer computes.
         """

@@ -102,7 +102,7 @@ class HostileWorld:
             node.on_command(command)
 
     def _delays(self, node: SimulatedNode, head: SimulatedCoordinator) -> list[float]:
-        """Draw the seconds after which a message arrives: none if it is lost, two if it is repeated."""
+        """Draw the seconds after which a message arrives: none if it is lost or cannot reach the head, two if it is repeated."""
         if not self.reaches(node, head.node) or self.random.random() < self.loss:
             return []
         times = 2 if self.random.random() < self.repeat else 1
@@ -127,7 +127,8 @@ class HostileWorld:
     def fetch(self, node: SimulatedNode, group: Group, bind: c.Bind) -> bool:
         """Restore a node's state from the source in ``bind``; return False if the source lacks it.
 
-        Snapshots of the node's ranks are restored too. Raises BrokenInvariant if a rank has no holder.
+        Corrupt sources taint the group. With unchanged ranks, the node gets snapshots of them too. Raises
+        BrokenInvariant if a rank has no holder.
         """
         resume = bind.resume
         if isinstance(resume, c.FromDisk):
@@ -155,7 +156,7 @@ class HostileWorld:
         return True
 
     def _copy(self, resume: c.FromMemory, key: int) -> bool | None:
-        """Return True if a node's copy of state ``key`` is corrupt; None if no holder in ``resume`` has it."""
+        """Return whether the first holder's copy of state ``key`` is corrupt; None if no living holder in ``resume`` has it."""
         formation = self.conditions.settings.formation
         for holder in resume.holders:
             node = self.nodes[holder.node]
@@ -168,9 +169,10 @@ class HostileWorld:
         return None
 
     def epoch_started(self, group: Group) -> None:
-        """Start the training of an epoch: steps after the restored one are lost.
+        """Count the steps after the restored one as lost, and continue from it.
 
-        Raises BrokenInvariant if that state was corrupt. Counts the lost steps.
+        The most steps that one restore loses are recorded only from memory, with fast copies and no distrust. Raises
+        BrokenInvariant if the restored state was already reported as corrupt.
         """
         limits = self.coordinator.state.distrust
         is_known = limits and group.epoch > limits[-1].epoch and not self.unreported
@@ -187,7 +189,10 @@ class HostileWorld:
         self.furthest = group.step
 
     def stepped(self, group: Group) -> None:
-        """Record that all members have completed a step; a checkpoint is committed when due."""
+        """Record that all members have completed a step.
+
+        Every ``save_every`` steps, commits a checkpoint, which the node of rank 0 reports.
+        """
         self.furthest = max(self.furthest, group.step)
         first = next((node for node in group.members if node.holds(0, group.epoch)), None)
         if first is None or group.step % self.conditions.save_every:
@@ -211,7 +216,7 @@ class HostileWorld:
             self.clock.after(self.random.uniform(0, 0.3), partial(node.doubt, group.epoch, step, ranks))
 
     def broken(self, group: Group) -> None:
-        """Fail a collective: most of the remaining members notice a little later, unless a member merely hangs."""
+        """Fail a collective: each remaining member notices within 0.3 s with a chance of 0.8; none does if a member hangs."""
         if any(node.hung for node in group.members if node.epoch == group.epoch):
             return
         for node in group.members:
@@ -241,7 +246,12 @@ class HostileWorld:
             )
 
     def check_laid(self, seats: int, state: FleetState) -> None:
-        """Raise BrokenInvariant if a fleet whose number of seats changed from ``seats`` is not placed along its network."""
+        """Raise BrokenInvariant if a fleet whose number of seats changed from ``seats`` is not placed along its
+        network.
+
+        As many units as possible must be in one domain at each level, and units must follow the tree. Skipped without
+        domains, or if a doubt moved all nodes.
+        """
         count, doubt, settings = len(state.seats), state.doubt, state.settings
         domains = [state.nodes[name].domain for name in state.seats]
         moved_all = doubt is not None and not doubt.nodes and not doubt.confirmed
