@@ -99,9 +99,9 @@ _SLO: dict[str, _Reader] = {
 
 
 def _read(option: str, text: str, readers: dict[str, _Reader]) -> dict[str, float]:
-    """Parse ``key=value`` items joined by commas, by field name.
+    """Parse ``key=value`` items joined by commas, by field name; empty items are skipped.
 
-    Raises ``DemandError`` for an unknown, repeated or invalid item.
+    Raises ``DemandError`` for an unknown or repeated key, or an unreadable value or one outside the field's bounds.
     """
     values: dict[str, float] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -121,7 +121,7 @@ def _read(option: str, text: str, readers: dict[str, _Reader]) -> dict[str, floa
 
 
 def read_traffic(text: str) -> RequestTraffic:
-    """Parse ``in=2000,out=500,hit=0.3,rate=40``; raises ``DemandError`` that names the field."""
+    """Parse ``in=2000,out=500,hit=0.3,rate=40``; raises ``DemandError`` that names the field, also if in or out is missing."""
     values = _read("--traffic", text, _TRAFFIC)
     missing = [key for key in ("in", "out") if _TRAFFIC[key][0] not in values]
     if missing:
@@ -169,7 +169,11 @@ class PlannedWorker:
 
 
 def divisions(model: ModelSpec, accelerators: int, domain: int) -> Iterator[Division]:
-    """Yield the legal (tensor, data, pipeline) divisions of a worker of at most ``accelerators``."""
+    """Yield the legal (tensor, data, pipeline) divisions of a worker of at most ``accelerators``.
+
+    Tensor ranks are powers of two in one ``domain``; only mixtures of experts have several data ranks, at most one
+    for each expert.
+    """
     tensors = [1 << power for power in range(7) if 1 << power <= min(domain, accelerators)]
     kind = attention_kind(model)
     sizes = [size for _, size in kind.tensor_sizes(model)]
@@ -191,7 +195,7 @@ def divisions(model: ModelSpec, accelerators: int, domain: int) -> Iterator[Divi
 
 
 def shortfalls(service: Service) -> Iterator[float]:
-    """Yield the bytes of a rank that each division lacks for a single request."""
+    """Yield, for each division, the bytes that a rank lacks for a single request; negative if there is room."""
     tokens = service.traffic.prompt + service.traffic.text
     for division in divisions(service.model, service.cluster.accelerators, service.cluster.domain.size):
         room = page_room(service.model, service.cluster, division, service.format, PREFILL_ROWS)
@@ -207,7 +211,12 @@ def workers_of(service: Service) -> Iterator[PlannedWorker]:
 
 
 def _worker(service: Service, division: Division) -> PlannedWorker | None:
-    """Return a worker with its prefill and decode times; ``None`` if it cannot hold a request of the traffic's full length."""
+    """Return a worker with its prefill and decode times; ``None`` if it cannot hold a request of the traffic's full
+    length.
+
+    Its most running requests keep the time of a token. Mixtures with data ranks take the faster of overlapped and
+    plain steps. Decode time is interpolated between sixths of powers of two.
+    """
     model, cluster, traffic = service.model, service.cluster, service.traffic
     request_tokens = traffic.prompt + traffic.text
     if requests_held(model, cluster, division, service.format, PREFILL_ROWS, request_tokens) < 1:
