@@ -70,7 +70,10 @@ class Evaluation:
         )
 
     def most_memory(self, more: Floats | float = 0.0) -> Floats:
-        """Bytes of the worst rank of each candidate; ``more`` bytes are added to those of state. ``more`` broadcasts."""
+        """Return the bytes of the worst rank of each candidate.
+
+        ``more`` bytes, which broadcast, are added on the first kind of rank only.
+        """
         lasting = self.lasting or self.with_lasting().lasting
         assert lasting is not None, "it was computed just now"
         each, place, candidate, kind = self._each_place()
@@ -133,7 +136,11 @@ class Evaluation:
         return replace(self, candidates=candidates, lasting=self.lasting and self.lasting.leanest())
 
     def seconds(self) -> Floats:
-        """Seconds of a step: the sum of ``time``, with most of the work done on few axes."""
+        """Seconds of a step: the sum of ``time``, with most of the work done on few axes.
+
+        The slowest rank of a geometry's first choice serves all its choices; geometries where it differs are computed
+        again.
+        """
         place = step_time.slowest_place(self.passes, self.table)
         first = place[(0,) * (place.ndim - 1)].reshape((1,) * (place.ndim - 1) + (-1,))
         seconds = self._seconds(first)
@@ -178,7 +185,7 @@ def _by_kind(values: Floats, candidate: Ints, kind: Ints) -> list[Floats]:
 
 
 def prepare(job: TrainingJob, candidates: Candidates) -> Evaluation:
-    """Compute layer costs and holdings of ``candidates``."""
+    """Compute holdings, layer costs, pipelines and kinds of ranks of ``candidates``, the tables that all estimates share."""
     return Evaluation(
         job,
         candidates,
@@ -346,7 +353,11 @@ def _check(job: TrainingJob, candidates: Candidates) -> None:
 
 
 def stage_times(evaluation: Evaluation, index: Ints) -> pipeline.StageTimes:
-    """Seconds of each stage of the layouts at ``index``, which have equal pipelines, shape (layouts, stages)."""
+    """Seconds of each stage of the layouts at ``index``, which have equal pipelines: forward, input and weight
+    gradients, each of shape (layouts, stages).
+
+    A stage sums its dense and mixture layers; the first adds the embedding, the last the output.
+    """
     candidates, workload = evaluation.candidates, evaluation.job.workload
     stages = int((candidates.pipeline * candidates.stages_per_rank)[index[0]])
     sizes = split(workload, evaluation.job.stack, stages)
@@ -370,7 +381,11 @@ def stage_times(evaluation: Evaluation, index: Ints) -> pipeline.StageTimes:
 
 
 def _with_exact_schedule(evaluation: Evaluation, terms: dict[str, Floats]) -> dict[str, Floats]:
-    """The terms with the bubble and the waits between stages replaced by those of the exact schedule."""
+    """Replace the bubble and the waits between stages by those of the exact schedule, and derive scale tax and scalar
+    again.
+
+    Layouts without a pipeline keep a bubble of 0.
+    """
     job, candidates, pipes = evaluation.job, evaluation.candidates, evaluation.pipes
     hop = np.broadcast_to(step_time.hop_s(job, candidates), candidates.shape)
     still, moving = np.zeros((2, *candidates.shape))
@@ -390,7 +405,7 @@ def _with_exact_schedule(evaluation: Evaluation, terms: dict[str, Floats]) -> di
 
 
 def _alike(pipes: pipeline.Pipelines) -> Iterator[tuple[tuple[ScheduleName, int, int, int], Ints]]:
-    """Pipelines with equal schedules, and which layouts have them."""
+    """Yield (schedule, ranks, stages a rank, micro-batches) and the indices of the layouts that have it, for more than one rank."""
     groups: dict[tuple[int, ...], list[int]] = {}
     columns = (pipes.schedule, pipes.ranks, pipes.per_rank, pipes.micro_batches)
     for place, key in enumerate(zip(*(column.tolist() for column in columns), strict=True)):

@@ -65,8 +65,9 @@ def matmul_s(
 ) -> Seconds:
     """Seconds of ``batch`` equal products (m, k) x (k, n) in one kernel; an empty product takes none.
 
-    ``result_bytes`` are moved for each element of the result, where it is not just written in the usual format: an fp32 sum
-    that is read and written takes eight. Raises ``HardwareError`` if the accelerator does not multiply in ``format``.
+    The time is the launch, and a smooth maximum of computing whole tiles and moving operands. ``result_bytes`` are
+    moved for each element of the result; 0 means that it is written in the usual format, while an fp32 sum that is
+    read and written takes eight. Raises ``HardwareError`` if the accelerator does not multiply in ``format``.
     """
     rate = sustained_flops(profile, format)
     fit = profile.constants.matmul[fitted_format(profile, format)]
@@ -166,7 +167,8 @@ def sustained_flops(profile: Profile, format: str) -> float:  # noqa: A002
 
 
 def fitted_format(profile: Profile, format: str) -> str:  # noqa: A002
-    """Return the format whose fit is used for ``format``: itself if measured, else the first measured one of its substitutes.
+    """Return the format whose fit is used for ``format``: itself if measured, else the first measured one of similar
+    formats.
 
     Raises ``HardwareError`` if none of these was measured.
     """
@@ -200,7 +202,11 @@ def _power_limited(profile: Profile, format: str) -> float:  # noqa: A002
 
 
 def _wave_waste(tiles: Seconds, multiprocessors: int, share: float) -> Seconds:
-    """Time over that of tiles dealt evenly to multiprocessors: the last, partly filled wave takes as long as a full one."""
+    """Time over that of tiles dealt evenly to multiprocessors, since the last, partly filled wave takes as long as a
+    full one.
+
+    Only the fraction ``share`` of that waste counts; 1 if either number is 0.
+    """
     if multiprocessors == 0 or share == 0:
         return np.ones_like(tiles)
     waves = np.maximum(tiles, 1) / multiprocessors
@@ -245,7 +251,11 @@ def reduce_scatter_s(cluster: Cluster, size: Numbers, stride: Numbers, bytes: Nu
 
 
 def all_reduce_s(cluster: Cluster, size: Numbers, stride: Numbers, bytes: Numbers) -> Array:  # noqa: A002
-    """Seconds until every member has the sum of the members' tensors of ``bytes``: the best of ring, tree and in-switch."""
+    """Seconds until every member has the sum of the members' tensors of ``bytes``: the best of ring, tree and
+    in-switch.
+
+    In-switch sums count only where the network, or the domain, has them.
+    """
     path, volume = _path(cluster, size, stride), np.asarray(bytes, dtype=np.float64)
     inside = _reduce_inside(path, volume)
     share_s = volume / path.inner / _ring_rate(path, path.hop)
@@ -280,11 +290,12 @@ def dispatch_s(
 ) -> Array:
     """Seconds until every token of every rank is at its experts; the way back takes the same with its own bytes.
 
-    ``tokens`` of each rank, each to ``per_token`` experts that lie evenly over the group. A token crosses the network once
-    for each other domain that holds one of its experts, and goes on to the ranks there over the domain's links (DeepEP,
-    github.com/deepseek-ai/DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2). ``domain_limit`` is the most domains that
-    the router lets a token go to. ``law`` names the constants for the way inside a domain: those of DeepEP's kernels, or those of
-    an all-to-all that has as much to carry (HybridEP, which copies by the links' own engines).
+    ``tokens`` of each rank go to ``per_token`` experts each, spread evenly over the group. A token crosses the
+    network once for each other domain that holds one of its experts, and goes on to the ranks there over the domain's
+    links (DeepEP, github.com/deepseek-ai/DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2). Both ways overlap:
+    the slower counts. ``domain_limit`` is the most domains that the router lets a token go to. ``law`` names the
+    constants for the way inside a domain: those of DeepEP's kernels, or those of an all-to-all that has as much to
+    carry (HybridEP, which copies by the links' own engines).
     """
     path = _path(cluster, size, stride)
     sent = np.asarray(tokens, dtype=np.float64) * np.asarray(bytes_per_token, dtype=np.float64)
@@ -296,7 +307,10 @@ def dispatch_s(
 
 
 def point_to_point_s(cluster: Cluster, stride: Numbers, bytes: Numbers, size: Numbers = 2) -> Array:  # noqa: A002
-    """Seconds to send ``bytes`` to the rank ``stride`` further on, for the worst neighbors of a chain of ``size``."""
+    """Seconds to send ``bytes`` to the rank ``stride`` further on, for the worst neighbors of a chain of ``size``.
+
+    Inside the domain only if the complete chain is in one.
+    """
     path, volume = _path(cluster, size, stride), np.asarray(bytes, dtype=np.float64)
     inside = inside_s(
         path.cluster.domain,
@@ -310,8 +324,9 @@ def point_to_point_s(cluster: Cluster, stride: Numbers, bytes: Numbers, size: Nu
 
 
 def _gather(cluster: Cluster, size: Numbers, stride: Numbers, bytes: Numbers, name: str) -> Array:  # noqa: A002
-    """Seconds of a gather or a reduce-scatter of ``bytes`` in total, the best of ring and trees; ``name`` is that of
-    its constants.
+    """Seconds of a gather or a reduce-scatter of ``bytes`` in total; ``name`` is that of its constants.
+
+    A ring, or trees if each member is in a domain of its own and they are faster.
     """
     path, volume = _path(cluster, size, stride), np.asarray(bytes, dtype=np.float64)
     inside = _inside(path, name, volume)
@@ -345,7 +360,7 @@ def _tree(latency_s: Array, network_s: Array, inside_s: Array) -> Array:
 
 
 def _inside(path: _Path, name: str, volume: Array) -> Array:
-    """Seconds of a collective of ``volume`` bytes on the part of the group in one domain."""
+    """Seconds of a collective of ``volume`` bytes on the part of the group in one domain; on a torus, all-to-alls pay its bisection."""
     members = path.inner
     k = (members - 1) / members
     if path.cluster.domain.torus_axes and name in ("all_to_all", "dispatch"):
@@ -387,7 +402,7 @@ def _torus_axes(domain: Domain, members: Array) -> Array:
 
 
 def _latency(path: _Path, ranks: Array) -> Array:
-    """Latency one way between members at most ``ranks`` apart: that of the level that joins them, and the cost of a call."""
+    """Seconds one way between members at most ``ranks`` apart: that of the level that joins them, and the cost of a call."""
     levels = path.cluster.fabric.levels
     if not levels:
         return np.full(np.shape(ranks), path.constants.network.base_s)
@@ -416,7 +431,7 @@ def _ring_rate(path: _Path, hop: Array) -> Array:
 
 
 def _spread_rate(path: _Path) -> Array:
-    """Bytes per second that leave the domain where every member sends evenly to all others."""
+    """Bytes per second that each member sends out of its domain where every member sends evenly to all others."""
     leaving = np.maximum(1 - path.inner / path.size, 1e-12)
     load = np.ones(np.shape(path.span))
     for below, share in _crossings(path.cluster):
@@ -425,7 +440,9 @@ def _spread_rate(path: _Path) -> Array:
 
 
 def _crossings(cluster: Cluster) -> Iterator[tuple[int, float]]:
-    """For each level of the fabric: ranks of the block below it that traffic must leave, and the share of the rate that it carries."""
+    """Yield, for each level of the fabric, the ranks of the block below it that traffic must leave, and the share of
+    the rate it carries.
+    """
     below = cluster.domain.size
     for level in cluster.fabric.levels:
         yield below, level.share

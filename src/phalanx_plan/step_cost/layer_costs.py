@@ -62,7 +62,7 @@ class LayerCosts:
         return entries
 
     def by_mode(self, table: Floats, kind: int, mode: Ints) -> Floats:
-        """The entries of a table of shape (kinds, modes, rows) for each candidate."""
+        """Return the entries, for ``kind`` and each candidate's recompute ``mode``, of a table of shape (kinds, modes, rows)."""
         if mode.shape[-1] > 1 or mode.ndim != self.row.ndim or self.row.size != self.row.shape[-1]:
             entries: Floats = table[kind][mode, self.row]
             return entries
@@ -72,7 +72,10 @@ class LayerCosts:
 
 
 def layer_costs(job: TrainingJob, candidates: Candidates) -> LayerCosts:
-    """Compute the tables for all of ``candidates``. Each is computed once for all candidates with equal shares of a layer."""
+    """Compute seconds and kept bytes of each kind of layer, once for all candidates with equal shares of a layer.
+
+    The tables have a row for each distinct share; recomputed seconds and kept bytes are for each recompute mode.
+    """
     values, row = distinct([getattr(candidates, field.name) for field in fields(_Keys)])
     keys = _Keys(*values)
     seconds = np.zeros((len(KINDS), len(PHASES), len(CATEGORIES), len(keys.tensor)))
@@ -127,7 +130,7 @@ class _RankShare:
     precision: Precision
 
     def rows(self, rows: op.Rows) -> Floats:
-        """Number of rows of a kind that a rank has of a micro-batch."""
+        """Number of tokens of a micro-batch that a rank has, by the kind of rows; routed ones are copies, times the imbalance."""
         keys, workload = self.keys, self.job.workload
         tokens = keys.micro_batch * workload.seq_len / keys.context
         local = tokens / np.where(keys.sequence_parallel > 0, keys.tensor, 1)
@@ -147,7 +150,7 @@ class _RankShare:
         return self.keys.tensor if axis == "tensor" else self.keys.expert_tensor
 
     def kept(self, layer: Layer) -> Floats:
-        """Bytes by part and "input", shape (parts + 1, rows)."""
+        """Bytes kept for backward by part, the last row for the layer's input; shape (parts + 1, rows)."""
         bytes_ = np.zeros((len(PARTS) + 1, len(self.keys.tensor)))
         for tensor in layer.kept:
             place = PARTS.index(tensor.part) if tensor.part != "input" else len(PARTS)
@@ -166,9 +169,12 @@ class _RankShare:
         return tensor.bytes or (narrow if tensor.operand else wide)
 
     def seconds(self, layer: Layer) -> tuple[Floats, Floats, Floats]:
-        """Seconds by phase and category, forward seconds by part, and seconds of exchange that other micro-batches hide.
+        """Seconds by phase and category, forward seconds by part, and seconds of exchange that other micro-batches
+        hide.
 
-        Their shapes are (phases, categories, rows), (parts + 1, rows) and (rows,).
+        Hidden exchange is already left out of the first two. Host time is added where launches take longer than the
+        device; the seconds by part are those of recomputing it. Their shapes are (phases, categories, rows), (parts +
+        1, rows) and (rows,).
         """
         phase_s = np.zeros((len(PHASES), len(CATEGORIES), len(self.keys.tensor)))
         parts = np.zeros((len(PARTS) + 1, len(self.keys.tensor)))
@@ -199,7 +205,7 @@ class _RankShare:
         return phase_s, again, paired
 
     def _hidden_context(self, exchange: Floats, core: Floats) -> Floats:
-        """Seconds of the transfer of keys and values that attention with the previous blocks hides, by phase."""
+        """Seconds of the transfer of keys and values that attention with the previous blocks hides, by phase; 0 if they are gathered."""
         if self.job.stack.attention.exchange == "gather":
             return np.zeros_like(exchange)
         # A ring of n ranks computes n blocks and sends n - 1. Each transfer can hide no more than the block computed meanwhile.
@@ -208,7 +214,9 @@ class _RankShare:
         return np.minimum(exchange, hiding)
 
     def _hidden_exchange(self, phase_s: Floats) -> Floats:
-        """The share of the exchange of tokens that another micro-batch's forward and backward hide."""
+        """The share of the exchange of tokens that another micro-batch's forward and backward hide, at most the
+        stack's ``overlap.expert``.
+        """
         exchange = phase_s[:, CATEGORIES.index("expert_comm")].sum(axis=0)
         computing = sum(
             phase_s[:, CATEGORIES.index(name)].sum(axis=0) for name in ("matmul", "attention", "pointwise")
@@ -222,7 +230,10 @@ class _RankShare:
         return host_s if self.job.stack.kernels.blocking_launches else np.maximum(host_s - device_s, 0.0)
 
     def _launches(self, operation: LayerOperation) -> Floats:
-        """Kernels by phase."""
+        """Number of kernels that an operation launches, by phase, shape (phases, rows).
+
+        A narrow product has two casts; an exchange counts ``_EXCHANGE_LAUNCHES``, or none on one rank.
+        """
         ones = np.ones_like(self.keys.tensor, dtype=np.float64)
         if isinstance(operation, op.MatrixProduct):
             # A narrow format needs a cast of each operand in addition to the product.
@@ -255,7 +266,11 @@ class _RankShare:
         return self._exchange(operation)
 
     def _product(self, product: op.MatrixProduct) -> Floats:
-        """Seconds of a matrix product by phase: forward, gradient of the input, gradient of the weights; casts included."""
+        """Seconds of a matrix product by phase: forward, gradient of the input, gradient of the weights; casts
+        included.
+
+        Wide products stay in bf16 if the precision is narrow. Experts are one grouped product.
+        """
         rows = self.rows(product.rows)
         own = product.columns - product.key_columns
         columns = own / self.over(product.columns_over) + product.key_columns / self.over("key_heads")
@@ -299,7 +314,10 @@ class _RankShare:
         return np.stack([forward, backward, np.zeros_like(forward)])
 
     def _attention(self, attention: op.AttentionCore) -> Floats:
-        """Seconds of attention by phase, for the rank that has most of it unless the pieces are balanced."""
+        """Seconds of attention by phase, for the rank that has most of it unless the pieces are balanced.
+
+        Backward does 2.5 times the FLOP. The format is bf16 in fp8 runs, unless the stack's attention is narrow.
+        """
         # 2 FLOP for each multiply-add, over half of the square; backward 2.5 times (arXiv 2307.08691, section 3.1).
         keys = attention.keys(self.job.workload.seq_len)
         per_token = keys * attention.heads * attention.widths
@@ -347,7 +365,11 @@ class _RankShare:
         return np.stack([forward, backward, np.zeros_like(forward)])
 
     def _exchange(self, exchange: op.LayerExchange) -> tuple[str, Floats]:
-        """The category of an exchange and its seconds by phase, of which other work hides none except in tensor parallelism."""
+        """The category of an exchange and its seconds by phase; tensor parallelism loses the share that its overlap
+        hides.
+
+        Backward of a gather is a scatter, and the reverse; inputs that are not kept gathered are gathered again.
+        """
         if exchange.kind in ("dispatch", "combine"):
             both = self._to_experts(exchange)
             return "expert_comm", np.stack([both, both, np.zeros_like(both)])
@@ -370,7 +392,7 @@ class _RankShare:
         return "tensor_comm", np.stack([forward, backward, np.zeros_like(forward)]) * exposed
 
     def _keys_and_values(self, exchange: op.LayerExchange) -> Floats:
-        """Seconds by phase to gather keys and values of all context ranks, or to pass them around the ring."""
+        """Seconds by phase to gather keys and values of all context ranks (and scatter gradients), or to pass them around the ring."""
         keys = self.keys
         block = (
             self.rows("tokens") * exchange.width / self.over(exchange.over) * self.precision.activation_bytes
@@ -390,7 +412,10 @@ class _RankShare:
         return np.stack([forward, backward, np.zeros_like(forward)])
 
     def _to_experts(self, exchange: op.LayerExchange) -> Floats:
-        """Seconds to bring tokens to their experts or back, once per domain or once per copy."""
+        """Seconds to bring tokens to their experts or back, once for each domain, or by an all-to-all of every copy.
+
+        Asserts a mixture of experts.
+        """
         moe = self.job.workload.model.moe
         assert moe is not None, "only mixtures have an exchange with experts"
         job, keys = self.job, self.keys

@@ -53,9 +53,10 @@ def micro_batches_per_slot(job: TrainingJob, candidates: Candidates) -> Ints:
 def state_bytes(
     job: TrainingJob, candidates: Candidates, holdings: Holdings, place: PlaceCounts
 ) -> dict[str, Floats]:
-    """Bytes of weights, gradients and optimizer state, by kind.
+    """Bytes of weights, gradients, sums over slots and optimizer state on the ranks at ``place``, by kind.
 
-    What the stack does not hold has no entry. Offloaded moments take none.
+    What the stack does not hold has no entry. Offloaded moments take none. Kinds that only some candidates have are 0
+    for the others.
     """
     stack = job.stack
     full, share = (
@@ -103,7 +104,7 @@ def state_bytes(
 def _unit_gradients(
     job: TrainingJob, candidates: Candidates, holdings: Holdings, place: PlaceCounts
 ) -> Floats:
-    """Bytes of the gradient of the largest block, whole, while its shares are exchanged."""
+    """Bytes of the gradient of the largest block, in full, while its shares are exchanged; 0 below ZeRO-2."""
     blocks = [
         (count, block) for count, block in zip(place.counts, holdings.block, strict=True) if block.any()
     ]
@@ -163,7 +164,11 @@ def of_each(function: Callable[[int], int], slots: Ints | Floats) -> Floats:
 
 
 def _gathered(job: TrainingJob, candidates: Candidates, holdings: Holdings, place: PlaceCounts) -> Floats:
-    """Elements held in the format of computing: all, or with ZeRO-3 two blocks and everything outside blocks."""
+    """Elements held in the format of computing: all, or with ZeRO-3 the two largest blocks and everything outside
+    blocks.
+
+    Unsharded weights have no copy, unless the stack copies them too.
+    """
     # If nothing is divided and formats agree, the weights themselves are used to compute.
     always = job.stack.states.copies_unsharded
     dense_in, experts_in = (
@@ -195,7 +200,8 @@ def activation_bytes(
 ) -> dict[str, Floats]:
     """Bytes of activations kept for backward, and of temporary buffers of a pass, by kind.
 
-    Temporary buffers are those of the worst layer.
+    Activations are those of all micro-batches in flight, or of ``_OFFLOADED_LAYERS`` layers if offloaded. Temporary
+    buffers are those of the worst layer.
     """
     layers = [kind for kind in (0, 1) if place.counts[kind].any()]  # the kinds that some rank has
     per_layer = {kind: costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in (*layers, 3)}
@@ -358,7 +364,7 @@ def _replica_exchange(candidates: Candidates, holdings: Holdings, place: PlaceCo
 
 
 def _boundary(job: TrainingJob, candidates: Candidates) -> Floats:
-    """Bytes of a micro-batch that a stage sends to the next; none where there is one stage."""
+    """Bytes of a micro-batch that a stage sends to the next; 0 without a pipeline."""
     tokens = candidates.micro_batch * job.workload.seq_len / candidates.context
     rows = tokens / np.where(candidates.sequence_parallel > 0, candidates.tensor, 1)
     width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
@@ -367,7 +373,7 @@ def _boundary(job: TrainingJob, candidates: Candidates) -> Floats:
 
 
 def _logits(job: TrainingJob, candidates: Candidates) -> Floats:
-    """Bytes of the scores of the tokens in one chunk of the loss, on one tensor rank."""
+    """Bytes of the logits of the tokens in one chunk of the loss (all tokens if unchunked), on one tensor rank."""
     tokens = candidates.micro_batch * job.workload.seq_len / candidates.context
     at_once = np.minimum(tokens, job.stack.loss.chunk or np.inf)
     width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
@@ -377,7 +383,7 @@ def _logits(job: TrainingJob, candidates: Candidates) -> Floats:
 
 
 def overhead_bytes(job: TrainingJob, candidates: Candidates) -> dict[str, Floats]:
-    """Bytes that software holds independent of the model."""
+    """Bytes that software holds independent of the model: its context, and a communicator for each axis with several ranks."""
     groups = (candidates.tensor, candidates.context, candidates.pipeline, candidates.data, candidates.expert)
     count = (
         sum((degree > 1).astype(np.float64) for degree in groups) + job.stack.allocator.further_communicators
@@ -396,7 +402,7 @@ def memory_at(
     pipes: Pipelines,
     place: PlaceCounts,
 ) -> dict[str, Floats]:
-    """Bytes by kind of the ranks at ``place``; their sum is the total."""
+    """Bytes by kind of the ranks at ``place``; their sum is the total. Fragmentation is a share of state and activations."""
     kinds = state_bytes(job, candidates, holdings, place)
     kinds |= activation_bytes(job, candidates, holdings, costs, pipes, place)
     return (
@@ -420,13 +426,13 @@ def passing_bytes(
     pipes: Pipelines,
     place: PlaceCounts,
 ) -> Floats:
-    """The rest of ``memory_at``: activations and temporary buffers."""
+    """Bytes of activations and temporary buffers with their fragmentation: ``memory_at`` without ``lasting_bytes``."""
     activations = total(activation_bytes(job, candidates, holdings, costs, pipes, place))
     return (1 + job.stack.allocator.fragmentation) * activations
 
 
 def state_columns(job: TrainingJob, candidates: Candidates, table: PlaceTable) -> tuple[Ints, ...]:
-    """All that ``lasting_bytes`` depends on beside the choices that have axes of their own."""
+    """Return the columns that ``lasting_bytes`` depends on, but for the choices that have axes of their own."""
     each = candidates
     columns = (each.tensor, each.context, each.shard, each.replicate, each.expert, each.expert_tensor)
     adds_up = np.minimum(micro_batches_per_slot(job, candidates), 2)
@@ -434,7 +440,7 @@ def state_columns(job: TrainingJob, candidates: Candidates, table: PlaceTable) -
 
 
 def total(terms: dict[str, Floats]) -> Floats:
-    """The sum of terms that broadcast."""
+    """Return the sum of terms that broadcast; shape (1,) and 0 if there are none."""
     # Sorted by size, so that most of the work is done on small arrays.
     result = np.zeros(1)
     for term in sorted(terms.values(), key=np.size):

@@ -86,7 +86,9 @@ def idle_s(
     input_gradient_s: Floats,
     weight_gradient_s: Floats,
 ) -> Floats:
-    """Seconds of a flush in which the slowest rank waits for the others.
+    """Seconds of a flush in which the slowest rank waits for the others, in closed form by schedule.
+
+    Gaps for micro-batches that do not suit the schedule are included.
 
     Args:
         slowest_s: Seconds of one micro-batch on the slowest rank.
@@ -103,7 +105,7 @@ def idle_s(
 
 
 def _zbv(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Floats) -> Floats:
-    """Seconds in which the slowest rank waits in a flush of ``zbv``; 0 on one rank."""
+    """Seconds in which the slowest rank waits in a flush of ``zbv``: the longest of its critical paths; 0 on one rank."""
     others = pipes.ranks - 1
     paths = (
         2 * others * (inputs - weights),
@@ -115,7 +117,7 @@ def _zbv(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Floats) -> 
 
 
 def _dualpipev(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Floats) -> Floats:
-    """Seconds in which the slowest rank waits in a flush of ``dualpipev``; 0 on one rank."""
+    """Seconds in which the slowest rank waits in a flush of ``dualpipev``: the longest of its critical paths; 0 on one rank."""
     others = pipes.ranks - 1
     paths = (
         others * (2 * inputs - weights) - forward,
@@ -214,11 +216,13 @@ def flush_s(
     *,
     max_actions: int = _MOST_ACTIONS,
 ) -> Floats:
-    """Seconds from the first forward to the last backward, of each layout.
+    """Seconds from the first forward to the last backward of each layout, shape (layouts,), by the exact schedule.
 
     Args:
+        times: Seconds of each stage, shape (layouts, stages).
         hop_s: Seconds to send an action's result to a neighboring rank, shape (layouts,).
-        max_actions: Largest number of actions of a schedule that is followed to its end; a longer one is extrapolated from its rounds.
+        max_actions: Largest number of actions of a schedule that is followed to its end; a longer one is extrapolated
+            from its rounds.
     """
     followed = max(4 * pipeline, max_actions // (3 * pipeline * per_rank))
     if micro_batches <= followed + pipeline:
@@ -232,7 +236,9 @@ def flush_s(
 def timeline(
     name: ScheduleName, pipeline: int, per_rank: int, micro_batches: int, times: StageTimes, hop_s: float
 ) -> list[TimedAction]:
-    """Return every action of the first layout of ``times``, in an order in which it could be computed."""
+    """Return every action of the first layout of ``times`` with its begin and end in seconds, in an order in which it
+    could be computed.
+    """
     dealt = waves(name, pipeline, per_rank, micro_batches)
     ends, took = (table[..., 0] for table in _ends(dealt, times, np.array([hop_s])))
     schedule = Schedule(name, pipeline, per_rank)
@@ -247,7 +253,7 @@ def timeline(
 
 @lru_cache(maxsize=64)
 def waves(name: ScheduleName, pipeline: int, per_rank: int, micro_batches: int) -> Waves:
-    """All actions of all ranks, each in the first wave after that of its input.
+    """Return all actions of all ranks, each in the first wave after that of its input and its rank's previous action.
 
     Raises ``ValueError`` if the schedule cannot run to its end. The result is cached: do not change it.
     """
@@ -301,7 +307,12 @@ def _columns(schedule: Schedule, rank: int, micro_batches: int) -> _Columns:
 
 
 def _deal(queues: list[tuple[list[int], list[int]]]) -> tuple[list[int], list[list[int]]]:
-    """Return the wave, counted from 1, of each result by its number (0: never computed), and of each action of each rank."""
+    """Return the wave, counted from 1, of each result by its number (0: never computed), and of each action of each
+    rank.
+
+    ``queues`` has each rank's (needed results, made results) in its order; a need of -1 waits for nothing. A rank
+    that waits for ever gets fewer waves than actions.
+    """
     wave_of_result = [0] * (1 + max(max(makes) for _, makes in queues))
     dealt: list[list[int]] = [[] for _ in queues]
     before = -1
@@ -394,7 +405,11 @@ class PlaceTable:
 
 
 def place_table(job: TrainingJob, candidates: Candidates) -> PlaceTable:
-    """The kinds of ranks of all ``candidates``."""
+    """Return the distinct kinds of ranks of all ``candidates``: numbers of layers of each kind, by pipeline, stages
+    and schedule.
+
+    Candidates with more stages than layers get one stage a rank here.
+    """
     folded = np.logical_or.reduce([candidates.schedule == SCHEDULES.index(name) for name in SPLIT_BACKWARD])
     # Candidates with more stages than layers are not legal; they are looked up with one stage on a rank.
     enough = candidates.pipeline * candidates.stages_per_rank <= most_stages(job.workload, job.stack)

@@ -95,7 +95,7 @@ def pass_times(job: TrainingJob, candidates: Candidates, costs: LayerCosts) -> P
 
 
 def slowest_place(passes: PassTimes, table: PlaceTable) -> Ints:
-    """Index of each candidate's slowest place. The first among equals."""
+    """Index in ``table`` of each candidate's kind of rank with the longest micro-batch; the first among equals."""
     layer = passes.layer_s
     longest = times(table[0].counts, layer)
     slow = np.zeros(longest.shape, dtype=np.int64)
@@ -107,7 +107,7 @@ def slowest_place(passes: PassTimes, table: PlaceTable) -> Ints:
 
 
 def slowest(candidates: Candidates, passes: PassTimes, table: PlaceTable, place: Ints) -> Slowest:
-    """The rank at ``place``, as ``slowest_place`` gives it."""
+    """Sum a micro-batch's seconds on the rank at ``place`` (from ``slowest_place``), and over all ranks and the mean stage."""
     counts = table[place].counts
     layers = table.table
     everything = tuple(np.asarray(n, dtype=np.float64) for n in (layers.layers[0], layers.layers[1], 1, 1))
@@ -134,7 +134,7 @@ def step_terms(
     pipes: Pipelines,
     rank: Slowest,
 ) -> dict[str, Floats]:
-    """Seconds of a step by term; their sum is the step."""
+    """Seconds of a step by term, taxes included; their sum is the step. The bubble is in closed form."""
     passes = _passes(job, candidates)
     terms = compute_terms(candidates, costs, rank, passes)
     terms |= waiting_terms(job, candidates, holdings, pipes, rank)
@@ -166,7 +166,9 @@ def _passes(job: TrainingJob, candidates: Candidates) -> Floats:
 def waiting_terms(
     job: TrainingJob, candidates: Candidates, holdings: Holdings, pipes: Pipelines, rank: Slowest
 ) -> dict[str, Floats]:
-    """Seconds that the slowest rank waits in all its micro-batches, and of the update, by term."""
+    """Seconds by term in which the slowest rank waits in all its micro-batches: bubble, hops, exposed exchange; and
+    those of the update.
+    """
     passes = _passes(job, candidates)
     flushes, reductions = passes / pipes.micro_batches, passes / micro_batches_per_slot(job, candidates)
     idle = idle_s(pipes, rank.forward_s + rank.backward_s, rank.sum_s, *rank.mean_stage_s)
@@ -196,7 +198,7 @@ def unpaired_s(pipes: Pipelines, rank: Slowest) -> Floats:
 def compute_terms(
     candidates: Candidates, costs: LayerCosts, rank: Slowest, passes: Floats
 ) -> dict[str, Floats]:
-    """Seconds that the slowest rank computes in all its micro-batches, by category."""
+    """Seconds that the slowest rank computes in all its micro-batches, by category; recomputation is a term of its own."""
     terms = {}
     for number, category in enumerate(CATEGORIES):
         each = tuple(costs.of(costs.by_category, kind, number) for kind in range(len(KINDS)))
@@ -213,7 +215,10 @@ def blocked_hops(job: TrainingJob, pipes: Pipelines) -> Floats:
 
 
 def hop_s(job: TrainingJob, candidates: Candidates) -> Floats:
-    """Seconds to carry a micro-batch's hidden states from one stage to the next, as far as no pairing hides them."""
+    """Seconds to carry a micro-batch's hidden states from one stage to the next, as far as no pairing hides them.
+
+    Sequence parallelism or scattered sends divide them over tensor ranks; scattered ones are gathered again.
+    """
     width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
     rows = candidates.micro_batch * job.workload.seq_len / candidates.context
     carried = rows * job.workload.model.dim * width
@@ -239,9 +244,11 @@ def data_terms(
     passes: Floats,
     reductions: Floats,
 ) -> dict[str, Floats]:
-    """Exposed seconds of gathering weights and of reducing gradients, given the ``windows`` of one forward and backward to hide in.
+    """Exposed seconds of a step for gathering weights and for reducing gradients, as ``weight_gather`` and
+    ``gradient_reduce``.
 
-    ``passes`` are a rank's micro-batches, ``reductions`` its slots.
+    ``windows`` are the seconds of one forward and backward that can hide them, ``passes`` a rank's micro-batches,
+    ``reductions`` its slots. ZeRO-3 gathers twice in each pass, lower stages once a step, unsharded ranks never.
     """
     stack, zero = job.stack, candidates.zero
     gather, scatter, among = _weights_s(job, candidates, holdings, counts)
@@ -343,9 +350,10 @@ def optimizer_s(
 def _owners_s(
     optimizer: OptimizerSpec, job: TrainingJob, candidates: Candidates, counts: tuple[Floats, ...]
 ) -> Floats:
-    """Seconds in which the busiest owner updates its whole matrices, their way to it and back included.
+    """Seconds in which the busiest owner updates its complete matrices, with their way to it and back.
 
-    Eigenvalues and QR decompositions are counted at the rate of matrix products, which they do not reach: at least so long.
+    Eigenvalues and QR decompositions are counted at the rate of matrix products, which they do not reach: at least so
+    long.
     """
     owned = owned_matrices(optimizer, job.workload.model, candidates, counts)
     format_flops = job.profile.accelerator.flops
@@ -365,7 +373,7 @@ def _owners_s(
 def _updated(
     job: TrainingJob, candidates: Candidates, holdings: Holdings, counts: tuple[Floats, ...]
 ) -> Floats:
-    """Number of parameters that a rank updates."""
+    """Number of parameters that a rank updates: its share if moments are sharded at this ZeRO stage, else all that it holds."""
     sharded_from = min(state.sharded_from for state in job.stack.states.kept if state.kind == "moments")
     parameters = times(counts, holdings.dense) + times(counts, holdings.experts)
     share = times(counts, holdings.dense_share) + times(counts, holdings.experts_share)
@@ -375,9 +383,10 @@ def _updated(
 def offload_waits(
     job: TrainingJob, candidates: Candidates, costs: LayerCosts, kind: int
 ) -> tuple[Floats, Floats]:
-    """Seconds that copies of a layer's activations to and from the host's memory add to its forward and backward.
+    """Seconds that copies of a layer's activations to and from the host's memory add to its forward and its backward.
 
-    That is what outlasts them; and of what they hide, the time in which the accelerator's memory serves the copy and no kernel.
+    That is what outlasts them; and of what they hide, the time in which the accelerator's memory serves the copy and
+    no kernel. 0 without offload.
     """
     if not candidates.offload_activations.any() or not costs.kept_bytes[kind].any():
         return np.zeros(1), np.zeros(1)
@@ -396,7 +405,7 @@ def offload_waits(
 def state_copy_s(
     job: TrainingJob, candidates: Candidates, holdings: Holdings, counts: tuple[Floats, ...]
 ) -> Floats:
-    """Seconds to fetch the optimizer's state from the host's memory for the update, and to put it back."""
+    """Seconds to fetch the optimizer's state from the host's memory for the update, and to put it back; 0 without offload."""
     moved = sum(state.bytes for state in job.stack.states.kept if state.optimizer)
     seconds = 2 * hardware_times.host_copy_s(job.profile, moved * _updated(job, candidates, holdings, counts))
     return np.asarray(candidates.offload_optimizer * seconds)

@@ -38,7 +38,9 @@ class Flow:
 
 
 def flows(job: TrainingJob, layout: PlannedLayout, *, spread_sums: bool = True) -> tuple[Flow, ...]:
-    """Return the flows of one step of ``layout``; axes of one rank have none.
+    """Return the flows of one step of ``layout``, with the bytes that each rank sends; axes of one rank have none.
+
+    Flows of equal axis, pattern, size and stride are joined.
 
     Args:
         job: The work, the software and the cluster (only formats and volumes are read).
@@ -85,7 +87,7 @@ def _exchanges(evaluation: Evaluation, layout: PlannedLayout) -> Iterator[Flow]:
 def _exchange(
     job: TrainingJob, layout: PlannedLayout, exchange: LayerExchange, count: float
 ) -> Iterator[Flow]:
-    """Yield the flows of ``count`` passes of one exchange, forward and backward; a recomputed block goes forward twice."""
+    """Yield the flow of ``count`` passes of one exchange, forward and backward; full recomputation repeats the forward one."""
     precision = next(number_format for number_format in PRECISIONS if number_format.name == layout.precision)
     wide, narrow = precision.activation_bytes, precision.operand_bytes
     tokens = layout.micro_batch * job.workload.seq_len / layout.context
@@ -120,7 +122,7 @@ def _exchange(
 
 
 def _pipeline(job: TrainingJob, layout: PlannedLayout) -> Iterator[Flow]:
-    """Yield the flow of hidden states to the next stage; their gradients to the one before carry as much."""
+    """Yield the flow of hidden states to the next stage, once for each stage and micro-batch; their gradients carry as much back."""
     precision = next(number_format for number_format in PRECISIONS if number_format.name == layout.precision)
     rows = layout.micro_batch * job.workload.seq_len / layout.context
     rows /= layout.tensor if layout.sequence_parallel else 1
