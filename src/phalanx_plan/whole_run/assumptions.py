@@ -129,11 +129,12 @@ NODE_RATE = "failures_per_1000_node_days"
 def described(
     spec: RunSpec, step_s: float, steps: int, recovery: RecoveryMethod | None = None
 ) -> dict[str, object]:
-    """Return the assumptions that ``[checkpoint]`` and ``[fleet]`` of a run file replace, for ``steps`` steps of ``step_s`` seconds.
+    """Return the assumptions that ``[checkpoint]`` and ``[fleet]`` of a run file replace, for ``steps`` steps of
+    ``step_s`` seconds.
 
-    A fleet with spares replaces the lost node, one without leaves the replica out, and one without snapshots
-    returns to storage; ``recovery`` overrides that. Snapshots are the frequent saves, checkpoints the durable ones. If
-    failures are recovered from storage, checkpoints are the frequent ones.
+    A fleet with spares replaces the lost node, one without leaves the replica out, and one without snapshots returns
+    to storage; ``recovery`` overrides that. Snapshots are the frequent saves, checkpoints the durable ones. If
+    failures are recovered from storage, checkpoints are the frequent ones. Intervals are at most ``MOST_SECONDS``.
     """
     fleet, checkpoint = spec.fleet, spec.checkpoint
 
@@ -164,11 +165,11 @@ def assumed(
     *,
     recovers_in_memory: bool = True,
 ) -> RunAssumptions:
-    """Return the assumptions with the values in ``texts``: ``recovery=restart``, ``repair_s=3600``.
+    """Return the assumptions with the values in ``texts``, such as ``recovery=restart`` or ``repair_s=3600``.
 
-    Software without recovery from snapshots in memory (``recovers_in_memory``) restarts from storage. With ``spec``, whose
-    ``steps`` steps of ``step_s`` seconds are planned, its run file sets other assumptions; ``texts`` take precedence. Raises
-    ``RunEstimateError`` that names the invalid assumption and the valid ones.
+    Software without recovery from snapshots in memory (``recovers_in_memory``) restarts from storage. With ``spec``,
+    whose ``steps`` steps of ``step_s`` seconds are planned, its run file sets other assumptions; ``texts`` take
+    precedence. Raises ``RunEstimateError`` for an unknown, repeated or invalid assumption, with the valid ones.
     """
     names = {assumption.name for assumption in fields(RunAssumptions)} - {"failure_classes", "step_time_band"}
     values: dict[str, Any] = {}
