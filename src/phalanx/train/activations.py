@@ -78,8 +78,9 @@ class Regions:
         self._free: dict[int, list[int]] = {}
 
     def take(self, length: int) -> int:
-        """Return the offset of a region for ``length`` bytes: one that was given back, else new room at the file's end. Raises
-        ``OffloadError`` if the disk is full."""
+        """Return the offset of a region for ``length`` bytes, rounded up to a size class: a freed region of that
+        class, else new room at the file's end. Raises ``OffloadError`` if the disk is full.
+        """
         size = _rounded(length)
         if self._free.get(size):
             return self._free[size].pop()
@@ -95,7 +96,9 @@ class Regions:
         return np.memmap(self._file, dtype=np.uint8, mode="r+", offset=offset, shape=(length,))
 
     def _extend(self, size: int) -> int:
-        """Reserve ``size`` bytes at the file's end and return their offset. Raises ``OffloadError`` if the disk is full."""
+        """Reserve ``size`` bytes at the file's end and return their offset. Raises ``OffloadError`` if the disk or
+        quota is full; passes other ``OSError`` on.
+        """
         offset = self.size
         try:
             os.posix_fallocate(self.fd, offset, size)
@@ -161,7 +164,7 @@ class _OnHost(Waiting):
         return self._host
 
     def fetch(self) -> None:
-        """Start the copy back to the device, on the store's stream, once."""
+        """Start the copy back to the device on the store's stream; later calls do nothing."""
         if self._back is not None:
             return
         self._back = torch.empty(len(self._host), dtype=torch.uint8, device=self._device)
@@ -188,7 +191,10 @@ class FileStore:
         self._writes: deque[Future[None]] = deque()
 
     def __call__(self, source: Tensor) -> Waiting:
-        """Start the write of ``source``, after waiting while too many are pending. The region is freed once the result is unreachable."""
+        """Start the write of ``source`` on a thread and return its handle. Wait first while too many writes are
+        pending. A tensor on a GPU is copied to the host before. The region is freed once the handle is unreachable
+        and the write is done.
+        """
         self.flush(_WRITES_AT_ONCE - 1)
         offset = self.regions.take(len(source))
         on_host = self._host(source) if self._host else None
@@ -213,8 +219,9 @@ class FileStore:
             done += os.pwrite(self.regions.fd, data[done:], offset + done)
 
     def read(self, write: Future[None], offset: int, length: int, *, pinned: bool) -> Tensor:
-        """Return the ``length`` bytes at ``offset``, on the host, after ``write`` is done. Raises ``OSError`` if the file has
-        become shorter."""
+        """Wait for ``write``, then return the ``length`` bytes at ``offset`` as a uint8 tensor on the host. Raises
+        the error of the write, and ``OSError`` if the file has become shorter.
+        """
         write.result()
         host = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
         data, done = _bytes(host), 0
@@ -240,12 +247,14 @@ class _InFile(Waiting):
     def __init__(
         self, store: FileStore, write: Future[None], offset: int, length: int, device: torch.device
     ) -> None:
+        """Handle of ``length`` bytes of a tensor of ``device``, at ``offset`` of the file once ``write`` is done."""
         self._store, self._write, self._offset, self._length = store, write, offset, length
         self._device = device
         self._read: Future[Tensor] | None = None
         self._back: Tensor | None = None
 
     def fetch(self) -> None:
+        """Start the read on a thread of the store, into pinned memory for a GPU; later calls do nothing."""
         if self._read is None:
             pinned = on_gpu(self._device)
             self._read = self._store.pool.submit(
@@ -286,6 +295,9 @@ class _Pass:
     def __init__(
         self, store: Store, smallest: int, staying: Iterable[Tensor], previous: _Pass | None
     ) -> None:
+        """Begin a pass of a block. Storages below ``smallest`` bytes and those of ``staying`` are not offloaded;
+        ``previous`` is prefetched with this pass.
+        """
         self._store, self._smallest, self._previous = store, smallest, previous
         self._staying = {_address(tensor) for tensor in staying}
         self._away: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Item]]] = {}
@@ -300,7 +312,9 @@ class _Pass:
         return _View(self._item(tensor, storage), tensor)
 
     def _item(self, tensor: Tensor, storage: torch.UntypedStorage) -> _Item:
-        """Return the offloaded item of ``storage``; offload it, unless the same version of it was in this pass."""
+        """Return the offloaded item of ``storage``. Reuse the one of this pass if it has the same storage and version
+        and is still referenced; else offload the whole storage.
+        """
         key = (_address(tensor), tensor._version)
         # The address alone may be that of a freed storage whose memory was reused: the storage must be the same object.
         original, item = (ref() for ref in self._away.get(key, (lambda: None, lambda: None)))
@@ -343,10 +357,14 @@ class _Offloading:
         self._last: _Pass | None = None
 
     def wrap(self, block: nn.Module, *, first: bool) -> Callable[..., Tensor]:
-        """Return a forward function of ``block`` that offloads what backward needs. Without gradients it only calls the block's own."""
+        """Return a forward function of ``block`` that offloads what backward needs, excluding the block's parameters
+        and ``tables``. With ``first``, the chain of prefetches starts here. Without gradients it only calls the
+        block's own forward.
+        """
         inner = block.forward
 
         def forward(x: Tensor, *tables: Tensor | None) -> Tensor:
+            """Call the block; with gradients enabled, under hooks that offload saved tensors."""
             if not torch.is_grad_enabled():
                 return cast(Tensor, inner(x, *tables))
             # Not offloaded: weights, which live as long as the block, and tables that all blocks share.
@@ -410,10 +428,10 @@ FUNCTIONAL_COLLECTIVES = "_c10d_functional"
 
 
 def apply_recompute(module: nn.Module, spec: RunSpec) -> None:
-    """Apply ``spec.memory.recompute`` to the blocks of ``module``: compiled ones if they are to be, not sharded yet.
+    """Apply ``spec.memory.recompute`` to the blocks of ``module``. Call it after compilation and before sharding.
 
-    "none" changes nothing; "budget" sets the process's limit for compiled blocks; "selective" and "full" replace the blocks'
-    forward functions.
+    "none" changes nothing; "budget" sets the process's limit for compiled blocks; "selective" and "full" replace the
+    blocks' forward functions by checkpointed ones.
     """
     how = spec.memory.recompute
     if how == "none":

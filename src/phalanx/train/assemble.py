@@ -152,9 +152,10 @@ def make_deterministic(spec: RunSpec, device: torch.device) -> None:
 def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     """Build everything on this rank and restore the state that training begins with. A collective call.
 
-    Without a checkpoint of the run, the weights are initialized, or taken over from ``checkpoint.init_from``. A first
-    start also measures this machine's peak rate, compares arithmetic and data between ranks, and writes the machine
-    into the run directory.
+    Without a checkpoint of the run, the weights are initialized, or taken over from ``checkpoint.init_from``. Unless
+    ``inputs.warm`` brings it along, it also measures the peak rate, compares arithmetic and data between ranks, and
+    writes the machine into the run directory. On a CPU without a fleet, it raises first if the machine has too little
+    memory.
     """
     spec, ledger = inputs.spec, inputs.ledger
     ledger.switch(Bucket.START_PLAN_COMPILE)
@@ -226,7 +227,9 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
 def _rank_copies(
     inputs: EpochInputs, disk: DiskTier, store: ObjectTier, mesh: Mesh, machine_ranks: int
 ) -> RankCopies:
-    """Return the copier of this rank's share of the checkpoints to the store."""
+    """Return the copier of this rank's share of the checkpoints to the store. ``machine_ranks`` ranks share one
+    machine's limits; 0 stands for all ranks.
+    """
     # Where machines have different numbers of ranks, the limit of one holds for all of them together.
     sharing = machine_ranks or mesh.ranks
     rules, share = CopyRules.of(inputs.spec, sharing), CopyShare((mesh.rank,), mesh.ranks)
@@ -240,7 +243,8 @@ def warm_up(spec: RunSpec, device: torch.device, data: RunData) -> WarmState:
 
 
 def _warm_up_together(spec: RunSpec, mesh: Mesh, ledger: Ledger) -> WarmState:
-    """Warm up on all ranks at once, since they will compute at once. The peak, FLOP/s, is the mean of all. A collective call.
+    """Warm up on all ranks at once, since they will compute at once. Its peak, in FLOP/s, is the mean over the ranks.
+    A collective call.
 
     Raises ``MixedMachinesError`` if arithmetic differs between ranks, unless ``runtime.mixed_machines`` allows it.
     """
@@ -256,7 +260,9 @@ def _warm_up_together(spec: RunSpec, mesh: Mesh, ledger: Ledger) -> WarmState:
 
 
 def _peak(spec: RunSpec, device: torch.device) -> Peak:
-    """Return the peak of one rank in FLOP/s: by data sheet for bf16 on a known accelerator, else measured now."""
+    """Return the peak of one rank in FLOP/s and its source: the data sheet for bf16 on an accelerator of the catalog,
+    else a matrix product measured now.
+    """
     dtype = torch.bfloat16 if spec.precision.compute == "bf16" else torch.float32
     name = device_name(device)
     if name is not None and dtype == torch.bfloat16:
@@ -269,10 +275,11 @@ def _peak(spec: RunSpec, device: torch.device) -> Peak:
 
 @functools.cache
 def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:  # noqa: ARG001  a part of the key
-    """Measured once in a process, and no longer than a start may wait: the best of few products is that of many.
+    """Measure the rate of a matrix product in FLOP/s for ``_PEAK_BUDGET_S``; cached in the process by device, dtype
+    and threads.
 
-    Every rank measures while the others do, as they will compute, and none reads the number of an earlier start from a file: that may have
-    been a machine busy with other work, and 0.04 s for a thread is less than such a number would cost in doubts about every MFU.
+    Every rank measures while the others do, as they will compute. No number of an earlier start is read, because that
+    machine may have been busy.
     """
     return measure_matmul_flops(device, dtype, _PEAK_BUDGET_S)
 
@@ -332,7 +339,9 @@ def take_over(
 
 
 def _record(directory: RunDirectory, start: str, step: int, weights: str, init_with: str) -> None:
-    """Write the origin into the run's record, after the parent's own origins, which a store does not hold."""
+    """Write the origin, appended to the parent's own origins, into the run's record. ``start`` is a checkpoint's
+    folder or its URL; a store holds no record, so a URL has no earlier origins.
+    """
     if is_url(start):
         place, above = start.rpartition("/")[0], dict[str, Any]()
     else:

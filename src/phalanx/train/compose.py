@@ -64,7 +64,9 @@ class ModelFacts:
 
 
 def model_facts(spec: RunSpec) -> ModelFacts:
-    """The facts of the model of a resolved run. Raises as ``phalanx.model.custom.custom_facts`` does."""
+    """Return parameters, stages and FLOP per token of the model of a resolved run. For a custom model, raises as
+    ``phalanx.model.custom.custom_facts`` does.
+    """
     if spec.model.factory:
         custom = custom_facts(spec.model, spec.train.seq_len, compute_dtype(spec))
         return ModelFacts(
@@ -146,6 +148,7 @@ def divided_parts(
 
 
 def _stages(spec: RunSpec, mesh: Mesh) -> tuple[int, ...]:
+    """Return the numbers of this rank's pipeline stages; ``(0,)`` without a pipeline."""
     parallel = spec.parallel
     if parallel.pipeline == 1:
         return (0,)
@@ -157,7 +160,10 @@ def _stages(spec: RunSpec, mesh: Mesh) -> tuple[int, ...]:
 def _part(
     spec: RunSpec, mesh: Mesh, stage: int, waits: Mapping[Bucket, CommClock], stages: Sequence[range]
 ) -> tuple[Transformer | Chain, dict[str, Partition]]:
-    """Build one stage of the model on the meta device, divided over the inner axes; with its precision, compilation and recomputation."""
+    """Build one stage of the model on the meta device, with its compilation and recomputation, and return the
+    partitions of its parameters. Only a ``Transformer`` is divided over the inner axes and gets the run's precision;
+    a user's own blocks stay whole.
+    """
     with torch.device("meta"):
         part = whole_model(spec.model, spec.train.seq_len)
     if len(stages) > 1:
@@ -178,7 +184,9 @@ def _part(
 
 
 def _runner(spec: RunSpec, mesh: Mesh, model: DataParallel, waits: dict[Bucket, CommClock]) -> SlotRunner:
-    """Return the runner of slots: a loop, or with pipeline stages their schedule, whose bubble is added to ``waits``."""
+    """Return the runner of slots: a loop, or with pipeline stages their schedule. The clock of a schedule's bubble is
+    added to ``waits``.
+    """
     rows = vocabulary_piece(mesh, spec, waits[Bucket.COMM_EXPOSED_TP])
     losses = Losses(spec, mesh, rows, rank_tiles(spec, mesh, waits[Bucket.COMM_EXPOSED_CP]))
     parallel = spec.parallel
@@ -225,16 +233,15 @@ def make_optimizer(
     group: dist.ProcessGroup | None = None,
     store: MomentStore | None = None,
 ) -> Optimizer:
-    """The optimizer of ``parameters``, on every rank together.
+    """Return the optimizer of ``parameters``, made on every rank together. AdamW keeps matrices narrow if
+    ``spec.state`` is not "fp32"; other rules take the matrices and leave the rest to AdamW.
 
-    Args:
-        kinds: What each parameter is, with the shape of the whole.
-        seed: Seeds stochastic rounding.
-        boxes: This rank's part of each parameter, by name; ``None`` if parameters are whole
-            or DTensors that know.
-        group: The ranks that hold each of ``parameters`` between them (``Mesh.stage_group``). A larger group divides the work
-            further. ``None`` if this rank holds everything.
-        store: Where AdamW's fp32 moments live; ``None`` is the device.
+    ``kinds`` has each parameter's kind and full shape. ``seed`` seeds stochastic rounding. ``boxes`` is this rank's
+    part of each parameter; ``None`` if parameters are whole, or DTensors that know their part.
+
+    ``group`` has the ranks that hold each of ``parameters`` between them (``Mesh.stage_group``); a larger group
+    divides the work further, and ``None`` means that this rank holds everything. ``store`` has AdamW's fp32 moments;
+    ``None`` is the device.
     """
 
     def part(names: list[str]) -> dict[str, nn.Parameter]:

@@ -136,9 +136,11 @@ class _NarrowProduct(torch.autograd.Function):
 def _product(
     left: Tensor, right: Tensor, dtypes: tuple[torch.dtype, torch.dtype], form: Format, *, fast: bool = False
 ) -> Tensor:
-    """``(m, k)`` times the transpose of ``(n, k)``, both quantized along ``k``: ``(m, n)``, in ``left``'s dtype.
+    """Return ``left`` ``(m, k)`` times the transpose of ``right`` ``(n, k)``: ``(m, n)``, in ``left``'s dtype. Both
+    are quantized along ``k``.
 
-    ``fast`` allows the accumulation of Hopper's tensor cores, good enough forward but not for gradients.
+    Hardware without a kernel for the format multiplies the dequantized operands. ``fast`` allows the accumulation of
+    Hopper's tensor cores, good enough forward but not for gradients.
     """
     kernel, outputs = has_kernel(form, left), right.shape[0]
     # Zeros add nothing to a sum and raise no largest element; kernels want multiples.
@@ -184,7 +186,9 @@ def multiply_narrow(
 
 
 def _kernel_scale(scale: Tensor, scaling: Scaling) -> Tensor:
-    """Scales of ``(r, k)`` as the kernel reads them: by block, as exponents in the order of the tensor cores' tiles."""
+    """Return the scales of ``(r, k)`` in the layout of the kernel: unchanged, or by block as flat e8m0 exponents in
+    the order of the tensor cores' tiles.
+    """
     if scaling != "block":
         return scale
     # Tiles of 128 rows by 4 blocks; within a tile the rows r, r + 32, r + 64 and r + 96 are neighbors (cuBLAS, "1D block
@@ -230,7 +234,12 @@ def _grouped_product(
     *,
     fast: bool = False,
 ) -> Tensor:
-    """Each of ``rows`` ``(m, k)`` times the transpose of its expert's matrix, of ``(experts, n, k)``: ``(m, n)``."""
+    """Return each of ``rows`` ``(m, k)`` times the transpose of its expert's matrix, of ``matrices`` ``(experts, n,
+    k)``: ``(m, n)``. Both are quantized along ``k``.
+
+    Scaling by tensor becomes scaling by row. Without a kernel for the format, the dequantized operands are
+    multiplied.
+    """
     rows, matrices = _padded(rows, 1, _BLOCK), _padded(matrices, 1, _BLOCK)
     scaling: Scaling = "row" if form.scaling == "tensor" else form.scaling
     a, b = quantize(rows, dtypes[0], scaling), quantize(matrices, dtypes[1], scaling)
@@ -243,7 +252,9 @@ def _grouped_product(
 def multiply_narrow_groups(
     a: Quantized, b: Quantized, ends: Tensor, dtype: torch.dtype, *, fast: bool
 ) -> Tensor:
-    """As ``_grouped_product``, by the hardware's own kernel, of operands with a scale for each row."""
+    """Compute ``_grouped_product`` by the hardware's own kernel, for operands with one scale a row. ``ends`` has the
+    end of each expert's rows.
+    """
     product: Tensor = torch._scaled_grouped_mm(
         a.values.contiguous(),
         b.values.contiguous().transpose(1, 2),

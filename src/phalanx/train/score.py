@@ -49,11 +49,18 @@ def restored_model(
     ahead: bool = False,
     cut: Callable[[Transformer], Mapping[str, Rows]] | None = None,
 ) -> tuple[Transformer | Chain, ModelSpec, int]:
-    """The model with the weights of ``step``, or of the newest step that can be read; its resolved description; and the step.
+    """Return the model with the weights of ``step``, or of the newest step that can be read; its resolved
+    description; and the step.
 
-    Reads ``run.toml`` and ``checkpoints/``; of a checkpoint, nothing but the weights (fp32 there, ``dtype`` here). What predicts further
-    ahead is left out, unless ``ahead`` is set. ``seq_len`` is the length of the sequences that each call has a part of; 0 if a call has them from their
-    beginning. ``cut`` removes parts of the model before anything is read, and returns the tensors of which it has left some rows. Raises RunDirectoryError where the run has no checkpoint or its run file was changed, NoSuchStepError, and what ``restore`` raises.
+    Reads ``run.toml`` and of a checkpoint only the weights (fp32 there, ``dtype`` here; routers' biases stay fp32).
+    Heads that predict further ahead are left out, unless ``ahead`` is set.
+
+    ``seq_len`` is the length of the sequences that each call has a part of; 0 if a call has them from their
+    beginning. ``cut`` removes parts of the model before anything is read, and returns the tensors of which it has
+    left some rows.
+
+    Raises RunDirectoryError if the run has no checkpoint, its run file was changed, or its model cannot be cut;
+    NoSuchStepError; and the errors of ``restore``.
     """
     # The checkpoint's names are the same without what predicts further ahead.
     directory = RunDirectory(run_dir)
@@ -92,10 +99,10 @@ class ScoreError(ValueError):
 def score(
     run_dir: Path, texts: Sequence[Sequence[int]], step: int | None = None, dtype: Compute | None = None
 ) -> list[Tensor]:
-    """Log-probabilities ``(n - 1,)``, fp32, nats, for each text, of its tokens behind the first.
+    """Return for each text the log-probabilities ``(n - 1,)``, fp32, nats, of its tokens behind the first.
 
-    With the weights of ``step``, else of the newest that can be read, computed in ``dtype``, else in the run's own format. Raises as
-    ``Scorer.of_run`` and ``Scorer.score`` do.
+    The weights are those of ``step``, else of the newest that can be read, computed in ``dtype``, else in the run's
+    own format. Raises as ``Scorer.of_run`` and ``Scorer.score`` do.
     """
     return Scorer.of_run(run_dir, step, dtype).score(texts)
 
@@ -156,8 +163,12 @@ class Scorer:
     def score(
         self, texts: Sequence[Sequence[int]], progress: Callable[[int], None] | None = None
     ) -> list[Tensor]:
-        """Log-probabilities ``(n - 1,)``, fp32, nats, for each text. ``progress`` receives the number of texts that are scored, after each
-        micro-batch. Raises ScoreError before anything is computed, and for logits that are not finite."""
+        """Return for each text the log-probabilities ``(n - 1,)``, fp32, nats, of its tokens behind the first.
+        ``progress`` receives the number of texts scored so far, after each micro-batch.
+
+        Raises ScoreError before anything is computed for a text that cannot be scored, and afterwards for results
+        that are not finite.
+        """
         for number, text in enumerate(texts, 1):
             self._require(text, number)
         sequences = [
@@ -172,8 +183,12 @@ class Scorer:
         progress: Callable[[int], None] | None = None,
         noise: Tensor | None = None,
     ) -> list[SequenceScore]:
-        """The scores of sequences of at most ``length + 1`` tokens, as an evaluation of the run computes them. ``progress`` is as
-        for ``score``, and ``noise`` ``(sequences, vocab)`` as for ``token_scores``. Raises ScoreError for logits that are not finite."""
+        """Return the scores of sequences of at most ``length + 1`` tokens, as an evaluation of the run computes them.
+        Exact scoring computes a micro-batch at once, any other one sequence at a time.
+
+        ``progress`` is as for ``score``, and ``noise`` ``(sequences, vocab)`` as for ``token_scores``. Raises
+        ScoreError for log-probabilities that are not finite.
+        """
         rows = micro_batch_rows(self.spec)
         together = rows if self.is_exact else 1
         results: list[SequenceScore] = []
@@ -198,7 +213,9 @@ class Scorer:
         return results
 
     def _token_scores(self, tokens: Tensor, targets: Tensor, noise: Tensor | None) -> Tensor:
-        """The scores ``(2, rows, seq)``, on the host, of ``tokens`` and ``targets`` ``(rows, seq)`` with ``noise`` ``(rows, vocab)``."""
+        """Run the model on ``tokens`` ``(rows, seq)``. Return, on the host, ``(2, rows, seq)``: the loss of each of
+        ``targets``, and the most probable token with ``noise`` ``(rows, vocab)`` added.
+        """
         tokens, targets = brought(tokens, self.device), brought(targets, self.device)
         noise = None if noise is None else brought(noise, self.device)
         positions = torch.arange(self.length, device=self.device)
@@ -229,7 +246,9 @@ class Scorer:
 
 
 def begin_scoring() -> None:
-    """Have this process compute with portable kernels. Raises NotPortableError with what to do instead."""
+    """Switch this process to portable kernels. Raises NotPortableError, with scoring elsewhere as its remedy, if they
+    are not possible here.
+    """
     try:
         begin_portable()
     except NotPortableError as error:
@@ -275,8 +294,9 @@ def _joined(words: list[str]) -> str:
 
 
 def _reasons(spec: RunSpec, compute: str, *, on_gpu: bool) -> Iterator[str]:
-    """Yield clauses on how the run's own steps computed otherwise: device, kernels, formats, experts' rows, compilation, sums over
-    ranks."""
+    """Yield a clause for each way in which the run's own steps computed otherwise: device, kernels, formats, experts'
+    rows, compilation, document masks, sums over ranks, pieces.
+    """
     model, parallel = spec.model, spec.parallel
     if spec.runtime.device == "cuda" and not on_gpu:
         yield "on GPUs (runtime.device)"

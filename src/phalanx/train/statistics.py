@@ -63,7 +63,9 @@ _GROUP_OF_PART = {"attention": "attention", "ffn": "feed_forward"}
 
 
 def layer_of(name: str) -> str:
-    """Return the layer of a parameter or module by its name: "0" for ``blocks.0.ffn.up.weight``."""
+    """Return the layer of a parameter or module by its name: "0" for ``blocks.0.ffn.up.weight``, "mtp.0" in a
+    prediction ahead, else the module's name.
+    """
     first, *rest = name.split(".")
     if first == "blocks":
         return rest[0]
@@ -78,7 +80,9 @@ def layers_of(names: Iterable[str]) -> list[str]:
 
 
 def group_of(name: str, kind: Parameter) -> str:
-    """Return the group of a parameter: norms, router, experts, a part of a layer, or outside of layers the module's name."""
+    """Return the group of a parameter: "norms", "router", "experts", a part of a layer or "other", or outside of
+    layers the module's name.
+    """
     first, *rest = name.split(".")
     if kind.kind == "norm":
         return "norms"
@@ -131,9 +135,10 @@ _LOGITS_AT_ONCE = 1 << 24
 
 @torch.no_grad()
 def forward_figures(built: Built, batch: MicroBatch, layers: Sequence[str]) -> dict[str, list[float | None]]:
-    """Return the figures ``ACTIVATIONS`` of each of ``layers``, the same on every rank. A collective.
+    """Run one forward pass of ``batch`` without gradients and uncompiled, and return the figures ``ACTIVATIONS`` of
+    each of ``layers``, the same on every rank. A collective.
 
-    A layer without a figure has ``None``; a figure that no layer has is left out. What is not finite is infinite.
+    A layer without a figure has ``None``; a figure that no layer has is left out. NaN becomes infinite.
     """
     probes = [
         _LayerProbe(built, name, block, batch)
@@ -154,7 +159,11 @@ def forward_figures(built: Built, batch: MicroBatch, layers: Sequence[str]) -> d
 def _on_all_ranks(
     rows: Sequence[tuple[str, str, float]], layers: Sequence[str], device: torch.device
 ) -> dict[str, list[float | None]]:
-    """Return the largest value of each layer and figure over all ranks, from this rank's rows (layer, figure, value). A collective."""
+    """Return by figure the largest value of each of ``layers`` over all ranks, from this rank's rows (layer, figure,
+    value). A collective.
+
+    NaN counts as infinite; a layer without a value has ``None``, and a figure without any is left out.
+    """
     table = torch.full((len(ACTIVATIONS), len(layers)), -math.inf, dtype=torch.float64)
     for layer, figure, value in rows:
         table[ACTIVATIONS.index(figure), layers.index(layer)] = math.inf if math.isnan(value) else value
@@ -171,6 +180,7 @@ class _LayerProbe:
     """Hooks of one block, and its figures on this rank after the forward pass."""
 
     def __init__(self, built: Built, layer: str, block: nn.Module, batch: MicroBatch) -> None:
+        """Prepare to measure ``block``, called ``layer``, in a forward pass of ``batch``; no hook is installed yet."""
         self._layer, self._block, self._mesh = layer, block, built.model.mesh
         tiles, spec = built.runner.losses.tiles, built.spec
         context, rank = self._mesh.layout.context, self._mesh.context_rank
@@ -193,7 +203,9 @@ class _LayerProbe:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Context in which the block is measured."""
+        """Context in which the block has hooks for its input, output, hidden units, and queries and keys. A custom
+        block has only the first two.
+        """
         with ExitStack() as attached:
             attached.callback(self._block.register_forward_pre_hook(self._begins).remove)
             attached.callback(self._block.register_forward_hook(self._ends).remove)
@@ -219,7 +231,8 @@ class _LayerProbe:
             self._rows.append((self._layer, DEAD_UNITS, self._dead_share()))
 
     def _measure_residual(self, layer: str, stream: Tensor) -> None:
-        """Add RMS and kurtosis of the residual stream after ``layer``. A collective of the ranks that share a sequence.
+        """Add RMS and kurtosis of the residual stream after ``layer``, over the full sequence. A collective of the
+        ranks that share it. Without a finite, nonzero RMS there is no kurtosis.
 
         If the fourth powers overflow, the stream is scaled down first.
         """
@@ -243,7 +256,9 @@ class _LayerProbe:
         return query, key, value
 
     def _largest_logit(self) -> float:
-        """Return the largest logit of this rank's queries. A collective of the context ranks."""
+        """Return the largest logit of this rank's queries over the sequence's keys, infinite for NaN, and drop the
+        queries and keys. A collective of the context ranks.
+        """
         core = cast(Block, self._block).attention.core
         if isinstance(core, DividedCore):
             causal: CausalCore | GatherMethod | RingMethod = cast(GatherMethod | RingMethod, core.method)
@@ -268,7 +283,9 @@ class _LayerProbe:
         self._units.append(units.nan_to_num(nan=math.inf, posinf=math.inf))
 
     def _dead_share(self) -> float:
-        """Return the share of the layer's hidden units that are dead. A collective of the ranks that share a sequence."""
+        """Return the share of the layer's hidden units whose largest magnitude over the sequence is below ``DEAD``. A
+        collective of the ranks that share a sequence.
+        """
         by_lane = [
             torch.stack(self._units[first : first + len(self._tiles)]).amax(0)
             for first in range(0, len(self._units), len(self._tiles))
@@ -300,16 +317,14 @@ def largest_logit(
     window: int = 0,
     documents: Documents | None = None,
 ) -> float:
-    """Return the largest scaled product of a query and a key that it sees, before a soft cap. Computed in blocks of queries, in fp32.
+    """Return the largest scaled product of a query and a key that it sees, before a soft cap; NaN if there is one.
+    Computed in blocks of queries, in fp32.
 
-    Args:
-        query: ``(b, h, q, e)``.
-        key: ``(b, k, s, e)``; ``h / k`` query heads share a key head.
-        score: The scale.
-        rows: Positions of the queries, ``(q,)``.
-        columns: Positions of the keys, ``(s,)``.
-        window: Number of tokens that a token sees, including itself; 0 means all before it.
-        documents: The documents of the sequences; tokens of different ones do not see each other.
+    Shapes: ``query`` ``(b, h, q, e)``; ``key`` ``(b, k, s, e)``, where ``h / k`` query heads share a key head;
+    ``rows`` and ``columns`` are positions of queries ``(q,)`` and keys ``(s,)``.
+
+    ``window`` is the number of tokens that a token sees, including itself; 0 means all before it. Tokens of different
+    ``documents`` do not see each other.
     """
     batch, heads, _, _ = query.shape
     grouped = query.float().reshape(batch, key.shape[1], -1, *query.shape[2:])  # (b, k, h / k, q, e)
@@ -343,6 +358,7 @@ class LayerMeter(StepStatistics):
     """Statistics of the layers of one run, on every rank."""
 
     def __init__(self, stepper: Stepper, samples: Samples, emit: Callable[[LayerStatistics], None]) -> None:
+        """Meter the steps of ``stepper``. ``samples`` reads a slot of a step again, and ``emit`` receives the statistics."""
         self._stepper, self._samples, self._emit = stepper, samples, emit
         placement = stepper.built.placement
         self._every = stepper.built.spec.statistics.every_steps
@@ -354,15 +370,18 @@ class LayerMeter(StepStatistics):
         self._spent_ns = 0
 
     def begin(self, step: int) -> None:
-        """Prepare ``step``, from 1, before it is computed. A collective if it is measured."""
+        """Prepare ``step``, from 1, before it is computed. If it is due, run a forward pass of slot 0 to measure
+        activations; a collective then.
+        """
         self._step, self._slot, self._figures, self._spent_ns = step, 0, {}, 0
         self._is_due = is_due(step, self._every)
         if self._is_due:
             self._measure_forward(0)
 
     def before_update(self, gradient_scale: float, *, finite: bool) -> bool:
-        """Add the norms of gradients and weights if the step is measured or not finite. Return True if it wants the update's
-        change. A collective then."""
+        """Add the norms of gradients and weights if the step is due or not finite, unless statistics are off. Return
+        True then, which requests the update's change. A collective then.
+        """
         if not self._every or not (self._is_due or not finite):
             return False
         began_ns = time.perf_counter_ns()
@@ -373,7 +392,9 @@ class LayerMeter(StepStatistics):
         return True
 
     def after_update(self) -> None:
-        """Add the norms of the updates, left in the gradients, and their ratio to the weights' norms. A collective."""
+        """Add the norms of the updates, which are in the gradients, and their ratio to the weights' norms: None for
+        zero weights, infinite for weights that are not finite. A collective.
+        """
         began_ns = time.perf_counter_ns()
         self._add_norms({"update_norm": gradients(self._stepper.built.model.parts)}, 1.0)
         for figure in [name for name in self._figures if name.endswith(".update_norm")]:
@@ -390,8 +411,11 @@ class LayerMeter(StepStatistics):
         self._spent_ns += time.perf_counter_ns() - began_ns
 
     def end(self, report: StepReport) -> None:
-        """Emit the statistics of the step, if it was measured. A collective then. In a step that was not due, activations are
-        searched for the first non-finite."""
+        """Emit the statistics of the step, if it was measured. A collective then.
+
+        For a non-finite slot, or a step that was not due, activations are computed again to find the first that is
+        not finite.
+        """
         if not self._figures:
             return
         if report.nonfinite_slots or not self._is_due:
@@ -413,7 +437,9 @@ class LayerMeter(StepStatistics):
         )
 
     def _measure_forward(self, slot: int, *, search: bool = False) -> None:
-        """Measure activations in the first micro-batch of ``slot``; with ``search``, in the first that is not finite, or the last."""
+        """Measure activations in the first micro-batch of ``slot``; with ``search``, in each up to the first that is
+        not finite, keeping the last figures. A collective, booked as evaluation.
+        """
         began_ns = time.perf_counter_ns()
         self._slot = slot
         with self._stepper.ledger.bucket(Bucket.EVAL):
@@ -429,7 +455,9 @@ class LayerMeter(StepStatistics):
         self._spent_ns += time.perf_counter_ns() - began_ns
 
     def _add_norms(self, tensors: Mapping[str, Mapping[str, Tensor]], gradient_scale: float) -> None:
-        """Add the norm of each group of parameters, for each figure of ``tensors``, which map names to this rank's parts. A collective."""
+        """Add the norm of each group of parameters for each figure of ``tensors``, which map names to this rank's
+        parts. Gradient norms are times ``gradient_scale``. A collective.
+        """
         placement = self._stepper.built.placement
         pairs = [(figure, by_name, group) for figure, by_name in tensors.items() for group in self._groups]
         own = [
@@ -457,10 +485,11 @@ class LayerMeter(StepStatistics):
 
 
 def router_figures(tokens: Sequence[int]) -> dict[str, float]:
-    """Return the figures of a router by the tokens of each expert: largest share, entropy (1 if all have equally many), share of
-    idle experts.
+    """Return the figures of a router by the tokens of each expert: largest share, entropy (1 if all have equally
+    many), share of idle experts.
 
-    The entropy is that of the experts' shares over its maximum, ``log(experts)``. Empty without tokens, or with one expert.
+    The entropy is that of the experts' shares over its maximum, ``log(experts)``. Empty without tokens, or with one
+    expert.
     """
     total, experts = sum(tokens), len(tokens)
     if not total or experts == 1:

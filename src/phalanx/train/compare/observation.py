@@ -114,7 +114,9 @@ class Parting:
     """The ranks of either replay whose copy differs from most of the other ranks' copies of the same."""
 
     def __str__(self) -> str:
-        """Return a phrase with the step, slot and tensor at which replays A and B part, and the ranks that differ."""
+        """Return a phrase with the step, slot and tensor at which replays A and B part, and the ranks that differ.
+        Ranks that differ from their own replay's other ranks are listed instead, if there are any.
+        """
         where = "" if self.slot == _NO_SLOT else f"slot {self.slot}, micro-batch {self.micro_batch}, "
         sides = [f"{_ranks(ranks)} of {side}" for ranks, side in zip(self.ranks, "AB", strict=True) if ranks]
         alone = [
@@ -159,7 +161,9 @@ class _Tensor:
         return sum(next(iter(copies.values())) for copies in self.pieces.values()) & _WORD
 
     def odd(self, other: _Tensor) -> tuple[int, ...]:
-        """Ranks whose copy of a piece differs from other ranks' copies: from that of the ``other`` replay, or from most."""
+        """Return the ranks whose copy of a piece differs from other ranks' copies. The right copy is the one that the
+        ``other`` replay has too; if none or several are, the most frequent one.
+        """
         differing = []
         for piece, copies in self.pieces.items():
             sums = list(copies.values())
@@ -176,11 +180,11 @@ class _Tensor:
 
 
 def compare_replays(first: Replay, other: Replay) -> Compared:
-    """Return the first tensor, in the order in which a step computes them, whose bits differ between two replays or between ranks
-    of one.
+    """Return the first tensor, in the order in which a step computes them, whose bits differ between two replays or
+    between ranks of one.
 
-    Of a tensor that both cut in the same way the pieces are compared, and the ranks whose pieces differ are named; else
-    the pieces' sums are compared, if they add up. Tensors that cannot be compared, or are in one replay only, are
+    If both cut a tensor in the same way, the pieces are compared and the ranks that differ are named. Otherwise the
+    totals of the pieces are compared, if they add up. Tensors that cannot be compared, or are in one replay only, are
     listed by name.
     """
     tables = [_table(replay) for replay in (first, other)]
@@ -233,7 +237,9 @@ def _table(replay: Replay) -> dict[_Key, _Tensor]:
 
 
 def _places(replay: Replay) -> dict[_Key, tuple[int, int]]:
-    """The place of each tensor among those of its micro-batch: stage after stage, backward in the other direction."""
+    """Return for each tensor a sort key within its micro-batch: its stage (negative in backward, so that the last
+    comes first), then its number on the rank.
+    """
     places: dict[_Key, tuple[int, int]] = {}
     for seen in replay.observed:
         for number, observation in enumerate(seen):

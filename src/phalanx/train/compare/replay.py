@@ -76,6 +76,7 @@ class StepMeter(StepStatistics):
     """Meter of the steps of a replay up to ``last``. All methods are collectives."""
 
     def __init__(self, built: Built, data: RunData, last: int) -> None:
+        """Meter the model of ``built`` on ``data``; ``last`` is the step whose batches are scored."""
         self._built, self._data, self._last = built, data, last
         self.measures: dict[int, StepMeasures] = {}
         self._layer_norms: dict[str, float] = {}
@@ -86,7 +87,9 @@ class StepMeter(StepStatistics):
         self._history: list[list[float]] = []
 
     def before_step(self, step: int, progress: TrainProgress) -> None:
-        """Score the batches of the last step and of the one before it, ahead of the last step. Before all other steps, do nothing."""
+        """Ahead of the last step, score its batch and the batch before it, and note the history of losses. Before all
+        other steps, do nothing.
+        """
         if step != self._last:
             return
         batch = self._built.spec.train.batch_size
@@ -96,7 +99,9 @@ class StepMeter(StepStatistics):
             self._batch_before = _mean(self._scored(progress.next_sample - batch))
 
     def before_update(self, gradient_scale: float, *, finite: bool) -> bool:  # noqa: ARG002
-        """Take the gradient norm of each layer, times ``gradient_scale``. A collective. Return False: the update is not measured."""
+        """Compute the gradient norm of each layer, times ``gradient_scale``; balance biases are left out. A
+        collective. Return False: the update itself is not measured.
+        """
         placement = self._built.placement
         own = gradients(self._built.model.parts)
         layers: dict[str, list[Tensor]] = {}
@@ -122,7 +127,10 @@ class StepMeter(StepStatistics):
         )
 
     def scores(self) -> BatchScores:
-        """Return the losses of the batches; token by token for the slots of the last step with the largest losses."""
+        """Return the mean loss of each sequence, the losses token by token of the ``_SLOTS_IN_FULL`` slots with the
+        largest losses of the last step, and the earlier batch and history. Slots whose loss is NaN count as the
+        largest.
+        """
         train = self._built.spec.train
         slot_losses = self.measures[self._last].slot_losses
         per_slot = train.batch_size // train.slots
@@ -142,8 +150,9 @@ class StepMeter(StepStatistics):
         )
 
     def _scored(self, first_sample: int) -> list[TokenLosses]:
-        """Return the losses (nats) of the tokens of each sequence of a batch under the present weights, masked where there is no
-        target. A collective."""
+        """Return the losses (nats) of each of ``batch_size`` sequences from ``first_sample`` under the present
+        weights: one masked array ``(seq_len,)`` each, masked where there is no target. A collective.
+        """
         built, train = self._built, self._built.spec.train
         samples = self._data.train_samples(first_sample, train.batch_size)  # (sequences, seq_len + 1)
         tokens, last = inputs_of(samples), samples[:, -1:]
@@ -197,8 +206,11 @@ class ModuleWitness:
     """Watches the steps of one model on this rank; ``take`` gives what it saw."""
 
     def __init__(self, built: Built) -> None:
-        """Register hooks in the model of ``built`` and replace its runner's losses and gradient function. Nothing takes them off
-        again."""
+        """Register forward hooks in the model of ``built``, and replace its runner's losses and gradient function.
+        These changes are permanent.
+
+        Of compiled blocks only the block itself is hooked, not the modules in it.
+        """
         self.step = 0
         self._built, self._mesh = built, built.model.mesh
         self._now: _Now | None = None
@@ -257,7 +269,9 @@ class ModuleWitness:
             self._see_part("gradient", name, parameters[name], gradient)
 
     def _see_part(self, moment: Moment, name: str, parameter: Tensor, part: Tensor) -> None:
-        """Record the checksum of ``part``, which covers the same slice as this rank's part of ``parameter``. Skip an empty one."""
+        """Record the checksum of ``part``, which covers the same slice of the full tensor as this rank's part of
+        ``parameter``. An empty slice is skipped.
+        """
         partition = self._built.placement.partition(name)
         offset, shape = partition.local_slice(parameter)
         if 0 in shape:
@@ -268,12 +282,16 @@ class ModuleWitness:
         self._seen.append((Observation(self.step, moment, name, 0, piece=piece), value))
 
     def _hook(self, name: str, path: str) -> Callable[[nn.Module, object, object], None]:
-        """Return a forward hook that records a module's output, and the gradients of it and of the module's own weights.
+        """Return a forward hook that records a module's outputs, and registers hooks for the gradients of them and of
+        the module's own weights.
 
-        It does nothing in backward (recomputation) and outside of a micro-batch that counts.
+        It does nothing in backward (recomputation) and outside of a micro-batch that counts. ``path`` is empty for
+        the stage itself, whose head the loss reads without a call: then modules that were not called are followed
+        too.
         """
 
         def see(module: nn.Module, _args: object, output: object) -> None:
+            """Record each tensor of ``output``; later calls of a module in a micro-batch are numbered."""
             now = self._now
             if now is None or self._backward:  # in a backward pass, layers are only computed again
                 return
@@ -298,10 +316,10 @@ class ModuleWitness:
         return see
 
     def _follow(self, path: str, module: nn.Module) -> None:
-        """Record the gradients of the full weights that ``module`` itself has, micro-batch by micro-batch. Each weight is hooked
-        once.
+        """Record the gradients of the unsharded weights that ``module`` itself has, micro-batch by micro-batch. Each
+        weight is hooked once.
 
-        Nothing is recorded of sharded weights, or under a schedule that splits backward.
+        Nothing is recorded of sharded weights, or under a pipeline schedule that splits backward.
         """
         parallel = self._built.spec.parallel
         if parallel.pipeline > 1 and parallel.pipeline_schedule in SPLIT_BACKWARD:
@@ -312,7 +330,7 @@ class ModuleWitness:
                 weight.register_hook(self._weight_hook(f"{path}.{name}"))  # type: ignore[no-untyped-call]
 
     def _weight_hook(self, name: str) -> Callable[[Tensor], None]:
-        """Return a hook that records a weight's gradient of one slot, while a micro-batch is in backward."""
+        """Return a hook that records a weight's gradient under the micro-batch in backward; outside of backward it does nothing."""
 
         def see(gradient: Tensor) -> None:
             now = self._in_backward
@@ -323,7 +341,9 @@ class ModuleWitness:
         return see
 
     def _gradient_hook(self, label: str, name: str, now: _Now) -> Callable[[Tensor], None]:
-        """Return a hook that marks the micro-batch as being in backward, and records the gradient, but not that of the loss."""
+        """Return a hook that marks ``now`` as the micro-batch in backward and records the gradient. The gradient of
+        the loss itself is not recorded: it is the slot's scale.
+        """
 
         def see(gradient: Tensor) -> None:
             self._in_backward = now
@@ -333,7 +353,9 @@ class ModuleWitness:
         return see
 
     def _see_output(self, moment: Moment, label: str, name: str, tensor: Tensor, now: _Now) -> None:
-        """Record an output or its gradient: hidden states so that checksums of several ranks' pieces add up, others as full tensors."""
+        """Record an output or its gradient. Hidden states ``(batch, seq / model ranks, dim)`` are summed by position,
+        so that the checksums of several ranks' pieces add up; all other tensors are recorded by ``_see_whole``.
+        """
         spec, layout, mesh = self._built.spec, self._mesh.layout, self._mesh
         batch = now.batch.tokens.shape[0]
         hidden = (batch, spec.train.seq_len, spec.model.dim)
@@ -356,7 +378,9 @@ class ModuleWitness:
             self._see_whole(moment, label, tensor, now, adds_up=False)
 
     def _see_whole(self, moment: Moment, label: str, tensor: Tensor, now: _Now, *, adds_up: bool) -> None:
-        """Record the checksum of a full tensor, or of a piece that only the rank at the same place of an equal layout has."""
+        """Record the checksum of a tensor by its own indices. With ``adds_up`` it is a full tensor; otherwise it is
+        labeled as this rank's piece, comparable only to the same rank of an equal layout.
+        """
         index = [torch.arange(size) for size in tensor.shape]
         value = piece_checksum(label, tensor, index, tensor.shape)
         piece = "" if adds_up else self._own_piece
@@ -366,7 +390,9 @@ class ModuleWitness:
         self._seen.append((observation, value))
 
     def _witnessed(self, work: SlotWork) -> SlotWork:
-        """Return ``work`` with reads and audits that note which micro-batch is computed, and whether it is in backward."""
+        """Return ``work`` with wrapped functions: ``read`` notes slot and number of each micro-batch that counts, and
+        ``audited`` marks that backward runs. Forget the micro-batches of earlier work.
+        """
 
         def read(turn: int) -> list[MicroBatch]:
             batches, current = list(work.read(turn)), work.rounds[turn]
@@ -427,22 +453,18 @@ def replay(
     device: torch.device,
     before_step: Callable[[int, Built], None] = nothing,
 ) -> RankReplay:
-    """Compute the steps after ``order.from_step`` up to ``order.to_step`` again. A collective call of all ranks of the run's
-    layout.
+    """Compute the steps after ``order.from_step`` up to ``order.to_step`` again. A collective call of all ranks of
+    the run's layout.
 
-    Return this rank's observations, or measures with ``order.is_measured``, and each step's loss and gradient norm.
+    Start from the checkpoint of ``order.from_step``; from 0, initialize or take over the weights. Return this rank's
+    observations, or measures with ``order.is_measured``, and each step's loss and gradient norm.
 
-    Args:
-        spec: The resolved run.
-        order: The steps.
-        directory: A directory for this replay alone, with a record as that of a run.
-        device: Of this rank.
-        before_step: Called with the number of each step and the model ahead of it.
+    Args: ``spec`` is the resolved run, ``order`` the steps, ``directory`` one for this replay alone with a record as
+    that of a run, ``device`` this rank's. ``before_step`` is called with the number of each step and the model ahead
+    of it.
 
-    Raises:
-        CheckpointError: The checkpoint cannot be read.
-        LayoutError: The run cannot be laid out on the ranks of the process group.
-        RunDirectoryError: The data are others than the run was trained on.
+    Raises ``CheckpointError`` if the checkpoint cannot be read, ``LayoutError`` if the run cannot be laid out on the
+    ranks of the process group, and ``RunDirectoryError`` if the run was trained on other data.
     """
     machine_ranks = find_machines(device).ranks_each if spec.train.reduction == "reproducible" else 0
     mesh = build_mesh(spec, dist.get_world_size(), device, machine_ranks=machine_ranks)

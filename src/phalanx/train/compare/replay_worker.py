@@ -16,8 +16,9 @@ from phalanx.train.lifecycle.worker import main
 
 
 def replay_rank(run_dir: Path, _attempt: int, _stop: StopRequest) -> object:
-    """Replay the steps of the order in ``run_dir``, and write this rank's observations there. Rank 0 also writes each step that it
-    reaches."""
+    """Replay the steps of the order in ``run_dir``, write this rank's observations there as msgpack, and return them.
+    Rank 0 also writes the number of each step ahead of it.
+    """
     from phalanx.parallel.process_group.rendezvous import device_for, rank_from_environment
     from phalanx.train.assemble import make_deterministic
     from phalanx.train.compare.replay import replay

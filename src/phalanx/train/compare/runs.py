@@ -112,7 +112,9 @@ def read_logged(directory: RunDirectory) -> Logged:
 
 
 def _read_line(line: bytes, logged: Logged, ranks: int) -> int:
-    """Note the numbers of a line; return the number of ranks from there on."""
+    """Add the numbers of an event line to ``logged``, and return the number of ranks from there on. A line that
+    cannot be decoded is counted as torn; other events are ignored.
+    """
     try:
         body: object = _DECODER.decode(line)
     except (
@@ -136,8 +138,9 @@ def _read_line(line: bytes, logged: Logged, ranks: int) -> int:
 
 
 def _note(logged: Logged, step: int, numbers: Mapping[str, float | None]) -> None:
-    """Take over the numbers of a step, the newest of equal names. List the step in ``logged.twice`` if a number has changed in its
-    bits."""
+    """Merge the numbers of a step into ``logged``; new values replace old ones. List the step in ``logged.twice`` if
+    a number's bits have changed.
+    """
     values = logged.steps.setdefault(step, {})
     changed = any(name in values and bits(values[name]) != bits(value) for name, value in numbers.items())
     if changed and step not in logged.twice:
@@ -153,9 +156,10 @@ def bits(number: float | None) -> bytes:
 def first_difference(
     first: Logged, other: Logged, *, held_out: bool = True
 ) -> tuple[StepDifference | None, int, int]:
-    """The first step that both logged with other numbers, if any; the last one before with equal numbers (0: none); steps compared.
+    """Return the first step whose numbers differ in their bits (``None`` if none does), the last equal step before it
+    (0: none), and the number of steps compared.
 
-    Without ``held_out``, evaluations are left out.
+    Only numbers that both runs logged are compared. Without ``held_out``, evaluations are left out.
     """
     names = (*_OF_STEP, HELD_OUT) if held_out else _OF_STEP
     last, compared = 0, 0
@@ -230,13 +234,14 @@ class RunComparison:
 def compare_runs(
     first: Path, other: Path, on_progress: OnCompared = lambda _label, _done, _total: None
 ) -> RunComparison:
-    """Compare the runs in two directories: fields, versions, logged numbers, and common checkpoints up to the first that differs.
+    """Compare the runs in two directories: fields, versions, logged numbers, and common checkpoints up to the first
+    that differs.
 
-    Event files and checkpoints that cannot be read are listed in the result's notes.
+    Held-out losses are compared only if both runs have equal evaluation fields. Torn lines, event files and
+    checkpoints that cannot be read, and steps that were computed twice, are listed in the result's notes.
 
-    Raises:
-        RunDirectoryError: One of them is no run directory, or its run file or record is damaged.
-        NothingToCompareError: The two have no logged step and no readable checkpoint in common.
+    Raises ``RunDirectoryError`` if one is no run directory or its run file or record is damaged, and
+    ``NothingToCompareError`` if the two have no logged step and no readable checkpoint in common.
     """
     directories = [RunDirectory(path) for path in (first, other)]
     specs = [read_resolved(directory) for directory in directories]
@@ -280,7 +285,9 @@ def compare_runs(
 
 
 def _facts(log: Logged) -> dict[str, object]:
-    """Versions, machine and ranks of a run's newest start, flat."""
+    """Return versions, machine, ranks and device of a run's newest start by dotted name, without the data's
+    fingerprint; empty if it logged no start.
+    """
     if log.started is None:
         return {}
     environment = {key: value for key, value in log.started.environment.items() if key != "data_fingerprint"}
@@ -360,7 +367,9 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """The conclusion, for people."""
+        """Return the conclusion for people: where the replays part, that they agree with the logs, or which run's log
+        its own replay does not confirm.
+        """
         if self.compared.parting is not None:
             return f"the replays part at {self.compared.parting}"
         if not self.unconfirmed:
@@ -377,9 +386,11 @@ MOST_STEPS_FROM_THE_BEGINNING = 20
 
 
 def steps_to_replay(comparison: RunComparison, *, from_start: bool) -> tuple[int, int]:
-    """The step whose state is restored (0: the beginning) and the last step to compute again.
+    """Return the step whose state is restored (0: the beginning) and the last step to compute again, the first in
+    which the runs differ.
 
-    Raises ``NothingToReplayError`` if the runs do not part, or have no equal checkpoint before they do.
+    Raises ``NothingToReplayError`` if the runs do not part. It also does without an equal checkpoint, if more than
+    ``MOST_STEPS_FROM_THE_BEGINNING`` steps were to be computed and ``from_start`` is false.
     """
     end = comparison.parts_at
     if end is None:
@@ -396,7 +407,9 @@ def steps_to_replay(comparison: RunComparison, *, from_start: bool) -> tuple[int
 def judge_replays(
     replays: tuple[Replay, Replay], logs: tuple[Logged, Logged], steps: tuple[int, int]
 ) -> Verdict:
-    """Compare two replays with each other and with what the runs logged; ``steps`` are ``steps_to_replay``."""
+    """Compare two replays with each other and with the logs of runs A and B; of each log at most the first
+    unconfirmed number is kept. ``steps`` is the result of ``steps_to_replay``.
+    """
     unconfirmed = []
     for run, replay, log in zip("AB", replays, logs, strict=True):
         unconfirmed += unconfirmed_numbers(run, replay.numbers, log)[:1]
@@ -406,7 +419,7 @@ def judge_replays(
 def unconfirmed_numbers(
     run: str, numbers: Mapping[int, Mapping[str, float]], log: Logged
 ) -> list[Unconfirmed]:
-    """Return the replayed numbers whose bits are others than those that the run has logged."""
+    """Return the replayed numbers whose bits differ from those that ``run`` logged, by step. Numbers that were not logged are left out."""
     return [
         Unconfirmed(run, step, name, logged, value)
         for step, table in sorted(numbers.items())

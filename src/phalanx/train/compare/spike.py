@@ -105,9 +105,10 @@ class SpikeFindings:
 def judge_spike_replay(
     step: int, replay: Replay, train: TrainSpec, vocab_size: int, in_fp32: Replay | None = None
 ) -> SpikeFindings:
-    """Return the findings on ``step``, the last of a measured ``replay``; ``in_fp32`` is the same replay in fp32.
+    """Return the findings on ``step``, the last of a measured ``replay``: slots and layers sorted with the worst
+    first, the usual figures, and the cause. ``in_fp32`` is the same replay in fp32, if there was one.
 
-    An untrained model gives each of ``vocab_size`` tokens the same probability.
+    ``vocab_size`` gives the loss of an untrained model, whose tokens have equal probabilities.
     """
     scores = replay.scores
     assert scores is not None, "the replay was measured"
@@ -184,12 +185,12 @@ def _usual_slot(
     batch_before: float | None,
     slots: int,
 ) -> tuple[tuple[float, float] | None, int]:
-    """Return the usual loss of a slot with its deviation, and the number of replayed steps that this deviation is from.
+    """Return the usual loss of a slot with its deviation, and the number of replayed steps that the deviation is from
+    (0: from batch losses). ``None`` if too little is known before the step.
 
-    ``None`` if nothing is known before the step.
-
-    Usual is the batch of the step before, under the same weights. The deviation is that of slots from the median of their step, so that a
-    loss that falls from step to step counts as none.
+    Usual is the loss of the batch of the step before under the same weights; without it, the newest median of slots
+    or of batches. The deviation is that of slots from the median of their step, so that a falling loss counts as
+    none.
     """
     earlier = [
         [loss for loss in measures[number].slot_losses if math.isfinite(loss)]

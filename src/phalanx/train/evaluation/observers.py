@@ -81,7 +81,9 @@ class BestRule:
         return tasks.get(task, {}).get(name)
 
     def better(self, step: int, value: float | None, best: BestStep | None) -> BestStep | None:
-        """Return the best step, now that ``step`` has ``value``. Of equal values, and of those that are not finite, the earlier step stays."""
+        """Return the best step, now that ``step`` has ``value``. ``best`` is returned if ``value`` is None, not
+        finite, or not strictly better. The figure's name decides whether higher is better.
+        """
         if value is None or not math.isfinite(value):
             return best
         rises = self.figure.rpartition(".")[2].startswith(HIGHER_IS_BETTER)
@@ -97,9 +99,10 @@ class BestRule:
         return best
 
     def recorded(self, events: Path, sha256: str = "") -> dict[int, float]:
-        """Return the value of each evaluated step in an event file; none if it cannot be read.
+        """Return the value of each evaluated step in an event file, the newest of repeated ones; none if it cannot be
+        read.
 
-        Evaluations of a task count if its file had the hash ``sha256``.
+        Evaluations of a task count only if its file had the hash ``sha256``.
         """
         values: dict[int, float] = {}  # of a step that was evaluated again, the newest
         with suppress(EventLogError):
@@ -150,14 +153,17 @@ class Evaluator(Observer):
             self.run(end.step, spec.sequences)
 
     def value(self, rule: BestRule, step: int) -> float | None:
-        """Return the figure of the newest evaluation, if it is that of ``step``."""
+        """Return the figure of ``rule`` in the newest evaluation; ``None`` if that was of another step than ``step``,
+        or has no such figure.
+        """
         if self.newest is None or self.newest[0] != step:
             return None
         held_out, tasks = self.newest[1].held_out, self.newest[1].tasks
         return rule.value(None if held_out is None else held_out.loss, tasks)
 
     def run(self, step: int, sequences: int) -> Scores:
-        """Score held-out text and tasks, write the samples, report all, and keep the scores as the newest. A collective.
+        """Score ``sequences`` held-out sequences (0: all) and the tasks, write the samples, emit the events, and keep
+        the scores as the newest. A collective.
 
         Raises ``EvaluationStoppedError`` on a request to stop.
         """
@@ -202,7 +208,7 @@ class Evaluator(Observer):
         return self._tasks
 
     def _compare_file(self, task: Task) -> None:
-        """Warn if the file of a task is another one than in the run's newest evaluation."""
+        """Warn if the file of a task has another hash than in the run's newest evaluation of it. Only the rank that reports does so."""
         reporter = self._training.reporter
         if not reporter.speaks:
             return
@@ -218,7 +224,9 @@ class Evaluator(Observer):
             )
 
     def _task(self, step: int, encoded: EncodedTask) -> dict[str, float]:
-        """Score a task, emit its event, and return its figures by name. Raises ``EvaluationStoppedError``."""
+        """Score a task, or generate and compare its answers, emit its event, and return its figures by name. Raises
+        ``EvaluationStoppedError``.
+        """
         training, inputs, built = self._training, self._training.inputs, self._training.built
         begin_s, report = time.perf_counter(), self._progress(step)
         task, sequences = encoded.task, encoded.sequences
@@ -275,7 +283,7 @@ class Evaluator(Observer):
         self._ended(begin_s)
 
     def _progress(self, step: int) -> Callable[[int, int], None]:
-        """Return a function that emits, at bounded frequency, how far a long evaluation is."""
+        """Return a function that emits how far a long evaluation is, at most every ``_REPORT_EVALUATION_S`` seconds."""
         reported_s = time.perf_counter()
 
         def report(scored: int, total: int) -> None:
@@ -315,10 +323,10 @@ class KeepBest(Observer):
         self.choose_again()
 
     def choose_again(self) -> None:
-        """Choose the best of the run's own states whose checkpoint is still there, and have it kept. A collective, at a start and
-        after a fork.
+        """Choose the best of the run's evaluated states whose checkpoint still exists, and have that checkpoint kept.
+        A collective, at a start and after a fork.
 
-        Figures of steps that a fork has left are dropped.
+        Figures of steps that a fork has left, or that come after the present step, are dropped.
         """
         progress = self._progress
         self.values = {
@@ -341,7 +349,9 @@ class KeepBest(Observer):
             self.compare(end.step)
 
     def compare(self, step: int) -> None:
-        """Record the evaluation of ``step``. If it is the best so far, save the state, keep its checkpoint, and report it."""
+        """Record the evaluation of ``step``, if there was one. If it is the best so far, save the state, keep its
+        checkpoint, and report it.
+        """
         value = self._evaluator.value(self.rule, step)
         if value is not None:
             self.values[step] = value
@@ -372,6 +382,7 @@ class StopEarly(Observer):
     def __init__(
         self, training: Training, progress: TrainProgress, evaluator: Evaluator, keep_best: KeepBest
     ) -> None:
+        """Decide at once from the evaluations of earlier starts whether the run has ended."""
         self._training, self._progress = training, progress
         self._evaluator, self._keep_best = evaluator, keep_best
         self._spec = training.inputs.spec.evaluation
@@ -380,10 +391,11 @@ class StopEarly(Observer):
         self.decide()
 
     def evaluate_restored(self) -> None:
-        """Evaluate the restored step, if a stop or a fault cut its evaluation short, and decide again whether to end. Raises
-        ``EvaluationStoppedError``.
+        """Evaluate the restored step if its due evaluation is missing, because a stop or fault cut it short; then
+        decide again. Raises ``EvaluationStoppedError``.
 
         So the run ends at the step at which it would have ended without the interruption. A new best step is saved.
+        The last step and a state that was taken over are not evaluated.
         """
         step, restored = self._progress.step, self._training.restored
         is_own = restored is not None and not restored.taken_over

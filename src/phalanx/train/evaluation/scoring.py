@@ -49,11 +49,12 @@ def rounds(
     on_progress: Callable[[int], None],
     stops: Callable[[], bool],
 ) -> Iterator[tuple[int | None, Batch]]:
-    """Deal batches to the data-parallel ranks in turn. Yield this rank's batch of each round, with its number.
+    """Deal batches to the data-parallel ranks in turn. Yield this rank's batch of each round, with its number. At the
+    end, reshard the weights that forward passes gathered.
 
-    A rank without a batch gets the first again, without a number: under FSDP every forward pass is a collective. ``on_progress`` is called
-    after each round with the number of batches that all ranks have computed. If ``stops()`` is true on some rank then,
-    ``EvaluationStoppedError`` is raised.
+    A rank without a batch gets the first again, numbered None: under FSDP every forward pass is a collective.
+    ``on_progress`` is called after each round with the number of batches that all ranks have computed. If ``stops()``
+    is then true on some rank, ``EvaluationStoppedError`` is raised on all.
     """
     mesh = model.mesh
     for first in range(0, len(batches), mesh.layout.data_ranks):
@@ -69,7 +70,9 @@ def rounds(
 
 
 def micro_batch(sequences: Sequence[ScoredSequence], rows: int, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Return samples ``(rows, seq_len + 1)`` and targets ``(rows, seq_len)`` of at most ``rows`` sequences, padded with ignored rows."""
+    """Return samples ``(rows, seq_len + 1)`` and targets ``(rows, seq_len)`` of at most ``rows`` sequences. Only the
+    scored tokens at a sequence's end are targets; padding and all other positions are ``IGNORE``.
+    """
     samples = torch.zeros(rows, seq_len + 1, dtype=torch.int64)
     targets = torch.full((rows, seq_len), IGNORE)
     for row, sequence in enumerate(sequences):
@@ -81,7 +84,9 @@ def micro_batch(sequences: Sequence[ScoredSequence], rows: int, seq_len: int) ->
 
 
 def scores_of_sequences(sequences: Sequence[ScoredSequence], scores: Tensor) -> list[SequenceScore]:
-    """Return the scores of each sequence from those of all scored tokens, ``(2, tokens)``, in the order of sequences (``token_scores``)."""
+    """Return the score of each sequence. ``scores`` ``(2, tokens)`` has the loss and the most probable token of all
+    scored tokens, sequence after sequence (``token_scores``). Losses become log-probabilities.
+    """
     counts = [sequence.scored for sequence in sequences]
     losses, chosen = scores.double().cpu()
     pairs = zip(torch.split(losses, counts), torch.split(chosen.long(), counts), strict=True)
@@ -175,9 +180,10 @@ class HeldOutLoss:
 
 
 def _batch(data: RunData, numbers: NDArray[np.int64], size: int) -> tuple[Tensor, Tensor]:
-    """Held-out samples ``(size, seq + 1)`` and their targets ``(size, seq)``, padded with ignored rows.
+    """Return held-out samples ``(size, seq_len + 1)`` and their targets ``(size, seq_len)``, padded with ignored
+    rows.
 
-    So every batch has the same shape: another one would make some ranks compile the blocks again.
+    So every batch has the same shape: another shape would make some ranks compile the blocks again.
     """
     held_out = np.concatenate([data.held_out_samples(int(number), 1) for number in numbers])
     samples = F.pad(torch.from_numpy(held_out), (0, 0, 0, size - len(numbers)))
@@ -271,10 +277,12 @@ def continue_prompts(
     vocabulary: int,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[Continuation]:
-    """Return the text after each prompt, up to the end of the document or a string of ``until``. The model reads the last ``seq_len`` tokens.
+    """Return the tokens after each prompt, up to its ``most`` tokens, the end of the document, or a string of
+    ``until``, each included. The model reads the last ``seq_len`` tokens.
 
-    ``vocabulary`` is the model's. Tokens that only the model has are never chosen. ``on_progress`` is called after each forward pass with the
-    number of tokens that are written, and the most that there can be.
+    ``vocabulary`` is the size of the model's; tokens that the tokenizer lacks are never chosen. Temperature 0 is
+    greedy. ``on_progress`` is called after each forward pass with the number of tokens written and the most there can
+    be. A text with a log-probability that is not finite is marked.
     """
     texts: list[list[int]] = [[] for _ in prompts]
     broken: set[int] = set()

@@ -165,10 +165,11 @@ def _refuse_repeated_keys(pairs: list[tuple[str, object]]) -> None:
 
 
 def read_task(path: Path, name: str, kind: Kind, most_items: int = 0) -> Task:
-    """Read the first ``most_items`` items of a task file, or all if it is 0. Blank lines are skipped; the SHA-256 is that of the
-    whole file.
+    """Read the first ``most_items`` items of a task file, or all if it is 0. Blank lines are skipped; the SHA-256 is
+    that of the whole file.
 
-    Raises ``TaskError`` if the file cannot be read, is too long, has a malformed line, or has no item.
+    Raises ``TaskError`` if the file cannot be read, is longer than ``_MOST_BYTES``, has no item, or has a malformed
+    line or one with a repeated key.
     """
     try:
         with open_regular(path, follow=True) as file:
@@ -193,8 +194,8 @@ def read_task(path: Path, name: str, kind: Kind, most_items: int = 0) -> Task:
 
 
 def task_file(spec: TaskSpec, directory: RunDirectory | None) -> Path:
-    """Return the file of a run's task: at the path in the run file, or if an earlier start found it there and it is gone, its copy in the
-    run directory.
+    """Return the file of a run's task: the path in the run file. If that is gone and an earlier start copied the same
+    path, return the copy in ``directory``. ``None``: there is no run directory yet.
     """
     path = Path(spec.path)
     if directory is None or path.exists() or not directory.task(spec.name).exists():
@@ -236,10 +237,10 @@ def sequences_of(task: Task, tokenizer: Tokenizer, seq_len: int) -> list[ScoredS
 def _sequences(
     task: Task, tokenizer: Tokenizer, seq_len: int, place: tuple[int, int], context: str, continuation: str
 ) -> Iterator[ScoredSequence]:
-    """Yield the sequences that score ``continuation``: several windows for a text, else one, whose context is cut on the left to
-    fit.
+    """Yield the sequences that score ``continuation``, marked with ``place``, its item and index. A text gives
+    windows of ``seq_len`` tokens; all else one sequence, whose context is cut on the left to fit.
 
-    Raises ``TaskError`` if the continuation has no token of its own, or more than ``seq_len``.
+    Raises ``TaskError`` if the continuation has no token of its own, or (unless a text) more than ``seq_len``.
     """
     before, scored = encode_pair(tokenizer, context, continuation)
     if not scored:
@@ -263,8 +264,10 @@ def _sequences(
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the tokens of the context, at least one, and those of the continuation. Spaces at the context's end count to the
-    continuation."""
+    """Return the tokens of the context and of the continuation. Trailing whitespace of the context counts to the
+    continuation. The context begins with the tokenizer's start token; if it is empty, it is that token or the end of
+    a document.
+    """
     kept = context.rstrip()
     tokens = tokenizer.encode(context + continuation)
     first = len(tokenizer.encode(kept)) if kept else 0
@@ -297,7 +300,9 @@ class ContinuationScore:
 def scores_by_item(
     task: Task, sequences: Sequence[ScoredSequence], scores: Sequence[SequenceScore]
 ) -> list[list[ContinuationScore]]:
-    """Return the score of each continuation of each item. Sums are exactly rounded, so that no order of sequences matters."""
+    """Return the summed log-probability of each continuation of each item, and whether all its tokens were the most
+    probable. Sums are exactly rounded, so that no order of sequences matters.
+    """
     terms: list[list[list[float]]] = [[[] for _ in item.continuations] for item in task.items]
     greedy = [[True] * len(item.continuations) for item in task.items]
     for sequence, score in zip(sequences, scores, strict=True):
@@ -322,7 +327,9 @@ def figures(task: Task, scores: Sequence[Sequence[ContinuationScore]]) -> dict[s
 
 
 def _figures(task: Task, scores: Sequence[Sequence[ContinuationScore]]) -> dict[str, float]:
-    """Return bits per byte of the right continuations, and unless the task is a text, accuracies: shares of items answered right."""
+    """Return bits per byte of the right continuations. For a completion, add the share whose tokens were all greedy;
+    for choices, the share of items whose right choice has the best score, in total and per character.
+    """
     pairs = list(zip(task.items, scores, strict=True))
     right = [(item.continuations[item.answer], of_item[item.answer]) for item, of_item in pairs]
     nats = -math.fsum(score.log_probability for _, score in right)
@@ -454,7 +461,9 @@ class GeneratedAnswer:
 def generated_answers(
     task: Task, continuations: Sequence[Continuation], tokenizer: Tokenizer
 ) -> list[GeneratedAnswer]:
-    """Return the answer to each item of a task of kind ``generation`` in the continuations of its prompts."""
+    """Return the answer to each item of a ``generation`` task, cut from the continuation of its prompt, with whether
+    it equals an accepted answer.
+    """
     answers = []
     for item, continuation in zip(task.items, continuations, strict=True):
         text = answer_in(tokenizer.decode(continuation.tokens, at_start=False), item)

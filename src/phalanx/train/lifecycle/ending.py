@@ -93,7 +93,7 @@ def remove_failure(log: Path) -> None:
 
 
 def read_failure(log: Path) -> Failure | None:
-    """The record of the process that wrote ``log``; ``None`` if it left none that can be read."""
+    """Return the record of the process that wrote ``log``; ``None`` if there is none or it cannot be decoded."""
     try:
         return msgspec.json.decode(read_small(failure_file(log)), type=Failure)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -101,9 +101,10 @@ def read_failure(log: Path) -> Failure | None:
 
 
 def last_words(log: Path, ended: str, *, prefix: str = "", lines: int = 15) -> str:
-    """The text for the user about the end of the process that wrote ``log``.
+    """Return the text for the user about the end of the process that wrote ``log``.
 
-    It is the process's own error after ``prefix``, if it left one; else ``ended``, a sentence on how it ended, and the end of the log.
+    It is the process's own error after ``prefix``, if it left one. Otherwise it is ``ended``, a sentence on how it
+    ended, and the last ``lines`` lines of the log.
     """
     failure = read_failure(log)
     if failure is not None:

@@ -138,7 +138,9 @@ class Fork:
         return child
 
     def clean(self) -> None:
-        """Remove the children's checkpoints, once the run has saved the state of the one that it took."""
+        """Remove the children's checkpoints on rank 0, once the run has saved the state of the child that it took.
+        Raises if this epoch has no authority over the run directory any more.
+        """
         if self._training.mesh.rank == 0:
             self._training.inputs.guardian.authorize()
             shutil.rmtree(self._root, ignore_errors=True)
@@ -146,8 +148,9 @@ class Fork:
                 self._root.parent.rmdir()
 
     def _saved(self, candidate: Candidate) -> TrainedChild | None:
-        """Return the child of a candidate, if it was saved in full, in this start or an earlier one. A damaged checkpoint is set
-        aside, with a warning."""
+        """Return the child of a candidate if it was saved in full, in this start or an earlier one; else None. A
+        damaged checkpoint is set aside, with a warning. A collective.
+        """
         tier, end = DiskTier(self._root / candidate), self._plan.end
         extra = dict[str, object]()
         # Rank 0 lists the folder: a shared file system may show it to other ranks later.
@@ -164,8 +167,11 @@ class Fork:
         return TrainedChild(candidate, TrainProgress.from_extra(extra), steps)
 
     def _train(self, candidate: Candidate) -> TrainedChild:
-        """Train the child of a candidate from the base to the fork's end, and save it. Raises ``ForkStoppedError`` and
-        ``ForkFailedError``."""
+        """Train the child of a candidate from the base to the fork's end, and save it. The "skip" child withholds the
+        spike's update. Its time is not booked on the run's ledger.
+
+        Raises ``ForkStoppedError`` and ``ForkFailedError``.
+        """
         training, spec, plan, built = self._training, self._spec, self._plan, self._training.built
         extra = self._restore(DiskTier(training.inputs.directory.checkpoints), plan.base)
         child = begin_child(spec, TrainProgress.from_extra(extra), plan, candidate)
@@ -202,7 +208,9 @@ class Fork:
         return TrainedChild(candidate, child, steps)
 
     def _restore(self, tier: DiskTier, step: int) -> dict[str, object]:
-        """Restore this rank's state from a checkpoint, and return its ``extra``. All ranks raise ``ForkFailedError`` if one cannot."""
+        """Restore this rank's state from a checkpoint, and return its ``extra``. A collective: all ranks raise
+        ``ForkFailedError`` if one cannot.
+        """
         training, error, extra = self._training, "", dict[str, object]()
         self._saving.fence()
         try:
@@ -228,7 +236,7 @@ class Fork:
     def _save(self, candidate: Candidate, child: TrainProgress, steps: list[ChildStep]) -> None:
         """Save the state of a child, and wait until it is durable.
 
-        All ranks raise ``ForkFailedError`` if the second attempt fails too. Rank 0 raises ``EpochSupersededError``.
+        All ranks raise ``ForkFailedError`` if a second attempt fails too. Rank 0 raises ``EpochSupersededError``.
         """
         # Twice, because authority over the run directory may be lost for a moment, when another node becomes the leader.
         for _ in range(2):
@@ -242,7 +250,11 @@ class Fork:
         )
 
     def _try_to_save(self, candidate: Candidate, child: TrainProgress, steps: list[ChildStep]) -> str:
-        """Save the state of a child. Return the reason of a failure, the same on all ranks, or an empty string once it is durable."""
+        """Save the state of a child and wait until it is durable. Return an empty string, or the reason of a failure,
+        the same on all ranks. A collective.
+
+        Raises ``EpochSupersededError`` on a rank whose save was refused for that reason.
+        """
         training, inputs = self._training, self._training.inputs
         saver = AsyncSaver(
             DiskTier(self._root / candidate),

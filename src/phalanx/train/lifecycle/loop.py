@@ -80,6 +80,7 @@ class Trainer:
     _observers: tuple[Observer, ...]
 
     def __init__(self, training: Training) -> None:
+        """Take over the restored progress, or start from zero; reads and opens nothing."""
         inputs, restored = training.inputs, training.restored
         self._training, self._spec = training, inputs.spec
         self._guardian, self._ledger, self._reporter = inputs.guardian, inputs.ledger, training.reporter
@@ -96,8 +97,11 @@ class Trainer:
         """Measured memory by kind, on the rank that holds most of it; empty until it is measured."""
 
     def run(self) -> RunResult | None:
-        """Train as ``train`` does; ``None`` on a request to stop. If samples fail to come, save the steps of this start before the
-        error is raised."""
+        """Train as ``train`` does; ``None`` on a request to stop.
+
+        If samples fail to come or the wait for them is ended, save the steps of this start first (with several ranks,
+        only in the latter case).
+        """
         training, progress = self._training, self._progress
         report_start(training)
         with ExitStack() as opened:
@@ -145,7 +149,11 @@ class Trainer:
         return self._finish()
 
     def _set_up(self, opened: ExitStack) -> None:
-        """Prepare the steps after ``progress``; ``opened`` closes what they hold open."""
+        """Prepare the steps after ``progress``: samples, stepper, meters, audit and observers; ``opened`` closes what
+        they hold open.
+
+        Also save the restored step if its checkpoint was due, and begin the guardian's snapshots.
+        """
         training, spec, progress = self._training, self._spec, self._progress
         guardian, rounds = self._guardian, training.built.rounds
         supply = SampleSupply(training.data, spec, rounds, self._at_start)
@@ -227,7 +235,7 @@ class Trainer:
         return self._at_start.step + self._spec.observe.memory_at_step
 
     def _flags(self) -> StepFlags:
-        """This rank's requests to all, for the next step."""
+        """Return this rank's requests to all ranks for the next step: stop, unsafe node, leave, save, profile."""
         training, guardian = self._training, self._guardian
         wants_save = self._saving.wanted()
         profile = training.profiles is not None and training.profiles.pending()
@@ -273,10 +281,11 @@ class Trainer:
         return report
 
     def _advance(self, report: StepReport) -> StepReport | None:
-        """Count a step as done, and return its report; after a fork, that of the last step of the child that was taken.
+        """Count a step as done, and return its report; after a fork, that of the last step of the child that was
+        taken.
 
-        If the loss forbids the step, save the weights as they were before, and raise as ``train`` does. Return ``None`` on a request to stop
-        in a fork.
+        If the loss forbids the step, emit the event; if the run must end, save the weights as they were before it and
+        raise as ``train`` does. Return ``None`` on a request to stop in a fork.
         """
         progress, train = self._progress, self._spec.train
         spike, bad = progress.spike(report, train), None
@@ -337,7 +346,12 @@ class Trainer:
         return last.report(report)
 
     def _conclude(self, report: StepReport) -> bool:
-        """Do what is due after a step: observers, snapshot, checkpoint, observers. Return True if the run is to stop."""
+        """Do what is due after a step: observers, snapshot, checkpoint, observers after saving. Return True if the
+        run is to stop.
+
+        The state is saved if a stop or save was requested, a node leaves without snapshots, or the step is due; not
+        after the last step. A stopped evaluation also saves and stops.
+        """
         training, spec, progress = self._training, self._spec, self._progress
         end = StepEnd(
             progress.step, progress.tokens, report, self._step_s[-1], last=progress.step == spec.train.steps
@@ -364,7 +378,7 @@ class Trainer:
         return stops
 
     def _stop(self) -> None:
-        """Wait for the saves and copies under way, and emit that the run was stopped."""
+        """Wait for the saves and copies under way, and emit that the run was stopped, with what is kept."""
         self._ledger.switch(Bucket.STOP)
         saved = self._saving.settle()
         self._saving.settle_copies()
@@ -373,11 +387,11 @@ class Trainer:
         self._reporter.emit(Stopped(step, f"asked to stop; {kept}", self._ledger.seconds()))
 
     def _finish(self) -> RunResult | None:
-        """Save, evaluate and hash the final weights, and write the result; ``None`` on a request to stop before.
+        """Save, evaluate and hash the final weights, and write the result on rank 0; ``None`` on a request to stop
+        during the evaluation.
 
-        The save comes first: evaluation and hash need memory that training did not, and their failure shall not cost steps. Raises
-        ``UnsavedError``
-        if it fails.
+        The save comes first: evaluation and hash need memory that training did not, and their failure shall not cost
+        steps. Raises ``UnsavedError`` if it fails. A run that ended early emits that event first.
         """
         training, guardian, progress = self._training, self._guardian, self._progress
         first, early = training.mesh.rank == 0, self._early_stop
@@ -437,7 +451,9 @@ class Trainer:
         )
 
     def _typical_speed(self) -> float | None:
-        """Tokens per second in the median step of this attempt, or of earlier attempts if this one had no step to do."""
+        """Return tokens per second in the median step of this attempt. If it did no step, take the logged steps of
+        earlier attempts; ``None`` if there are none.
+        """
         if self._step_s:
             tokens = (self._progress.tokens - self._at_start.tokens) / (
                 self._progress.step - self._at_start.step

@@ -84,8 +84,12 @@ class StepLog(Observer):
         self._has_warned = False
 
     def after_step(self, end: StepEnd) -> None:
-        """Emit the step's event if it is due or the last, on the rank that reports. Warn once if much of the time is spent waiting
-        for data."""
+        """Emit the step's event if it is due or the last, on the rank that reports. Warn once if much of the time is
+        spent waiting for data.
+
+        Speed and MFU are those of the typical step since the last logged one; goodput is the share of the attempt's
+        time in steps without data waits.
+        """
         training, report = self._training, end.report
         self._recent_s.append(end.step_s)
         if not (is_due(end.step, self._every) or end.last) or not training.reporter.speaks:
@@ -123,6 +127,7 @@ class StepLog(Observer):
             self._warn_of_waiting(end.step, wait_s, logged_s)
 
     def _warn_of_waiting(self, step: int, wait_s: float, logged_s: float) -> None:
+        """Warn, once per attempt, that ``wait_s`` of the last ``logged_s`` seconds were spent waiting for samples."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -132,7 +137,9 @@ class StepLog(Observer):
         )
 
     def _traffic(self) -> dict[str, int]:
-        """Bytes and requests of this rank's datasets in object stores; empty if all data are in folders."""
+        """Return the sums of bytes and requests of this rank's datasets in object stores since its start; empty
+        counts if all data are in folders.
+        """
         totals: Counter[str] = Counter()
         for dataset in self._training.data.cached:
             traffic = dataset.traffic
@@ -153,7 +160,7 @@ class MachineLog(Observer):
         """Readings of the first rank's machine that are logged."""
 
     def after_step(self, end: StepEnd) -> None:
-        """Measure this machine if it is time, and emit the figures of all machines if they are new."""
+        """On the rank that reports: measure this machine if it is time, and emit the figures of all machines if any has changed."""
         if not self._reporter.speaks:
             return
         self._machines.refresh()
@@ -171,7 +178,9 @@ class RankWindows(Observer):
         self._training, self._ranks = training, ranks
 
     def after_step(self, end: StepEnd) -> None:
-        """Record the step's times. At the end of a window, pass those of all ranks to the reporter and the guardian. A collective."""
+        """Record the step's times. At the end of a window or of the run, pass those of all ranks to the reporter and
+        the guardian. A collective.
+        """
         frame = self._ranks.step_ended(end.step, last=end.ending)
         if frame is not None:
             self._training.reporter.measured(frame)
@@ -217,6 +226,9 @@ def report_start(training: Training) -> None:
 
 
 def _started(training: Training) -> RunStarted:
+    """Return the event of this start: size, layout, device, parameters, peak and environment. Also writes the patch
+    of changed code into the run directory.
+    """
     inputs, layout, index = training.inputs, training.mesh.layout, training.data.index
     return RunStarted(
         run=str(inputs.directory.path),
@@ -233,7 +245,9 @@ def _started(training: Training) -> RunStarted:
 
 
 def _changed_numerics(training: Training) -> list[str]:
-    """The probes whose bits on rank 0's machine differ from those of the run's newest start; none if that did not record them."""
+    """Return the probes whose bits on rank 0's machine differ from those that the run's newest start recorded; none
+    if there is no record.
+    """
     started = newest_event(training.inputs.directory.events, lambda event: isinstance(event.body, RunStarted))
     if started is None or not isinstance(started.body, RunStarted):
         return []
@@ -264,7 +278,9 @@ def open_observers(names: Sequence[str], training: Training) -> list[Observer]:
 
 
 def maker_of(name: str) -> Callable[[Training], Observer]:
-    """Return what makes the observer called ``name``. Imports its package. Raises ``ObserverError`` if this machine cannot."""
+    """Return the function that makes the observer called ``name``. Imports its package. Raises ``ObserverError`` if
+    it is unknown or cannot be imported.
+    """
     try:
         make: Callable[[Training], Observer] | None = load_plugin(GROUP, name)
     except PluginError as error:
@@ -314,10 +330,11 @@ class NamedObserver(Observer):
 
     @contextmanager
     def _guarded(self, hook: str, *passed: type[Exception]) -> Iterator[None]:
-        """Context of a call of the observer's code, booked as evaluation. Raises ``ObserverError`` if it fails or has changed a
-        weight.
+        """Context of a call of the observer's code, booked as evaluation time. Raises ``ObserverError`` if the code
+        fails or has changed a weight.
 
-        Its traceback is printed. Errors of the types ``passed`` are raised as they are.
+        Its traceback is printed to stderr. Errors of the types ``passed`` are raised as they are. Clocks forget what
+        they measured in it.
         """
         before = self._versions()
         try:

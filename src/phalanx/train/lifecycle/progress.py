@@ -104,8 +104,9 @@ class TrainProgress:
         self.skipped_in_a_row = 0 if report.applied else self.skipped_in_a_row + 1
 
     def _note_spike(self, first_sample: int, samples: int) -> None:
-        """Add the step just counted to the recorded spikes, and its ``samples`` left out from ``first_sample``; neighbors are
-        merged, the oldest dropped."""
+        """Record the step just counted as a spike, and if ``samples`` is not 0, that so many from ``first_sample``
+        were left out. Adjacent steps and ranges are merged; beyond a limit the oldest are dropped.
+        """
         if self.spikes and self.spikes[-1][1] == self.step - 1:
             self.spikes = [*self.spikes[:-1], [self.spikes[-1][0], self.step]]
         else:
@@ -137,7 +138,7 @@ class BadStep:
     """The action for the user, if the run ends; empty if training continues with or without the step."""
 
     def error(self, *, saved: bool) -> RunFailedError:
-        """The error that ends the run. ``saved``: the weights as they were before the step are durable."""
+        """Return the error that ends the run, with problem and remedy. ``saved``: the weights as they were before the step are durable."""
         kept = "and saved" if saved else "but could not be saved: older checkpoints are kept"
         step = self.event.step
         kind = NonFiniteError if isinstance(self.event, NonFinite) else LossSpikeError
@@ -146,7 +147,9 @@ class BadStep:
 
 
 def judge_nonfinite(train: TrainSpec, progress: TrainProgress, report: StepReport) -> BadStep:
-    """Decide on a step that was not finite: skip it, or end the run."""
+    """Decide on a step that was not finite: skip it if ``train.on_nonfinite`` is "skip" and fewer than
+    ``train.max_skipped`` were skipped in a row, else end the run with a remedy.
+    """
     skip = train.on_nonfinite == "skip" and progress.skipped_in_a_row + 1 < train.max_skipped
     sources = ", ".join(report.nonfinite[:3])
     if len(report.nonfinite) > 3:
@@ -175,7 +178,11 @@ def judge_nonfinite(train: TrainSpec, progress: TrainProgress, report: StepRepor
 def judge_spike(
     spec: RunSpec, progress: TrainProgress, report: StepReport, spike: Spike, run: Path
 ) -> BadStep:
-    """Decide on a spike: continue with or without its update, fork, or end the run. ``run`` is the run's directory, for the remedy."""
+    """Decide on a spike by ``train.on_spike``: continue with or without its update, fork, or end the run. Too many
+    skips in a row or forks end it as well.
+
+    ``run`` is the run's directory, for the remedy.
+    """
     train, step = spec.train, progress.step + 1
     often = ""
     if train.on_spike == "skip" and progress.skipped_in_a_row + 1 >= train.max_skipped:
@@ -231,12 +238,11 @@ class SampleSupply:
     def prefetch(
         self, rank: int, warn: Callable[[str, IncidentKind], None], enough: Callable[[], bool] | None
     ) -> Prefetch[NDArray[np.int64]]:
-        """The samples of this rank's rounds, step after step, each read while the one before is computed.
+        """Return an iterator over the samples of this rank's rounds, step after step, each read while the one before
+        is computed.
 
-        Args:
-            rank: The rank that ``warn`` names.
-            warn: Called if the rank waits long for samples from an object store.
-            enough: Looked at while the rank waits; once it is true, ``WaitEndedError`` is raised.
+        Samples in object stores are also fetched further ahead. ``warn`` is called, with ``rank``, if the rank waits
+        long for them. ``enough`` is polled while it waits; once it is true, ``WaitEndedError`` is raised.
         """
         rounds, cached = len(self._rounds), self._data.cached
         numbers = range(self._begun_step * rounds, self._spec.train.steps * rounds)
@@ -267,8 +273,9 @@ class SampleSupply:
         )
 
     def _rounds_ahead(self) -> int:
-        """Return the number of rounds that are fetched ahead of the requested one, within the read-ahead and the cache; 0 if all
-        data are in folders."""
+        """Return the number of rounds that are fetched ahead of the requested one, within ``data.read_ahead_mib`` and
+        a quarter of the cache; 0 if all data are in folders.
+        """
         spec, cached = self._spec, self._data.cached
         if not cached:
             return 0
@@ -280,7 +287,7 @@ class SampleSupply:
         return ahead_bytes // (spec.train.batch_size // spec.train.slots * sample_bytes)
 
     def _numbers(self, step: int, slot: int) -> tuple[int, int]:
-        """The first sample of slot ``slot`` in step ``step`` (from 1), and the number of samples.
+        """Return the first sample of slot ``slot`` in step ``step`` (from 1), and the number of samples in a slot.
 
         Counted from where this attempt began: before, the run's parent may have had another batch size.
         """
@@ -322,7 +329,9 @@ class ChildStep:
     is_applied: bool
 
     def report(self, of_spike: StepReport) -> StepReport:
-        """Return the report of this step, with the requests and the number of tokens of the step of the spike."""
+        """Return the report of this step; requests, tokens and all other figures are those of the step of the spike.
+        A number that was not finite becomes NaN.
+        """
         loss, norm = (math.nan if value is None else value for value in (self.loss, self.grad_norm))
         return replace(
             of_spike,
@@ -343,9 +352,10 @@ def plan_fork(spec: RunSpec, progress: TrainProgress) -> ForkPlan:
 
 
 def bases_needed(spec: RunSpec, progress: TrainProgress) -> list[int]:
-    """Return the steps whose checkpoints must be kept when ``progress`` is saved.
+    """Return the steps, ascending, whose checkpoints must be kept when ``progress`` is saved.
 
-    They are for a spike that may follow, and for the newest forks: a run that falls back to a state before a spike meets it again.
+    They are for a spike that may follow, and for the newest forks: a run that falls back to a state before a spike
+    meets it again.
     """
     forked = [base for _, base, _ in progress.forks[-SPIKES_KEPT:]]
     steps = (*forked, _base(spec, progress, progress.step + 1), progress.step // _grid(spec) * _grid(spec))
@@ -358,8 +368,8 @@ def is_left(step: int, progress: TrainProgress) -> bool:
 
 
 def _base(spec: RunSpec, progress: TrainProgress, spike: int) -> int:
-    """Return the step that a fork goes back to: the newest on the grid of bases before the spike, not before an earlier fork or the
-    run's start.
+    """Return the step that a fork at ``spike`` goes back to: the newest on the grid that is at least two steps before
+    the spike, but not before an earlier fork's end or the run's start.
 
     Without such a step after the start, it is the step before the spike.
     """
@@ -421,8 +431,9 @@ def is_decided(prefer: Preference, outcome: ChildOutcome) -> bool:
 
 
 def best_child(prefer: Preference, outcomes: Mapping[Candidate, ChildOutcome]) -> Candidate | None:
-    """Return the first candidate that decides by ``prefer``, else the one with the lowest loss, of equal ones the first; ``None``
-    if that is not finite."""
+    """Return the first candidate that already decides by ``prefer``. Otherwise return the one with the lowest loss,
+    the first of equal ones; ``None`` if that loss is not finite.
+    """
     for candidate, outcome in outcomes.items():
         if is_decided(prefer, outcome):
             return candidate

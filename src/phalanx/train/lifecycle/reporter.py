@@ -81,7 +81,9 @@ class Reporter:
         self.emit(Message("warning", text, incident))
 
     def saved(self, outcomes: Sequence[SaveOutcome], stalls_s: dict[int, float], root: str) -> None:
-        """Emit the event of each save that failed or committed. ``stalls_s``: the seconds for which each step's save delayed training."""
+        """Emit an event for each save that failed or committed, and none for others. ``stalls_s``: by step, the
+        seconds for which the save delayed training.
+        """
         for outcome in outcomes:
             if outcome.status == "failed":
                 self.emit(CheckpointFailed(outcome.step, root, str(outcome.error)))
@@ -95,10 +97,10 @@ class Reporter:
             self.warn(trouble)
 
     def close(self, *, ended: bool = False) -> None:
-        """Flush the sinks, within a bounded time, and close the stream. Warn of sinks that missed events, with the command that
-        sends them again.
+        """Flush the sinks within a bounded time, then close the rank file and the stream. Warn of sinks that missed
+        events, with the command that sends them again.
 
-        ``ended``: The run has ended or was stopped, so that no next attempt waits. It may take longer then.
+        ``ended``: The run has ended or was stopped, so that no next attempt waits. The time limit is longer then.
         """
         sinks, self.sinks = self.sinks, ()  # what is told from here on is no news for them
         timeout_s = END_TIMEOUT_S if ended else CLOSE_TIMEOUT_S
@@ -133,7 +135,9 @@ def _own_patch() -> CodePatch | None:
 def start_record(
     spec: RunSpec, directory: RunDirectory, index: DataIndex, numerics: Mapping[str, str]
 ) -> dict[str, object]:
-    """Return the ``environment`` of ``RunStarted``. Writes the patch of changed code into the run directory, if there is one."""
+    """Return the ``environment`` of ``RunStarted``: versions, code, data and numerics. Writes the patch of changed
+    code into the run directory, if there is one.
+    """
     record = environment_record()
     patch = _own_patch()
     if patch is not None:
@@ -172,7 +176,9 @@ def first_of_node() -> bool:
 
 
 def watch_machines(directory: RunDirectory, reporter: Reporter, late_s: float = _LATE_S) -> threading.Thread:
-    """Compare the machines of this start on a thread, now and after ``late_s``, and report differences that are new."""
+    """Compare the machines of this start on a daemon thread, at once and after ``late_s`` seconds, and report new
+    differences as warnings. Return the thread. Failures are printed.
+    """
 
     def look_twice() -> None:
         for wait_s in (0.0, late_s):
@@ -188,9 +194,11 @@ def watch_machines(directory: RunDirectory, reporter: Reporter, late_s: float = 
 
 
 def report_differences(directory: RunDirectory, warn: Callable[[str], bool]) -> None:
-    """Report the differences between the machines of the newest start, and write them down so that each is reported once. Raises ``OSError``.
+    """Report the differences between the machines of the newest start that were not yet reported, in one warning.
+    Record all of them, so that each is reported once. Raises ``OSError``.
 
-    ``warn`` returns False if it could not record the report. Then nothing is written down: the next epoch reports the differences.
+    ``warn`` returns False if it could not record the report. Then nothing is written down: the next epoch reports the
+    differences.
     """
     file = directory.machines / "differences"
     differences = [difference.sentence for difference in machine_differences(newest_machines(directory))]

@@ -23,7 +23,10 @@ _LOOK_S = 0.2
 
 
 def save_due(spec: RunSpec, step: int) -> bool:
-    """Return True if the run file has this step saved; where it leaves the interval open, those are what is kept or copied for good."""
+    """Return True if a checkpoint is due at this step by the run file: at bases of forks, every
+    ``checkpoint.every_steps``, or, if that is 0, at the steps that ``keep_every`` and the store's fields keep or
+    copy.
+    """
     checkpoint = spec.checkpoint
     if spec.train.on_spike == "fork" and is_due(step, spec.spike.base_every_steps):
         return True
@@ -41,8 +44,9 @@ def _is_copied(spec: RunSpec, step: int) -> bool:
 
 
 def _interval(checkpoint: CheckpointSpec, ranks: int) -> SaveInterval | None:
-    """Return the choice of when to save, by the expected time between failures of ``ranks``; ``None`` if the run file fixes the
-    interval."""
+    """Return the choice of when to save, by the expected time between failures of ``ranks`` ranks; ``None`` if
+    ``checkpoint.every_steps`` fixes the interval.
+    """
     if checkpoint.every_steps:
         return None
     hours = checkpoint.hours_between_failures or RANK_HOURS_BETWEEN_FAILURES / ranks
@@ -73,8 +77,11 @@ class Saving:
         return self._interval is not None and self._interval.due(time.monotonic())
 
     def save(self, progress: TrainProgress) -> None:
-        """Pass the state to the saver, unless this step was saved already. Training waits for one memory copy; the write goes on
-        behind it."""
+        """Pass the state to the saver, unless the newest save was of this step. Training waits for one memory copy,
+        booked as blocking; a thread writes.
+
+        For a run that forks on spikes, also choose the checkpoints to keep.
+        """
         if self._last_step == progress.step:
             return
         self._last_step = progress.step
@@ -89,7 +96,9 @@ class Saving:
             self._interval.saved(time.monotonic(), receipt.stall_s)
 
     def extra(self, progress: TrainProgress) -> dict[str, object]:
-        """The part of a run's state that is not tensors, for checkpoints and snapshots."""
+        """Return the part of a run's state that is not tensors, for checkpoints and snapshots: progress, seed and the
+        data's fingerprint.
+        """
         return {
             **vars(progress),
             "seed": self._spec.runtime.seed,
@@ -121,8 +130,9 @@ class Saving:
         self._training.inputs.guardian.fence()
 
     def collect(self) -> None:
-        """Report the saves and copies that have ended since the last call, and expect copies of the new ones. Raises
-        ``EpochSupersededError``."""
+        """Report the saves and copies that have ended since the last call, and expect copies of new checkpoints. Also
+        update the best step, ``last_failure`` and the save interval. Raises ``EpochSupersededError``.
+        """
         training = self._training
         outcomes = training.saver.poll()
         for outcome in outcomes:
@@ -144,7 +154,7 @@ class Saving:
                 raise outcome.error
 
     def _note_in_interval(self, interval: SaveInterval, outcome: SaveOutcome) -> None:
-        """Note how a save ended, and report the interval that follows from the first."""
+        """Pass the end of a save to the interval, and report the chosen interval after the first that was written."""
         if outcome.status == "failed":
             interval.failed(time.monotonic())
             return

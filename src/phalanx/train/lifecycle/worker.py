@@ -44,9 +44,10 @@ def group_timeout_s(spec: RunSpec) -> float:
 
 
 def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None:
-    """Train the run of a run directory on this rank, without a fleet; the process group has been joined.
+    """Train the run of a run directory on this rank, without a fleet; the process group has been joined. Sets
+    PyTorch's deterministic settings for the process.
 
-    Returns the result, or ``None`` if the run was stopped. Errors are not caught.
+    Return the result, or ``None`` if the run was stopped. Errors are not caught.
     """
     from phalanx.hardware.local.device import keep_freed_memory
     from phalanx.observe.ledger import Bucket, Ledger
@@ -66,10 +67,11 @@ def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None
 
 
 def run_epoch(inputs: EpochInputs) -> RunResult | None:
-    """Run one epoch of a rank, from its process group to the result; ``None`` if the run was stopped. Rank 0 also draws the loss
-    curve.
+    """Run one epoch of a rank, from its process group to the result; ``None`` if the run was stopped. Rank 0 also
+    writes the events and draws the loss curve.
 
-    In any case the event stream, the sinks and the saver are closed.
+    The event stream, the sinks and the saver are closed in any case. Without a fleet, a failed allocation is raised
+    as ``MemoryShortError``.
     """
     import torch.distributed as dist
 
@@ -124,8 +126,9 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
 
 
 def _end_before_a_step(training: Training) -> None:
-    """End this process after a request to stop in its first step: there is nothing to save. The stop is emitted and the sinks
-    closed, in bounded time."""
+    """End this process with ``EXIT_STOPPED`` after a request to stop in its first step: there is nothing to save. The
+    stop is emitted and the sinks are closed, in bounded time.
+    """
     from phalanx.observe.events import Stopped
     from phalanx.observe.sinks import END_TIMEOUT_S
     from phalanx.train.lifecycle.loop import what_is_kept
@@ -151,10 +154,10 @@ def _end_before_a_step(training: Training) -> None:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Context without garbage collection, for imports: objects made inside are never collected, as their modules stay with the
-    process.
+    """Context without garbage collection, for imports. At its end all present objects are frozen: they are never
+    collected, as their modules stay with the process.
 
-    Of the time that importing PyTorch takes, collections are a sixth, and one look at its 300,000 objects afterwards
+    Collections are a sixth of the time that importing PyTorch takes, and one look at its 300,000 objects afterwards
     takes 0.3 s more. The 9,000 of them that are no longer needed stay as well.
     """
     gc.disable()
@@ -183,7 +186,7 @@ def _draw(directory: RunDirectory, reporter: Reporter) -> None:
 
 
 def known_errors() -> tuple[type[Exception], ...]:
-    """Errors whose message is meant for the user: no traceback is shown."""
+    """Return the errors whose message is meant for the user: no traceback is shown. Imports PyTorch."""
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
     from phalanx.model.custom import CustomModelError
@@ -225,11 +228,12 @@ def known_errors() -> tuple[type[Exception], ...]:
 
 
 def main(work: Callable[[Path, int, StopRequest], object | None] = run_rank) -> int:
-    """Run the process that the local launcher starts for each rank; its place comes from the environment. Return the exit code.
+    """Run the process that the local launcher starts for each rank; its rank comes from the environment. Return 0, or
+    ``EXIT_STOPPED`` if the run was stopped.
 
-    ``work`` is called with the run directory, the attempt and the stop request once the group is joined; its ``None`` means
-    stopped. After an
-    error the process exits at once: a known one is printed and recorded, any other has its traceback printed.
+    ``work`` is called with the run directory, the attempt and the stop request once the group is joined; its ``None``
+    means stopped. After an error the process exits at once with ``EXIT_FAILED``: a known one is printed and recorded,
+    any other has its traceback printed.
     """
     die_with_parent()
     said_at = capture_output(os.environ)

@@ -108,8 +108,9 @@ def best_seconds(work: Callable[[], object], settings: Settings) -> float:
 
 
 def operations(settings: Settings) -> MeasuredPoints:
-    """Measure matrix products, attention, memory-bound operations, copies from the host, and the disk. Limits this process to one
-    thread."""
+    """Measure matrix products (fp32, on a GPU also bf16), attention, memory-bound operations, copies from the host,
+    and the disk. Limits this process to one thread.
+    """
     torch.set_num_threads(1)
     points: MeasuredPoints = {}
     for name in ("fp32",) if settings.device.type == "cpu" else ("bf16", "fp32"):
@@ -122,7 +123,9 @@ def operations(settings: Settings) -> MeasuredPoints:
 
 
 def product_sizes(settings: Settings) -> Iterator[tuple[int, int, int]]:
-    """(m, n, k) of the products that are timed: rows as of micro-batches, weights of several widths."""
+    """Yield (m, n, k) of the products that are timed: rows as of micro-batches, weights of several widths, larger on
+    a GPU. Products of too many FLOP are left out; ``quick`` takes every fifth.
+    """
     scale = 1 if settings.device.type == "cpu" else _GPU_SCALE
     sizes = [
         (m * scale, n * scale, k * scale)
@@ -143,7 +146,9 @@ def _products(settings: Settings, dtype: torch.dtype) -> Iterator[tuple[tuple[fl
 def _product(
     way: int, m: int, n: int, k: int, device: torch.device, dtype: torch.dtype
 ) -> Callable[[], Tensor]:
-    """A product with operands stored as in forward (``way`` 0), the input's gradient (1) or the weight's gradient (2)."""
+    """Return a function that multiplies random ``(m, k)`` by ``(k, n)``, stored as in forward (``way`` 0), for the
+    input's gradient (1) or the weight's gradient (2).
+    """
     left = torch.randn((k, m) if way == 2 else (m, k), device=device).to(dtype)
     right = torch.randn((n, k) if way == 0 else (k, n), device=device).to(dtype)
     left, right = (left.t() if way == 2 else left), (right.t() if way == 0 else right)
@@ -151,7 +156,9 @@ def _product(
 
 
 def _attention(settings: Settings) -> MeasuredPoints:
-    """Measure causal attention, forward and backward, as points ((FLOP,), seconds). Backward is the difference of both and forward."""
+    """Measure causal attention, forward and backward, as points ((FLOP,), seconds). Backward is both together minus
+    forward, at least a tenth of forward.
+    """
     dtype = torch.float32 if settings.device.type == "cpu" else torch.bfloat16
     scale = 1 if settings.device.type == "cpu" else _GPU_SCALE
     points: MeasuredPoints = {"attention.forward": [], "attention.backward": []}
@@ -194,7 +201,9 @@ def _pointwise(settings: Settings) -> Iterator[tuple[tuple[float, ...], float]]:
 
 
 def _add(elements: int, device: torch.device) -> Callable[[], Tensor]:
-    """Return a function that adds two arrays of ``elements``, cold in all caches, into new memory each time."""
+    """Return a function that adds two arrays of ``elements`` into new memory. Each call takes another pair, so that
+    the operands are cold in all caches.
+    """
     pairs = max(1, _COLD_BYTES[device.type] // (8 * elements))
     left = torch.ones(pairs, elements, device=device)
     right, turn = torch.ones_like(left), itertools.cycle(range(pairs))
@@ -213,7 +222,7 @@ def _host_copy(settings: Settings) -> tuple[tuple[float, ...], float]:
 
 
 def _disk(settings: Settings) -> tuple[tuple[float, ...], float]:
-    """Return the point ((bytes,), seconds) of a temporary file written and made durable, by the wall's clock."""
+    """Return the point ((bytes,), seconds) of a temporary file in the working directory, written and synced, by the wall's clock."""
     block = b"\0" * 2**24
     blocks = 1 if settings.quick else 8
     with tempfile.TemporaryFile(dir=Path.cwd()) as file:
@@ -276,8 +285,9 @@ class _RankResult(msgspec.Struct, frozen=True):
 
 
 def _on_ranks(ranks: int, job: TimeCollectives | MeasureSteps) -> list[_RankResult]:
-    """Run ``job`` on each of ``ranks`` new processes that form one group, and return the results by rank. Raises ``RuntimeError``
-    if one failed."""
+    """Run ``job`` on each of ``ranks`` new processes that form one group, and return the results by rank. All are
+    ended at the end. Raises ``RuntimeError`` with the errors of all ranks that failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         workers: list[Child] = []
         try:
@@ -302,7 +312,9 @@ def _result_of(file: Path) -> _RankResult:
 
 
 def main() -> None:
-    """Run the job that stdin brings as one rank, and write its result, or its error, into the job's folder."""
+    """Run the job on stdin as one rank, in one thread, and write its result, or its error as text, as ``rank-N.json``
+    into the job's folder.
+    """
     die_with_parent()
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=_RankJob)
     torch.set_num_threads(1)
@@ -333,9 +345,8 @@ def _done(job: TimeCollectives | MeasureSteps) -> _RankResult:
 
 
 def measure_collectives(settings: Settings, members: int) -> MeasuredPoints:
-    """Time each of ``COLLECTIVES`` between ``members`` new processes.
-
-    For each collective, points ((members, bytes), seconds). The seconds are the slowest rank's.
+    """Time each of ``COLLECTIVES`` between ``members`` new processes. Return for each collective points ((members,
+    bytes), seconds); the seconds are the slowest rank's. Raises ``RuntimeError`` if a rank failed.
     """
     job = TimeCollectives(str(settings.device), settings.clock, settings.quick)
     by_rank = [result.points for result in _on_ranks(members, job)]
@@ -347,7 +358,9 @@ def measure_collectives(settings: Settings, members: int) -> MeasuredPoints:
 
 
 def _time_collectives(settings: Settings) -> MeasuredPoints:
-    """Time each collective at several sizes, as points ((members, bytes), seconds). A collective of all members."""
+    """Time each collective at several sizes from 4 KiB to 16 MiB, as points ((members, bytes), seconds). A collective
+    of all members. A message point to point counts as half of there and back.
+    """
     powers = (12, 20, 24) if settings.quick else (12, 14, 16, 18, 20, 22, 24)
     points: MeasuredPoints = {}
     for name in COLLECTIVES:
@@ -360,8 +373,9 @@ def _time_collectives(settings: Settings) -> MeasuredPoints:
 
 
 def _rounds(work: Callable[[], object], rounds: int, settings: Settings) -> float:
-    """Return the least seconds of a call of ``work`` over ``rounds`` of four calls. All ranks must do equally many, so there is no
-    budget of time."""
+    """Return the least seconds of a call of ``work`` over ``rounds`` of four calls, after one round to warm up. All
+    ranks must do equally many, so there is no budget of time.
+    """
     read = time.process_time if settings.clock == "cpu" else time.perf_counter
     best = float("inf")
     for _ in range(rounds + 1):
@@ -403,7 +417,9 @@ def _there_and_back(buffer: torch.Tensor) -> None:
 
 
 def measure_step(spec: RunSpec, ranks: int, steps: int = 4) -> MeasuredStep:
-    """The median of ``steps`` steps of ``spec`` on ``ranks`` ranks of this machine, after two that warm up."""
+    """Return the median of ``steps`` steps of ``spec`` on ``ranks`` new processes of this machine, after two that
+    warm up. Times are the slowest rank's, memory is the most of any rank.
+    """
     results = _on_ranks(ranks, MeasureSteps(to_table(spec), steps))
     measured = [result.step for result in results if result.step is not None]
     return MeasuredStep(
@@ -414,8 +430,9 @@ def measure_step(spec: RunSpec, ranks: int, steps: int = 4) -> MeasuredStep:
 
 
 def _steps(spec: RunSpec, steps: int) -> MeasuredStep:
-    """Return the median wall and processor seconds of ``steps`` steps on random tokens, after two to warm up, and the memory of the
-    second."""
+    """Return the median wall and processor seconds of ``steps`` steps on random tokens, after two to warm up, and the
+    memory of the second. A collective of the ranks.
+    """
     device = device_of_rank(dist.get_rank())
     make_deterministic(spec, device)
     built = build_model(spec, build_mesh(spec, dist.get_world_size(), device))

@@ -82,10 +82,11 @@ class Comparison:
 
 
 def dry_run(spec: RunSpec, ranks: int, rank: int) -> Comparison:
-    """Build and step rank ``rank`` of a resolved ``spec`` on ``ranks`` ranks, alone, and return derived beside counted elements and
-    collectives.
+    """Build and step rank ``rank`` of a resolved ``spec`` on ``ranks`` ranks, alone. Return derived beside counted
+    elements of parameters, and, of a miniature of the run, collectives.
 
-    A fake process group is set up and destroyed. Raises ``LayoutError`` when the run does not allow that number of ranks.
+    A fake process group is set up and destroyed. Raises ``LayoutError`` if the run does not allow that number of
+    ranks.
     """
     join_fake(rank, ranks)
     try:
@@ -109,7 +110,9 @@ def _beside(derived: Mapping[_Key, int], measured: Mapping[_Key, int]) -> dict[_
 
 
 def held_elements(spec: RunSpec, mesh: Mesh) -> dict[str, int]:
-    """Elements of every parameter that this rank's modules hold; nothing is allocated."""
+    """Return the number of elements of each parameter in this rank's modules, by name. The modules are built on the
+    meta device, so nothing is allocated.
+    """
     spec = _plain(spec)
     waits = clocks(mesh.device)
     parts, _ = divided_parts(spec, mesh, waits, stage_layers(spec))
@@ -119,7 +122,7 @@ def held_elements(spec: RunSpec, mesh: Mesh) -> dict[str, int]:
 
 
 def counted(spec: RunSpec, mesh: Mesh) -> Calls:
-    """Run one optimizer step of a tiny ``spec`` and return the number of its collectives, by axis and kind."""
+    """Run one optimizer step of a tiny ``spec`` on random tokens, and return the number of its collectives by axis and kind."""
     built = build_model(spec, mesh)
     fill_initial(built.model.parts, built.placement, spec)
     stepper = Stepper(built, _batches(spec), Ledger(time.monotonic_ns()))
@@ -137,8 +140,12 @@ def _batches(spec: RunSpec) -> Iterator[NDArray[np.int64]]:
 
 
 def tiny(spec: RunSpec, ranks: int, rounds: int = 1) -> RunSpec:
-    """Return a run in miniature that does what a resolved ``spec`` does on ``ranks`` ranks, with the same layers, stages and loss
-    chunks."""
+    """Return a miniature of a resolved ``spec`` that makes the same collectives on ``ranks`` ranks: the same layers,
+    stages, lanes and loss chunks.
+
+    It has tiny dimensions and sequences, one sequence a micro-batch, as few micro-batches as the schedule allows, at
+    most ``rounds`` slots a rank, AdamW, and no offload or compilation.
+    """
     parallel, layout = spec.parallel, layout_of(spec.parallel, ranks)
     per_slot = min(micro_batches_per_slot(spec), _fewest(spec))
     slots = min(spec.train.slots, rounds * layout.data_ranks)
@@ -169,7 +176,9 @@ def tiny(spec: RunSpec, ranks: int, rounds: int = 1) -> RunSpec:
 
 
 def _plain(spec: RunSpec) -> RunSpec:
-    """Without what only changes how operations are carried out."""
+    """Return ``spec`` on a CPU without options that only change how operations are carried out: offload,
+    recomputation, compilation, asynchronous tensor parallelism.
+    """
     return dataclasses.replace(
         spec,
         memory=MemorySpec(),
@@ -179,7 +188,9 @@ def _plain(spec: RunSpec) -> RunSpec:
 
 
 def _fewest(spec: RunSpec) -> int:
-    """Micro-batches of a slot that a schedule needs; two where it does not matter."""
+    """Return the least number of micro-batches of a slot that the pipeline's schedule needs; two without a pipeline
+    and for other schedules.
+    """
     schedule, ranks = spec.parallel.pipeline_schedule, spec.parallel.pipeline
     if ranks == 1:
         return 2
@@ -187,7 +198,9 @@ def _fewest(spec: RunSpec) -> int:
 
 
 def _axes(mesh: Mesh) -> dict[str, str]:
-    """The axis of each process group, by the group's name."""
+    """Return the name of the axis of each process group, by the group's name; "all" for the world. Of groups with the
+    same name, the later of the list counts.
+    """
     groups = {
         "fsdp": mesh.dense.get_group("fsdp"),
         "replicate": mesh.replicate_group,
@@ -222,7 +235,11 @@ class _Counting(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Run ``func``. If it is a collective, count it by axis and kind, and fill its result, which the fake group leaves empty."""
+        """Run ``func``. If it is a collective, count it by axis and kind, and fill its result, which the fake group
+        leaves empty, with this rank's own input.
+
+        Received messages become zeros. Sums over all ranks get one added, so that they are not empty.
+        """
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace not in ("c10d", "_c10d_functional") or name in _SILENT:
@@ -244,7 +261,9 @@ class _Counting(DispatchMode):
 
 
 def _spread(input_: Tensor, result: Tensor) -> None:
-    """Fill ``result`` with ``input_``, repeated or cut off; with zeros if that is not possible."""
+    """Copy the elements of ``input_`` into ``result``: cut off if there are more, repeated if the sizes divide.
+    Otherwise fill it with zeros.
+    """
     source, target = input_.reshape(-1), result.reshape(-1)
     if target.numel() > source.numel() > 0 and target.numel() % source.numel() == 0:
         source = source.repeat(target.numel() // source.numel())

@@ -74,9 +74,10 @@ def differing(first: Numerics, other: Numerics) -> list[str]:
 
 
 def require_equal(mine: Numerics, device: torch.device) -> None:
-    """Check that all ranks' probes have the same hashes. A collective call: one all-reduce of 16 bytes a probe if they have.
+    """Check that all ranks' probes have the same hashes. A collective call: one all-reduce of 16 bytes a probe if
+    they do.
 
-    Raises ``MixedMachinesError``, on every rank, which names the ranks that differ from rank 0.
+    Raises ``MixedMachinesError`` on every rank, which names the first ranks that differ from rank 0, with the probes.
     """
     digests = torch.tensor([int(value, 16) for value in mine.probes.values()], device=device)
     highest = torch.cat((digests, -digests))
@@ -96,10 +97,10 @@ def require_equal(mine: Numerics, device: torch.device) -> None:
 
 
 def require_first(mine: Numerics, directory: RunDirectory, name: str) -> None:
-    """Check that this process's probes have the hashes of the first process of this start of the run, which writes its own into the
-    run directory.
+    """Compare this process's probes with those of the first process of this start of the run, which writes its own
+    into the run directory.
 
-    For a fleet, whose workers join one by one. Raises ``MixedMachinesError``; ``name`` is the node's.
+    For a fleet, whose workers join one by one. ``name`` is the node's. Raises ``MixedMachinesError`` if they differ.
     """
     own = Numerics(f"{name}, {mine.machine}", mine.probes)
     reference = directory.named_log(directory.newest_attempt(), "numerics").with_suffix(".json")
@@ -126,7 +127,7 @@ def _listed(probes: list[str]) -> str:
 
 
 def _hash(results: tuple[Tensor, ...]) -> str:
-    """Return the first digits of the SHA-256 over the bytes of all ``results``, in hexadecimal."""
+    """Return the first ``_DIGEST_BYTES`` bytes of the SHA-256 over the bytes of all ``results``, in hexadecimal."""
     digest = hashlib.sha256()
     for tensor in results:
         digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
@@ -134,7 +135,9 @@ def _hash(results: tuple[Tensor, ...]) -> str:
 
 
 def _numbers(*shape: int, salt: int, dtype: torch.dtype) -> Tensor:
-    """Numbers in [-1, 1) that look random, made in integers: the same on every machine."""
+    """Return a tensor of ``shape`` and ``dtype`` with pseudo-random numbers in [-1, 1), seeded by ``salt``. They are
+    made in integers: the same on every machine.
+    """
     count = torch.Size(shape).numel()
     index = torch.arange(count, dtype=torch.int64) + 7_919 * salt
     mixed = (index * 2_654_435_761 + salt) & 0xFFFFFFFF
@@ -143,7 +146,10 @@ def _numbers(*shape: int, salt: int, dtype: torch.dtype) -> Tensor:
 
 
 def _probes(spec: RunSpec, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], tuple[Tensor, ...]]]]:
-    """The probes by name, each a function that gives its results."""
+    """Yield the probes by name, each a function that computes the hashed tensors: products in the run's shapes,
+    elementwise functions, softmax, sums, norm, attention, and products of absorbed latent attention if the run has
+    it.
+    """
     sequences = spec.train.micro_batch_size or spec.train.batch_size // spec.train.slots
     tile = spec.train.seq_len // (spec.model.context_tiles or 1)
     rows = min(sequences * tile, _MOST_ROWS)
@@ -181,7 +187,10 @@ _ELEMENTWISE: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def _shapes(spec: RunSpec) -> list[tuple[int, int]]:
-    """Outputs and inputs of the run's matrices, the most different ones, cut down."""
+    """Return (outputs, inputs) of up to ``_MOST_PRODUCTS`` of the run's matrices, each cut down to a limit. Different
+    numbers of inputs come first, since inputs are what a product sums over. Of a user's own model, only ``dim`` is
+    known.
+    """
     model = spec.model
     if model.factory:  # its matrices are known only once it is built
         return [(min(model.dim, _MOST_OUTPUTS), min(model.dim, _MOST_INPUTS))]
@@ -197,7 +206,7 @@ def _shapes(spec: RunSpec) -> list[tuple[int, int]]:
 
 
 def _of_lane(parameter: Parameter, lanes: int) -> tuple[int, ...]:
-    """The shape of what the first of ``lanes`` has of a parameter; 0: of all of it."""
+    """Return the shape of the first lane's share of a parameter, rounded up; with 0 ``lanes``, the full shape."""
     shape = list(parameter.shape)
     if lanes and parameter.tensor_dim is not None:
         shape[parameter.tensor_dim] = -(-shape[parameter.tensor_dim] // parameter.parts_over(lanes))
@@ -205,7 +214,7 @@ def _of_lane(parameter: Parameter, lanes: int) -> tuple[int, ...]:
 
 
 def _product(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """A linear layer's output and both gradients."""
+    """Return the output ``(rows, outputs)`` of a linear layer on deterministic numbers, and the gradients of its input and weight."""
     x = _numbers(rows, inputs, salt=2, dtype=dtype).requires_grad_()
     weight = _numbers(outputs, inputs, salt=3, dtype=dtype).requires_grad_()
     y = F.linear(x, weight)
@@ -213,7 +222,7 @@ def _product(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[
 
 
 def _norm(spec: RunSpec, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return an RMSNorm's output, and the gradients of its input and weight."""
+    """Return an RMSNorm's output on 17 rows of deterministic numbers, and the gradients of its input and weight."""
     width = min(spec.model.dim, _MOST_INPUTS)
     module = RMSNorm(width, spec.model.norm_eps).to(dtype)
     with torch.no_grad():
@@ -224,7 +233,9 @@ def _norm(spec: RunSpec, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _head_products(mla: MlaSpec, heads: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The products by each head's own matrix before and after absorbed latent attention, with their gradients."""
+    """Return the products by each head's own matrix before and after absorbed latent attention, and the gradients of
+    weight, queries and mixed latents, on deterministic numbers.
+    """
     nope, rope, rank, value = mla.nope_head_dim, mla.rope_head_dim, mla.kv_rank, mla.value_head_dim
     weight = _numbers(heads * (nope + value), rank, salt=12, dtype=dtype).requires_grad_()
     query = _numbers(1, heads, rows, nope + rope, salt=13, dtype=dtype).requires_grad_()
@@ -242,7 +253,9 @@ def _head_products(mla: MlaSpec, heads: int, rows: int, dtype: torch.dtype) -> t
 
 
 def _latent_attention(spec: RunSpec, mla: MlaSpec, heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Causal attention of some heads to the latents of one sequence, and its gradients."""
+    """Return the output of causal attention of ``heads`` heads to the latents of one sequence (at most 128 tokens),
+    and the gradients of queries, latents and shared keys. Inputs are deterministic numbers.
+    """
     seq = min(spec.train.seq_len, 128)
     query = _numbers(1, heads, seq, mla.kv_rank + mla.rope_head_dim, salt=17, dtype=dtype).requires_grad_()
     latent = _numbers(1, 1, seq, mla.kv_rank, salt=18, dtype=dtype).requires_grad_()
@@ -254,7 +267,9 @@ def _latent_attention(spec: RunSpec, mla: MlaSpec, heads: int, dtype: torch.dtyp
 
 
 def _attention(spec: RunSpec, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Causal attention of one sequence, with grouped heads, and its gradients."""
+    """Return the output of causal attention of one sequence (at most 128 tokens) with 4 query heads and 2 key heads,
+    and the gradients of query, key and value. Inputs are deterministic numbers.
+    """
     width, seq = max(8, min(spec.model.head_dim or 64, 128)), min(spec.train.seq_len, 128)
     query, key, value = (
         _numbers(1, heads, seq, width, salt=salt, dtype=dtype).requires_grad_()

@@ -66,6 +66,7 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, number: int, lr: float, gradient_scale: float, *, keep_change: bool = False) -> None:
+        """Update weights with decay first, then the others, piece by piece, with moments visiting the device if a store has them."""
         for decay in (True, False):
             names = [name for name in self.parameters if decays(self.kinds[name], self.spec) == decay]
             factor = 1.0 - lr * self.spec.weight_decay if decay else 1.0
@@ -79,6 +80,7 @@ class AdamW(Optimizer):
                     )
 
     def state(self) -> dict[str, list[StatePart]]:
+        """Return this rank's part of both moments of each parameter, as ``exp_avg/NAME`` and ``exp_avg_sq/NAME``."""
         boxes = boxes_of(self.parameters, self.boxes)
         return {
             f"{moment}/{name}": [StatePart(local(tensor), self.kinds[name].shape, boxes[name][0], name)]
@@ -87,8 +89,9 @@ class AdamW(Optimizer):
         }
 
     def _pieces(self, names: list[str]) -> Iterator[tuple[list[Tensor], ...]]:
-        """Yield weights, gradients and both moments as lists of flat pieces of a size that suits the device. Raises
-        ``RuntimeError`` without a gradient."""
+        """Yield weights, gradients, means and squares as lists of flat pieces that together have about the size that
+        suits the device. Raises ``RuntimeError`` if a parameter has no gradient.
+        """
         launch: list[tuple[Tensor, ...]] = []
         elements = 0
         for name in names:
@@ -124,7 +127,12 @@ def adamw_update(
     gradient_scale: float,
     decay_factor: float,
 ) -> None:
-    """One AdamW update of weights and moments, in place, with a single rounding for each operation on each element."""
+    """Apply one AdamW update ``number`` (from 1) to weights and both moments, in place, with a single rounding for
+    each operation on each element.
+
+    Gradients are multiplied by ``gradient_scale``, and weights by ``decay_factor`` before the update. Empty lists are
+    allowed.
+    """
     factors = UpdateFactors(
         gradient_scale=gradient_scale,
         keep_mean=spec.beta1,
@@ -225,7 +233,9 @@ class Int8Moments(Moments):
         return values.mul_(self._scale_of_elements(self.scales[rows]))
 
     def write(self, rows: slice, values: Tensor, number: int) -> None:  # noqa: ARG002
-        """Store each block's largest magnitude as its scale, and the code next to each scaled value."""
+        """Store each block's largest magnitude as its scale, and for each value the code next to value / scale.
+        ``rows`` are those of ``values``; ``number`` is not used.
+        """
         blocks = F.pad(values, (0, -self._columns % INT8_BLOCK)).view(*self.scales[rows].shape, INT8_BLOCK)
         scales = blocks.abs().amax(-1)
         self.scales[rows] = scales
@@ -244,7 +254,8 @@ class Int8Moments(Moments):
 
 @functools.cache
 def dynamic_codes(signed: bool) -> tuple[float, ...]:
-    """The 256 numbers in [-1, 1], or [0, 1], that a code can stand for, ascending (arXiv 2110.02861, section 1.3).
+    """Return the 256 numbers in [-1, 1], or if not ``signed`` in [0, 1], that a code can stand for, ascending (arXiv
+    2110.02861, section 1.3).
 
     Decades from 1e-7 to 1; each has twice as many numbers, evenly spaced, as the one below.
     """
@@ -259,9 +270,11 @@ def dynamic_codes(signed: bool) -> tuple[float, ...]:
 
 @functools.cache
 def codebook(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The number of each code, fp32 ``(256,)``, and the code next to each number in bf16, uint8 ``(65536,)``.
+    """Return the number of each code, fp32 ``(256,)``, and the nearest code of each number in bf16, uint8
+    ``(65536,)``. Without a sign, only zero gets the code of zero.
 
-    A look-up takes a tenth of the time that a search among the codes would; between two codes lie many bf16 numbers.
+    A look-up takes a tenth of the time that a search among the codes would; between two codes there are many bf16
+    numbers.
     """
     numbers = torch.tensor(dynamic_codes(signed), dtype=torch.float32)
     bounds = (numbers[1:] + numbers[:-1]) / 2
@@ -290,6 +303,9 @@ class NarrowAdamW(Optimizer):
         seed: int,
         boxes: Mapping[str, LocalSlice] | None = None,
     ) -> None:
+        """Allocate zero moments in the format ``spec.state``; ``seed`` seeds stochastic rounding. Raises
+        ``NarrowStateError`` if a shard cuts through 8-bit blocks.
+        """
         self.spec, self.parameters, self.kinds = spec, parameters, kinds
         self.boxes = boxes_of(parameters, boxes)
         self.moments = {name: self._moments(name, seed) for name in parameters}
@@ -314,6 +330,7 @@ class NarrowAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, number: int, lr: float, gradient_scale: float, *, keep_change: bool = False) -> None:
+        """Update each parameter by groups of rows: read their moments as fp32, apply AdamW, and write them back rounded."""
         for name, parameter in self.parameters.items():
             decay = decays(self.kinds[name], self.spec)
             factor = 1.0 - lr * self.spec.weight_decay if decay else 1.0
@@ -329,7 +346,9 @@ class NarrowAdamW(Optimizer):
                     moment.write(rows, values, number)
 
     def state(self) -> dict[str, list[StatePart]]:
-        """Return codes and scales of both moments of each parameter by name, with their place in the full state."""
+        """Return this rank's part of the moments' tensors (values, or codes and scales) of each parameter by name,
+        with offset and shape of the full state.
+        """
         parts = {}
         for name, moments in self.moments.items():
             full_shape, (offset, box) = self.kinds[name].shape, self.boxes[name]

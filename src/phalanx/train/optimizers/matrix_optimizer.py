@@ -98,6 +98,7 @@ class MatrixExchange:
     batches: list[MatrixBatch] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Choose the owner of every matrix by cost, and divide the matrices into batches; the same on all ranks."""
         self._ranks = self.group.size() if self.group else 1
         self._rank = self.group.rank() if self.group else 0
         matrices = [m for name, shape in self.parameters.items() for m in matrices_of(name, shape)]
@@ -116,8 +117,9 @@ class MatrixExchange:
         return sorted(owned, key=lambda matrix: (order[matrix.parameter], matrix.index or 0))
 
     def collect(self, batch: MatrixBatch, shares: Mapping[str, Tensor]) -> dict[Matrix, Tensor]:
-        """Return the full matrices ``(rows, columns)`` that this rank owns, from all ranks' ``shares``. A collective unless the
-        batch is local."""
+        """Return the full matrices ``(rows, columns)`` that this rank owns, assembled from all ranks' ``shares`` in
+        fresh memory. A collective unless the batch is local.
+        """
         # Fresh memory for each matrix: kernels may round as their operands are aligned.
         matrices = {m: torch.empty(m.rows, m.columns, device=_device(shares)) for m in batch.owned}
         sent = [[self.of_share(shares, leg) for leg in legs] for legs in batch.gradients_out]
@@ -130,8 +132,9 @@ class MatrixExchange:
     def hand_back(
         self, batch: MatrixBatch, changes: Mapping[Matrix, Tensor], shares: Mapping[str, Tensor]
     ) -> Iterator[tuple[Leg, Tensor]]:
-        """Yield each leg of this rank's shares of matrices with its part of the owner's ``changes``. A collective unless the batch
-        is local."""
+        """Yield each leg of this rank's shares of the batch's matrices, with its part of the owner's ``changes``. A
+        collective unless the batch is local.
+        """
         sent = [[_of_whole(changes, leg) for leg in legs] for legs in batch.changes_out]
         received = self._swap(sent, batch.changes_in, batch.local, _device(shares))
         for legs, pieces in zip(batch.changes_in, received, strict=True):
@@ -169,7 +172,9 @@ class MatrixExchange:
     def _swap(
         self, sent: list[list[Tensor]], legs_in: list[list[Leg]], local: bool, device: torch.device
     ) -> list[list[Tensor]]:
-        """Return the pieces that each rank sends to this one, in the shape of their legs. One all-to-all unless ``local``."""
+        """Send ``sent[r]`` to each rank r; return for each rank the pieces that it sent here, in the shapes of
+        ``legs_in``. One all-to-all; with ``local``, return ``sent``.
+        """
         if local:
             return sent
         outgoing = [piece.reshape(-1) for pieces in sent for piece in pieces]
@@ -189,7 +194,9 @@ class MatrixExchange:
 def _batches(
     matrices: Sequence[Matrix], owners: Sequence[int], ranks: int, max_elements: int
 ) -> list[list[int]]:
-    """Return batches of numbers of matrices in which no owner has more than ``max_elements``, or only one matrix."""
+    """Divide the matrices into batches, as lists of their numbers, in which no owner has more than ``max_elements``
+    elements, or only one larger matrix. Each owner's matrices stay in order.
+    """
     batches: list[list[int]] = []
     place, filled = [0] * ranks, [0] * ranks
     for number, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
@@ -240,6 +247,9 @@ class MatrixOptimizer(Optimizer):
         boxes: Mapping[str, LocalSlice] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        """Find the holders of all parameters, choose the matrices that this rank owns, and allocate their state as
+        zeros. A collective of ``group``.
+        """
         self.spec, self.rule, self.parameters, self.kinds = spec, rule, parameters, kinds
         shapes = {name: kinds[name].shape for name in parameters}
         local_boxes = boxes_of(parameters, boxes)
@@ -254,6 +264,9 @@ class MatrixOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, number: int, lr: float, gradient_scale: float, *, keep_change: bool = False) -> None:
+        """Gather the matrices that this rank owns batch by batch, compute their changes by the rule, and apply this
+        rank's parts of all changes after weight decay.
+        """
         weights = {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
         gradients = {name: gradient_of(name, parameter) for name, parameter in self.parameters.items()}
         for batch in self.exchange.batches:
@@ -274,7 +287,9 @@ class MatrixOptimizer(Optimizer):
         return self._parts
 
     def _allocate(self, run: list[Matrix]) -> None:
-        """Allocate zeros for the state of ``run``, neighboring matrices of a stack, as one box of a stack of states."""
+        """Allocate zeros for the state of ``run``, consecutive matrices of a stack, in one tensor per kind of state.
+        Register it as this rank's part of the stacked state.
+        """
         first = run[0]
         device = local(self.parameters[first.parameter].detach()).device
         for kept in matrix_state(self.spec, first.rows, first.columns):
@@ -341,7 +356,9 @@ class Matrix:
 
 
 def matrices_of(parameter: str, shape: tuple[int, ...]) -> list[Matrix]:
-    """The matrices that a parameter of two or three dimensions consists of."""
+    """Return the matrices of a parameter: itself if it has two dimensions, the members of a stack ``(count, rows,
+    columns)`` if it has three.
+    """
     if len(shape) == 2:
         return [Matrix(parameter, *shape)]
     count, rows, columns = shape
@@ -357,6 +374,9 @@ class Holders:
     """
 
     def __init__(self, shape: tuple[int, ...], table: NDArray[np.int64]) -> None:
+        """Index the holders of a parameter of ``shape`` by matrix. ``table`` ``(ranks, 2, dimensions)`` has the
+        offset and extent of each rank's part; an empty part holds nothing.
+        """
         self._stacked = len(shape) == 3
         count = shape[0] if self._stacked else 1
         begin, extent = table[:, 0], table[:, 1]
@@ -385,14 +405,16 @@ class Holders:
         return matching
 
     def part(self, matrix: Matrix, rank: int) -> LocalSlice:
-        """The part of ``matrix``, in the parameter, that one of its holders has."""
+        """Return the slice, in the parameter, of the part of ``matrix`` that ``rank`` holds. All parts of a rank have
+        the same rows and columns in each matrix.
+        """
         row, column, rows, columns = self._parts[rank].tolist()
         if matrix.index is None:
             return LocalSlice((row, column), (rows, columns))
         return LocalSlice((matrix.index, row, column), (1, rows, columns))
 
     def senders(self, matrix: Matrix, owner: int) -> Ranks:
-        """For each part of ``matrix``, one of those who hold it: the owner if it does, else the first. Ascending."""
+        """Return one holder for each distinct part of ``matrix``, ascending: the owner for a part that it has, else the first rank."""
         ranks = self.of(matrix)
         _, first = np.unique(self._parts[ranks], axis=0, return_index=True)
         chosen = ranks[first]
@@ -410,12 +432,11 @@ class Holders:
 def gather_holders(
     shapes: Mapping[str, tuple[int, ...]], boxes: Mapping[str, LocalSlice], group: dist.ProcessGroup | None
 ) -> dict[str, Holders]:
-    """Return the holders of every parameter in ``shapes``, from the boxes of each rank of ``group``. A collective call.
+    """Return the holders of every parameter in ``shapes``, from the boxes of each rank of ``group``. A collective
+    call, in chunks of bounded memory.
 
-    Args:
-        shapes: Of the whole parameters, in the same order on all ranks.
-        boxes: This rank's parts; a parameter of which it has nothing may be left out.
-        group: ``None`` where this rank has everything.
+    ``shapes`` are of the whole parameters, in the same order on all ranks. ``boxes`` are this rank's parts; a
+    parameter of which it has nothing may be left out. ``group`` is ``None`` if this rank has everything.
     """
     ranks = group.size() if group else 1
     names, holders = list(shapes), {}
@@ -434,7 +455,9 @@ def gather_holders(
 
 
 def _gathered(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Every rank's ``mine``, on the CPU, with a dimension for the ranks before its own."""
+    """Return every rank's ``mine``, of equal shapes, on the CPU, with a new first dimension for the ranks. A
+    collective unless ``group`` is None.
+    """
     if group is None:
         return mine[None]
     device = device_of_messages(group)
@@ -446,6 +469,8 @@ def _gathered(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
 def owners_of(
     matrices: Sequence[Matrix], holders: Mapping[str, Holders], costs: Sequence[float], ranks: int
 ) -> list[int]:
-    """The owner of each matrix, by what everybody holds of it: see ``phalanx.model.facts.holdings``."""
+    """Return the owner rank of each matrix: work is balanced by ``costs``, and a rank that holds a full matrix is
+    preferred (``phalanx.model.facts.holdings.deal_matrices``).
+    """
     whole_on = [holders[matrix.parameter].whole_on(matrix) for matrix in matrices]
     return deal_matrices(costs, whole_on, [0.0] * ranks)

@@ -106,7 +106,9 @@ class Shampoo(MatrixRule):
 
 
 def inverse_fourth_root(statistics: Tensor) -> Tensor:
-    """``(S + ridge)^-1/4`` of a symmetric matrix without negative eigenvalues, fp32; of zero, the unit matrix."""
+    """Return ``(S + ridge)^-1/4`` of a symmetric matrix without negative eigenvalues, computed in fp64; of zero, the
+    unit matrix. The ridge is relative to the largest eigenvalue.
+    """
     values, vectors = torch.linalg.eigh(statistics.double())
     values = values.clamp_(min=0.0)
     largest = values[-1]
@@ -131,10 +133,11 @@ class Soap(MatrixRule):
     """State: Adam's moments (the second one in the basis), the statistics ``left`` and ``right``, and their bases."""
 
     def change(self, gradient: Tensor, state: Mapping[str, Tensor], number: int) -> Tensor:
-        """Return the change of a matrix at step ``number``, from 1: Adam in the eigenbases of its blocks. Updates ``state`` in
-        place.
+        """Return the change of a matrix at step ``number``, from 1: Adam in the eigenbases of its blocks. Updates
+        ``state`` in place.
 
-        The first step only collects statistics: its change is zero.
+        The first step only collects statistics, and computes the first bases: its change is zero. Later steps count
+        as Adam's step ``number - 1``.
         """
         spec, change = self.spec, torch.zeros_like(gradient)
         if number > 1:
@@ -156,8 +159,9 @@ class Soap(MatrixRule):
     def _adam(
         self, gradient: Tensor, mean: Tensor, squares: Tensor, left: Tensor, right: Tensor, number: int
     ) -> Tensor:
-        """Return Adam's step ``number`` from the bases ``left`` and ``right``, in the matrix's own; updates the second moment
-        there, ``squares``."""
+        """Return Adam's step ``number`` for a block, computed in the bases ``left`` and ``right`` and turned back.
+        ``squares``, the second moment in the bases, is updated; ``mean`` already contains ``gradient``.
+        """
         spec = self.spec
         squares.lerp_((left.T @ gradient @ right).square(), 1 - spec.beta2)
         root = squares.sqrt().div_(math.sqrt(1 - spec.beta2**number)).add_(spec.eps)
@@ -166,8 +170,9 @@ class Soap(MatrixRule):
         return step
 
     def _follow(self, statistics: Tensor, basis: Tensor, square: Tensor, number: int) -> None:
-        """Average the gradient's ``square`` into ``statistics``, in place. Renew ``basis`` at step 1 and every
-        ``precondition_every`` steps."""
+        """Average the gradient's ``square`` into ``statistics``, in place. Compute ``basis`` by eigenvectors at step
+        1, and refine it by one QR step every ``precondition_every`` steps.
+        """
         statistics.lerp_(square, 1 - self.spec.beta2)
         if number == 1:
             basis.copy_(torch.linalg.eigh(statistics.double()).eigenvectors.flip(-1))
@@ -243,7 +248,9 @@ class Muon(MatrixRule):
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """About ``U V^T`` where ``matrix = U S V^T``: fp32; computed in bf16 on a GPU, whose error is below the method's."""
+    """Return about ``U V^T`` where ``matrix = U S V^T``, fp32, by ``steps`` Newton-Schulz iterations. Computed in
+    bf16 on a GPU, whose error is below the method's.
+    """
     a, b, c = COEFFICIENTS
     x = matrix / matrix.norm().clamp(min=_SMALLEST_MUON_NORM)
     x = x.to(torch.bfloat16) if x.is_cuda else x

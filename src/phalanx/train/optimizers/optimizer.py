@@ -90,7 +90,9 @@ def boxes_of(
 
 @contextmanager
 def change_kept(weights: Sequence[Tensor], grads: Sequence[Tensor], *, keep: bool) -> Iterator[None]:
-    """Context of an update of ``weights``, after which ``grads``, of the same shapes, hold their change. Do nothing unless ``keep``."""
+    """Context of an update of ``weights``. With ``keep``, ``grads``, of the same shapes, contain the change of the
+    weights afterwards; else do nothing.
+    """
     before = [weight.clone() for weight in weights] if keep else []
     yield
     for old, weight, grad in zip(before, weights, grads, strict=False):
@@ -170,6 +172,7 @@ class _Visit:
 
 
 def _arrive(piece: UpdatePiece, device: torch.device, stream: torch.cuda.Stream) -> _Visit:
+    """Start copies of all tensors of ``piece`` that are not on ``device``, on ``stream``; the others are used as they are."""
     with torch.cuda.stream(stream):
         away = tuple(
             [tensor.to(device, non_blocking=True) if tensor.device != device else tensor for tensor in column]

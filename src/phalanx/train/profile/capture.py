@@ -124,7 +124,7 @@ _RUNTIME_CALL = re.compile(r"(?:cuda|cu|hip)[A-Z]\w*$")
 
 
 def make_profiler(device: torch.device) -> profile:
-    """The profiler of a rank, which begins with ``__enter__`` and ends with ``__exit__``."""
+    """Return a profiler of host and GPU work, with shapes, FLOP and memory. ``__enter__`` starts it, and ``__exit__`` ends it."""
     return profile(
         use_cpu=True,
         use_device=device.type if on_gpu(device) else None,
@@ -179,10 +179,12 @@ def _longest(events: NDArray[np.void]) -> NDArray[np.void]:
 
 
 def activity_of_name(name: str, on_device: bool) -> str:
-    """The kind of an event in Kineto's words, as far as it is of interest here, for PyTorch before 2.13, whose events do not hold it.
+    """Return the kind of an event in Kineto's words, guessed from its name, for PyTorch before 2.13, whose events do
+    not contain it.
 
-    Kineto calls copies and fills on a device "Memcpy ..." and "Memset ...", and calls of a runtime by their functions (libkineto's
-    CuptiActivity.cpp and cupti_strings.cpp); PyTorch puts the names of its instants in brackets (torch/csrc/profiler/util.h).
+    Kineto calls copies and fills on a device "Memcpy ..." and "Memset ...", and calls of a runtime by their functions
+    (libkineto's CuptiActivity.cpp and cupti_strings.cpp). PyTorch puts the names of its instants in brackets
+    (torch/csrc/profiler/util.h).
     """
     if on_device:
         return "gpu_memcpy" if name.startswith(("Memcpy", "Memset")) else "kernel"
@@ -192,8 +194,9 @@ def activity_of_name(name: str, on_device: bool) -> str:
 
 
 def _row(event: _KinetoEvent, base_ns: int, names: dict[str, int]) -> tuple[object, ...] | None:
-    """Return an event as a row of ``EVENT``; ``None`` for instants, memory events, and our ranges on a device. Adds its name to
-    ``names``."""
+    """Return an event as a row of ``EVENT``, with times relative to ``base_ns``; ``None`` for instants, memory
+    events, and our ranges on a device. Adds its name to ``names``.
+    """
     name = event.name()
     on_device = event.device_type().name != "CPU"
     activity = event.activity_type() if hasattr(event, "activity_type") else activity_of_name(name, on_device)
@@ -218,7 +221,13 @@ def _row(event: _KinetoEvent, base_ns: int, names: dict[str, int]) -> tuple[obje
 
 
 def _work(event: _KinetoEvent, name: str) -> tuple[float, float]:
-    """FLOP and bytes of an operation, from the shapes of its arguments: a product's exactly, of others each argument once and one result."""
+    """Return FLOP and bytes of an operation, from the shapes of its arguments. A product's bytes are exact; other
+    operations count each argument once and a result as large as the largest. Zeros for views and what is no aten
+    operation.
+
+    Attention counts all pairs, and backward 2.5 times as much. Embeddings and picks count the rows that are read, not
+    the table.
+    """
     if not name.startswith("aten::") or name in _VIEWS:
         return 0.0, 0.0
     shapes = [shape for shape in event.shapes() if isinstance(shape, list)]
@@ -252,8 +261,9 @@ def _work(event: _KinetoEvent, name: str) -> tuple[float, float]:
 
 
 def _allocations(tree: Sequence[Any]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield time in ns, address, bytes and kind of device (0 for the host) of each allocation, and of each release with negative
-    bytes."""
+    """Yield time in ns, address, bytes and kind of device (0: host, 1: other) of each allocation in no order;
+    releases have negative bytes.
+    """
     left = list(tree)
     while left:
         node = left.pop()

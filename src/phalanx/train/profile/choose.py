@@ -14,16 +14,11 @@ SMALL = 8
 
 
 def chosen_ranks(requested: tuple[int, ...] | str, layout: Layout, slowest: int | None) -> dict[int, str]:
-    """Return the ranks to record, each with the reason: those requested, or all of a small run, else one of each place and the
-    slowest.
+    """Return the ranks to record, each with the reason: those requested; all, if requested or the run is small; else
+    one of each kind of place in the mesh, and ``slowest`` if it is known.
 
-    Args:
-        requested: The field ``ranks`` of a request.
-        layout: Of the run.
-        slowest: The rank that computes longest, if that is known.
-
-    Raises:
-        ProfileRequestError: It names a rank that does not exist, or all of too many.
+    ``requested`` is the field ``ranks`` of a request. Raises ``ProfileRequestError`` if it names a rank that does not
+    exist, or all of more than ``MOST_RANKS``.
     """
     if isinstance(requested, tuple):
         if requested[-1] >= layout.ranks:

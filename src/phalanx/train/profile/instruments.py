@@ -118,7 +118,9 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 def _wrapped(owner: object, method: str, around: Around) -> AbstractContextManager[None]:
-    """Replace a method so that each call is inside ``around()``; if it returns a context manager, the body of that context is."""
+    """Replace ``owner``'s method, until the context ends, so that each call is inside ``around()``. If the method
+    returns a context manager, ``around()`` encloses the body of that context.
+    """
     original = getattr(owner, method)
 
     def call(*args: object, **kwargs: object) -> object:
@@ -148,7 +150,9 @@ def _ledger(ledger: object, marks: Ranges) -> AbstractContextManager[None]:
 
 @contextmanager
 def _modules(parts: list[nn.Module] | tuple[nn.Module, ...] | object, marks: Ranges) -> Iterator[None]:
-    """Mark the forward passes of stages, layers and the parts of a layer, by hooks that are removed at the end."""
+    """Mark the forward passes of stages, blocks and their children by hooks, which are removed at the end. Modules
+    outside of blocks are marked only at the top level.
+    """
     handles = []
     opened: dict[int, list[OpenedRange]] = {}
 
@@ -235,7 +239,7 @@ def _collectives(mesh: Mesh, marks: Ranges) -> Iterator[None]:
 
 
 def _axes(mesh: Mesh) -> dict[str, str]:
-    """The axis of a process group, by the group's name."""
+    """Return the axis of each process group by the group's name. Groups inside and across machines have axes of their own."""
     groups = {
         "stage": mesh.stage_group,
         "sequence": mesh.sequence_group,
@@ -257,7 +261,7 @@ def _axes(mesh: Mesh) -> dict[str, str]:
 
 @contextmanager
 def _links(links: StageLinks, mesh: Mesh, marks: Ranges) -> Iterator[None]:
-    """Mark messages between stages. The n-th of its kind in a link has the same number on both sides."""
+    """Mark messages between stages, and the wait when links are closed. The n-th message of a link has the same number on both sides."""
     ranks = dist.get_process_group_ranks(mesh.pipeline_groups[0])
     numbers: Counter[tuple[str, int]] = Counter()
     receive, send = links.receive, links.send
@@ -313,6 +317,7 @@ class NvtxRanges:
         push: Callable[[str], object] = torch.cuda.nvtx.range_push,
         pop: Callable[[], object] = torch.cuda.nvtx.range_pop,
     ) -> None:
+        """Use ``push`` and ``pop`` to open and close ranges."""
         self._push, self._pop = push, pop
 
     @contextmanager
@@ -332,7 +337,9 @@ class NvtxRanges:
 
 @contextmanager
 def nvtx_ranges(training: Training, stepper: Stepper, ranges: NvtxRanges) -> Iterator[None]:
-    """Context in which all that this rank does is in NVTX ranges, and each step in one of its own."""
+    """Context in which this rank's work is in NVTX ranges, as ``instruments`` marks it, and each step in one of its
+    own. All is put back at the end.
+    """
     run = stepper.run
 
     def run_in_range(number: int, *args: Any, **options: Any) -> StepReport:

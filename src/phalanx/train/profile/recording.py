@@ -72,6 +72,9 @@ class Recording(Observer):
     def __init__(
         self, training: Training, stepper: Stepper, slowest: Callable[[], int | None], measured_step: int
     ) -> None:
+        """Record nothing yet. ``slowest`` returns the slowest rank, if known; a recording does not begin at
+        ``measured_step``, in which memory is measured.
+        """
         self._training, self._stepper, self._slowest = training, stepper, slowest
         self._measured_step = measured_step
         self._order: RecordingOrder | None = None
@@ -99,9 +102,10 @@ class Recording(Observer):
             writer.join(_WRITE_TIMEOUT_S if error is None else 0.0)
 
     def after_save(self, end: StepEnd) -> None:
-        """Take rank 0's decision on a pending request, in a step in which some rank's profile flag was set. A collective then.
+        """Receive rank 0's decision on a pending request, if some rank's profile flag was set in the step. A
+        collective then.
 
-        A new order is ignored while a recording runs.
+        An order is dropped while a recording runs.
         """
         if not end.report.flags.profile:
             return
@@ -116,7 +120,7 @@ class Recording(Observer):
             self._order = order
 
     def before_step(self, step: int) -> None:
-        """Begin, continue, or end a recording before step ``step``, on all ranks alike."""
+        """Begin, continue, or end a recording before step ``step``, on all ranks alike. Beginning and ending are collectives."""
         if not self._left and (self._order is None or step == self._measured_step):
             return
         if self._order is not None:
@@ -130,7 +134,9 @@ class Recording(Observer):
             self._end()
 
     def at_end(self) -> None:
-        """Keep what was recorded of a profile until now: the start ends, or a fork follows, whose steps are none of the run's."""
+        """End a running recording early and write it: the start ends, or a fork follows, whose steps are not the
+        run's. A collective then.
+        """
         if self._left:
             self._left = 0
             if self._camera is not None:
@@ -138,8 +144,9 @@ class Recording(Observer):
             self._end()
 
     def _decided(self, request: ProfileRequest, ending: bool) -> RecordingOrder:
-        """Decide on a request, on rank 0: make its folder and write the order. If it cannot be followed, warn and return an order
-        without ranks."""
+        """Decide on a request, on rank 0: make its folder, write the order and return it. If it comes in the last
+        step, beside another recording, or names impossible ranks, warn and return an order without ranks.
+        """
         training, none = self._training, RecordingOrder("", 0, {})
         folder = training.inputs.directory.profiles / request.name
         try:
@@ -208,6 +215,7 @@ class _Camera:
     """The recording of one rank. No method raises: an error is reported, and costs this rank's part of the profile."""
 
     def __init__(self, training: Training, stepper: Stepper, order: RecordingOrder, step: int) -> None:
+        """Prepare a recording that begins at ``step``; nothing is measured yet."""
         self.marks = Marks()
         self.runs = False
         self._training, self._stepper, self._order, self._first = training, stepper, order, step
@@ -218,7 +226,7 @@ class _Camera:
         self._begin_s = time.perf_counter()
 
     def start(self) -> None:
-        """Start the profiler, after measuring copies and memory. A failure is printed, and the profile lost."""
+        """Start the profiler, after measuring copies and memory. A failure is printed, and this rank records nothing."""
         with _Forgiving(self):
             device = self._training.inputs.device
             self._meta = {
@@ -233,7 +241,9 @@ class _Camera:
             self.runs = True
 
     def step(self, number: int | None) -> None:
-        """End the step before, and begin step ``number``; ``None``: there is none, and the instruments are taken off."""
+        """End the range of the step before, after waiting for the device, and begin that of step ``number``. The
+        first one installs the instruments; ``None`` removes them.
+        """
         if not self.runs:
             return
         with _Forgiving(self):
@@ -248,7 +258,7 @@ class _Camera:
             self._step.enter_context(self.marks.around("step", f"step {number}", step=number))
 
     def stop(self) -> bool:
-        """End the recording. Return False if there is nothing to write."""
+        """Stop the profiler. Return False if there is nothing to write, because it never ran or failed."""
         if not self.runs:
             return False
         with _Forgiving(self):
@@ -281,7 +291,7 @@ class _Camera:
         self._profiler = None
 
     def _held(self) -> dict[str, int]:
-        """Bytes by kind that are there before the first step."""
+        """Return the bytes of parameters, optimizer state and buffers that are allocated before the first step."""
         built, device = self._training.built, self._training.inputs.device
         state = [part.tensor for state_parts in built.optimizer.state().values() for part in state_parts]
         parameters = [

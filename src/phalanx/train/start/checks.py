@@ -52,11 +52,12 @@ _MANY_EPOCHS = 4
 
 
 def start_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], *, begins: bool) -> Iterator[Problem]:
-    """Yield all that would keep the ranks of a resolved run from training: data, sinks, observers, tasks, store, and the origin of
-    weights.
+    """Yield all that would keep the ranks of a resolved run from training: environment variables, data, sinks,
+    observers, tasks, store, and the origin of weights.
 
-    ``begins``: The run has no checkpoint of its own yet, and so needs the one that it starts from. Raises ``CheckpointError`` or
-    ``DataError`` if the checkpoint to start from, or a tokenizer, cannot be read.
+    ``begins``: The run has no checkpoint of its own yet, and so needs the one that it starts from; else that is not
+    checked. Raises ``CheckpointError`` or ``DataError`` if the checkpoint to start from, or a tokenizer, cannot be
+    read.
     """
     yield from variable_problems(spec.launch)
     index = index_of_places(places)
@@ -99,7 +100,9 @@ def start_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], *, begins:
 
 
 def _task_problems(spec: RunSpec, places: Mapping[str, DatasetPlace]) -> Iterator[Problem]:
-    """Yield a problem for each task whose file cannot be read or does not fit the model."""
+    """Yield a problem for each task whose file cannot be read or has items that do not fit the run's sequence length.
+    Reads and encodes all items.
+    """
     if not spec.evaluation.tasks:
         return
     tokenizer = load_tokenizer(tokenizer_folder(places))
@@ -142,7 +145,9 @@ def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
 
 
 def _origin_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], start: Path) -> Iterator[Problem]:
-    """The problems of the checkpoint ``start``, a folder ``.../step-00000100``, as the origin of the run's weights."""
+    """Yield the problems of the checkpoint ``start``, a folder ``.../step-00000100``, as the origin of the run's
+    weights: it is missing, has another tokenizer or model, or cannot continue the run.
+    """
     source = RunDirectory(start.parent.parent)
     if not is_committed(start):
         steps = committed_steps(start.parent) if start.parent.is_dir() else []
@@ -170,7 +175,10 @@ def _origin_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], start: P
 
 
 def _remote_origin_problems(spec: RunSpec, start: str) -> Iterator[Problem]:
-    """The problems of the checkpoint ``start`` in an object store, URL/step-00000100; there is no run directory around it to compare with."""
+    """Yield the problems of the checkpoint ``start`` in an object store, URL/step-00000100: it cannot be read, or
+    lacks what ``init_with`` needs, or has another model. ``init_with = "training"`` needs a run directory, and so is
+    always a problem.
+    """
     field = "checkpoint.init_from"
     if spec.checkpoint.init_with == "training":
         yield Problem(
@@ -213,7 +221,9 @@ def _other_model_problems(spec: RunSpec, start: str, remedy: str) -> Iterator[Pr
 def _taken_over_problems(
     spec: RunSpec, places: Mapping[str, DatasetPlace], source: RunDirectory, start: Path
 ) -> Iterator[Problem]:
-    """Yield the problems that keep the run from taking over more of the checkpoint than its weights."""
+    """Yield the problems that keep the run from taking over the optimizer state or the training state of the
+    checkpoint ``start``; none if it takes over only weights.
+    """
     if spec.checkpoint.init_with == "weights":
         return
     boxes = DiskTier(start.parent).boxes(_step(start))
@@ -256,7 +266,7 @@ def _step(start: Path) -> int:
 
 
 def _misfits(model: ModelSpec, start: str) -> Iterator[str]:
-    """Each parameter of the model that the checkpoint lacks, or holds in another shape."""
+    """Yield a clause for each parameter of the model that the checkpoint lacks, or has in another shape."""
     tier, step = open_origin(start)
     boxes = (entry.box for entry in tier.boxes(step))
     shapes = {box.name: box.global_shape for box in boxes}
@@ -272,7 +282,9 @@ def _misfits(model: ModelSpec, start: str) -> Iterator[str]:
 
 
 def disk_notes(spec: RunSpec, directory: RunDirectory) -> Iterator[str]:
-    """Yield a sentence if the run's checkpoints will not fit on the disk of ``directory``; none where that is not known."""
+    """Yield a sentence if the checkpoints that will be on the disk of ``directory`` at once exceed its free space;
+    nothing if sizes are not known.
+    """
     place = directory.checkpoints if directory.checkpoints.is_dir() else directory.path
     try:
         disk = shutil.disk_usage(place)
@@ -304,7 +316,9 @@ def checkpoint_bytes(spec: RunSpec) -> int:
 
 
 def most_on_disk(spec: RunSpec) -> int:
-    """Return the number of checkpoints that are on disk at once: those kept, and the one that is written before the oldest is deleted."""
+    """Return the most checkpoints that are on disk at once: the newest ``keep_last``, the one being written, and
+    those of ``keep_every``; at most as many as are saved. Without ``every_steps``, any step may be saved.
+    """
     steps, rule = spec.train.steps, spec.checkpoint
     saved = math.ceil(steps / rule.every_steps) if rule.every_steps else steps
     for_good = steps // rule.keep_every if rule.keep_every else 0

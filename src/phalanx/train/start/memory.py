@@ -37,7 +37,7 @@ def require_memory(spec: RunSpec, layout: Layout, rank: int, memory_bytes: float
 
 
 def shortage_of(error: BaseException) -> MemoryShortError | None:
-    """Return the error for the user if ``error`` is a failed allocation, else None."""
+    """Return the error for the user if ``error`` is a failed allocation on host or GPU, else None."""
     text = str(error).partition("\n")[0]
     # matched text: PyTorch has no type for a failed allocation on a CPU
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in text:

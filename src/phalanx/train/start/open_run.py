@@ -64,11 +64,12 @@ OWNER = "run.json"
 
 
 def claim_store(spec: RunSpec, fingerprint: str, *, has_begun: bool = False) -> list[str]:
-    """Claim ``checkpoint.store`` for a resolved run on the data of ``fingerprint``, by an object in it. Return the changes of
-    layout against the owner's.
+    """Claim ``checkpoint.store`` for a resolved run on the data of ``fingerprint``, by an object in it, unless it is
+    already the run's. Return the changes of layout against the owner's.
 
-    A run that ``has_begun`` has checkpoints on disk: if the store cannot be reached, this is logged and nothing returned. Raises
-    ``RunDirectoryError`` if it has another run's checkpoints, cannot commit, or cannot be reached.
+    If the run ``has_begun``, it has checkpoints on disk: an unreachable store is then only logged, and nothing
+    returned. Raises ``RunDirectoryError`` if the store has another run's checkpoints, cannot commit, or cannot be
+    reached.
     """
     url = spec.checkpoint.store
     try:
@@ -155,7 +156,9 @@ def _candidates(spec: RunSpec, fingerprint: str) -> Iterator[Path]:
 
 
 def choose(spec: RunSpec, fingerprint: str) -> RunDirectory:
-    """Return the directory of a run: the one it names, or the first by its identity that is not finished. Nothing is created."""
+    """Return the directory of a run: the one it names, or the first by its identity that has no result or only
+    stopped early and now continues. Nothing is created.
+    """
     if spec.run_dir:
         return RunDirectory(Path(spec.run_dir))
     unfinished = (
@@ -178,18 +181,14 @@ def open_run(
     sources: Mapping[str, str] | None = None,
     template_folder: Path | None = None,
 ) -> OpenRun:
-    """Lock the run's directory for this start, making it on the first. Write its run file, record, tokenizer and tasks, and count
-    the attempt.
+    """Lock the run's directory for this start, making it on the first. Claim the store, write run file, record,
+    tokenizer, template and tasks, remove leftovers, and count the attempt. The lock is kept by the returned
+    descriptor.
 
-    Args:
-        spec: The resolved run.
-        fingerprint: Of the data that the run is trained on.
-        tokenizer_folder: Where the files of its tokenizer are copied from.
-        sources: The fingerprint of each of its sources by name, if it has several.
-        template_folder: The folder of the chat template that its conversations are framed by, if it has any.
+    ``fingerprint`` is that of the data. ``tokenizer_folder`` and ``template_folder`` are copied, the latter if given.
+    ``sources`` has the fingerprint of each source by name, if there are several.
 
-    Raises:
-        RunDirectoryError: It belongs to another run, is in use, or cannot be written.
+    Raises ``RunDirectoryError`` if the directory belongs to another run, is in use, or cannot be written.
     """
     directory = choose(spec, fingerprint)
     try:
@@ -262,8 +261,9 @@ def take_lock(path: Path) -> int:
 
 
 def _taken(fd: int) -> bool:
-    """Take the lock and return True. Wait a little, since the ranks of a launcher just killed are still being ended; then return
-    False."""
+    """Take the lock and return True. Retry for ``_PATIENCE_S`` seconds, since the ranks of a launcher just killed are
+    still being ended; then return False.
+    """
     deadline_s = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -277,9 +277,11 @@ def _taken(fd: int) -> bool:
 
 
 def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> list[str]:
-    """Check that the directory is this run's, and return the changes of layout since the last start.
+    """Check that the directory is this run's, and return the changes of layout since the last start; none if it has
+    no checkpoint yet.
 
-    Raises ``RunDirectoryError`` for foreign files, another run, other data, or another definition of portable numerics.
+    Raises ``RunDirectoryError`` for foreign files, another run, other data, or another definition of portable
+    numerics. For another run that shares its past, the error has the command that continues it.
     """
     strangers = (
         {entry.name for entry in directory.path.iterdir() if not entry.name.startswith(".")}
@@ -368,7 +370,9 @@ def _fingerprint_in(folder: Path) -> str:
 
 
 def _copy_tasks(spec: RunSpec, directory: RunDirectory) -> None:
-    """Copy the files of the run's tasks into the run directory, from which the ranks of all machines read."""
+    """Copy the files of the run's tasks into the run directory, from which the ranks of all machines read. A copy
+    whose source is gone stays.
+    """
     for task in spec.evaluation.tasks:
         source = task_file(task, directory)
         if source != directory.task(task.name):
@@ -377,8 +381,9 @@ def _copy_tasks(spec: RunSpec, directory: RunDirectory) -> None:
 
 
 def _take_over_published(init_from: str, directory: RunDirectory) -> None:
-    """Replace the publisher's notes in the run directory, and its chat template, by those of the run of ``init_from``. Nothing once
-    the run has saved."""
+    """Copy the publisher's notes and the chat template of the run of ``init_from`` into the run directory, replacing
+    notes of an earlier run. Do nothing once the run has saved a step.
+    """
     if holds_steps(directory):
         return  # taken over at the first start, and the source may be gone
     shutil.rmtree(directory.published, ignore_errors=True)  # of another run, which saved nothing here
@@ -403,10 +408,10 @@ def _take_over_template(source: Path, folder: Path) -> None:
 
 
 def with_numerics(spec: RunSpec, fingerprint: str) -> RunSpec:
-    """Return ``spec``, resolved but for ``runtime.numerics``, with "auto" replaced: as the run or its parent has begun, else
-    portable if possible.
+    """Return ``spec``, resolved but for ``runtime.numerics``, with "auto" replaced: by what the run or its parent
+    began with, else by "portable" if possible on CPUs, else by "native".
 
-    ``fingerprint`` is that of its data. Other values stay. On GPUs, the default is native.
+    ``fingerprint`` is that of its data. Other values stay.
     """
     if spec.runtime.numerics != "auto":
         return spec
@@ -419,8 +424,9 @@ def with_numerics(spec: RunSpec, fingerprint: str) -> RunSpec:
 
 
 def _earlier(portable: RunSpec, native: RunSpec, fingerprint: str) -> Iterator[RunSpec]:
-    """Yield the run in the arithmetic in which it has begun already, or in that of the run that it continues. Unreadable ones are
-    skipped."""
+    """Yield the run in the arithmetic in which it has begun already, or its parent. A named directory and the parent
+    are looked at first; otherwise the directories of both arithmetics. Unreadable ones are skipped.
+    """
     if native.run_dir or native.checkpoint.init_with == "training":
         places = [Path(native.run_dir)] if native.run_dir else []
         if native.checkpoint.init_with == "training":
@@ -453,7 +459,7 @@ def reason_for_native(spec: RunSpec) -> str:
 
 
 def note_of_fallback(written: RunSpec, resolved: RunSpec) -> str:
-    """A sentence for a run that has fallen back to native numerics on CPUs, and what that costs; empty for any other."""
+    """Return a sentence for a run whose "auto" numerics became native on CPUs, with the reason; empty for any other."""
     if written.runtime.numerics != "auto" or (resolved.runtime.numerics, resolved.runtime.device) != (
         "native",
         "cpu",

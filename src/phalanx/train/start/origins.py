@@ -36,13 +36,12 @@ _MUCH_HIGHER = 2.0
 
 
 def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSpec:
-    """The run that goes on from step ``step`` of the run directory ``parent``, or from its newest whole checkpoint.
+    """Return the run that continues from step ``step`` of the run directory ``parent``, or from its newest complete
+    checkpoint, with ``overrides``. Its ``run_dir`` is empty unless given.
 
-    Whether the fields of ``overrides`` may differ is checked when it is prepared (``train/start/checks.py``).
-
-    Raises:
-        RunDirectoryError: It is no run directory, its run file was changed, or it has no such checkpoint.
-        RunFileError: An override is wrong.
+    Which fields may differ is checked when it is prepared (``train/start/checks.py``). Raises RunDirectoryError if
+    ``parent`` is no run directory, its run file was changed, or it has no such checkpoint. Raises RunFileError for a
+    wrong override, the parent's directory, or no step left.
     """
     directory = RunDirectory(parent)
     for setting in overrides:
@@ -88,8 +87,9 @@ def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSp
 
 
 def _newest_whole(tier: DiskTier, steps: Sequence[int]) -> int:
-    """Return the newest of ``steps`` whose files are all there; damaged bytes are not looked for. Raises ``RunDirectoryError`` if
-    none is."""
+    """Return the newest of ``steps`` whose files all exist; their bytes are not checked. Raises ``RunDirectoryError``
+    with the newest one's problem if there is none.
+    """
     problem: CheckpointError | None = None
     for step in reversed(steps):
         try:
@@ -102,7 +102,9 @@ def _newest_whole(tier: DiskTier, steps: Sequence[int]) -> int:
 
 
 def changes_from_parent(parent: RunSpec, child: RunSpec, step: int) -> Iterator[str]:
-    """Yield sentences on what differs from the parent after ``step``: fields, and the learning rate if it jumps."""
+    """Yield sentences on what differs from the parent after ``step``: fields, and the next step's learning rate if it
+    differs, with a remedy if it is much higher.
+    """
     for line in differences(parent, child):
         if not line.startswith("checkpoint.init_"):
             yield line.replace(" != ", " -> ")
@@ -132,15 +134,12 @@ LEARNING_RATE, SEQ_LEN = 1e-5, 1024
 
 
 def fields_from_model(model: Path, data: Path, *, bare: bool) -> list[str]:
-    """The ``section.field=value`` overrides of a run that trains an imported model on text.
+    """Return the ``section.field=value`` overrides of a run that trains ``model``, an imported model or a run
+    directory, on ``data``.
 
-    Args:
-        model: The run directory of an imported model, or of a run.
-        data: A prepared dataset; or text, which is then prepared with the model's tokenizer.
-        bare: There is no run file, so that its other fields are given too.
-
-    Raises:
-        RunDirectoryError: ``model`` is no such directory, or has no tokenizer for the text.
+    ``data`` is a prepared dataset, or text, which is then prepared with the model's tokenizer. ``bare``: there is no
+    run file, so name, learning rate and sequence length are given too. Raises RunDirectoryError if ``model`` is no
+    such directory, or has no tokenizer for the text.
     """
     return [
         f"{field}={json.dumps(value, ensure_ascii=False)}"
@@ -169,7 +168,8 @@ def _fields(model: RunDirectory, data: Path, bare: bool) -> Iterator[tuple[str, 
 
 
 def _text_of(data: Path, model: RunDirectory, name: str) -> Iterator[tuple[str, object]]:
-    """Yield the fields that prepare the text ``data`` with the model's tokenizer, in a folder named by the files' stamps.
+    """Yield the fields that prepare the text ``data`` with the model's tokenizer. The dataset's folder is named by a
+    hash of paths, sizes and times, so that changed text is another dataset.
 
     Raises ``RunDirectoryError`` if there is no text or no tokenizer.
     """
@@ -201,7 +201,9 @@ _ASKED_FOR_BY_DATASETS = ("train.document_mask", "train.targets_within_documents
 
 
 def notes_of_earlier_data(run: OpenRun) -> list[str]:
-    """A sentence for each unfinished run of this run file on what lay at the same address before; none once this one has saved."""
+    """Return a sentence for each unfinished run beside this one that has the same run file but earlier data at the
+    same address. None for a run with a ``run_dir`` or a saved step.
+    """
     if run.spec.run_dir or holds_steps(run.directory):
         return []
     fingerprint = str(run.directory.read_record()["data_fingerprint"])
@@ -211,7 +213,9 @@ def notes_of_earlier_data(run: OpenRun) -> list[str]:
 
 
 def _notes(spec: RunSpec, fingerprint: str, other: RunDirectory) -> Iterator[str]:
-    """Yield a sentence if ``other`` is an unfinished run of the same run file, on data that were prepared otherwise since."""
+    """Yield a sentence if ``other`` is an unfinished run with saved steps of the same run file, whose data were other
+    tokens or the same tokens packed otherwise. Unreadable directories are skipped.
+    """
     try:
         if not holds_steps(other) or other.result.exists():
             return

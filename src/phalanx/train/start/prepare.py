@@ -56,14 +56,17 @@ def documents_of(
     json_as_text: bool = False,
     out: str | Path = "",
 ) -> Iterable[Document]:
-    """The documents of a corpus: a known name, or files and folders, of which the further arguments speak."""
+    """Return the documents of a corpus: of a named one if ``corpus`` is a single word that is no path or pattern,
+    else of files and folders, read with the other arguments (``files_of``).
+    """
     if len(corpus) == 1 and not Path(corpus[0]).exists() and not has_magic(corpus[0]):
         return named_corpus(corpus[0])
     return files_of(corpus, options or ReadOptions(), on_bad=on_bad, json_as_text=json_as_text, out=out)
 
 
 def ready_data(data: DataSpec, on_progress: OnProgress) -> dict[str, DatasetPlace]:
-    """Return the places of the run's datasets by their names. A dataset that is missing is prepared first, if it has a corpus.
+    """Return the places of the run's datasets by their names. A single local dataset that is missing is prepared
+    first, from ``data.corpus``, if that is set.
 
     Raises ``DataError`` with what is missing.
     """
@@ -83,7 +86,9 @@ def ready_data(data: DataSpec, on_progress: OnProgress) -> dict[str, DatasetPlac
 
 
 def _with_data_found(spec: RunSpec) -> RunSpec:
-    """The run with its data where an earlier start, or its parent, had them, if a relative path leads nowhere from here."""
+    """Return the run with relative data paths that lead nowhere from here replaced by those that an earlier start, or
+    its parent, recorded.
+    """
     places = [Path(spec.run_dir)] if spec.run_dir else []
     if spec.checkpoint.init_with == "training":
         places.append(Path(spec.checkpoint.init_from).parent.parent)
@@ -104,9 +109,11 @@ def _require_folders(data: DataSpec) -> None:
 
 
 def resolve(spec: RunSpec, places: Mapping[str, DatasetPlace], path: Path) -> RunSpec:
-    """The run with nothing left to a rule: vocabulary, dimensions, device, format and arithmetic as they will be.
+    """Return the run with every default resolved: vocabulary, dimensions, checkpoint to start from, document masks,
+    device, format and arithmetic.
 
-    Raises ``RunFileError`` where the model cannot take the data.
+    Raises ``RunFileError`` if the vocabulary is too small for the data, there is no checkpoint to start from, or the
+    resolved sizes break a rule.
     """
     index = index_of_places(places)
     if spec.model.vocab_size and spec.model.vocab_size < index.vocab_size:
@@ -165,10 +172,11 @@ def _pinned_source(model: ModelSpec, path: Path) -> ModelSpec:
 
 
 def pinned_checkpoint(source: str, path: Path) -> str:
-    """The one checkpoint that ``checkpoint.init_from`` means: the newest now, so that a later start means the same.
+    """Return the checkpoint that ``checkpoint.init_from`` means now, as an absolute path or URL: the newest if it
+    names a directory or store, so that a later start means the same. Empty stays empty.
 
-    One that is named itself need not be there: a run with a checkpoint of its own does without it. Raises ``RunFileError`` if
-    there is none in the place that is named.
+    A checkpoint that is named itself may be gone: a run with checkpoints of its own does without it. Raises
+    ``RunFileError`` if there is none in a named directory or store.
     """
     if not source:
         return ""
@@ -188,8 +196,9 @@ def pinned_checkpoint(source: str, path: Path) -> str:
 
 
 def _pinned_in_store(url: str, path: Path) -> str:
-    """Return the checkpoint that ``url`` means: the step that it names, or the newest now. Raises ``RunFileError`` if there is
-    none, or no answer."""
+    """Return the checkpoint that ``url`` means: the step that it names, or the newest now. Raises ``RunFileError`` if
+    there is none, or the store cannot be read.
+    """
     try:
         digest = pinned_in_store(url)
     except (StoreError, CheckpointError) as error:
@@ -205,8 +214,8 @@ def _pinned_in_store(url: str, path: Path) -> str:
 
 
 def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
-    """Do everything before the first rank starts: data, resolution, checks, run directory. ``path`` is the run file's, for
-    messages.
+    """Do everything before the first rank starts: prepare data, resolve, check, and take the run directory. ``path``
+    is the run file's, for messages.
 
     Raises ``RunFileError``, ``DataError``, ``CheckpointError`` and ``RunDirectoryError``.
     """
@@ -225,9 +234,10 @@ def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
 def resolve_with_data(
     spec: RunSpec, path: Path, on_progress: OnProgress
 ) -> tuple[RunSpec, dict[str, DatasetPlace]]:
-    """Return the resolved run and the places of its data, which are prepared if need be; no run directory is taken.
+    """Return the resolved run and the places of its data, which are prepared if they are missing; no run directory is
+    taken.
 
-    Raises ``DataError``, and ``RunFileError``, also for fields that are still to be filled in.
+    Raises ``DataError``, and ``RunFileError``, also for fields listed in ``unfilled``.
     """
     if spec.unfilled:
         remedy = "write a value into the file and take the field off `unfilled`, or give it by --set"

@@ -57,8 +57,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_gradient: bool,
         cap: float,
     ) -> Tensor:
-        """Return the summed loss, 0-dim fp32. Gradients of ``hidden`` and ``weight`` are computed here and saved, if
-        ``wants_gradient``."""
+        """Return the summed loss, 0-dim fp32. If ``wants_gradient``, compute the gradients of ``hidden`` and
+        ``weight`` here and save them.
+
+        In lanes, ``hidden`` is this rank's piece of the sequence, which is gathered; its gradient is summed and
+        scattered.
+        """
         # In lanes, the gradient is summed over ranks before it is scaled, as it is where one rank has all lanes.
         comm = rows.comm if rows is not None and rows.lanes else None
         full = hidden if comm is None else comm.gather(hidden)
@@ -100,7 +104,10 @@ def _in_chunks(
     wants_gradient: bool,
     cap: float,
 ) -> _LossAndGradients:
-    """Return the loss and gradients of ``hidden`` ``(b, s, dim)`` and ``targets`` ``(b, s)``; the projection's gradient is fp32."""
+    """Return the summed loss of ``hidden`` ``(b, s, dim)`` and ``targets`` ``(b, s)``, with the gradients of
+    ``hidden``, in its dtype, and ``weight``, in fp32. Both are None unless ``wants_gradient``. At most ``chunk``
+    tokens have logits at once.
+    """
     states, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     # n tokens, rows of the vocabulary on this rank: states (n, dim), weight (rows, dim), targets (n,)
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -162,9 +169,8 @@ def _of_chunk(
     rows: VocabularyPiece | None,
     cap: float,
 ) -> _Chunk:
-    """Compute logits and losses of ``states`` ``(n, dim)`` and ``targets`` ``(n,)``.
-
-    ``matrices`` are the ``parts`` of the projection's rows.
+    """Compute log-probabilities and losses of ``states`` ``(n, dim)`` and ``targets`` ``(n,)``, with the derivative
+    of the soft cap. ``matrices`` are the ``parts`` of the projection's rows.
     """
     target_columns = [_find(targets, part, rows) for part in parts]
     pairs = [_logits(states, matrix, cap) for matrix in matrices]
@@ -213,7 +219,9 @@ def _scores_in_chunks(
     cap: float,
     noise: Tensor | None,
 ) -> Tensor:
-    """Compute ``token_scores`` ``(2, b, s)`` of ``hidden`` ``(b, s, dim)`` and ``targets`` ``(b, s)``."""
+    """Compute ``token_scores`` ``(2, b, s)`` of ``hidden`` ``(b, s, dim)`` and ``targets`` ``(b, s)``, with at most
+    ``chunk`` tokens' logits at once. ``noise`` ``(b, vocab)`` is added before the choice only.
+    """
     row_of = torch.arange(targets.numel(), device=targets.device) // targets.shape[1]  # (n,)
     states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # (n, dim), (n,)
     parts = _parts(len(weight), rows)
@@ -234,7 +242,7 @@ def _scores_in_chunks(
 def _with_noise(
     logits: Sequence[Tensor], noise: Tensor, parts: Sequence[range], rows: VocabularyPiece | None
 ) -> list[Tensor]:
-    """Add each part's columns of ``noise`` ``(n, vocab)`` to its logits ``(n, rows of the part)``."""
+    """Return new logits: each part's ``(n, rows of the part)`` plus its columns of ``noise`` ``(n, vocab)``."""
     start = 0 if rows is None else rows.start
     return [
         scores + noise[:, start + part.start : start + part.stop]
@@ -245,7 +253,9 @@ def _with_noise(
 def _tokens_of_largest(
     logits: Sequence[Tensor], parts: Sequence[range], rows: VocabularyPiece | None
 ) -> Tensor:
-    """Return the token with the largest logit, the first of equal ones, ``(n,)``, int64, of each part's logits ``(n, rows of the part)``."""
+    """Return each token's index of the largest logit over the full vocabulary, the first of equal ones: ``(n,)``,
+    int64. ``logits`` has each part's ``(n, rows of the part)``. A collective if ranks share the vocabulary.
+    """
     start = 0 if rows is None else rows.start
     pairs = [part.max(1) for part in logits]
     # fp64 has each token's number exactly.
@@ -266,7 +276,11 @@ def _in_tiles(
     tiles: RankTiles,
     of_piece: Callable[[Tensor, Tensor], _LossAndGradients],
 ) -> _LossAndGradients:
-    """Return this rank's share of the sequence's loss and of its projection's gradient, and the gradient of its own tokens."""
+    """Apply ``of_piece`` tile by tile. Return the sequence's loss (on the first rank; zero elsewhere), the gradient
+    of this rank's tokens, and the elements of the summed projection gradient that this rank reports. A collective.
+
+    Without gradients, both are None.
+    """
     losses: list[Tensor] = []
     grads_hidden: list[Tensor] = []
 
@@ -332,7 +346,9 @@ def _put_together(weight: Tensor, parts: Sequence[range], sums: Sequence[Tensor]
 
 
 def _find(targets: Tensor, part: range, rows: VocabularyPiece | None) -> _TargetColumns:
-    """Return the columns of the targets in a part of the vocabulary, those that are there, and those ignored; each ``(n,)``."""
+    """Return the targets' columns in a part of the vocabulary (0 if elsewhere), a mask of those that are in the part,
+    and a mask of ignored ones; each ``(n,)``.
+    """
     ignored = targets == IGNORE
     if rows is None:
         return _TargetColumns(targets.masked_fill(ignored, 0), ~ignored, ignored)
@@ -416,21 +432,19 @@ def summed_cross_entropy(
     *,
     cap: float = 0.0,
 ) -> Tensor:
-    """Return the summed cross-entropy, in nats, of predicting ``targets`` from hidden states.
+    """Return the summed cross-entropy, in nats, of predicting ``targets`` from hidden states: 0-dim, fp32. It can be
+    differentiated once.
 
-    Args:
-        hidden: ``(batch, seq, dim)``, any floating-point dtype. If the vocabulary is divided, this rank's piece of the
-            sequence, ``(batch, seq / ranks, dim)``, which is gathered here.
-        weight: Output projection, ``(vocab, dim)``, of the same dtype; or this rank's rows of it.
-        targets: ``(batch, seq)``, int64; ``IGNORE`` for a token without a target.
-        chunk: Number of tokens whose logits are in memory at once.
-        rows: The rows of the vocabulary that ``weight`` has; ``None`` for all.
-        tiles: The context tiles of the tokens, in their order; ``None`` if the run has none.
-        cap: Soft cap of the logits (``phalanx.model.layers.attention.attend``); 0 for none.
+    ``hidden`` is ``(batch, seq, dim)`` of any floating-point dtype. If the vocabulary is divided, it is this rank's
+    piece of the sequence, ``(batch, seq / ranks, dim)``, which is gathered here. ``weight`` is the output projection
+    ``(vocab, dim)`` of the same dtype, or this rank's ``rows`` of it (``None``: all).
 
-    Returns:
-        0-dim, fp32: a sum, not a mean, so that slots with any number of targets can be added. It is the same on all ranks that
-        share the vocabulary, and its gradient is that of a single loss, not of one loss for each of these ranks.
+    ``targets`` ``(batch, seq)``, int64, have ``IGNORE`` for a token without a target. ``chunk`` tokens have logits in
+    memory at once. ``tiles`` are the context tiles of the tokens, in their order, if the run has any. ``cap`` is the
+    soft cap of the logits (``phalanx.model.layers.attention.attend``); 0 for none.
+
+    It is a sum, not a mean, so that slots with any number of targets can be added. It is the same on all ranks that
+    share the vocabulary, and its gradient is that of a single loss.
     """
     # Read here, because gradient mode is always off inside an autograd function.
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)

@@ -36,10 +36,10 @@ class MachineMeter:
         self._before = self._clock(), self._ticks(), self._traffic()
 
     def read(self) -> dict[str, float]:
-        """Return the figures that can be read, rates since the last call.
+        """Return the figures that can be read, rates since the last call. Others are left out.
 
-        ``cpu``: share of the processors' time in use, 0 to 1. ``memory_bytes``: memory in use. ``received_bytes_per_s``
-        and ``sent_bytes_per_s``: traffic of all network interfaces but the loopback.
+        ``cpu``: share of the processors' time in use, 0 to 1. ``memory_bytes``: memory in use.
+        ``received_bytes_per_s`` and ``sent_bytes_per_s``: traffic of all network interfaces except the loopback.
         """
         (then_s, ticks, traffic), self._before = self._before, (self._clock(), self._ticks(), self._traffic())
         now_s, new_ticks, new_traffic = self._before
@@ -54,14 +54,14 @@ class MachineMeter:
         return figures
 
     def _ticks(self) -> tuple[int, int] | None:
-        """Return the idle and all clock ticks of all processors so far. None if unknown."""
+        """Return the idle and the total clock ticks of all processors since boot, from ``/proc/stat``. None if they cannot be read."""
         with suppress(OSError, ValueError, IndexError):
             counts = [int(word) for word in (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:]]
             return sum(counts[column] for column in _IDLE), sum(counts[:_COUNTED])
         return None
 
     def _memory(self) -> int | None:
-        """Return the bytes of memory in use; None if unknown."""
+        """Return the bytes of memory in use: total minus available, from ``/proc/meminfo``. None if they cannot be read."""
         with suppress(OSError, ValueError, KeyError, IndexError):
             rows = (line.split() for line in (self._proc / "meminfo").read_text().splitlines())
             sizes = {row[0].rstrip(":"): int(row[1]) * _KIB for row in rows}
@@ -69,7 +69,9 @@ class MachineMeter:
         return None
 
     def _traffic(self) -> tuple[int, int] | None:
-        """Return the bytes that all interfaces have received and sent. Loopback is left out; None if unknown."""
+        """Return the bytes that all interfaces except the loopback have received and sent, from ``/proc/net/dev``.
+        None if they cannot be read.
+        """
         with suppress(OSError, ValueError, IndexError):
             received = sent = 0
             for line in (self._proc / "net" / "dev").read_text().splitlines()[2:]:
@@ -107,6 +109,7 @@ class MachineTable:
         measure: Callable[[], Mapping[str, float]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Start with all figures unknown. ``measure`` reads this machine; ``clock`` is in seconds."""
         self._names, self._measure, self._clock = machines.names, measure, clock
         self.place = machines.measured_by(rank)
         """The index of this rank's machine if this rank measures it, else ``None``."""
@@ -133,10 +136,11 @@ class MachineTable:
 
 
 def machines_used(step: int, names: tuple[str, ...], rows: NDArray[np.float64]) -> MachineUsed | None:
-    """Summarize the figures of machines, ``(machines, figures)``: median, least and most with their nodes. ``None`` if none is
-    known.
+    """Summarize the figures of machines, ``(machines, figures)``, NaN if unknown: median, least and most with their
+    nodes. ``None`` if no figure is known.
 
-    With few machines, each one's figures are listed too; with one measured machine, only its own.
+    With at most ``FEW_MACHINES``, each one's figures are listed too; with one measured machine, only its own are
+    returned.
     """
     measured = np.flatnonzero(~np.isnan(rows).all(1))
     if not len(measured):

@@ -58,6 +58,9 @@ class MemoryMeter:
         *,
         compiled: bool,
     ) -> None:
+        """Prepare to meter a step of ``parts`` on ``device``; ``state`` returns the optimizer's tensors. On a CPU,
+        activations of ``compiled`` models cannot be measured.
+        """
         self._parts, self._state, self._device = parts, state, device
         self._watch = _Watch() if device.type == "cpu" and not compiled else None
         self._sees = on_gpu(device) or self._watch is not None
@@ -90,6 +93,7 @@ class MemoryMeter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Stop measuring and remove the hooks."""
         if self._watch is not None:
             self._watch.__exit__(kind, error, traceback)
         for hook in self._hooks:
@@ -101,7 +105,9 @@ class MemoryMeter:
         self._gradients = max(self._gradients, storage_bytes(grads, self._device))
 
     def result(self) -> MemoryByKind:
-        """Return the bytes by kind, after the step."""
+        """Return the bytes by kind, after the step; activations are None if they could not be measured. The rest of
+        the peak is the last kind, at least 0.
+        """
         optimizer = storage_bytes(self._state(), self._device)
         buffers = storage_bytes((buffer for part in self._parts for buffer in part.buffers()), self._device)
         named = self._parameters + self._gradients + optimizer + buffers + self._activations
@@ -118,7 +124,7 @@ class MemoryMeter:
         return (parameter for part in self._parts for parameter in part.parameters())
 
     def _allocated(self) -> int:
-        """Return the bytes in use, without weights that are gathered at the moment."""
+        """Return the bytes in use on the device, minus gathered weights."""
         # While it is gathered, a module shows the whole weight in place of this rank's share.
         allocated = [
             share for share in self._shares() if share.untyped_storage().data_ptr() not in self._storages
@@ -137,7 +143,9 @@ class MemoryMeter:
         self._before.append(self._allocated())
 
     def _forward_ends(self, _module: nn.Module, _args: object, output: object) -> None:
-        """Add the bytes that a forward pass left until its backward begins, and keep the most at once."""
+        """Add the bytes that a forward pass has allocated and keeps until its backward begins; keep the most at once.
+        Passes without gradients do not count.
+        """
         left = self._allocated() - self._before.pop()
         if not (isinstance(output, Tensor) and output.requires_grad):
             return
@@ -151,7 +159,9 @@ class MemoryMeter:
 
 
 def extremes(mine: MemoryByKind, device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the most and the least bytes of any rank, for each kind that could be measured. A collective."""
+    """Return by kind, and for "total", the most and the least bytes of any rank. Kinds that were not measured are
+    left out. A collective.
+    """
     kinds = {
         kind: value for kind, value in {**asdict(mine), "total": mine.total}.items() if value is not None
     }
@@ -166,6 +176,7 @@ class _Watch(DispatchMode):
     """A dispatch mode that tracks the storage of every tensor that an operation makes."""
 
     def __init__(self) -> None:
+        """Track nothing yet."""
         super().__init__()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._left_out: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -173,7 +184,9 @@ class _Watch(DispatchMode):
         self.left_out_bytes = 0
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count the memory of ``tensors``, which existed before, when an operation makes a view of it."""
+        """Exclude the host memory of ``tensors``, which existed before, also if an operation makes a view of it. Sets
+        ``left_out_bytes``.
+        """
         storages = {
             id(storage): storage
             for tensor in tensors
@@ -196,7 +209,7 @@ class _Watch(DispatchMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Run ``func``. Raise the peak if its results have new storages."""
+        """Run ``func`` and track the storages of its results. Raise the peak to the bytes in use if any is new."""
         result = func(*args, **(kwargs or {}))
         if sum(self._is_new(tensor.untyped_storage()) for tensor in _tensors(result)):
             self.peak = max(self.peak, self.live())
@@ -221,7 +234,7 @@ def _tensors(result: object) -> Iterator[Tensor]:
 
 
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Return the bytes of memory on ``device`` of ``tensors``; shared storage is counted once."""
+    """Return the bytes of the storages of ``tensors`` on ``device``; tensors elsewhere are skipped, and shared storage is counted once."""
     storages = {
         storage.data_ptr(): storage.nbytes()
         for tensor in tensors
@@ -258,6 +271,9 @@ class RankTimes:
         windows: Collection[int],
         machines: MachineTable | None = None,
     ) -> None:
+        """Measure from now on. ``windows`` are lengths in steps, 0 for none; ``machines``, if given, is exchanged
+        along with the ranks' rows.
+        """
         self._ledger, self._mesh = stepper.ledger, stepper.built.model.mesh
         self._attempt, self._machines = attempt, machines
         self._windows = [steps for steps in windows if steps]
@@ -270,9 +286,10 @@ class RankTimes:
         self._computed_ns, self._waited_ns = self._totals_ns()
 
     def step_ended(self, step: int, *, last: bool = False) -> RankFrame | None:
-        """Record a step. At the end of a window, or with ``last``, return the window of all ranks.
+        """Record a step. At the end of a window, or with ``last``, return the table of all ranks since the last one;
+        otherwise None. Also sets ``slowest``.
 
-        A collective. The result is the same on all ranks, except for the time.
+        A collective then. The result is the same on all ranks, except for the time.
         """
         if not self._windows:
             return None
@@ -290,8 +307,9 @@ class RankTimes:
         return RankFrame(step, time.time(), self._attempt, len(table), columns, steps)
 
     def _mine(self) -> list[float]:
-        """Return this rank's row in the order of ``RANK_COLUMNS``: median compute and mean wait, seconds; bytes; degrees Celsius.
-        -1 if unknown."""
+        """Return this rank's row in the order of ``RANK_COLUMNS``: median compute seconds a slot, mean wait seconds a
+        step, bytes in use, degrees Celsius. -1 if unknown.
+        """
         # A rank without a slot of its own computes another's again, or nothing: that says nothing about its speed.
         compute_s = statistics.median(self._compute_s) / self._slots if self._slots else _UNKNOWN
         heat_c = temperature_c(self._mesh.device) if self._has_temperature else None
@@ -304,7 +322,9 @@ class RankTimes:
         ]
 
     def _exchange(self, mine: list[float]) -> NDArray[np.float32]:
-        """Return the rows of all ranks, ``(ranks, columns)``; the rows of machines are those of ``machines`` afterwards."""
+        """Return the rows of all ranks, ``(ranks, columns)``, NaN if unknown; also update ``machines.rows`` with the
+        rows of all machines. One all-reduce.
+        """
         shape, machines = (self._mesh.ranks, len(mine)), self._machines
         ends = shape[0] * shape[1]
         with self._ledger.bucket(Bucket.COMM_EXPOSED_DP):

@@ -56,7 +56,8 @@ class SpikeRule:
         return cls(train.spike_window, train.spike_deviations)
 
     def find(self, history: History, loss: float, grad_norm: float) -> Spike | None:
-        """Return the spike of a step with this loss and gradient norm after the steps of ``history``; ``None`` if it is no spike.
+        """Return the spike of a step with this loss and gradient norm after the steps of ``history``: the figure with
+        more deviations, if above the limit. ``None`` if it is no spike or less than half a window is known.
 
         A non-finite step is no spike: ``train.on_nonfinite`` handles it.
         """
@@ -72,7 +73,9 @@ class SpikeRule:
         return Spike(figure, most, usual_loss, usual_norm)
 
     def remember(self, history: History, loss: float, grad_norm: float) -> list[list[float]]:
-        """Return the history with one more step. Spikes count too, so a lasting change of level is usual after half a window."""
+        """Return the last ``window`` steps of the history with one more; a step that is not finite is not added.
+        Spikes are, so a lasting change of level is usual after half a window.
+        """
         kept = [list(step) for step in history]
         if math.isfinite(loss) and math.isfinite(grad_norm):
             kept.append([loss, grad_norm])

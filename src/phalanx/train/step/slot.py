@@ -76,9 +76,11 @@ class Losses:
     """This rank's context tiles; ``None`` if the run has none."""
 
     def cut(self, samples: Tensor, targets: Tensor) -> MicroBatch:
-        """Return this rank's part of ``samples`` ``(batch, seq + 1)`` and their ``targets`` ``(batch, seq)``, on its device.
+        """Return this rank's part of ``samples`` ``(batch, seq + 1)`` and their ``targets`` ``(batch, seq)``, on its
+        device, with positions, documents and the inputs of predictions ahead.
 
-        The arguments are on the host, where documents are counted.
+        Negative targets, and with ``targets_within_documents`` those after a document's end, become ``IGNORE``. The
+        arguments are on the host, where documents are counted.
         """
         tokens, layout, device = samples[:, :-1], self.mesh.layout, self.mesh.device
         # Tokens of conversations that are no targets are stored inverted (``phalanx.data.reading.dataset.NO_TARGET``).
@@ -137,7 +139,9 @@ class Losses:
         return result
 
     def score(self, stage: nn.Module, x: Tensor, batch: MicroBatch) -> Tensor:
-        """Run a stage as ``call`` does. The last stage returns the scores of each token, ``(2, batch, seq)`` (``token_scores``)."""
+        """Run a stage as ``call`` does, without predictions ahead. The last stage returns the scores of each token,
+        ``(2, batch, seq)`` (``token_scores``); others return hidden states.
+        """
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
             chunk, cap = self.spec.train.loss_chunk, self.spec.model.logit_cap
@@ -250,8 +254,9 @@ class PipelineRunner(SlotRunner):
         return self.model.mesh.tensor_rank == 0 and self.engine.schedule.stages - 1 in self.engine.part_of
 
     def gradients(self, work: SlotWork) -> list[Tensor]:
-        """Run forward and backward of all slots through the pipeline. Return each slot's summed loss; zero on ranks without the
-        last stage."""
+        """Run forward and backward of all slots through the pipeline, continuously. Return each slot's summed loss;
+        zero on ranks without the last stage. A collective of the pipeline.
+        """
         flow = _Flow(self.model, self.losses, work)
         losses = self.engine.run(flow, flow.forward, [work.scale(current) for current in work.rounds], flow)
         totals = [torch.zeros((), device=self.model.mesh.device) for _ in work.rounds]
@@ -297,7 +302,7 @@ class _Flow(Accumulation):
         return self._batch(number).tokens
 
     def _batch(self, number: int) -> MicroBatch:
-        """Return micro-batch ``number`` over all slots. The first of a slot reads the slot and begins it."""
+        """Return micro-batch ``number`` over all slots. The first request of a slot reads the slot's samples and begins its gradient."""
         turn, place = divmod(number, self.work.micro_batches)
         if turn not in self._read:
             self._read[turn] = self.work.read(turn)
@@ -312,7 +317,9 @@ class _Flow(Accumulation):
 
     @contextmanager
     def computing(self, part: int, slot: int, *, last: bool, postponed: bool) -> Iterator[None]:
-        """Context of the backward of one stage part. The ``last`` of all parts closes the slot and frees its batches."""
+        """Context of the backward of one stage part in a slot. After the ``last`` of all parts, free the slot's
+        batches and end its gradient.
+        """
         current = self.work.rounds[slot]
         self.work.turn_to(current)  # layers may be computed again
         with self.work.audited(slot), self.model.computing(part, current, last=last, postponed=postponed):

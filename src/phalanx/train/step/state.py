@@ -94,7 +94,7 @@ class Placement:
 
     @cached_property
     def _holders_by_copies(self) -> Mapping[int, tuple[int, ...]]:
-        """Holders of this rank's parts of dense parameters, by the number of tensor ranks with the same part."""
+        """Return the ranks with this rank's parts of dense parameters, by the number of tensor ranks that have the same part."""
         mesh = self.mesh
         holders = {}
         for copies in {1, *(partition.copies for partition in self.partitions.values())}:
@@ -105,7 +105,9 @@ class Placement:
         return holders
 
     def shard(self, prefix: str, name: str, tensor: Tensor) -> Shard:
-        """Return this rank's shard, for a checkpoint, of a tensor that is divided like parameter ``name``."""
+        """Return this rank's shard, for a checkpoint as ``PREFIX/NAME``, of a tensor that is divided like parameter
+        ``name``. The data are not copied; an empty part has offset 0.
+        """
         partition = self.partition(name)
         offset, shape = partition.local_slice(tensor)
         if 0 in shape:
@@ -117,7 +119,9 @@ class Placement:
         )
 
     def state_shard(self, name: str, part: StatePart) -> Shard:
-        """Return this rank's shard, for a checkpoint, of a part of the optimizer's state."""
+        """Return this rank's shard, for a checkpoint, of a part of the optimizer's state. It is held like the
+        parameter ``part.like``; without that, by the same rank of each replica.
+        """
         shape = tuple(part.tensor.shape)
         offset = (0,) * len(shape) if 0 in shape else part.offset
         mesh = self.mesh.stage_mesh
@@ -226,11 +230,12 @@ def state_shards(parts: Sequence[nn.Module], optimizer: Optimizer, placement: Pl
 def restore_newest(
     tiers: Sequence[KeepingTier], shards: Sequence[Shard], mesh: Mesh, *, up_to: int | None = None
 ) -> RestoredState | None:
-    """Fill ``shards`` from the newest checkpoint that every rank can read in full. Return ``None`` if there is none. A collective.
+    """Fill ``shards`` from the newest checkpoint that every rank can read in full. Return ``None`` if there is no
+    checkpoint. A collective.
 
-    The first of ``tiers`` is the run's own disk, whose copy of a step is tried first. Checkpoints after step ``up_to`` are ignored. If
-    a rank finds its part torn or corrupted, all ranks try the next copy, or the next older step. Raises ``NoGoodCheckpointError``
-    when none is left.
+    The first of ``tiers`` is the run's own disk, whose copy of a step is tried first. Checkpoints after step
+    ``up_to`` are ignored. If a rank's part is torn or corrupted, all ranks try the next copy, or the next older step;
+    after a success, rank 0 sets damaged ones aside. Raises ``NoGoodCheckpointError`` if all are damaged.
     """
     began_s = time.monotonic()
     passed_over: list[str] = []
@@ -265,10 +270,11 @@ def restore_newest(
 def _agreed_candidates(
     tiers: Sequence[KeepingTier], mesh: Mesh, up_to: int | None
 ) -> Iterator[tuple[int, str]]:
-    """Yield the steps to try, newest first, each with the name of its tier. Rank 0 lists them: a shared file system may show them to
-    other ranks later.
+    """Yield the steps to try, newest first, each with the name of its tier; the same on all ranks. Rank 0 lists them,
+    because a shared file system may show them to other ranks later.
 
-    If the disk has ``up_to``, no other copy is newer, so the stores, which may not answer for minutes, are listed only if it is damaged.
+    If the disk has ``up_to``, no other copy is newer, so the stores, which may not answer for minutes, are listed
+    only if it is damaged.
     """
     disk = tiers[0]
     tried = up_to is not None and broadcast_typed(mesh.rank == 0 and up_to in disk.steps(), bool)
@@ -288,8 +294,9 @@ def _agreed_candidates(
 
 
 def _steps(tier: KeepingTier, tiers: Sequence[KeepingTier]) -> list[int]:
-    """Return the steps of ``tier``. If a store cannot be listed while the disk has checkpoints, log it and return none; else raise
-    ``CheckpointError``."""
+    """Return the steps of ``tier``. If a store cannot be listed while the disk, the first of ``tiers``, has
+    checkpoints, log it and return none; without any, raise ``CheckpointError``.
+    """
     try:
         return tier.steps()
     except CheckpointError as error:
@@ -313,10 +320,11 @@ _PIECE_BYTES = 64 << 20
 def weights_sha256(
     parts: Sequence[nn.Module], placement: Placement, *, piece_bytes: int = _PIECE_BYTES
 ) -> str:
-    """Return the hash of all weights, as 64 hexadecimal digits, on every rank. A collective of all ranks.
+    """Return the hash of all weights, as 64 hexadecimal digits, on every rank; the same for any layout. A collective
+    of all ranks.
 
-    A rank needs memory for three pieces of ``piece_bytes``. The first ranks of a replica send and receive about the model's bytes
-    divided by the number of replicas.
+    A rank needs memory for three pieces of ``piece_bytes``. The first ranks of a replica send and receive about the
+    model's bytes divided by the number of replicas.
     """
     mesh, group = placement.mesh, placement.mesh.stage_group
     ranks = dist.get_process_group_ranks(group)
@@ -362,7 +370,9 @@ def _pieces(
 
 
 def _laid_in(piece: Box, shard: Shard, device: torch.device, *, writes: bool) -> Tensor:
-    """Return the bytes of ``piece``: this rank's elements if it ``writes``, and zeros elsewhere."""
+    """Return the bytes of ``piece`` of a full tensor on ``device``, ``(bytes,)`` uint8: this rank's elements if it
+    ``writes``, and zeros elsewhere.
+    """
     laid = torch.zeros(piece.shape, dtype=shard.tensor.dtype, device=device)
     common = shard.box.intersection(piece) if writes else None
     if common is not None:

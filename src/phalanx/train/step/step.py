@@ -155,6 +155,7 @@ class Stepper:
     """Factor of ``optimizer.clip_norm``; forks at loss spikes lower it."""
 
     def __post_init__(self) -> None:
+        """Find the model's routers and reset their token counts."""
         model, train = self.built.model, self.built.spec.train
         self._mesh, self._device = model.mesh, model.mesh.device
         self._routers = {name: router for part in model.parts for name, router in routers(part)}
@@ -174,15 +175,14 @@ class Stepper:
         audit: Audit | None = None,
         statistics: StepStatistics | None = None,
     ) -> StepReport:
-        """Run step ``number``, from 1. A collective of all ranks of the mesh.
+        """Run step ``number``, from 1, which sets the learning rate. A collective of all ranks of the mesh.
 
-        Args:
-            number: The step, which sets the learning rate.
-            flags: This rank's own requests.
-            before_sums: Called before this rank adds its losses to the sums without which no rank can complete the step.
-            before_update: Called before the weights change; a checkpoint may still be copying them.
-            audit: Checks the step's slots for silent data corruption.
-            statistics: Measures the step's gradients, weights and update.
+        The update is skipped if loss or gradient norm is not finite, or ``withholds`` returns True for them.
+        ``flags`` are this rank's own requests; the report has those of all ranks.
+
+        ``before_sums`` is called before this rank adds its losses to the sums without which no rank can complete the
+        step. ``before_update`` is called before the weights change; a checkpoint may still be copying them. ``audit``
+        checks the slots for silent data corruption. ``statistics`` measures gradients, weights and update.
         """
         spec = self.built.spec
         # 1. Gradients: this rank's slots, forward and backward; the reduction over ranks runs inside backward.
@@ -316,9 +316,9 @@ class Stepper:
         read: Callable[[int], Sequence[MicroBatch]],
         audited: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> SlotWork:
-        """Return the slots of a step with their scales: a slot's gradients are divided by its tokens and weighted by its round.
+        """Return the slots of a step with the scale of each: the round's weight over the tokens of an unmasked slot.
 
-        Before a slot, its routers' auxiliary loss is scaled alike, and they count tokens only if the slot counts.
+        Before a slot, its routers' auxiliary loss gets the same scale, and they count tokens only if the slot counts.
         """
         model = self.built.model
 
@@ -351,7 +351,7 @@ class Stepper:
         return loss, count, joined, self._slot_losses(values[:pieces], values[pieces:])
 
     def _slot_losses(self, losses: Sequence[float], tokens: Sequence[float]) -> tuple[float, ...]:
-        """Return each slot's mean loss from the pieces' summed losses and token counts."""
+        """Return each slot's mean loss from the pieces' summed losses and token counts; 0 for a slot without targets."""
         context = self._mesh.layout.context
         return tuple(
             math.fsum(losses[start : start + context]) / count
@@ -369,7 +369,8 @@ class Stepper:
         return reproducible_sums.norm(grads, placement.parameter_count, self._device) * scale
 
     def _balance_experts(self, *, applied: bool) -> float | None:
-        """Move the routers' biases against the load of this step if it was ``applied``. A collective.
+        """Sum and reset the token counts of all routers. If the step was ``applied``, move the routers' biases
+        against the load. A collective.
 
         Return the largest ratio, over all layers, of an expert's load to its layer's mean; ``None`` without experts.
         """
@@ -389,7 +390,8 @@ class Stepper:
         return float((counts.amax(1) * counts.shape[1] / counts.sum(1).clamp(min=1)).max())
 
     def _nonfinite_sources(self, losses: Tensor) -> _NonFiniteSources:
-        """Return the slots with a non-finite loss, the ranks that computed them, and the parameters with a non-finite gradient.
+        """Return the slots with a non-finite loss, the ranks that computed them, and the parameters with a non-finite
+        gradient, at most ``_NAMED`` of each rank.
 
         A collective. ``losses`` is this rank's ``(pieces,)``.
         """
