@@ -69,7 +69,7 @@ class _RankStep:
 
     @cached_property
     def pieces(self) -> dict[int, list[HeldParameter]]:
-        """This rank's shares of parameters, by stage."""
+        """Return this rank's shares of parameters by stage; parameters after the blocks belong to the last stage."""
         stages = {layer: stage for stage, layers in enumerate(stage_layers(self.spec)) for layer in layers}
         by_stage: dict[int, list[HeldParameter]] = {stage: [] for stage in self.holding.stages}
         for share in self.holding.pieces:
@@ -103,7 +103,9 @@ class _RankStep:
         return sum(part.kind == "router" for part in self._parts(stage))
 
     def _tensor(self, stage: int) -> Calls:
-        """Collectives of the tensor axis for one micro-batch, forward and backward."""
+        """Count the collectives of the tensor axis, and of copied key heads, for one micro-batch of ``stage``,
+        forward and backward. None if the axis has one rank.
+        """
         calls: Calls = Counter()
         if self.layout.tensor == 1:
             return calls
@@ -135,7 +137,9 @@ class _RankStep:
         return calls
 
     def _context(self, stage: int) -> Calls:
-        """Collectives of the context axis for one micro-batch, forward and backward."""
+        """Count the collectives of the context axis for one micro-batch of ``stage``, forward and backward:
+        all-gathers and sums of tiles, or hops of the ring.
+        """
         ranks, layers = self.layout.context, self._blocks(stage)
         if ranks == 1:
             return Counter()
@@ -148,7 +152,9 @@ class _RankStep:
         return Counter({("context", "send"): messages, ("context", "recv"): messages})
 
     def _tile_sums(self, stage: int) -> Calls:
-        """Sums over context tiles for one micro-batch: weight gradients by unit, the loss, and its projection's gradient."""
+        """Count the sums over context tiles for one micro-batch: weight gradients by unit, the losses, and their
+        projection's gradient. None without context tiles.
+        """
         if not self.spec.model.context_tiles:
             return Counter()
         ahead = prediction_depths(
@@ -161,7 +167,9 @@ class _RankStep:
         return Counter({("context", "all_to_all"): sums + losses, ("context", "all_gather"): losses})
 
     def _experts(self, stage: int) -> Calls:
-        """Collectives of the expert axes for one micro-batch, forward and backward."""
+        """Count the collectives of the expert axes for one micro-batch of ``stage``, forward and backward, and the
+        sum of the auxiliary loss.
+        """
         calls: Calls = Counter()
         moe, layout, mixtures = self.spec.model.moe, self.layout, self._mixtures(stage)
         if layout.expert > 1:
@@ -174,7 +182,7 @@ class _RankStep:
         return calls
 
     def _pipeline(self) -> Calls:
-        """Sends and receives of one slot: stage inputs and output gradients, where the neighboring stage is on another rank."""
+        """Count the sends and receives of one slot: stage inputs and output gradients, if the neighboring stage is on another rank."""
         calls: Calls = Counter()
         rank, schedule = self.holding.place.pipeline, self.schedule
         for action in self.actions:
@@ -187,7 +195,9 @@ class _RankStep:
         return calls
 
     def _weights(self, rounds: int) -> Calls:
-        """All-gathers of weights in one step."""
+        """Count the all-gathers of weights in one step of ``rounds`` slots: each pass with ZeRO-3, also unused
+        prefetches, else once for each sharded unit.
+        """
         calls: Calls = Counter()
         for stage in self.holding.stages:
             kinds = [action.kind for action in self.actions if action.stage == stage]
@@ -216,14 +226,14 @@ class _RankStep:
         return count
 
     def _units(self, stage: int) -> Mapping[str, str]:
-        """FSDP units of a stage that are sharded, each with its axis."""
+        """Return the FSDP units of ``stage`` that are sharded over several ranks, each with its axis, "fsdp" or "expert_shard"."""
         axes = {False: "fsdp", True: "expert_shard"}
         ranks = {False: self.layout.shard * self.layout.context, True: self.layout.expert_shard}
         stacked = {part.unit: part.stacked for part in self._parts(stage)}
         return {unit: axes[experts] for unit, experts in stacked.items() if ranks[experts] > 1}
 
     def _reduction(self, rounds: int) -> Calls:
-        """Gradient reductions in one step."""
+        """Count the gradient reductions over shards and replicas in one step of ``rounds`` slots."""
         calls: Calls = Counter()
         reduction, sharding = self.spec.train.reduction, self.spec.parallel.sharding
         # ZeRO-1 adds a rank's slots before it exchanges them.
@@ -253,7 +263,8 @@ class _RankStep:
 
 
 def _gathers(kinds: Iterable[str], *, is_kept: bool) -> int:
-    """Number of ZeRO-3 all-gathers of a unit in one slot: one for each pass.
+    """Return the number of ZeRO-3 all-gathers of a unit in one slot, one for each pass; postponed weight gradients
+    (W) need none.
 
     If ``is_kept`` (root and head), the weights stay gathered from F to the next pass.
     """

@@ -66,7 +66,9 @@ class Deal:
         return range(replica * hands // self.replicas, (replica + 1) * hands // self.replicas)
 
     def rounds(self, replica: int) -> list[tuple[int | None, ...]]:
-        """For each round, the slot of each shard rank; ``None`` after the last slot."""
+        """Return the rounds of ``replica``: for each, the slot of each shard rank, ``None`` if it has none left. With
+        ``contiguous``, a rank has consecutive slots; otherwise they are dealt in turn.
+        """
         hands = self.hands_of_replica(replica)
         slots = range(hands.start * self.team, hands.stop * self.team)  # of this replica
         width = self.shard_ranks
@@ -204,9 +206,10 @@ def span_size(shape: Sequence[int]) -> int:
 
 
 def share_layout(shapes: Iterable[Sequence[int]], ranks: int) -> SpanLayout:
-    """Return the spans of a rank's share of parameters of ``shapes``, divided by rows over ``ranks``.
+    """Return the spans of a rank's share of parameters of ``shapes``, one behind the other, divided by rows over
+    ``ranks``.
 
-    Rows are rounded up; neighbors with one span size form a segment.
+    Rows are rounded up; consecutive parameters with one span size form a segment. Empty parameters are left out.
     """
     segments: list[SpanSegment] = []
     element = span = 0

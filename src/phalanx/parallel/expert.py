@@ -208,7 +208,9 @@ def by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _moved(sizes: Tensor, rows: int) -> Tensor:
-    """Return the source index of each row when blocks of ``sizes`` ``(a, b)`` are reordered from ``a``, ``b`` to ``b``, ``a``."""
+    """Return the old index of each row, ``(rows,)``, when blocks of ``sizes`` ``(a, b)`` are reordered from ``a``,
+    ``b`` to ``b``, ``a``.
+    """
     # (b a,): begin of each block, in the new order of blocks
     begin_before = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes).t().flatten()
     moved = sizes.t().flatten()  # (b a,)

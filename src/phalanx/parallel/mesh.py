@@ -169,9 +169,9 @@ class _Groups:
         self._single: dist.ProcessGroup | None = None
 
     def along(self, ranks: torch.Tensor, dim: int) -> dist.ProcessGroup:
-        """Make the group of the ranks that differ from this rank only in dimension ``dim`` of ``ranks``.
+        """Make the process group of the ranks that differ from this rank only in dimension ``dim`` of ``ranks``.
 
-        A collective of these ranks. Groups of one rank are made once.
+        A collective of these ranks. All groups of this rank alone are one group.
         """
         if ranks.shape[dim] == 1 and self._single is not None:
             return self._single
@@ -318,10 +318,11 @@ class RankMachines:
 
 
 def find_machines(device: torch.device, boot_id: Path = BOOT_ID) -> RankMachines:
-    """Return the machines of all ranks.
+    """Return the machine of every rank and the machines' names, in the order of their first ranks.
 
-    A collective of the default process group, of 72 bytes a rank. Machines are identified by the kernel's boot identifier, because
-    containers of one machine have different host names. ``boot_id`` is the file with the identifier.
+    A collective of the default process group, of 72 bytes a rank. Machines are identified by the kernel's boot
+    identifier in the file ``boot_id``, because containers of one machine have different host names. Ranks without one
+    count as one machine, and the result is marked. Equal host names get the first rank appended.
     """
     try:
         digest = int.from_bytes(hashlib.sha256(boot_id.read_bytes()).digest()[:7], "big")
@@ -390,7 +391,7 @@ class Partition:
 
     @property
     def part(self) -> LocalSlice:
-        """This rank's part, before FSDP shards it."""
+        """Return this rank's part as a slice of the full parameter, before FSDP shards it."""
         offset, shape = [0] * len(self.full_shape), list(self.full_shape)
         for split in self.splits:
             indices = piece(self.full_shape[split.dim], split.index, split.count)
@@ -404,7 +405,9 @@ class Partition:
         return LocalSlice(tuple(a + b for a, b in zip(begin, offset, strict=True)), shape)
 
     def gather(self, part: Tensor) -> Tensor:
-        """All-gather the full parameter from the ranks' parts, which FSDP has not sharded. A collective of the splits' groups."""
+        """Return the full parameter, all-gathered from the ranks' parts, which FSDP has not sharded. Of several
+        copies of a part, the first is taken. A collective of the splits' groups.
+        """
         for split in self.splits:
             size = self.full_shape[split.dim]
             longest = -(-size // split.count)

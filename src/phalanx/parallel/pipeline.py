@@ -108,7 +108,9 @@ class StageLinks:
                 dist.recv(hello, ranks[source], group=group)
 
     def open(self, coming: Mapping[int, Iterable[StageMessage]], shape: tuple[int, ...]) -> None:
-        """Post the first receives, given each rank's messages in the order of sending, all of ``shape``. Call it before the first message."""
+        """Expect the messages of each source rank, in the order of sending and all of ``shape``, and post the first
+        receives. Call it before the first message.
+        """
         self._shape = shape
         for source, messages in coming.items():
             inbox = self._inboxes[source]
@@ -122,7 +124,9 @@ class StageLinks:
         return tuple(self._inboxes)
 
     def receive(self, source: int, message: StageMessage) -> Tensor:
-        """Wait for the message and return it. Messages of the same source that arrive earlier are kept. Posts the next receive."""
+        """Wait for ``message`` from rank ``source`` and return it. Messages of that source that arrive before it are
+        kept. Each arrival posts the next receive.
+        """
         inbox = self._inboxes[source]
         while message not in inbox.arrived:
             arriving, work, tensor = inbox.posted.popleft()
@@ -134,7 +138,9 @@ class StageLinks:
         return inbox.arrived.pop(message)
 
     def send(self, target: int, tensor: Tensor) -> None:
-        """Send ``tensor`` without waiting. ``tensor`` is kept until it is sent."""
+        """Send ``tensor`` to pipeline rank ``target`` without waiting. It may not change until it is sent; a
+        reference is kept until then.
+        """
         rank, group = self._outboxes[target]
         tensor = tensor.contiguous()
         work = dist.isend(tensor, rank, group=group)
@@ -181,9 +187,10 @@ class WeightGradients:
         self._postponed[self.micro_batch].append((weight, gradient))
 
     def add(self, micro_batch: int) -> None:
-        """Compute the postponed gradients of ``micro_batch``, and accumulate them as a backward pass would, with hooks.
+        """Compute the postponed gradients of ``micro_batch``, and accumulate them as a backward pass would, with
+        hooks.
 
-        They are removed; nothing happens if there are none.
+        Their entries are removed; nothing happens if there are none.
         """
         derived = []
         for weight, gradient in self._postponed.pop(micro_batch, ()):
@@ -199,7 +206,9 @@ class WeightGradients:
             torch.autograd.backward(weights, gradients)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Product for ``Linear``: ``(..., inputs)`` to ``(..., outputs)``."""
+        """Return ``x`` ``(..., inputs)`` times the transpose of ``weight``: ``(..., outputs)``. Its weight gradient
+        is postponed if the present micro-batch postpones, and ``weight`` is a leaf.
+        """
         # A lane's rows are cut out of a parameter while the layer runs, which no flag marks as derived. Their gradient is joined
         # with those of the other lanes' rows, so it is not postponed.
         if not self._postpones(x) or not weight.is_leaf:
@@ -271,6 +280,7 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(
         ctx: _GroupedContext, rows: Tensor, matrices: Tensor, groups: Groups, owner: _Owner
     ) -> Tensor:
+        """Return each group of ``rows`` times the transpose of its expert's matrix; save both for backward."""
         ctx.save_for_backward(rows, matrices)
         ctx.groups, ctx.owner = groups, owner
         return groups.multiply(rows, matrices.transpose(1, 2))
@@ -444,7 +454,11 @@ class _Passage:
         return len(self.tokens) // len(self.scales)
 
     def _forward(self, part: int, action: Action) -> None:
-        """Run a stage on the received or first input, and send the result or keep the loss; keep the graph for backward."""
+        """Run a stage on the first input or a received one, and send the result to the next stage. The last stage
+        stores the loss instead, and scales it by its slot's factor for backward.
+
+        With gradients enabled, keep the input and the graph's edge for backward.
+        """
         _, stage, micro_batch = action
         # Input: tokens (b, s) for the first stage, hidden states (b, s, d) for the others.
         x = self.tokens[micro_batch] if stage == 0 else self._receive(StageMessage("F", stage, micro_batch))
@@ -476,7 +490,7 @@ class _Passage:
             self._send(action, x.grad)
 
     def _receive(self, message: StageMessage) -> Tensor:
-        """Return the message from a stage of this rank, or wait for it from another rank."""
+        """Return ``message`` if a stage of this rank produced it, and forget it; else wait for it from the neighboring stage's rank."""
         if message in self.local:
             return self.local.pop(message)
         neighbor = message.stage - 1 if message.kind == "F" else message.stage + 1

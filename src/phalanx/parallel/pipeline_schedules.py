@@ -72,8 +72,11 @@ class Schedule:
         return self.pipeline - 1 - place if self.name in SPLIT_BACKWARD and turn else place
 
     def actions(self, rank: int, micro_batches: int, slots: int = 1) -> list[Action]:
-        """Return the actions of ``rank``, in order, for ``micro_batches`` micro-batches in ``slots`` slots of equal
-        size: forward (F), backward (B), or its input (I) and weight (W) halves.
+        """Return the actions of ``rank``, in order, for ``micro_batches`` in ``slots`` slots of equal size: forward
+        (F), backward (B), or its input (I) and weight (W) halves.
+
+        GPipe drains the pipeline after each slot; the others continue, but schedules with W finish a stage's slot
+        before its next backward.
         """
         makers = {
             "gpipe": _gpipe,
@@ -134,14 +137,15 @@ def stages_of_rank(schedule: ScheduleName, pipeline: int, rank: int, stages_per_
 def bubble(schedule: ScheduleName, pipeline: int, micro_batches: int, stages_per_rank: int) -> float:
     """Return the fraction of the time of ``micro_batches`` for which a rank is idle, if only computation takes time.
 
-    Stages are equal, and F, I and W of a stage take the same time, B twice that. With ``m`` micro-batches, ``p`` ranks and ``v`` stages
-    on each, the ratio of idle to busy time is
+    Stages are equal, and F, I and W of a stage take the same time, B twice that. With ``m`` micro-batches, ``p``
+    ranks and ``v`` stages on each, the ratio of idle to busy time is as follows.
 
-    - ``(p - 1) / m`` for ``gpipe`` (arXiv 1811.06965, section 2.3) and ``1f1b`` (arXiv 2104.04473, section 2.2.1);
-    - ``(p - 1) / (v m)`` for ``interleaved`` (arXiv 2104.04473, section 2.2.2);
-    - ``(p - 1) / (6 m)`` for ``zbv``: only the wait for the first input. arXiv 2401.10241 does not count it, because its steps overlap;
-    - the same for ``dualpipev``, because the two of a pair run one after the other. For pairs that end together, the README of
-      DeepSeek's DualPipe gives ``(p - 1) (F&B + B - 3 W)`` of idle time.
+    ``gpipe`` (arXiv 1811.06965, section 2.3) and ``1f1b`` (arXiv 2104.04473, section 2.2.1): ``(p - 1) / m``.
+    ``interleaved`` (arXiv 2104.04473, section 2.2.2): ``(p - 1) / (v m)``.
+
+    ``zbv``: ``(p - 1) / (6 m)``, only the wait for the first input. arXiv 2401.10241 does not count it, because its
+    steps overlap. ``dualpipev``: the same, because the two of a pair run one after the other. For pairs that end
+    together, the README of DeepSeek's DualPipe gives ``(p - 1) (F&B + B - 3 W)`` of idle time.
     """
     ranks = pipeline - 1
     idle = {
@@ -194,9 +198,8 @@ def _interleaved(schedule: Schedule, rank: int, micro_batches: int) -> list[Acti
 
 
 def _slot_after_slot(actions: Iterable[Action], per_slot: int) -> list[Action]:
-    """Move every postponed W of a stage's slot ahead of the stage's first backward pass of the next slot.
-
-    Both are in the order of ``actions`` otherwise.
+    """Return ``actions`` with every postponed W of a stage's slot before the stage's first backward pass of the next
+    slot. The order is otherwise unchanged.
     """
     ordered: list[Action] = []
     pending: dict[int, deque[Action]] = defaultdict(deque)
@@ -223,6 +226,7 @@ class _Writer:
     """Writes the actions of a rank with two stages, each kind in the order of micro-batches."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
+        """Start with no actions, for the two stages of ``rank``."""
         self.stages = stages_of_rank(schedule.name, schedule.pipeline, rank, schedule.per_rank)
         self.actions: list[Action] = []
         self.counts: Counter[str] = Counter()
@@ -252,7 +256,9 @@ class _Writer:
 
 
 def _zbv(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
-    """Return the actions of zero-bubble V (Qi et al., 2024)."""
+    """Return the actions of zero-bubble V (Qi et al., 2024) for a rank with two stages; ``micro_batches`` is padded
+    to at least what the warm-up needs.
+    """
     # "F0" is forward of the rank's first stage, "I1" and "W1" are the two halves of backward of its second.
     writer, after = _Writer(schedule, rank), schedule.pipeline - rank
     write, counts = writer.write, writer.counts
@@ -281,7 +287,9 @@ def _zbv(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
 
 
 def _dualpipev(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
-    """Return the actions of DualPipeV: forward and backward of the two directions alternate."""
+    """Return the actions of DualPipeV (DeepSeek's ``dualpipe/dualpipev.py``) for a rank with two stages: forward and
+    backward of the two directions alternate.
+    """
     writer, before, after = _Writer(schedule, rank), rank + 1, schedule.pipeline - rank - 1
     write, write_pending = writer.write, writer.write_pending
     # Steps and their names are those of DeepSeek's dualpipe/dualpipev.py. Step 1: nF0

@@ -73,7 +73,9 @@ def reduce_scatter_single(output: Tensor, pieces: Tensor, group: dist.ProcessGro
 
 
 def local_slice_of(tensor: Tensor) -> LocalSlice:
-    """Return the part of a tensor that this rank holds. A rank without elements of a sharded dimension gets a shape with a zero."""
+    """Return the slice of the full tensor that this rank holds; all of a tensor that is no DTensor. A rank without
+    elements of a sharded dimension gets a shape with a zero.
+    """
     if not isinstance(tensor, DTensor):
         return LocalSlice((0,) * tensor.ndim, tuple(tensor.shape))
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -81,7 +83,7 @@ def local_slice_of(tensor: Tensor) -> LocalSlice:
 
 
 def gather_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate every rank's ``x`` along ``dim``. Can be traced by ``torch.compile``."""
+    """Concatenate every rank's ``x`` along ``dim``, by rank. A collective; can be traced by ``torch.compile``."""
     gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
     ranks, gathered = group.size(), _waited(gather(x, 0, group))  # (ranks * n0, n1, ...)
     if _in_place(x, dim):
@@ -90,7 +92,9 @@ def gather_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_scatter_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's piece along ``dim`` of the sum of every rank's ``x``. Can be traced by ``torch.compile``."""
+    """Return this rank's piece along ``dim`` of the sum of every rank's ``x``, in the library's order. A collective;
+    can be traced by ``torch.compile``.
+    """
     scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
     ranks, shape = group.size(), x.shape
     if dim and _in_place(x, dim):
@@ -281,7 +285,9 @@ def join_fake(rank: int, ranks: int) -> None:
 
 
 def group_of(args: Sequence[object]) -> str:
-    """Return the name of the process group among the arguments of an operation of ``c10d`` or ``_c10d_functional``."""
+    """Return the name of the process group among the arguments of an operation of ``c10d`` or ``_c10d_functional``:
+    of the group object, else the last argument.
+    """
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return str(dist.ProcessGroup.unbox(arg).group_name)

@@ -46,9 +46,11 @@ __all__ = ["apply_context", "context_positions"]
 
 
 def apply_context(module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommClock) -> None:
-    """Make all attention of ``module`` see the tokens of this rank's full context group. Without a group, change nothing.
+    """Replace the attention cores of ``module`` so that tokens attend to this rank's full context group, by ring or
+    all-gather. With one context rank, change nothing.
 
-    With ``model.context_tiles`` all layers compute tile by tile, on a single rank too.
+    With ``model.context_tiles`` all layers compute tile by tile instead, on a single rank too, unless lanes already
+    do.
     """
     tiles = rank_tiles(spec, mesh, clock)
     if tiles is not None:
@@ -106,7 +108,7 @@ def apply_tiles(module: Transformer, tiles: RankTiles) -> None:
 
 
 def _divide_prediction(prediction: PredictionAhead, tiles: RankTiles) -> None:
-    """Make a prediction ahead compute tile by tile."""
+    """Replace the forward functions of a prediction ahead, so that its block and the parts around it compute tile by tile."""
     names = (name for name, _ in prediction.named_parameters() if not name.startswith("block."))
     shared = _shared(prediction, names, tiles)
     for name, part in prediction.named_children():
@@ -118,7 +120,9 @@ def _divide_prediction(prediction: PredictionAhead, tiles: RankTiles) -> None:
 
 
 def _divide(block: Block, tiles: RankTiles) -> None:
-    """Make a block compute tile by tile."""
+    """Replace the forward functions of a block's attention, norms, feed-forward and mixture, so that they compute
+    tile by tile. Each tile has its own gradient of the parameters, except the stacked experts'.
+    """
     stacked = {name for name, part in block.named_modules() if isinstance(part, Experts)}
     names = (name for name, _ in block.named_parameters() if name.rpartition(".")[0] not in stacked)
     shared, count, attention = _shared(block, names, tiles), len(tiles.tile_numbers), block.attention
@@ -133,7 +137,9 @@ def _divide(block: Block, tiles: RankTiles) -> None:
 
 
 def _divide_mixture(moe: MoE, shared: Mapping[str, SharedParameter], count: int) -> None:
-    """Make a mixture's router, routed and shared experts compute tile by tile."""
+    """Replace the methods of a mixture's router, routed experts, shared experts and their gate, so that they compute
+    tile by tile. ``shared`` are the block's parameters; ``count`` is the number of tiles.
+    """
     router = _inside(shared, "ffn.router")
     replace_method(moe.router, "scores", ScoresInPieces(moe.router, router, count))
     replace_method(moe, "routed", RoutedInPieces(moe, count))

@@ -78,7 +78,10 @@ def in_order(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def tiles(rank: int, ranks: int, seq: int, window: int = 0) -> Iterator[Tile]:
-    """Yield the tiles of the score matrix of ``rank``'s ``seq`` queries and the full sequence's keys, except those that the window hides."""
+    """Yield the tiles of the score matrix of ``rank``'s ``seq`` queries (a head and a tail piece) and the full
+    sequence's keys: for each piece the keys before it, then its own. Keys that are outside of ``window`` for all
+    queries of a piece are left out.
+    """
     piece = seq // 2
     for number, index in enumerate((rank, 2 * ranks - 1 - rank)):
         rows, begin = slice(number * piece, (number + 1) * piece), index * piece
@@ -128,7 +131,9 @@ class GatherMethod:
         return grad_query, *self._scatter(*others)
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All-gather keys and values of the full sequence, in its order."""
+        """All-gather keys and values of all ranks, and return those of the full sequence, in its order: ``(b, k, s *
+        ranks, e)`` and ``(b, k, s * ranks, v)``.
+        """
         packed = pack(key, value)
         gathered = packed.new_empty(self.group.size() * packed.numel())  # (ranks b k s (e + v),)
         with self.clock.measure():
@@ -138,7 +143,9 @@ class GatherMethod:
         return in_order([part[0] for part in parts], dim=2), in_order([part[1] for part in parts], dim=2)
 
     def _scatter(self, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum over all ranks of the gradients of this rank's keys and values."""
+        """Return the sum over all ranks, in their order, of the gradients of this rank's keys and values, out of
+        gradients for the full sequence. A collective.
+        """
         ranks = self.group.size()
         pieces = [
             [own_pieces(grad, ranks, rank, dim=2) for grad in (grad_key, grad_value)] for rank in range(ranks)
@@ -171,7 +178,9 @@ _KEYS, _GRADIENTS = 0, 1  # message tags: both kinds are in flight at the same t
 
 
 def tile(rank: int, source: int, seq: int) -> Tile:
-    """Return the unmasked tile of the score matrix of ``rank``'s ``seq`` queries and ``source``'s ``seq`` keys."""
+    """Return the only tile of ``rank``'s ``seq`` queries and ``source``'s ``seq`` keys that causal order does not
+    hide: all on its own rank, the source's head if that is a lower rank, else the tail's queries.
+    """
     if source == rank:
         return Tile(_ALL, _ALL, causal=True)
     if source < rank:  # its head precedes all of our queries, its tail follows them
@@ -265,7 +274,9 @@ class RingMethod:
             packed = passing.wait() if passing is not None else packed
 
     def _pass_on(self, buffer: Tensor, tag: int) -> Passing:
-        """Send ``buffer`` to the next rank of the ring and receive one like it from the previous; returns at once."""
+        """Send ``buffer`` to the next rank of the ring and receive one like it from the previous, without waiting.
+        ``buffer`` may not change until the result's ``wait``.
+        """
         rank, ranks, arriving = self.group.rank(), self.group.size(), torch.empty_like(buffer)
         send = dist.P2POp(dist.isend, buffer, group=self.group, tag=tag, group_peer=(rank + 1) % ranks)
         receive = dist.P2POp(dist.irecv, arriving, group=self.group, tag=tag, group_peer=(rank - 1) % ranks)

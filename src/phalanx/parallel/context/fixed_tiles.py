@@ -81,11 +81,12 @@ class RankTiles:
         return tensor if self.ranks == 1 else self.comm.total(tensor)
 
     def share_of_total(self, sums: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the sum over the ranks' tensors in the elements that this rank reports, and zeros elsewhere.
+        """Sum ``sums`` over the ranks in tree order. Return the totals in the elements that this rank reports, and
+        zeros elsewhere. A collective; one rank gets ``sums`` back.
 
-        Each rank reports an equal part of every tensor, always the same part of the same parameter. So the reports of all ranks add up to
-        the exact sum, also after the reports of several micro-batches are added. The zeros are negative, because adding a positive one
-        would turn a negative zero into a positive one.
+        Each rank reports an equal part of every tensor, always the same part of the same parameter. So the reports of
+        all ranks add up to the exact sum, also after the reports of several micro-batches are added. The zeros are
+        negative, because adding a positive one would turn a negative zero into a positive one.
         """
         if self.ranks == 1:
             return sums
@@ -172,7 +173,9 @@ class _TiledAttention(torch.autograd.Function):
 def _split(
     tensors: Sequence[Tensor | None], count: int
 ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
-    """Split the tensors of the autograd function into queries, keys, values, and sinks (or ``None``) of ``count`` tiles each."""
+    """Split the arguments of the autograd function into queries, keys, values, and sinks (each possibly ``None``),
+    with ``count`` of each.
+    """
     dense = [tensor for tensor in tensors[: 3 * count] if tensor is not None]
     return dense[:count], dense[count : 2 * count], dense[2 * count :], tensors[3 * count :]
 
@@ -213,7 +216,9 @@ class TiledCore:
         values: Tensor,
         documents: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return a tile's result ``(b, h, s, v)`` and log-sum-exp ``(b, h, s)``, fp32; ``keys`` and ``values`` span the full sequence."""
+        """Return a tile's result ``(b, h, s, v)`` with its sinks and log-sum-exp ``(b, h, s)``, fp32. ``keys`` and
+        ``values`` span the full sequence; hidden blocks are skipped.
+        """
         blocks, rule = self._blocks(tile, query.shape[2], documents)
         return with_sinks(*attend_tiles(blocks, query, keys, values, rule, self.score), sinks)
 
@@ -287,7 +292,9 @@ class TiledAttention:
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """``(b, s, d)`` to the same, for this rank's tokens by tile; ``documents`` cover the full sequence."""
+        """Apply the layer to this rank's tokens, by tile: ``(b, s, d)`` to the same. ``documents`` cover the full
+        sequence; a ``cache`` is not allowed. A collective.
+        """
         assert cache is None, "a cache holds a sequence that begins with its first token"
         owners = [(parameter.owner, parameter.attribute) for parameter in self.parameters]
         shares = list(zip(*(parameter.now() for parameter in self.parameters), strict=True))

@@ -88,7 +88,9 @@ class Tile:
         )
 
     def _mask(self, rule: MaskRule, query: Tensor) -> tuple[bool, Tensor | None]:
-        """Return (is causal, additive mask or None) for the kernel: a mask only if a window or documents hide keys."""
+        """Return (is causal, additive mask ``(b, 1, q, n)`` or None) for the kernel. There is a mask only if the
+        window reaches into the tile or there are documents; it then includes causal order.
+        """
         hidden = None
         rows, columns = rule.row_positions[self.rows], rule.column_positions[self.columns]
         if 0 < rule.window <= int(rows.max()) - int(columns.min()):
@@ -132,6 +134,7 @@ class OnlineSoftmax:
     """Attention rows ``(b, h, q, v)`` and their log-sum-exp ``(b, h, q)`` while tiles are added; fp32."""
 
     def __init__(self, query: Tensor, width: int) -> None:
+        """Start with zero results of ``width`` elements, and a log-sum-exp of minus infinity, for the rows of ``query``."""
         batch, heads, rows, _ = query.shape
         # The heads of a token are contiguous in memory, as the projection after attention reads them.
         self.out = query.new_zeros((batch, rows, heads, width), dtype=torch.float32).transpose(

@@ -61,6 +61,7 @@ class Connections:
     """Connections of a rank to the other ranks of its epoch. Create it before the rank joins them."""
 
     def __init__(self) -> None:
+        """Note the sockets that this process has open already: they are not connections to ranks, and are never touched."""
         self._foreign = frozenset(inode for _, inode in _sockets())
         self._settled: frozenset[int] | None = None
         self._lock = threading.Lock()
@@ -86,10 +87,11 @@ class Connections:
         return sum(_shut(number, inode) for number, inode in sockets if own is None or inode in own)
 
     def interrupt(self) -> None:
-        """Make gloo operations that wait for other ranks raise. The other ranks notice nothing yet.
+        """Make gloo operations that wait for other ranks raise, by ending the receiving side of each connection. The
+        other ranks notice nothing yet.
 
         A connection with bytes in flight is left alone for up to a second after the first call. Call it until all
-        operations have returned. Where no sockets can be settled, all are shut down.
+        operations have returned. If the connections were never settled, all are shut down in both directions.
         """
         if self._settled is None:
             self.shut()
@@ -132,7 +134,9 @@ class Connections:
                     connection.shutdown(socket.SHUT_WR)
 
     def _duplicate(self) -> set[int]:
-        """Duplicate the descriptors that have no duplicate yet; return the inodes of the connections that gloo has open."""
+        """Duplicate each settled connection that gloo has open and that has no duplicate yet. Return the inodes of
+        the connections that gloo has open.
+        """
         own = self._settled or frozenset()
         numbers = {duplicate.socket.fileno() for duplicate in self._duplicates.values()}
         sockets = {inode: number for number, inode in _sockets() if inode in own and number not in numbers}
@@ -202,7 +206,9 @@ def _shut(number: int, inode: int) -> bool:
 
 
 def _is_idle(connection: socket.socket) -> bool:
-    """Return True if no received bytes are unread, and no sent bytes wait for room."""
+    """Return True if no received bytes are unread and fewer than ``_FULL_BYTES`` sent ones are unacknowledged. Reads
+    the socket's queues.
+    """
     unacknowledged, unread = (
         struct.unpack("i", fcntl.ioctl(connection, request, struct.pack("i", 0)))[0]
         for request in (termios.TIOCOUTQ, termios.FIONREAD)

@@ -81,7 +81,7 @@ class SealedStore(Store):
         return self._inner.add(key, value)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set."""
+        """Wait until all keys are set, at most ``timeout`` (``None``: the inner store's). Values are not verified."""
         if timeout is None:
             self._inner.wait(list(keys))
         else:
@@ -160,7 +160,7 @@ class MeetingPoint:
         return join_address(self._host, self._socket.getsockname()[1])
 
     def into_store(self, ranks: int, timeout_s: float) -> TCPStore:
-        """Serve a store at this socket, which the store then owns."""
+        """Serve a store for ``ranks`` ranks at this socket, which the store then owns. Does not wait for the ranks."""
         port = self._socket.getsockname()[1]
         return TCPStore(
             self._host,
@@ -232,7 +232,8 @@ def _store_at(host: str, port: int, ranks: int, timeout_s: float, check: Callabl
     """Connect to the store of another rank, as soon as it is served.
 
     PyTorch's own wait cannot be interrupted: it retries until its timeout. So it gets short timeouts, repeatedly.
-    ``check`` is called before each attempt. Raises PyTorch's error after ``timeout_s``.
+    ``check`` is called before each attempt and may raise. Raises PyTorch's error after ``timeout_s``, which is also
+    the store's timeout afterwards.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:

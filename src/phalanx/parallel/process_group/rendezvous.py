@@ -116,7 +116,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _port_of_step(environ: Mapping[str, str]) -> str:
-    """Derive a port from the job and the step, so that two steps on one node differ; below the ephemeral port range."""
+    """Return a port derived from the job's and the step's number, so that two steps on one node differ; below the ephemeral port range."""
     job, step = (
         int(value) if value.isdecimal() else 0 for value in (environ.get(name, "") for name in _STEP)
     )
@@ -130,9 +130,10 @@ def first_host(nodes: str) -> str:
 
 
 def device_for(kind: str, local_rank: int) -> torch.device:
-    """Return the device of a rank: ``kind`` is "cpu", "cuda" or "auto" (a GPU if there is one).
+    """Return the device of the rank ``local_rank`` of this machine: ``kind`` is "cpu", "cuda" or "auto" (a GPU if
+    there is one).
 
-    Raises ``RendezvousError`` if there is no GPU, or none left for this rank.
+    Raises ``RendezvousError`` for "cuda" without a GPU, or if there are fewer GPUs than ranks.
     """
     if kind == "cpu" or (kind == "auto" and not gpus()):
         return torch.device("cpu")
@@ -158,11 +159,11 @@ def backends_for(device: torch.device) -> str:
 
 
 def join(environment: RankEnvironment, device: torch.device, timeout_s: float) -> None:
-    """Make this process a rank of the default process group: gloo on CPUs, NCCL on GPUs.
+    """Make this process a rank of the default process group: gloo on CPUs, NCCL on GPUs. Waits for all ranks.
 
-    Raise ``RendezvousError`` if the address cannot be used, or if some rank did not join within ``timeout_s`` seconds.
-    On CPUs, and with the launcher of ``phalanx train``, it first chooses gloo's network interface, in the environment. On GPUs it
-    makes the device current.
+    First chooses gloo's network interface, in the environment, on CPUs and with the launcher of ``phalanx train``. On
+    GPUs it makes the device current. Raises ``RendezvousError`` if the address cannot be used, or if some rank did
+    not join within ``timeout_s`` seconds, which is also the timeout of collectives.
     """
     _require_address(environment)
     if environment.launcher == "phalanx":
@@ -227,7 +228,7 @@ def choose_interface(addresses: Sequence[str], *, shared: bool) -> None:
 
 
 def _explain(error: Exception, environment: RankEnvironment) -> str:
-    """Return the message for a failed rendezvous: the cause and what to check."""
+    """Return the message for a failed rendezvous, with the first line of ``error`` and what to check; an occupied port has its own."""
     text = str(error)
     meeting_point = environment.meeting_point
     if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE) in text:

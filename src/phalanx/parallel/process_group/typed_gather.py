@@ -107,7 +107,7 @@ def _tensor(body: bytes) -> torch.Tensor:
 
 
 def _decoded(message: torch.Tensor, kind: type[_T], rank: int) -> _T:
-    """Return a rank's message. Raises ``RankMessageError``."""
+    """Decode the message of ``rank``, uint8 ``(bytes,)``, as ``kind``. Raises ``RankMessageError`` if it is not of that type."""
     try:
         return msgspec.msgpack.decode(message.numpy().tobytes(), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -64,7 +64,7 @@ def named_checksum(name: str, tensor: Tensor, *, rows_at_once: int | None = None
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the bytes of ``tensor`` as int64 ``(words,)``, padded with zeros to a full word."""
+    """Return the bytes of ``tensor`` as int64 ``(words,)``, padded with zeros to a full word; a view if it is contiguous and aligned."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     missing = -len(data) % 8
     if missing:
@@ -115,7 +115,7 @@ def piece_checksum(name: str, piece: Tensor, index: Sequence[Tensor], full_shape
 
 
 def _element_bits(tensor: Tensor) -> Tensor:
-    """Return the bits of each element as int64, in the shape of ``tensor``."""
+    """Return the bits of each element as int64, in the shape of ``tensor``. The upper half of 64-bit elements is mixed into the lower."""
     if tensor.dtype == torch.bool:
         return tensor.to(torch.int64)
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]

@@ -67,6 +67,9 @@ class ExpertSums:
     """
 
     def __init__(self, set_grad: Callable[[str, Tensor], None], experts: int, *, by_slot: bool) -> None:
+        """Start without gradients. ``set_grad`` receives a parameter's name and its complete gradient, once all
+        ``experts`` have theirs. ``by_slot`` keeps the slots apart over micro-batches.
+        """
         self._set_grad, self._experts, self._by_slot = set_grad, experts, by_slot
         self.complete = False
         """True if the next backward pass completes the slots' gradients."""
@@ -76,8 +79,10 @@ class ExpertSums:
         """Complete sums of a parameter's first experts, until those of the others follow: ``(experts, ...)``, fp32."""
 
     def take(self, name: str, experts: range, leaves: Tensor) -> None:
-        """Take the gradients ``(experts, slots, ...)`` of one micro-batch of each slot, for some of a parameter's
-        experts. If this completes the slots and all experts are there, sets the parameter's gradient.
+        """Add the gradients ``(experts, slots, ...)`` of one micro-batch of each slot, for ``experts`` of a
+        parameter, to their partial sums.
+
+        If this completes the slots, sum them; with the last experts, set the parameter's gradient.
         """
         values, partial = leaves if self._by_slot else add_slots(leaves), self._partial[name]
         if experts.start in partial:
@@ -116,7 +121,9 @@ def _joined(sums: list[Tensor]) -> Tensor:
 
 
 def sums_of(experts: Experts, *, by_slot: bool) -> ExpertSums:
-    """Take the gradients of ``experts`` out of backward passes. FSDP2 has wrapped them, and they process several slots at once."""
+    """Replace the gradient intake of ``experts``, which FSDP2 has wrapped and which process several slots at once:
+    their gradients are added slot by slot and then set as FSDP's unsharded ones. Return the sums.
+    """
     assert isinstance(experts, FSDPModule), "with several slots at once, several ranks share the weights"
     module = weakref.ref(experts)
 
@@ -203,7 +210,9 @@ class Sharded(DataParallel):
         summation.reduce_groups(list(_fsdp_modules(parts)))
 
     def before_backward(self, part: int, current: Round, *, last: bool) -> None:
-        """Set FSDP's flags for this pass: whether to reduce gradients, over replicas too, and to free the weights afterwards."""
+        """Set FSDP's flags for this pass: whether to reduce gradients, over replicas too, and whether to free the
+        weights afterwards. Mark the experts' sums as complete after the ``last`` pass.
+        """
         root = cast(FSDPModule, self.parts[part])
         for sums in self.expert_sums[part]:
             sums.complete = last
@@ -352,7 +361,9 @@ def _wire(spec: RunSpec, *, narrow: bool) -> torch.dtype:
 
 
 def _shard(part: nn.Module, mesh: Mesh, *, narrow: bool, by_slot: bool, keep_weights: bool) -> None:
-    """Wrap a part's experts, blocks, head and root with FSDP2, each as one unit."""
+    """Wrap a part's experts, blocks, head and root with FSDP2, each as one unit. ``narrow`` computes in bf16;
+    ``by_slot`` leaves replicas to the summation; ``keep_weights`` does not free weights after forward.
+    """
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if narrow else None,
         reduce_dtype=torch.float32,

@@ -45,6 +45,9 @@ class IntegerSummation(Summation):
     def __init__(
         self, mesh: Mesh, clock: CommClock, deal: Deal, *, each_round: bool, reporters: int = 1
     ) -> None:
+        """Prepare sums for ``deal``. ``each_round`` exchanges shards after every round; ``reporters`` context ranks
+        report parts of a slot.
+        """
         super().__init__(mesh, clock)
         self._deal, self._each_round, self._reporters = deal, each_round, reporters
         self._reducers: list[IntegerReducer] = []
@@ -81,6 +84,9 @@ class IntegerSummation(Summation):
         ranks: int,
         place: int,
     ) -> IntegerReducer:
+        """Return a reducer that divides a group of ``shapes`` over ``ranks``, of which this one is at ``place``. It
+        exchanges in each round only if there are several ranks.
+        """
         each_round = self._each_round and ranks > 1
         return IntegerReducer(
             *(name, self.mesh, self.clock, leaves, summands, self.intake, share_layout(shapes, ranks)),
@@ -101,7 +107,7 @@ class IntegerSummation(Summation):
         """Do nothing: integer sums have no tree."""
 
     def _push(self, tensor: Tensor) -> None:
-        """Add the parameter's gradient to its sum and clear it, once it is complete for the slot."""
+        """Add the parameter's gradient to its sum and clear it. Does nothing before the slot is complete, or without a gradient."""
         parameter = cast(nn.Parameter, tensor)
         if self.intake.slot_complete and parameter.grad is not None:
             self._unsharded[parameter].take_in(parameter.grad)
@@ -154,11 +160,11 @@ class IntegerReducer:
     _added_slots: set[int] = field(default_factory=set, init=False)
 
     def take_in(self, gradient: Tensor, group: dist.ProcessGroup | None = None) -> bool:
-        """Add this rank's gradient of the current round, with all shares. Return False if a witness keeps it out of the
-        sum.
+        """Add this rank's gradient of the current round, with all shares. Return False if a witness keeps it out of
+        the sum. A rank without a slot of its own adds nothing, but takes part.
 
-        ``group`` are the ranks that own the shares; ``None`` for a single one. Raises ``ValueError`` if the slot was
-        added before. A collective of ``group``.
+        ``group`` are the ranks that own the shares; ``None`` for a single one. They exchange in each round or after
+        the last. Raises ``ValueError`` if the slot was added before.
         """
         if not self.intake.admit(self.name, gradient):
             return False
@@ -229,7 +235,9 @@ class IntegerReduceScatter(PlainBuffers, ReduceScatter):
         op: object,  # noqa: ARG002  the operation is always a sum
         async_op: bool = False,  # noqa: ARG002
     ) -> None:
-        """Reduce: ``input_tensor`` ``(ranks * share,)`` is this rank's slot, ``output_tensor`` ``(share,)`` gets the sum."""
+        """Add ``input_tensor`` ``(ranks * share,)``, this rank's slot. After the last round ``output_tensor``
+        ``(share,)`` gets the sum over all slots and replicas; before, zeros.
+        """
         if self.reducer.take_in(input_tensor, group) and self.reducer.intake.round.last:
             self.reducer.finish(output_tensor)
         else:
@@ -237,7 +245,9 @@ class IntegerReduceScatter(PlainBuffers, ReduceScatter):
 
 
 def _reduce_scatter(bins: Bins, place: int, group: dist.ProcessGroup) -> Bins:
-    """Return the sum of the bins of all ranks of ``group`` for the share at ``place``. A collective."""
+    """Return the sum of the bins of all ranks of ``group`` for the share at ``place``. Raises this rank's bins to the
+    common tops. A collective.
+    """
     tops = bins.tops.clone()
     dist.all_reduce(tops, dist.ReduceOp.MAX, group)
     bins.raise_to(tops)

@@ -59,6 +59,9 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
         levels: TwoLevels | None = None,
         wire: torch.dtype = torch.float32,
     ) -> None:
+        """``levels`` exchanges in two steps, inside and across machines; ``None`` in one. ``wire`` is the dtype in
+        which single slots are sent.
+        """
         self.reducer, self.clock, self._levels, self._wire = reducer, clock, levels, wire
 
     def __call__(
@@ -114,7 +117,10 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
         self._push_over_machines(slots, plan, levels)
 
     def _push_over_machines(self, rows: Tensor, plan: _MachinePlan, levels: TwoLevels) -> None:
-        """Add and exchange the nodes of this machine's ranks, ``rows`` ``(nodes, machines * share)``, and push what all machines have."""
+        """Add the nodes of this machine's ranks, ``rows`` ``(nodes, machines * share)``, in place as far as they are
+        neighbors. Exchange the remaining nodes across machines, and push those of this rank's share to its tree. A
+        collective.
+        """
         machines = levels.machines
         share = rows.shape[1] // machines
         # Step 2: add this machine's nodes as far as they are neighbors in the tree.
@@ -130,7 +136,9 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
         self.reducer.push_nodes(plan.across, received.view(-1, share))
 
     def _push_subtree(self, gradient: Tensor, group: dist.ProcessGroup) -> None:
-        """Add a slot's ``gradient`` ``(ranks * share,)`` to this rank's own; after the last round exchange all ranks' nodes, and push them."""
+        """Add a slot's ``gradient`` ``(ranks * share,)`` to this rank's own tree. After the last round exchange the
+        remaining nodes of all ranks, and push this rank's share of them. A collective then.
+        """
         reducer, current = self.reducer, self.reducer.intake.round
         if current.counts:
             # A left leaf waits in the wire dtype, outside FSDP2's buffer; a right one is added to it at once.
@@ -179,7 +187,7 @@ class _MachinePlan:
 def _plan_of_round(
     count: int, leaves: range, machines: int, width: int, device: torch.device
 ) -> _MachinePlan:
-    """Plan the additions of ``leaves``, one of each rank."""
+    """Plan the additions of ``leaves``, one of each rank, in a tree of ``count`` leaves. Cached."""
     forests = tuple(((0, leaf),) for leaf in leaves)
     return _plan(count, forests, machines, width, device)
 
@@ -237,7 +245,9 @@ class TimedAllGather(PlainBuffers, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,  # noqa: ARG002
     ) -> dist.Work | None:
-        """Concatenate every rank's ``input_tensor`` ``(n,)`` in ``output_tensor`` ``(ranks * n,)``."""
+        """Concatenate every rank's ``input_tensor`` ``(n,)`` in ``output_tensor`` ``(ranks * n,)``, and count the
+        time. Waits, whatever ``async_op`` is, and returns None.
+        """
         with self.clock.measure():
             all_gather_single(output_tensor, input_tensor, group)
         return None

@@ -70,10 +70,12 @@ def largest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def extraction_constants(peak: float, count: int) -> tuple[float, float]:
-    """Return the two constants ``M`` that cut the squares of ``count`` numbers up to ``peak`` into exact pieces.
+    """Return the two constants ``M`` such that ``(M + x) - M`` cuts the squares of ``count`` numbers up to ``peak``
+    into two exact pieces.
 
-    1. Squares are at most ``2^e``. The first piece of each is a multiple of ``2^(k - 52)``, with ``k = e + bits(count)``. All of them
-       together stay below ``2^(k + 1)``: 53 bits, so no addition rounds.
+    1. Squares are at most ``2^e``. The first piece of each is a multiple of ``2^(k - 52)``, with ``k = e +
+    bits(count)``. All of them together stay below ``2^(k + 1)``: 53 bits, so no addition rounds.
+
     2. The remainder of each square is below ``2^(k - 53)``, and the second constant cuts it in the same way.
     """
     exponent = 2 * math.frexp(peak)[1]
@@ -196,7 +198,9 @@ class Bins:
         use_kernel: bool = True,
         chunk_elements: int | None = None,
     ) -> Bins:
-        """Return an empty sum."""
+        """Return an empty sum of gradients ``(shares, elements)`` of ``layout``. ``use_kernel=False`` always adds by
+        PyTorch's operations, in chunks of ``chunk_elements`` (``None``: the default of the device).
+        """
         words = torch.zeros((shares, 2, layout.elements), dtype=form.dtype, device=device)
         tops = torch.full((shares, layout.spans), _EMPTY, dtype=torch.int8, device=device)
         return cls(layout, form, words, tops, use_kernel, chunk_elements)
@@ -281,7 +285,9 @@ class Bins:
             piece.of(out).copy_(value)
 
     def _tops_of(self, gradient: Tensor) -> Tensor:
-        """Return the tops of one gradient: bins in which the magnitudes of a span are at most half a unit."""
+        """Return the tops ``(shares, spans)`` of one gradient: for each span the bin in which its magnitudes are at
+        most half a unit; special values for zero spans and those that are not finite.
+        """
         peaks = torch.empty(self.tops.shape, dtype=gradient.dtype, device=gradient.device)
         buffer = gradient.new_empty(self._chunk)
         for piece in self._pieces():
@@ -313,7 +319,7 @@ class Bins:
         return _CPU_CHUNK if self.words.device.type == "cpu" else _GPU_CHUNK
 
     def _pieces(self) -> Iterator[_Piece]:
-        """Yield all elements in pieces of one span size and of at most ``_chunk`` elements."""
+        """Yield all elements in pieces of one span size and of at most ``_chunk`` elements, as slices of shares, elements and spans."""
         for segment in self.layout.segments:
             spans = self._chunk // segment.size  # at once, of one share
             shares = max(spans // segment.spans, 1)
@@ -343,7 +349,7 @@ def _power(exponent: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel(device: torch.device) -> AddToBins | None:
-    """Return the one-pass kernel, verified once per process; ``None``, with a warning, if there is none."""
+    """Return the one-pass kernel of ``device``, built and verified once per process; ``None``, with a logged warning, if that fails."""
     try:
         add = bin_kernel(device)
         if matches_operations(add, device):

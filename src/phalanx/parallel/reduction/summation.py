@@ -84,6 +84,7 @@ class TreeSummation(Summation):
     slot_by_slot = True
 
     def __init__(self, mesh: Mesh, clock: CommClock, deal: Deal, wire: torch.dtype = torch.float32) -> None:
+        """Prepare trees for the slots of ``deal``. ``wire`` is the dtype in which single slots are sent."""
         super().__init__(mesh, clock)
         self._deal, self._wire = deal, wire
         self._reducers: list[TreeReducer] = []
@@ -94,7 +95,9 @@ class TreeSummation(Summation):
         self._names: dict[nn.Parameter, str] = {}
 
     def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
-        """Make each FSDP unit in ``modules`` reduce its gradients in the tree of slots: a custom reduce-scatter, or a hook."""
+        """Make each FSDP unit in ``modules`` reduce its gradients in the tree of slots: by a custom reduce-scatter
+        over several ranks, or a hook on a single one.
+        """
         dense = (
             leaves_of(self.mesh, self._deal, experts=False),
             self.mesh.fsdp_ranks,
@@ -131,10 +134,10 @@ class TreeSummation(Summation):
             parameter.register_post_accumulate_grad_hook(weakly(push))  # type: ignore[no-untyped-call]
 
     def add_to_siblings(self) -> None:
-        """For an odd slot, take the even sibling's sum out of each tree as the gradient to accumulate into: saves a
-        buffer.
+        """Before an odd slot, move the even sibling's gradient from each tree to the parameter, so that backward
+        accumulates into it: saves a buffer.
 
-        Does nothing with several stages or an audit.
+        Does nothing in a pipeline or during an audit.
         """
         # A right sibling's gradient is not needed separately, except by a witness. So the backward pass adds it to the left one,
         # which is the same addition without a second set of gradients. Not in a pipeline: it may postpone weight gradients and
@@ -203,6 +206,7 @@ class TreeSummation(Summation):
         return value
 
     def clear(self) -> None:
+        """Drop all nodes of all trees."""
         self._accumulating.clear()
         for tree in self._trees.values():
             tree.nodes.clear()
@@ -252,7 +256,9 @@ class FastSummation(Summation):
 
 
 def leaves_of(mesh: Mesh, deal: Deal, *, experts: bool) -> Leaves:
-    """Return the summands of a sharded parameter group's gradient: of dense parameters, or of experts."""
+    """Return the leaves of the tree of a sharded parameter group's gradient: for dense parameters one for each
+    context rank of a team's slots, for experts one for each expert shard rank.
+    """
     layout = mesh.layout
     # Context ranks see different parts of a slot; experts get the tokens of several ranks at once.
     of_experts = layout.expert_shard // (layout.shard // layout.team)

@@ -57,7 +57,9 @@ class Leaves:
         return self.deal.slots // self.deal.team * self.per_hand
 
     def of_round(self, current: Round) -> range:
-        """Return the leaves of one round of a replica: one from each rank that has a share, in their order."""
+        """Return the leaves of one round of a replica: one from each rank that has a share, in their order; fewer in
+        a round that is not full.
+        """
         team, first = self.deal.team, current.slots[0]
         assert first is not None, "a round begins with a slot"
         hands = current.assigned // team
@@ -218,7 +220,7 @@ def leaf_sums(count: int, leaves: range, device: torch.device) -> LevelSums:
 
 
 def _rows(first: tuple[int, ...], second: tuple[int, ...], device: torch.device) -> tuple[Rows, Rows]:
-    """Return both as slices if both are evenly spaced, else both as tensors."""
+    """Return the row numbers ``first`` and ``second`` as two slices if both are evenly spaced in the same way, else as tensors."""
     stride = first[1] - first[0] if len(first) > 1 else 1
     apart = second[0] - first[0]
     if all(row == first[0] + i * stride for i, row in enumerate(first)) and all(
@@ -290,7 +292,7 @@ class TreeReducer:
             self.tree.push_node(node, rows[row])
 
     def keep(self) -> None:
-        """Copy the tree's nodes out of buffers that they share with gradients already added."""
+        """Copy those of the tree's nodes that are views of larger buffers, so that the buffers can be freed."""
         self.tree.nodes = {
             node: value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
             for node, value in self.tree.nodes.items()

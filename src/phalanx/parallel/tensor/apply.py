@@ -94,8 +94,8 @@ class VocabularyEmbedding(nn.Embedding):
         self.weight, self.start, self.comm = embedding.weight, start, comm
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up tokens ``(b, s)`` of the full vocabulary, ids of other ranks as zeros, and sum: ``(b, s / ranks,
-        d)``. A collective.
+        """Look up tokens ``(b, s)`` of the full vocabulary, with zeros for rows of other ranks, and reduce-scatter
+        along the sequence: ``(b, s / ranks, d)``. A collective.
         """
         count = self.weight.shape[0]
         row = tokens - self.start
@@ -116,7 +116,7 @@ class _SummedGradients:
         self._saved: tuple[Tensor, ...] = ()
 
     def install(self, module: nn.Module) -> None:
-        """Register the hooks on ``module``."""
+        """Register hooks on ``module``, which replace its parameters by views with summed gradients while it runs."""
         note_derived_weights(module, self._names)
         module.register_forward_pre_hook(self._enter)
         # always_call, because activation recomputation stops with an exception as soon as it has the tensors it needs.
@@ -185,7 +185,9 @@ def apply_tensor(
 
 
 def _cut(module: nn.Module, mesh: Mesh, table: Mapping[str, Parameter]) -> dict[str, Partition]:
-    """Replace each parameter that ``table`` divides by this rank's part. Return the partitions by name."""
+    """Replace each parameter that ``table`` divides by this rank's part, uninitialized; experts are skipped. Return
+    the partitions of all others by name.
+    """
     index, count = mesh.tensor_rank, mesh.layout.tensor
     partitions = {}
     for owner_name, owner in module.named_modules():
@@ -226,7 +228,9 @@ def _communicate(
 
 
 def _by_unit(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-    """Return, for each module that FSDP may treat as a unit, its parameters among ``names``, without those of nested units."""
+    """Return each module that FSDP may treat as a unit with those of ``names`` that are in it and in no nested unit,
+    relative to the module. Modules without any are left out.
+    """
     units = {name: part for name, part in module.named_modules() if isinstance(part, _UNITS)}
     inside: dict[str, list[str]] = {name: [] for name in units}
     for name in names:

@@ -127,7 +127,9 @@ class SequenceComm:
         return apply_function_of_many(_SumGradients, self, *parameters)
 
     def total(self, statistics: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors, without a gradient. A collective; the order of the sum is ``order``."""
+        """Return the sum of the ranks' tensors of one shape, without a gradient. A collective. It is added by rank,
+        in a tree, or in the library's order, as ``order`` says.
+        """
         if self.order == "ranks":
             first, *others = self.stack(statistics).unbind()
             return sum(others, first)

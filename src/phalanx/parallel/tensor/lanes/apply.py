@@ -239,7 +239,7 @@ def _rows(owner: nn.Module, lanes: RankLanes, parameter: Parameter) -> layers.La
 
 
 def _lane_result(layer: _Layer, tiles: RankTiles | None) -> layers.LaneResult:
-    """Return how a layer's heads compute in lanes: on the full sequence, or tile by tile."""
+    """Return the function that computes a layer's heads in lanes: on the full sequence without ``tiles``, else tile by tile."""
     if tiles is None:
         return layers.OnWholeSequence(layer.by_heads)
     if isinstance(layer, FeedForward):

@@ -155,6 +155,9 @@ class _Cut(torch.autograd.Function):
     def forward(
         ctx: _CutContext, tensor: Tensor, dim: int, parts: int, gradient: WholeGradient | None
     ) -> tuple[Tensor, ...]:
+        """Cut ``tensor`` into ``parts`` along ``dim``. Parts along rows are aligned in memory. ``gradient`` is the
+        memory of the full gradient, if the lanes write it.
+        """
         ctx.dim, ctx.gradient = dim, gradient
         own = tensor.chunk(parts, dim)
         # Rows are multiplied in place; columns are copied for each product.
@@ -184,7 +187,9 @@ class LaneParameter:
     """Writes the lanes' rows of its gradient side by side; ``None`` if that is not possible."""
 
     def of_lanes(self) -> list[list[Tensor]]:
-        """Return, for each lane, its tensor for each tile."""
+        """Return, for each lane, its tensor for each tile: parts of the parameter, or of the shares that several
+        lanes or tiles have of it.
+        """
         shares = (self.owner.get_parameter(self.attribute),) if self.shared is None else self.shared.now()
         sharers = len(shares) // self.tiles
         by_share = [
@@ -292,7 +297,10 @@ class LanedLayer:
     """Adds the bias of the result; ``None`` if there is none."""
 
     def __call__(self, x: Tensor, *context: object) -> Tensor:
-        """``(b, s / ranks, d)`` to the same; ``context`` holds the layer's arguments that cover full sequences."""
+        """Apply the layer to ``x`` ``(b, s / ranks, d)``: gather its inputs, add the lanes' results in a tree,
+        scatter the sum, and add the bias. The result has the shape of ``x``. ``context`` has the layer's arguments
+        that cover full sequences.
+        """
         inputs = self.by_tokens(x)
         if self.comm is not None:  # one gather for all inputs
             packed = inputs[0] if len(inputs) == 1 else torch.cat(inputs, -1)

@@ -47,7 +47,9 @@ def _totals(comm: SequenceComm, nodes: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _added(leaves: Sequence[LaneLeaves], upstream: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sum of each parameter's leaves, fp32; ``upstream`` has the leaves of one parameter after the other."""
+    """Return the sum of each parameter's leaves, fp32, in tree order over this rank and its ``comm``. ``upstream``
+    has the leaves of one parameter after the other. A collective if there is a ``comm``.
+    """
     gradients = iter(upstream)
     # 1. Add each run of leaves on this rank.
     nodes = [
@@ -77,6 +79,7 @@ class _Shared(torch.autograd.Function):
     def forward(
         ctx: _SharedContext, leaves: Sequence[LaneLeaves], report: Report | None, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return as many views of each parameter as it has leaves, one parameter after the other."""
         ctx.leaves, ctx.report = leaves, report
         pairs = zip(parameters, leaves, strict=True)
         return tuple(parameter.view_as(parameter) for parameter, part in pairs for _ in range(part.count))
@@ -116,7 +119,7 @@ class Shares:
         return self._current.get(name) or (self._unit.get_parameter(name),) * self._leaves[name].count
 
     def _enter(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
-        """Make the views of the module's parameters for each lane, for the pass that begins."""
+        """Make the views of the module's parameters for each leaf, for the pass that begins."""
         parameters = [module.get_parameter(name) for name in self._leaves]
         shares = iter(
             apply_function_of_many(_Shared, tuple(self._leaves.values()), self._report, *parameters)
