@@ -66,7 +66,9 @@ def silent(_done_bytes: int, _total_bytes: int) -> None:
 def verify(
     root: Path | str, step: int | None = None, *, progress: VerifyProgress = silent
 ) -> list[StepProblem]:
-    """Run ``verify_tier`` on the checkpoints in the folder ``root``."""
+    """Verify ``step`` (``None``: all steps) in the folder ``root`` by ``verify_tier``. Raises NoSuchStepError if
+    there is no such folder or step.
+    """
     if not Path(root).is_dir():
         raise NoSuchStepError(f"{root}: no such folder")
     return verify_tier(DiskTier(root), str(root), step, progress=progress)
@@ -170,7 +172,9 @@ class DiskDraft:
         return {path.relative_to(self._folder).as_posix(): path.stat().st_size for path in files}
 
     def write_image(self, file: str, blocks: Iterator[ByteArray], nbytes: int) -> None:
-        """Write and sync an image of the step in the draft's folder; raises StorageFullError or StorageError."""
+        """Write and sync an image of the step in the draft's folder. Raises StorageFullError or StorageError;
+        ``nbytes`` is for their messages.
+        """
         path = self._path(file)
         with storage_errors(path, nbytes), path.open("wb") as target:
             for block in blocks:
@@ -221,6 +225,7 @@ class RateLimit:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        """``clock`` returns seconds; ``sleep`` waits for them."""
         self._clock, self._sleep = clock, sleep
         self._seconds_per_byte = 1 / (mib_s * (1 << 20)) if mib_s else 0.0
         self._cancelled = cancelled
@@ -246,11 +251,12 @@ class RateLimit:
 def copy_share(
     source: VerifiableTier, step: int, draft: CopyDraft, share: int = 0, shares: int = 1, *, limit: RateLimit
 ) -> int:
-    """Copy this process's share of a step's files into a draft, every ``shares``-th from ``share``. Return the number
-    of bytes copied.
+    """Copy this process's share of a step's files into a draft, every ``shares``-th from ``share``, at most as fast
+    as ``limit``. Return the number of bytes copied.
 
-    Raises CorruptError if the source is damaged, and the errors of source and draft. Images that the draft already has
-    in full size are skipped.
+    Every block of the source is verified. Images that the draft already has in full size are skipped. Raises
+    CorruptError if the source is damaged, AbandonedError if ``limit`` is cancelled, and the errors of source and
+    draft.
     """
     draft_sizes = draft.sizes()
     copied_bytes = 0

@@ -68,10 +68,11 @@ def tensor_digest(dtype: str, shape: Extent, data: Iterable[Any]) -> TensorDiges
 
 
 def combine(tensors: Mapping[str, TensorDigest]) -> str:
-    """Return the digest of all tensors, as 64 hexadecimal digits.
+    """Return the digest of all tensors, as 64 hexadecimal digits. It covers names, dtypes, shapes and data, in the
+    order of names.
 
-    A shape is written as ``2,3``, a scalar's as ``()``. It covers names, dtypes, shapes and data, in the order of
-    names.
+    Each tensor adds a line "name dtype shape" and its 32-byte digest. A shape is written as ``2,3``, a scalar's as
+    ``()``.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
@@ -149,8 +150,9 @@ def compare_step(
     """Return the tensors that differ in committed ``step``: the model's in the order of its layers, then the
     optimizer's.
 
-    ``on_progress(done_tensors, total_tensors)`` is called after each tensor. Raises ``CheckpointError`` if a side
-    cannot be read. Only tensors with equal dtype and shape are compared by element. Streams with bounded memory.
+    A tensor of only one side, or with another dtype or shape, differs without a comparison of elements.
+    ``on_progress(done_tensors, total_tensors)`` is called after each batch. Raises ``CheckpointError`` if a side
+    cannot be read. Streams with bounded memory.
     """
     sides = (first, second)
     stored = [side.boxes(step) for side in sides]

@@ -116,7 +116,9 @@ def _plan(
     reader: int | None,
     may_be_missing: frozenset[str],
 ) -> tuple[PlannedRead, ...]:
-    """Return the reads for ``needed``: from ``rank``'s own boxes if these cover it, else from all ranks' (logged)."""
+    """Return the reads for ``needed``: from the boxes of ``rank`` if these cover it, else from all ranks' (logged).
+    ``None`` reads from all. Tensors in ``may_be_missing`` that no tier has are left out.
+    """
     if rank is not None:
         try:
             return plan_restore(needed, _stored_boxes(tiers, step, rank, needed), reader=reader or 0)
@@ -136,7 +138,9 @@ def _stored_boxes(
 
 
 def _fill(shards: Sequence[Shard], piece: Box, data: RawArray) -> None:
-    """Copy the part ``data`` of a tensor into each shard that overlaps it."""
+    """Copy the part ``data`` of a tensor, raw integers with the bits of ``piece.dtype``, into each shard that
+    overlaps it; converts to the shard's dtype and device if ``data`` is writeable or the shard is on a GPU.
+    """
     for shard in shards:
         common = piece.intersection(shard.box)
         if common is None:
@@ -189,7 +193,9 @@ def restore_weights(
 
 
 def _restore_step(tier: ReadableTier, step: int, model: nn.Module, parts: Mapping[str, Rows]) -> int:
-    """Restore a step's weights into the model, of some tensors the rows in ``parts``; return the step."""
+    """Restore a step's weights into the model's state dict, of the tensors in ``parts`` only those rows. Return the
+    step. Raises as ``restore`` does.
+    """
     # The boxes are fp32, as stored; copying into the model's tensors converts and moves them to its device.
     shards = [
         Shard(_box(WEIGHTS + name, tuple(tensor.shape), parts.get(name)), tensor)

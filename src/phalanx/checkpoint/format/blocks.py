@@ -50,7 +50,9 @@ _NO_DIRECT_IO = (errno.EINVAL, errno.ENOTSUP)
 
 @contextmanager
 def storage_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Convert an OSError to a CheckpointError with the remedy."""
+    """Context that converts an OSError to the CheckpointError of ``explain``: for writing if ``needed_bytes`` is
+    positive, else for reading.
+    """
     try:
         yield
     except OSError as error:
@@ -58,7 +60,10 @@ def storage_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
 
 
 def explain(error: OSError, path: Path, needed_bytes: int) -> CheckpointError:
-    """Return the CheckpointError for ``error``, raised while ``path`` was written (``needed_bytes`` > 0) or read."""
+    """Return the CheckpointError for ``error``, raised while ``path`` was written (``needed_bytes`` > 0) or read.
+    Full disks and size limits give StorageFullError; a missing file AbandonedError for writes, MissingFileError for
+    reads; all else StorageError.
+    """
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         most = "fewer, by its file system" if limit == resource.RLIM_INFINITY else f"{limit:,} (ulimit -f)"
@@ -114,11 +119,11 @@ def write_blocks(
     block_bytes: int = BLOCK_BYTES,
     cancelled: Callable[[], bool],
 ) -> WrittenBlocks:
-    """Write ``data`` (uint8) to a new file at ``path``, durably (fsync), and return its blocks' checksums.
+    """Write ``data`` (uint8) to a file at ``path``, replacing an existing one, durably (fsync), and return its
+    blocks' checksums. Several threads write.
 
-    An existing file is replaced. Raises StorageFullError, StorageError, or AbandonedError if ``cancelled()`` becomes
-    true between two blocks. Uses direct I/O if the file system and the alignment allow it; the result reports it.
-    Several threads write.
+    Uses direct I/O if the file system and the alignment allow it; the result reports it. Raises StorageFullError,
+    StorageError, or AbandonedError if ``cancelled()`` becomes true between two blocks. A failed file stays.
     """
     with storage_errors(path, data.nbytes):
         if data.ctypes.data % PAGE_BYTES == 0 and block_bytes % PAGE_BYTES == 0:
@@ -303,8 +308,10 @@ BlockReader = Callable[[Sequence[int]], Iterator[ByteArray]]
 def read_parts(
     manifest: Manifest, reads: Sequence[PlannedRead], blocks: BlockReader
 ) -> Iterator[tuple[Box, RawArray]]:
-    """Yield the parts that ``reads`` request from the image that ``manifest`` describes, in pieces within a block, each
-    with its box. An array is valid until the next one. Each block is read once if reads are in order.
+    """Yield the parts that ``reads`` request from the image of ``manifest``, in pieces within a block, each with its
+    box. ``blocks`` returns the bytes of numbered blocks.
+
+    An array is a view that is valid until the next one. Each block is read once if reads are in order.
     """
     starts = {entry.box: entry.start for entry in manifest.entries}
     pieces = [
@@ -366,6 +373,7 @@ class _Window:
     """Sliding window over an image's blocks, from which byte ranges are assembled."""
 
     def __init__(self, blocks: Iterator[ByteArray], numbers: Sequence[int], block_bytes: int) -> None:
+        """Assemble from ``blocks``, which yields those of ``numbers`` in this order."""
         self._blocks = blocks
         self._numbers = iter(numbers)
         self._block_bytes = block_bytes
@@ -373,7 +381,9 @@ class _Window:
         self._block: ByteArray | None = None
 
     def take(self, start: int, stop: int) -> ByteArray:
-        """Return the image's bytes ``start:stop``, valid until the next call."""
+        """Return the image's bytes ``start:stop``, valid until the next call: a view within one block, else a copy.
+        Starts may not go back to an earlier block.
+        """
         first, last = start // self._block_bytes, (stop - 1) // self._block_bytes
         if first == last:
             return self._at(first)[start - first * self._block_bytes : stop - first * self._block_bytes]

@@ -194,7 +194,7 @@ class _Shelf:
         self.longest = max(_rows_of(stored.box)[1] for _, stored in self.entries)
 
     def near(self, box: Box) -> list[tuple[int, StoredBox]]:
-        """Return the stored boxes that may overlap ``box`` in their rows."""
+        """Return the stored boxes, with their numbers, that may overlap ``box`` in their rows; some of them may not."""
         start, size = _rows_of(box)
         return self.entries[
             bisect_left(self.starts, start - self.longest + 1) : bisect_left(self.starts, start + size)
@@ -264,7 +264,9 @@ def _take(
 
 
 def _shelves(needed: Sequence[Box], stored: Sequence[StoredBox]) -> dict[str, list[_Shelf]]:
-    """Return the stored boxes of each needed tensor, grouped by distance, nearest first; raises MismatchError."""
+    """Return by name the stored boxes of each needed tensor, grouped by distance, nearest first. Empty boxes are left
+    out. Raises MismatchError for another global shape or dtype.
+    """
     needed_by_name = {box.name: box for box in needed}
     by_distance: dict[str, dict[int, _Shelf]] = defaultdict(lambda: defaultdict(_Shelf))
     different: dict[str, Box] = {}
@@ -286,6 +288,7 @@ def _shelves(needed: Sequence[Box], stored: Sequence[StoredBox]) -> dict[str, li
 
 
 def _describe_mismatch(needed_by_name: dict[str, Box], different: dict[str, Box]) -> str:
+    """Return the message that lists the tensors whose stored shape or dtype is ``different`` from the needed one, with the remedy."""
     lines = [
         f"  {name}: needed {needed_by_name[name].dtype} {needed_by_name[name].global_shape}, stored {box.dtype} {box.global_shape}"
         for name, box in sorted(different.items())

@@ -203,7 +203,7 @@ class BoxTable:
         return len(self.tensor)
 
     def box(self, row: int) -> Box:
-        """Return the box of a row."""
+        """Return the box of a row. Its offset and shape are in the last columns, as many as the tensor has dimensions."""
         tensor = self.tensors[int(self.tensor[row])]
         dims = len(tensor.global_shape)
         offset = self.begin[row, self.begin.shape[1] - dims :].tolist()
@@ -290,7 +290,7 @@ class BoxTable:
 
 
 def _merged_along(dim: int, tensor: Column, begin: Column, end: Column) -> tuple[Column, Column, Column]:
-    """Unite rows that agree in all dimensions but ``dim`` and touch or overlap in it."""
+    """Unite rows that agree in all dimensions except ``dim`` and touch or overlap in it. Return fewer rows, sorted by lines."""
     if not len(tensor):
         return tensor, begin, end
     others = [other for other in range(begin.shape[1]) if other != dim]
@@ -314,7 +314,9 @@ def _merged_along(dim: int, tensor: Column, begin: Column, end: Column) -> tuple
 
 
 def table_of(entries: Sequence[ImageEntry], holder: int) -> BoxTable:
-    """Return the boxes of one image as a sorted table, all with ``holder``."""
+    """Return the boxes of one image as a sorted table, all with ``holder``. Tensors with fewer dimensions are padded
+    in front with extents of one.
+    """
     full_boxes = [full_box(entry.box.name, entry.box.dtype, entry.box.global_shape) for entry in entries]
     tensors = tuple(sorted(set(full_boxes)))
     number = {tensor: index for index, tensor in enumerate(tensors)}

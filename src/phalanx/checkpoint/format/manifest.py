@@ -60,7 +60,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, path: str) -> Manifest:
-    """Inverse of ``encode_manifest``. ``path`` is for messages. Raises CorruptError, FormatVersionError."""
+    """Inverse of ``encode_manifest``. ``path`` is for messages. Raises CorruptError if it is not a manifest,
+    FormatVersionError for another version.
+    """
     content = parse_object(data, path)
     version = content.get("version")
     if version != _VERSION:
@@ -245,9 +247,9 @@ class Catalog:
         return sum(image.nbytes for image in self.images)
 
     def manifest(self, rank: int) -> Manifest:
-        """Return the manifest of one rank.
+        """Return the manifest of one rank. Its boxes and checksums are unpacked at each call.
 
-        Raises KeyError if the catalog does not have it. Its boxes and checksums are unpacked at each call.
+        Raises KeyError if the catalog does not have the rank.
         """
         for image in self.images:
             if image.rank == rank:
@@ -268,7 +270,7 @@ def catalog_of(manifest: Manifest, packed_table: bytes | None = None) -> Catalog
 
 
 def join_catalogs(catalogs: Sequence[Catalog], packed_table: bytes | None = None) -> Catalog:
-    """Join the images of several catalogs in one. ``packed_table`` may be passed if it is already encoded."""
+    """Join the images of several catalogs in one, sorted by rank. ``packed_table`` may be passed if the joined table is already encoded."""
     images = sorted((image for catalog in catalogs for image in catalog.images), key=lambda image: image.rank)
     return Catalog(
         tuple(images), packed_table or encode_table(joined([catalog.table for catalog in catalogs]))
@@ -292,7 +294,9 @@ def encode_catalog(catalog: Catalog) -> bytes:
 
 
 def decode_catalog(data: bytes, path: str) -> Catalog:
-    """Inverse of ``encode_catalog``. ``path`` is for messages. Raises CorruptError, FormatVersionError."""
+    """Inverse of ``encode_catalog``; the table stays packed. ``path`` is for messages. Raises CorruptError if any
+    byte was changed, FormatVersionError for another version.
+    """
     body = memoryview(data)[:-_SEAL_BYTES]
     if xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little") != data[-_SEAL_BYTES:]:
         raise CorruptError(

@@ -165,7 +165,9 @@ def _same_as_embedding(folder: _Folder, index: FolderIndex, embedding: str, copy
 def _require(
     directory: Path, index: FolderIndex, needed: list[Published], copied: tuple[str, str] | None
 ) -> tuple[str, ...]:
-    """Raise DcpError if tensors are missing, unknown or of another shape. Return notes on what is left out."""
+    """Raise DcpError, with the first eight problems, if tensors are missing, unknown or of another shape or dtype.
+    Return notes on what is left out: optimizer state and entries beside the model.
+    """
     shapes = {tensor.name: tensor.shape for tensor in needed}
     problems = [
         f"{name} has shape {index.tensors[name].shape}, and the model's is {shape}"

@@ -191,10 +191,10 @@ def read_index(directory: Path) -> FolderIndex:
 
 
 def _index_of(directory: Path, metadata: object) -> FolderIndex:
-    """Return the index of metadata that the restricted unpickler has read.
+    """Return the index of ``metadata``, which the restricted unpickler has read.
 
-    Entries that are no tensors of a readable dtype are listed as others. Raises DcpError for metadata of another
-    structure, and for pieces that cannot be read.
+    Entries that are no tensors of a readable dtype are listed as others. Raises DcpError or TypeError for metadata of
+    another structure, and DcpError for pieces that cannot be read.
     """
     top = _expected(_Metadata, metadata)
     described = _expected(dict, top.field("state_dict_metadata"))
@@ -254,7 +254,9 @@ def _pieces(
 
 
 def _piece(directory: Path, name: str, offset: Extent, sizes: Extent, info: _StorageInfo) -> SavedPiece:
-    """Return where a piece is stored. Raises DcpError for transformed data, and for a range outside the folder's files."""
+    """Return the file and byte range of a piece. Raises DcpError for transformed data, a file that is not directly in
+    the folder, and a range beyond its end.
+    """
     file = _expected(str, info.field("relative_path"))
     start, length = _expected(int, info.field("offset")), _expected(int, info.field("length"))
     if info.field("transform_descriptors"):
