@@ -206,9 +206,10 @@ def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -
 
 
 def goodput_plan(inputs: RunInputs, assumed: RunAssumptions, level: RateLevel) -> CheckpointPlan:
-    """Plan the two risks at a level of failure rates, with the best checkpoint intervals.
+    """Plan the two risks at a level of failure rates, with the best or the assumed checkpoint intervals.
 
-    With memory tiers, a few failures go beyond them; a restart from durable storage has only one risk.
+    With memory tiers, a few failures go beyond them; a restart from durable storage has only one risk. The durable
+    interval is a multiple of the frequent one, and neither is shorter than its save takes.
     """
     per_s = failures_per_s(inputs.cluster, inputs.accelerators, level, assumed.failure_classes)
     places = tiers(
@@ -237,13 +238,14 @@ def goodput_plan(inputs: RunInputs, assumed: RunAssumptions, level: RateLevel) -
 def _risk(
     per_s: float, stall_s: float, assumed: RunAssumptions, method: RecoveryMethod, tier: TierCost
 ) -> Risk:
+    """Return a risk of ``per_s`` failures a second, recovered by ``method`` from ``tier``; 0 means never."""
     return Risk(
         1 / per_s if per_s else math.inf, stall_s, recovery_phases(method, tier, assumed.recovery_level)
     )
 
 
 def _reading(inputs: RunInputs, assumed: RunAssumptions) -> DataReading | None:
-    """Return the read rates of the run's data; ``None`` if the inputs have no data."""
+    """Return the read rates of the run's data, from the cluster's storage unless a rate is assumed; ``None`` without data."""
     if inputs.data is None:
         return None
     bandwidth = inputs.cluster.storage_bytes_per_s.value
@@ -283,7 +285,7 @@ def _spares_needed(inputs: RunInputs, assumed: RunAssumptions) -> int:
 
 
 def _with_pauses(shares: Mapping[str, float], assumed: RunAssumptions, fleet: float) -> dict[str, float]:
-    """Return the shares with planned pauses and the time lost to missing nodes."""
+    """Return the shares of wall time scaled for planned pauses, with the work lost to missing nodes (1 - ``fleet``) split off."""
     paused = min(1.0, assumed.planned_pauses_per_day * assumed.planned_pause_s / DAY_S)
     scaled = {name: share * (1 - paused) for name, share in shares.items()}
     missing = scaled["committed"] * (1 - fleet)
@@ -298,10 +300,11 @@ def _with_pauses(shares: Mapping[str, float], assumed: RunAssumptions, fleet: fl
 def _finish_s(
     plan: CheckpointPlan, inputs: RunInputs, assumed: RunAssumptions, work_s: float, other_goodput: float
 ) -> Floats:
-    """Wall seconds of simulated runs; ``other_goodput`` is the goodput despite pauses and missing nodes.
+    """Wall seconds of simulated runs, shape (draws,); ``other_goodput`` is the goodput despite pauses and missing
+    nodes.
 
-    Failure rates are drawn between the published ones (triangular in the logarithm, typical as its mode),
-    step times around the estimate (its band).
+    Failure rates are drawn between the published ones (triangular in the logarithm, typical as its mode), step times
+    around the estimate (its band). Infinite if ``other_goodput`` is 0.
     """
     random = np.random.default_rng([assumed.seed, 1])
     rates = [
@@ -326,7 +329,7 @@ def _finish_s(
 def _energy(
     inputs: RunInputs, assumed: RunAssumptions, wall_s: float, shares: Mapping[str, float], spares: int
 ) -> Energy:
-    """Return the energy of ``wall_s`` seconds, with the user's PUE if one is assumed."""
+    """Return the energy of ``wall_s`` seconds in kWh, with the user's PUE if one is assumed. Undone work costs as much as kept work."""
     cluster = inputs.cluster
     if assumed.pue is not None:
         cluster = replace(cluster, pue=Fact(assumed.pue, "set by the user"))
@@ -337,6 +340,7 @@ def _energy(
 def _cost(
     inputs: RunInputs, assumed: RunAssumptions, wall_s: float, energy_kwh: float, spares: int
 ) -> RunCost:
+    """Return the cost of ``wall_s`` seconds in dollars, by the user's price if one is assumed, else the catalog's."""
     price = assumed.usd_per_accelerator_hour
     return cost(
         accelerators=inputs.accelerators,
@@ -393,7 +397,7 @@ def _warnings(
 
 
 def _sources(inputs: RunInputs, assumed: RunAssumptions, plan: CheckpointPlan) -> dict[str, str]:
-    """Return the source of each figure; a value that is not its default is the user's."""
+    """Return the source of each figure; "set by the user" for an assumption that is not its default."""
     cluster, user = inputs.cluster, "set by the user"
     usual = RunAssumptions()
 
@@ -422,7 +426,7 @@ def _sources(inputs: RunInputs, assumed: RunAssumptions, plan: CheckpointPlan) -
 
 
 def _plain(value: object) -> Any:
-    """Return the value as types that JSON supports; a number that is not finite becomes None."""
+    """Return the value as types that JSON supports: keys as text, tuples as lists, and None for a number that is not finite."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -90,7 +90,10 @@ LLAMA3_INTERRUPTIONS: Mapping[str, int] = {
 def _llama3(
     name: str, device: Literal["accelerator", "node"], *causes: str, takes_node: bool = True
 ) -> FailureClass:
-    """Return the failure class of some of Llama 3's causes, in failures per 1,000 device-days."""
+    """Return the failure class of some of Llama 3's causes, in failures per 1,000 device-days.
+
+    Low and high are the typical rate times the factors ``_LOW`` and ``_HIGH``.
+    """
     count = sum(LLAMA3_INTERRUPTIONS[cause] for cause in causes)
     days = _LLAMA3_ACCELERATOR_DAYS if device == "accelerator" else _LLAMA3_NODE_DAYS
     typical = 1000 * count / days

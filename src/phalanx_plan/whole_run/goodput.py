@@ -69,7 +69,8 @@ class Risk:
 
 
 def interval_s(risk: Risk, at_least_s: float = 0.0, step_s: float = 0.0) -> float:
-    """The best possible interval: an integer number of steps, and at least as long as the last save takes to drain.
+    """The best interval in seconds of useful work: an integer number of steps, at least as long as the last save
+    takes to drain.
 
     ``step_s`` of 0 leaves out the rounding; infinite without failures.
     """
@@ -84,8 +85,10 @@ def interval_s(risk: Risk, at_least_s: float = 0.0, step_s: float = 0.0) -> floa
 
 
 def efficiency(risk: Risk, interval_s: float, slowdown: float = 1.0) -> float:
-    """Useful over wall time, with failures of this risk; useful time passes ``slowdown`` times slower. 0 if it would
-    never finish. Raises ``GoodputError`` for an interval that is not positive.
+    """Useful over wall time, with failures of this risk (exponential times between them, after Daly 2006).
+
+    Useful time passes ``slowdown`` times slower. 0 if it would never finish. Raises ``GoodputError`` for an interval
+    that is not positive.
     """
     if math.isinf(risk.mtti_s):
         return (
@@ -116,7 +119,7 @@ def breakdown(risk: Risk, interval_s: float) -> dict[str, float]:
 
 
 def nested_efficiency(frequent: Risk, interval: float, rare: Risk, rare_interval_s: float) -> float:
-    """Goodput with both risks; intervals in seconds of useful work."""
+    """Goodput with both risks; intervals in seconds of useful work. The rare risk rolls back the work that the frequent one leaves."""
     inner = efficiency(frequent, interval)
     if inner == 0 or math.isinf(rare.mtti_s):
         return inner
@@ -201,11 +204,11 @@ class CheckpointPlan:
 def simulate(
     plan: CheckpointPlan, work_s: Floats, rate_factor: Floats, seed: int, most_failures: float = MOST_FAILURES
 ) -> Floats:
-    """Wall seconds of as many runs as ``work_s`` has entries; infinite for one that would not finish.
+    """Wall seconds of as many runs as ``work_s`` has entries; infinite for one whose goodput is below ``HOPELESS``.
 
-    ``work_s``: useful seconds that each run needs; ``rate_factor``: how much more often than planned it
-    fails. The same seed gives the same draws. A run with more than ``most_failures`` is simulated in part,
-    its deviation from the exact mean scaled by the root of how many such parts it has.
+    ``work_s``: useful seconds that each run needs; ``rate_factor``: how much more often than planned it fails. The
+    same seed gives the same draws. A run with more than ``most_failures`` is simulated in part, its deviation from
+    the exact mean scaled by the root of how many such parts it has.
     """
     goodput = np.array([plan.at_rate(factor).goodput for factor in rate_factor])
     alive = goodput >= HOPELESS
@@ -223,7 +226,7 @@ def simulate(
 
 
 def _simulated(plan: CheckpointPlan, work_s: Floats, per_s: Floats, random: np.random.Generator) -> Floats:
-    """Wall seconds of runs that fail ``per_s`` times a second, failure by failure."""
+    """Wall seconds of runs that fail ``per_s`` times a second, simulated failure by failure, all runs at once."""
     rare_per_s = 1 / plan.rare.mtti_s
     rare_share = rare_per_s / max(1 / plan.frequent.mtti_s + rare_per_s, 1e-300)
     wall_s = np.empty(len(work_s))
@@ -251,8 +254,11 @@ class _Runs:
 def _until_failure(
     plan: CheckpointPlan, runs: _Runs, gap_s: Floats, is_rare: NDArray[np.bool_]
 ) -> tuple[_Runs, NDArray[np.intp], Floats]:
-    """The runs after their next failure, which comes after ``gap_s``; and which finished before it, and
-    when.
+    """Return the runs after their next failure, which comes after ``gap_s``; the indices of those that finish before,
+    and when.
+
+    A failure keeps the work up to the last checkpoint, a rare one up to the last durable one. A failure during a
+    recovery starts the longer of the two recoveries.
     """
     interval_s = plan.interval_s
     # The stall of both tiers per interval; the durable tier's is spread over the intervals of the other.

@@ -63,10 +63,11 @@ def tiers(
     accelerators: int | None = None,
     snapshot_overlap: float = 0.0,
 ) -> dict[TierName, TierCost]:
-    """The four tiers of a state of ``checkpoint_bytes`` (all ranks together), spread evenly over ``accelerators``.
+    """The four tiers of a state of ``checkpoint_bytes`` (all ranks together), spread evenly over ``accelerators``;
+    None for all.
 
-    ``snapshot_overlap`` (0 to 1) is the share of the copy to host memory that the next step's computation hides. Raises
-    ``TierError`` for an argument out of its range.
+    ``snapshot_overlap`` (0 to 1) is the share of the copy to host memory that the next step's computation hides.
+    Raises ``TierError`` for an argument out of its range.
     """
     number = cluster.accelerators if accelerators is None else accelerators
     if checkpoint_bytes < 0 or number < 1:
@@ -305,7 +306,8 @@ def start(
     warmup_s: float = 0.0,
     costs: StartCosts = MEASURED,
 ) -> Start:
-    """Compute the phases of the start of a run.
+    """Compute the phases of the start of a run, in seconds. Attaching agents and importing workers overlap: the
+    shorter is ``hidden``.
 
     Args:
         nodes: Nodes, spares included.

@@ -60,8 +60,10 @@ class EnergyError(ValueError):
 
 
 def accelerator_power_w(accelerator: Accelerator, shares: Mapping[Activity, float]) -> float:
-    """Mean power (W) of an accelerator that spends these shares of its time; raises ``EnergyError`` unless they sum to
-    1.
+    """Mean power (W) of an accelerator that spends these shares of its time: idle power, and ``DRAW`` of the range up
+    to rated.
+
+    Raises ``EnergyError`` for an unknown activity, or unless the shares are at least 0 and sum to 1.
     """
     unknown = set(shares) - set(get_args(Activity))
     if unknown or abs(sum(shares.values()) - 1) > 1e-6 or min(shares.values()) < 0:
@@ -172,10 +174,10 @@ def cost(
     stored_bytes: float = 0.0,
     usd_per_gb_month: float = STORAGE_USD_PER_GB_MONTH.value,
 ) -> RunCost:
-    """Cost of a run of ``wall_s`` seconds. ``stored_bytes``: of checkpoints kept, on average over the run.
+    """Cost of a run of ``wall_s`` seconds in dollars. ``stored_bytes``: of checkpoints kept, on average over the run.
 
-    For owned machines, ``usd_per_accelerator_hour`` is their depreciation, and ``electricity_in_price`` is False.
-    Raises ``CostError`` for a negative amount.
+    Electricity costs nothing if ``electricity_in_price``. For owned machines, ``usd_per_accelerator_hour`` is their
+    depreciation, and ``electricity_in_price`` is False. Raises ``CostError`` for a negative amount.
     """
     amounts = {
         "accelerators": accelerators,
@@ -278,9 +280,12 @@ def data_reading(
     latency_s: float = STORE_LATENCY_S,
     requests_per_s: float = STORE_REQUESTS_PER_S,
 ) -> DataReading:
-    """Return the read rates of a run with steps of ``step_s`` on ``nodes`` nodes, from a store of ``bytes_per_s`` in total.
+    """Return the read rates of a run with steps of ``step_s`` on ``nodes`` nodes, from a store of ``bytes_per_s`` in
+    total.
 
-    Raises ``ValueError`` for a rate that is not above 0, or too low to ever read anything.
+    Local data is limited by bandwidth only; remote data by the lowest of bandwidth, latency and requests. Nodes of
+    one replica read the same records. Raises ``ValueError`` for a rate that is not above 0, or too low to ever read
+    anything.
     """
     rates = {
         "data_bytes_per_s": bytes_per_s,
@@ -314,7 +319,7 @@ def stored_sample_bytes(seq_len: int, vocab_size: int) -> int:
 
 
 def waiting_note(reading: DataReading) -> str:
-    """Return the note of a plan whose data reading limits the step, with the remedy; else empty."""
+    """Return the note of a plan whose data reading limits the step, with the remedy; empty if it does not."""
     if not reading.binds:
         return ""
     remedy = {

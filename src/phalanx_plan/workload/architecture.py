@@ -44,7 +44,11 @@ class Layer:
 
 
 def layers(workload: TrainingWorkload, stack: Stack) -> dict[str, Layer]:
-    """The operations of each of ``KINDS`` on one micro-batch."""
+    """Return, for each of ``KINDS``, the operations and kept tensors of a layer on one micro-batch, as ``stack``
+    carries them out.
+
+    The head includes the operations that predict further tokens.
+    """
     model = workload.model
     ahead = block.prediction_depths(model) * block.prediction_operations(model)
     work = {
@@ -60,7 +64,7 @@ def layers(workload: TrainingWorkload, stack: Stack) -> dict[str, Layer]:
 
 
 def _priced(operation: op.Operation, workload: TrainingWorkload, stack: Stack) -> Layer:
-    """One operation as ``stack`` carries it out."""
+    """Convert one operation of the model to the kernels, exchanges and kept tensors with which ``stack`` carries it out."""
     match operation:
         case op.KeptTensor():
             return Layer(kept=(operation,))
@@ -103,7 +107,7 @@ def _priced(operation: op.Operation, workload: TrainingWorkload, stack: Stack) -
 
 
 def _product(product: op.MatrixProduct, stack: Stack) -> Layer:
-    """Price a matrix product: its biases' gradients, and the output that it keeps."""
+    """Return a matrix product with its biases' gradients, if the stack has such kernels, and the output that it keeps."""
     biases = _biases(product) if stack.kernels.small_gradients and not product.wide else ()
     if not product.kept:
         return Layer((product, *biases))
@@ -150,7 +154,11 @@ def _rotation(rotation: op.Rotation, stack: Stack) -> Layer:
 
 
 def _core(core: op.AttentionCore, workload: TrainingWorkload, stack: Stack) -> Layer:
-    """Attention, which keeps its result for its own backward; a narrow output projection keeps it once more in its format."""
+    """Attention, which keeps its result for its own backward; a narrow output projection keeps it once more in its
+    format.
+
+    Without flash attention, the scores are also moved and kept.
+    """
     width = core.heads * core.value_width
     result = op.KeptTensor("core", "tokens", width, "tensor")
     operand = op.KeptTensor("out", "tokens", width, "tensor", operand=True, beside=True)
@@ -181,7 +189,7 @@ def _capping(core: op.AttentionCore, workload: TrainingWorkload) -> tuple[op.Poi
 
 
 def _activation(activation: op.Activation, stack: Stack) -> Layer:
-    """Price an activation, which keeps its inputs for backward."""
+    """Return an activation's memory traffic. It keeps one input for backward, and without fusion both inputs of a gated one."""
     part, rows, width, over = activation.part, activation.rows, activation.width, activation.over
     inputs = 2 if activation.gated else 1
     moved = op.Pointwise(part, rows, (inputs + 1) * width, (2 * inputs + 1) * width, over)
@@ -204,7 +212,7 @@ def _permutation(permutation: op.Permutation, stack: Stack) -> Layer:
 
 
 def _sorting(copies: int, stack: Stack) -> tuple[float, float]:
-    """Rows read and written for each token: into the order of experts, and back."""
+    """Rows read and written for each token: into the order of experts, and back, by the stack's way of dispatch."""
     if stack.experts.dispatch == "hybrid":  # its own kernel sorts what has come
         return 2 * copies, 2 * copies
     # Of an all-to-all, what it brings is in the order of ranks and sorted once more.
@@ -219,7 +227,7 @@ def _sorting(copies: int, stack: Stack) -> tuple[float, float]:
 
 
 def _around_experts(around: op.AroundExperts, stack: Stack) -> Layer:
-    """Price experts' padding, activation and biases that need separate kernels."""
+    """Return the experts' padding, activation clamps and weighted biases, each only if the stack computes it in separate kernels."""
     outer, inner = around.outer, around.inner
     # Gates and values are clamped and joined; backward they are masked by what was clamped, and joined.
     clamps = Layer(
@@ -251,7 +259,10 @@ def _dropout(dropout: op.Dropout, stack: Stack) -> Layer:
 
 
 def _loss_passes(stack: Stack) -> tuple[float, float]:
-    """Number of reads and writes of a score of two bytes for the loss, and for its gradient."""
+    """Number of reads and writes of a score of two bytes for the loss, and for its gradient.
+
+    The stack's own numbers if it has them, else those of a chunked, a fused, a compiled or a plain loss.
+    """
     if stack.loss.passes is not None:
         return stack.loss.passes
     if stack.loss.chunk:

@@ -329,7 +329,7 @@ Numbers = TypeVar("Numbers", Ints, Floats)
 
 
 def at_last(array: Numbers, index: slice | Ints | Bools, length: int) -> Numbers:
-    """The entries at ``index`` of the last axis, unless ``array`` is the same for all ``length`` of them."""
+    """Return the entries at ``index`` of the last axis; ``array`` itself if that axis is not ``length`` long and so broadcasts."""
     if array.shape[-1] != length:
         return array
     if isinstance(index, slice) or index.dtype == bool:
@@ -428,7 +428,10 @@ _LATENT = frozenset({"latent_up"})
 
 
 def mode_of_parts(text: str) -> Recompute:
-    """The mode that computes the parts named in ``text`` again, joined by "+". Raises ``ValueError`` with the names there are."""
+    """Return the mode that recomputes the parts or modules named in ``text``, joined by "+".
+
+    Raises ``ValueError`` with the valid names.
+    """
     names = [name.strip() for name in text.split("+")]
     unknown = [name for name in names if name not in MODULES and name not in PARTS]
     if unknown:

@@ -73,9 +73,11 @@ class PipelinePlaces:
 def places(
     workload: TrainingWorkload, stack: Stack, pipelines: list[tuple[int, int, bool]]
 ) -> PipelinePlaces:
-    """The places of each pipeline, given as (ranks, stages on each, whether they go down and up like a V).
+    """Return the kinds of ranks of each pipeline, given as (ranks, stages on each, whether they go down and up like a
+    V).
 
-    Raises ``ValueError`` for more stages than there are layers to divide.
+    Pipelines with fewer kinds are padded with their first. Raises ``ValueError`` for more stages than there are
+    layers to divide.
     """
     sizes_of = _splits(workload, stack, {ranks * per_rank for ranks, per_rank, _ in pipelines})
     mixture = tuple(is_mixture(workload.model, layer) for layer in range(workload.model.layers))
@@ -101,7 +103,10 @@ _PlaceRow = tuple[int, int, int, int, int]
 def _kinds(
     sizes: tuple[int, ...], mixture: tuple[bool, ...], ranks: int, per_rank: int, folded: bool, *, tied: bool
 ) -> tuple[_PlaceRow, ...]:
-    """(dense, mixture, embedding, head, rank) of each kind of rank that has more of something than every earlier one."""
+    """Return (dense, mixture, embedding, head, rank) of each rank that has more of something than every earlier one.
+
+    ``tied`` embeddings are counted on the rank of the head too.
+    """
     before = [0, *accumulate(mixture)]
     bounds = [0, *accumulate(sizes)]
     mixtures = [before[end] - before[begin] for begin, end in pairwise(bounds)]
@@ -161,10 +166,11 @@ def _last_less(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def balanced(costs: Floats, counts: set[int]) -> dict[int, tuple[int, ...]]:
-    """``phalanx.model.facts.shape.balance`` for several numbers of stages at once: sizes that make the dearest stage cheapest.
+    """Return, by number of stages, layers of each stage that make the stage of the highest cost as cheap as possible.
 
-    Stage by stage, a table holds for the first ``end`` layers the dearest stage, the sum of squares (which prefers even stages
-    among equals) and the last boundary; each new table is a minimum over all boundaries, taken for all ends at once.
+    Equals ``phalanx.model.facts.shape.balance`` for each of ``counts``. Stage by stage, a table holds for the first
+    ``end`` layers the highest cost, the sum of squares (which prefers even stages among equals) and the last
+    boundary; each new table is a minimum over all boundaries, taken for all ends at once.
     """
     boundaries = _boundaries(tuple(costs.tolist()))
     return {count: _trace(boundaries, len(costs), count) for count in counts}
@@ -172,7 +178,11 @@ def balanced(costs: Floats, counts: set[int]) -> dict[int, tuple[int, ...]]:
 
 @lru_cache(maxsize=8)
 def _boundaries(costs: tuple[float, ...]) -> list[Ints]:
-    """For each number of stages, where the last of them begins if it ends before layer ``end``, by ``end``."""
+    """Return, for each number of stages, an array over ``end``: the first layer of the last stage if that ends before
+    layer ``end``.
+
+    It minimizes the cost of the most expensive stage, then the sum of squares.
+    """
     layers = len(costs)
     before = np.concatenate(([0.0], np.cumsum(costs)))
     between = before[None, :] - before[:, None]
@@ -282,7 +292,11 @@ def holdings(
     shards: Literal["flat", "rows"] = "rows",
     optimizer: OptimizerSpec | None = None,
 ) -> Holdings:
-    """Elements of one layer of each kind on a rank, where data-parallel ranks divide ``shards``."""
+    """Return elements of one layer of each kind on a rank, and its share if data-parallel ranks divide ``shards``
+    ("rows" or flat).
+
+    Computed once for all candidates with equal degrees. With ``optimizer``, also the bytes of AdamW's moments.
+    """
     values, row = distinct([getattr(candidates, field.name) for field in dataclasses.fields(_Degrees)])
     return Holdings(_holdings(model, _Degrees(*values), optimizer, whole_rows=shards == "rows"), row)
 
@@ -318,7 +332,7 @@ def _holdings(
 
 
 def _of_kind(model: ModelSpec, kind: str) -> Iterator[Parameter]:
-    """Yield the parameters of one layer of a kind, or of an end of the model."""
+    """Yield the parameters of one layer of a kind, or of an end of the model; none for mixtures of a dense model."""
     if kind == "dense" or (kind == "mixture" and model.moe is not None):
         yield from block.placed("block", 0, block.parts(model, mixed=kind == "mixture"))
     elif kind != "mixture":
@@ -362,7 +376,7 @@ def _stacked_share(parameter: Parameter, degrees: _Degrees, *, whole_rows: bool)
 
 
 def _adamw_share(parameter: Parameter, degrees: _Degrees, optimizer: OptimizerSpec) -> Floats:
-    """Bytes of AdamW's moments of a rank's share."""
+    """Bytes of AdamW's moments of a rank's share of a parameter, which has complete rows."""
     if parameter.stacked:
         elements, over = _stacked_share(parameter, degrees, whole_rows=True), degrees.expert_tensor
     else:
@@ -397,7 +411,11 @@ class OwnedMatrices:
 def owned_matrices(
     optimizer: OptimizerSpec, model: ModelSpec, candidates: Candidates, counts: tuple[Floats, ...]
 ) -> OwnedMatrices:
-    """The matrices of owners where a rank has ``counts`` of each of ``KINDS``; see ``phalanx.model.facts.holdings``."""
+    """Return the matrices of the busiest owner where a rank has ``counts`` of each of ``KINDS``; see
+    ``phalanx.model.facts.holdings``.
+
+    State bytes are those of the owner with most state. Computed once for equal stages.
+    """
     degrees = (candidates.tensor, candidates.dense_shard, candidates.expert, candidates.expert_tensor)
     columns, row = distinct([*(count.astype(np.int64) for count in counts), *degrees])
     rows = [
@@ -417,7 +435,7 @@ def _most_owned(
     expert: int,
     expert_tensor: int,
 ) -> tuple[float, ...]:
-    """The fields of ``OwnedMatrices`` for one layout of one stage."""
+    """Return the fields of ``OwnedMatrices`` for one layout of one stage: most state, and the work of the owner with most FLOP."""
     parameters = [p for kind, n in zip(KINDS, counts, strict=True) for p in n * list(_of_kind(model, kind))]
     layout = Layout(shard=dense_shard, tensor=tensor, expert=expert, expert_tensor=expert_tensor)
     owners = work_of_owners(optimizer, parameters, layout)

@@ -150,7 +150,7 @@ def recipe_of(run: Circumstances) -> PerformanceRecipe | None:
 
 
 def _holds(recipe: PerformanceRecipe, run: Circumstances, release: float) -> bool:
-    """Return True if a recipe is one for this run in this release."""
+    """Return True if a recipe's patterns match model, GPU and precision, its releases include ``release``, and its pipeline fits."""
     precision = run.precision.replace("fp8-mx", "mxfp8")  # the MX format has two names
     sought = ((recipe.model, run.model), (recipe.gpu, run.gpu), (recipe.precision, precision))
     return (
@@ -161,7 +161,7 @@ def _holds(recipe: PerformanceRecipe, run: Circumstances, release: float) -> boo
 
 
 def with_recipe(stack: Stack, run: Circumstances, published: PerformanceRecipe | None) -> Stack:
-    """Return the stack configured by the run's recipe, or by its circumstances if no recipe is ``published``."""
+    """Return the stack configured by the ``published`` recipe; if None, by the run's own dispatcher, overlap and CUDA graphs."""
     recipe = published or PerformanceRecipe(
         "",
         "",

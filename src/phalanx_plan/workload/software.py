@@ -178,9 +178,10 @@ def _with_logits(stack: stacks.Stack, size: float) -> stacks.Stack:
 
 
 def _bloom(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
-    """DeepSpeed as it trained BLOOM.
+    """DeepSpeed as it trained BLOOM: blocking launches, and gradient bytes that depend on the format.
 
-    CUDA_LAUNCH_BLOCKING=1 is set in its scripts (train/tr11-176B-ml/tr11-176B-ml.slurm): a hang had made it necessary.
+    CUDA_LAUNCH_BLOCKING=1 is set in its scripts (train/tr11-176B-ml/tr11-176B-ml.slurm): a hang had made it
+    necessary.
     """
     stack = replace(stack, kernels=replace(stack.kernels, blocking_launches=True))
     if run.precision.startswith("bf16"):
@@ -227,8 +228,11 @@ def _bridge(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
 
 
 def _megatron_core(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
-    """Megatron Core with Transformer Engine, whose multi_tensor_quantize_impl casts one expert after the other unless scaling is
-    delayed."""
+    """Megatron Core with Transformer Engine: DeepSeek and Kimi leave the last stage shorter; block formats cast in
+    one kernel.
+
+    Its multi_tensor_quantize_impl casts one expert after the other unless scaling is delayed.
+    """
     if re.match(r"deepseek|kimi", run.model, re.IGNORECASE):
         # 61 layers: get_deepseek_v3_pipeline_layout and that of Kimi (Megatron-Bridge) leave the last stage the fewest.
         stack = replace(stack, split="last")
@@ -384,7 +388,10 @@ _ATTENTION = {
 def stack_of_software(
     software: TrainingSoftware, run: Circumstances, recipe: PerformanceRecipe | None
 ) -> stacks.Stack:
-    """The stack of ``software`` in these circumstances, as its ``recipe`` sets it if it follows one."""
+    """Return the stack of ``software`` in these circumstances, as its ``recipe`` sets it if it follows one.
+
+    ZeRO-3 of a stack without it is FSDP. The software's own adjustments come before the recipe.
+    """
     stack = _STACKS[software.stack]
     if run.zero == 3 and 3 not in stack.zero_stages:
         stack = _STACKS["fsdp"]
@@ -406,7 +413,11 @@ def stack_of_software(
 
 
 def profile_of_software(profile: Profile, software: TrainingSoftware, precision: str) -> Profile:
-    """An accelerator's constants, with the attention that the software has and the products of the format."""
+    """Return an accelerator's constants with the software's attention, and with block-scaled fp8 products if it
+    scales blocks.
+
+    Constants that were not measured stay as they are.
+    """
     blocks = profile.constants.matmul.get("fp8_block")
     if blocks and (software.scales_blocks or re.search(r"block|fine-grained", precision)):
         matmul = {**profile.constants.matmul, "fp8": blocks}
