@@ -61,7 +61,10 @@ def command(place: Path | None, form: str, step: int | None, out: Path | None, v
 
 
 def _verify(path: Path) -> None:
-    """Read a pack, and print that it is whole, or each damage on standard error. Raises ClickException."""
+    """Read a pack completely, and print that it is whole, or each damaged chunk on standard error.
+
+    Raises ClickException if any is damaged, or the pack cannot be opened.
+    """
     from phalanx.checkpoint.pack.reader import damage, open_pack
 
     with explained(CheckpointError):
@@ -76,7 +79,7 @@ def _verify(path: Path) -> None:
 
 
 def _shown(read_bytes: int, total: int) -> None:
-    """Show progress on standard error, if it is a terminal."""
+    """Show progress in per cent on standard error, if it is a terminal; end the line at the last byte."""
     if sys.stderr.isatty():
         end = "\n" if read_bytes >= total else ""
         click.echo(f"\r{read_bytes / max(1, total):4.0%} of {total:,} bytes", nl=False, err=True)

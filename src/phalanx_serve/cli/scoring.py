@@ -142,10 +142,10 @@ def opened_weights(place: Path, step: int | None) -> Iterator[tuple[Path, int | 
 def scorer_for(
     place: Path, step: int | None, dtype_name: str | None, device: str, *, stream: bool, memory: int | None
 ) -> Scorer:
-    """Return what scores with the weights in a run directory or a pack, by the options of those names.
+    """Return the scorer of the weights in a run directory or a pack, by the options of those names.
 
-    With "auto" a GPU is used only for the directory of a run with ``runtime.device`` "cuda". Raises ServeError, and the
-    errors of opening the weights.
+    With "auto" a GPU is used only for the directory of a run with ``runtime.device`` "cuda"; packs and streamed
+    weights are scored on the CPU. Raises ServeError, and the errors of opening the weights.
     """
     from phalanx.hardware.local.detect import set_for_rank
     from phalanx.hardware.local.device import gpus, on_gpu
@@ -168,8 +168,9 @@ def scorer_for(
 
 
 def shown_progress(count: int, things: str) -> Callable[[int], None] | None:
-    """Return a callback that prints on a terminal how many of ``count`` things are scored. Return None without a
-    terminal.
+    """Return a callback that prints on standard error how many of ``count`` things are scored.
+
+    Return None without a terminal, or for fewer than two things.
     """
     if count < 2 or not sys.stderr.isatty():
         return None
@@ -204,7 +205,9 @@ class Scored:
         return f"{len(self.log_probs)} tokens scored, sum {self.total:.6f}, mean {mean:.6f} nats{by_byte}"
 
     def json(self, step: int, note: str) -> dict[str, object]:
-        """Return the object that ``--json`` prints."""
+        """Return the object that ``--json`` prints: tokens, natural log-probabilities, their sum and mean, bits per
+        byte, step and note.
+        """
         return {
             "tokens": self.tokens,
             "log_probs": self.log_probs,
@@ -229,7 +232,8 @@ def _together(every: Sequence[Scored]) -> Scored:
 def given_texts(content: bytes, name: str) -> list[str | list[int]]:
     """Parse a file: one plain text, or a text or tokens from the JSON object on each line.
 
-    Raises ClickException. Also for an empty file or text, or text that is not UTF-8. Blank lines are skipped.
+    It is JSON lines if its name ends in .jsonl or its first line is such an object. Blank lines are skipped. Raises
+    ClickException for a line of another form, an empty file or text, or text that is not UTF-8.
     """
     try:
         text = content.decode()
@@ -254,7 +258,7 @@ def given_texts(content: bytes, name: str) -> list[str | list[int]]:
 
 
 def _damage(line: str) -> str:
-    """The reason why a line is no JSON, for a message; empty if it is JSON."""
+    """Return the reason why a line is no JSON, as the beginning of a message; empty if it is JSON."""
     try:
         json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -386,9 +390,11 @@ def eval_command(options: EvalOptions) -> None:
 
 
 def _tasks(run_dir: Path, options: EvalOptions) -> Iterator[Task]:
-    """Yield the chosen tasks: that of ``--file``, and the named ones of the run, or all if neither is given.
+    """Yield the chosen tasks: that of ``--file``, and the named ones of the run, or all of the run if neither is
+    given.
 
-    Raises ``click.UsageError`` if there are none, and ``TaskError``.
+    The run directory's copy of a task is preferred. Raises ``click.UsageError`` for no, unknown or equal names, and
+    ``TaskError``.
     """
     from phalanx.run.fields import unknown_value
     from phalanx.train.evaluation.tasks import read_task, task_file
@@ -418,7 +424,11 @@ def _tasks(run_dir: Path, options: EvalOptions) -> Iterator[Task]:
 def _evaluate(
     encoded: EncodedTask, scorer: Scorer, tokenizer: Tokenizer
 ) -> tuple[dict[str, float], list[dict[str, object]]]:
-    """Return the figures of a task, and for each item what ``--scores`` writes."""
+    """Return the figures of a task, and for each item what ``--scores`` writes: the generated text, or each answer's
+    log-probability.
+
+    Shows progress on a terminal.
+    """
     from phalanx.train.evaluation.scoring import continue_prompts
     from phalanx.train.evaluation.tasks import figures, generated_answers, generation_figures, scores_by_item
 
@@ -454,7 +464,7 @@ def _evaluate(
 
 
 def _print(results: dict[str, dict[str, object]], note: str) -> None:
-    """Print a line of figures for each task, and the note on standard error."""
+    """Print a line for each task: items, figures and the contexts that were cut; and the note, if any, on standard error."""
     from phalanx.observe.display.state import describe_figures
 
     width = max(map(len, results))

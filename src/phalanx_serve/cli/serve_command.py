@@ -89,7 +89,7 @@ class ServePrinter:
             click.echo(f"{model} at {url} (Ctrl-C finishes running requests, then ends)")
 
     def notice(self, notice: Notice) -> None:
-        """Print an event of a worker."""
+        """Print an event of a worker: as a JSON line with its facts, or its text."""
         if self._as_json:
             self._line({"event": notice.event, "text": notice.text, **notice.facts})
         else:
@@ -105,7 +105,7 @@ class ServePrinter:
 
 
 def make_key(file: Path, name: str, limits: str) -> None:
-    """Add a new key's hash to ``file``, and print the key."""
+    """Add a new key's hash to ``file``, and print the key. Raises ClickException if the file or the limits are invalid."""
     from phalanx_serve.http.admission import KeyFileError, add_key, parse_limits
 
     with explained(KeyFileError):
@@ -133,8 +133,9 @@ def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
 def start(options: ServeOptions, served: ServedRun, output: ServePrinter) -> None:
     """Serve until a signal.
 
-    Raises UsageError for a public address without keys, and ClickException for a model that cannot be served. Listens
-    before the model is opened. A published folder is converted to a run for the time of serving.
+    Raises UsageError for a public address without keys, and ClickException for a model that cannot be served, a
+    missing folder or a taken port. Listens before the model is opened. A published folder is converted to a run for
+    the time of serving.
     """
     from phalanx.hardware.local.network import ListenError, is_private, listen
 
@@ -162,9 +163,10 @@ def start(options: ServeOptions, served: ServedRun, output: ServePrinter) -> Non
 
 
 def _start(options: ServeOptions, served: ServedRun, output: ServePrinter, sock: socket.socket) -> None:
-    """Serve a run directory or a pack at ``sock``.
+    """Serve a run directory or a pack at ``sock`` until a signal. Raises ClickException if it cannot be opened.
 
-    Prints what it does, records a note in a run directory's own folder, and returns after a signal.
+    Requires trust for the run's own code. Prints what it does, and records a note in a run directory's own folder.
+    Without keys, only loopback host names are accepted.
     """
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import TokenizerError
@@ -203,8 +205,10 @@ def _start(options: ServeOptions, served: ServedRun, output: ServePrinter, sock:
 
 
 def _opened(options: ServeOptions, served: ServedRun, output: ServePrinter) -> tuple[ModelText, WorkerPort]:
-    """Return the model's text side and its opened workers: processes, or an engine in this process that may follow
-    newer steps.
+    """Return the model's text side and its opened workers: processes, an engine that follows newer steps, or a plain
+    engine.
+
+    Prints the devices of worker processes.
     """
     from phalanx_serve.served.of_run import open_followed, open_run
     from phalanx_serve.workers.service import WorkerDivision, devices_of, open_service

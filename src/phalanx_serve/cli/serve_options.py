@@ -32,7 +32,11 @@ class WorkerRoles(click.ParamType[tuple[Role, ...]]):
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[Role, ...]:
-        """Return the role of each worker, in order. Fails for a missing count or an unknown role. Also for too many workers."""
+        """Parse ``2`` or ``prefill:1,decode:2`` into the role of each worker, in order; a plain number means both
+        roles.
+
+        Fails for a missing count, an unknown role, or more than ``MOST_WORKERS`` workers.
+        """
         roles: list[Role] = []
         for part in str(value).split(","):
             name, _, count = part.strip().rpartition(":")
@@ -79,7 +83,10 @@ class RoleDegrees(click.ParamType[Degrees]):
     name = "processes"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Degrees:
-        """Return the degrees. Fails for a value that is no number, an unknown role, or a role that is named twice."""
+        """Parse ``2`` (all roles) or ``prefill:2,decode:1`` (others 1) into degrees.
+
+        Fails for a value that is no positive number, an unknown role, or a role that is named twice.
+        """
         if isinstance(value, Degrees):
             return value
         text = str(value).strip()
@@ -196,7 +203,10 @@ _PAGES_BYTES = 1 << 30
 
 
 def served_run(options: ServeOptions, run_dir: Path) -> ServedRun:
-    """Describe the computation, as every process of the service gets it."""
+    """Describe the computation, as every process of the service gets it.
+
+    Without ``--memory``, pages get ``_PAGES_BYTES``, or the rest if weights are streamed.
+    """
     memory_bytes = (0 if options.stream else _PAGES_BYTES) if options.memory is None else options.memory
     return ServedRun(
         str(run_dir),
@@ -221,7 +231,7 @@ def served_run(options: ServeOptions, run_dir: Path) -> ServedRun:
 
 
 def require_consistent(options: ServeOptions, path: Path) -> None:
-    """Raise UsageError for options that do not apply to the requested kind of service."""
+    """Raise UsageError for options that contradict each other or the kind of place: a run directory, a pack or a published folder."""
     _require_workers(options)
     if options.memory == 0:
         raise click.UsageError("--memory 0 has no room for keys and values: give more, such as 1GiB")
@@ -283,7 +293,7 @@ def another_machine(path: Path) -> str:
 
 
 def _require_workers(options: ServeOptions) -> None:
-    """Raise UsageError for an empty name, and for options that need workers, or more than one, if there are none."""
+    """Raise UsageError for an empty name, options of worker processes without ``--workers``, and those that need two of them."""
     if options.name == "":
         raise click.UsageError("--name is empty: leave it out for the name of PLACE")
     if not options.workers and (options.threads or options.audit):
@@ -297,7 +307,10 @@ def _require_workers(options: ServeOptions) -> None:
 
 
 def require_stage_options(options: ServeOptions) -> None:
-    """Raise UsageError for options that cannot be combined with, or lack, ``--stages-at``, ``--join`` or ``--token-file``."""
+    """Raise UsageError unless ``--token-file`` comes with exactly one of ``--stages-at`` and ``--join``.
+
+    ``--join`` excludes all other options; ``--stages-at`` needs a divided model without ``--workers``.
+    """
     if options.token_file is None:
         raise click.UsageError("--stages-at and --join need --token-file, a file that both sides have")
     if options.join:

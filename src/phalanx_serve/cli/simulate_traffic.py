@@ -74,7 +74,7 @@ def command(seeds: str, workers: int, rate: float, faults: float, trace: Path | 
 
 
 def _range(seeds: str) -> range:
-    """Parse FIRST:END; raises BadParameter for another text."""
+    """Parse FIRST:END as a range without END. Raises BadParameter for another text or an empty range."""
     first, _, end = seeds.partition(":")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
         raise click.BadParameter(
@@ -84,7 +84,10 @@ def _range(seeds: str) -> range:
 
 
 def _arrivals(trace: Path) -> list[float]:
-    """Read the sorted arrival times (s) of a trace, one on each line. Raises BadParameter."""
+    """Read the sorted arrival times (s) of a trace, separated by white space.
+
+    Raises BadParameter for an empty file or a time that is no number, negative or infinite.
+    """
     try:
         times = sorted(float(line) for line in trace.read_text().split())
     except ValueError as error:
