@@ -141,8 +141,10 @@ def _text(ids: Iterator[int], detokenizer: IncrementalDetokenizer) -> Iterator[s
 
 
 def sample_text(run_dir: Path, sample: SampleSpec) -> str:
-    """Return the prompt and its continuation by the run's newest checkpoint, on a device of the kind that trained
-    the run. One kind of device gives the same text every time.
+    """Return the prompt and its continuation by the run's newest checkpoint, on a device of the kind that trained the
+    run.
+
+    One kind of device gives the same text every time. Raises the errors of ``continued``.
     """
     trained_on = read_resolved(RunDirectory(run_dir)).runtime.device
     pieces = continued(
@@ -207,7 +209,8 @@ def generate(
     ids are not drawn; 0 sets no limit.
 
     With ``numerics`` "exact" the logits are those of ``phalanx serve``, and this process computes with portable
-    kernels from then on. Memory: twice the keys and values of prompt and ``tokens``.
+    kernels from then on. Memory: twice the keys and values of prompt and ``tokens``. A custom model has no such
+    cache: each token takes a pass over the full text.
 
     Raises ValueError at once for an empty prompt, unknown ids, numbers out of range, or too long a text, and later
     for logits that are not finite.
@@ -254,7 +257,7 @@ def _decode(
     sampling: Sampling,
     stop: frozenset[int],
 ) -> Iterator[int]:
-    """Yield tokens up to ``length`` in total, with a pass over the whole text for each; end before one in ``stop``."""
+    """Yield tokens up to ``length`` in total, with a pass over the full text for each; end before one in ``stop``."""
     weight = next(model.parameters())
     cap = model.spec.logit_cap
 

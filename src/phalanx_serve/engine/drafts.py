@@ -74,8 +74,10 @@ class Drafter:
 
     @torch.no_grad()
     def guess(self, texts: Sequence[DraftInput], length: int) -> list[tuple[DraftState, tuple[int, ...]]]:
-        """Return each text's state, which is updated in place if it continues, and the drafts of its next tokens;
-        ``length`` is that of ``Transformer``.
+        """Return each text's state, which is updated in place if it continues, and the drafts of its next tokens,
+        most likely fewer than asked.
+
+        ``length`` is that of ``Transformer``. A depth whose logits are not finite ends the drafts.
         """
         aheads = [self._state_of(text) for text in texts]
         guesses: list[list[int]] = [[] for _ in texts]
@@ -102,7 +104,7 @@ class Drafter:
         return [(ahead, tuple(tokens)) for ahead, tokens in zip(aheads, guesses, strict=True)]
 
     def _state_of(self, text: DraftInput) -> DraftState:
-        """Return a text's state if it continues where the new hidden states begin, else an empty one."""
+        """Return a text's draft state if it continues where the new hidden states begin, else an empty one."""
         begin = text.computed - len(text.hidden)
         if text.ahead is not None and text.ahead.done[0] == begin:
             return text.ahead
@@ -121,7 +123,8 @@ class Drafter:
     ) -> list[Tensor]:
         """Return a depth's hidden states ``(n, dim)`` for each text, of all rows that it can compute now.
 
-        Updates the keys, values and tails in ``aheads``.
+        Rows need the token ``depth`` further on. Updates the keys, values and tails in ``aheads``, but counts only
+        rows of known tokens as done.
         """
         spans: list[RowSpan] = []
         positions: list[int] = []
@@ -155,7 +158,7 @@ class Drafter:
         return list(torch.split(outputs, [len(states) for states in hidden]))
 
     def _drawn(self, depth: int, inputs: Sequence[tuple[DraftInput, Tensor]]) -> list[int]:
-        """Draw a token for each text from its last state; none if the logits are not finite."""
+        """Draw a token for each text from its last state; none at all if any row's logits are not finite."""
         if not inputs:
             return []
         cap, weight = self._model.spec.logit_cap, self._model.projection()

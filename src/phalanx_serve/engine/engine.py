@@ -198,10 +198,10 @@ class Engine:
         return self._drafted, self._accepted
 
     def submit(self, request: events.Request) -> None:
-        """Add a request.
+        """Add a request to the waiting texts, without computing.
 
-        It is computed by later steps. Raises GenerationRequestError for one that cannot be computed or an id in use,
-        and ValueError for ``sampling`` out of range.
+        Raises GenerationRequestError for one that cannot be computed or an id in use, and ValueError for ``sampling``
+        out of range.
         """
         if any(text.request.id == request.id for text in (*self._running, *self._waiting)):
             raise events.GenerationRequestError(
@@ -218,9 +218,11 @@ class Engine:
                 self._end(text, "cancelled")
 
     def step(self) -> list[events.EngineOutput]:
-        """Schedule and compute rows; return the outputs of this step, or of an earlier one, or ``[]``.
+        """Admit texts, compute scheduled rows, and finish the oldest step in flight; return the outputs since the
+        last call.
 
-        If other processes have a part of the layers, enough steps are in flight to keep all of them busy, each of other texts. Raises
+        In one process each step is finished at once. If other processes have a part of the layers, enough steps are
+        in flight to keep all of them busy, each of other texts, so outputs are of an earlier step or ``[]``. Raises
         DeviceMemoryError if a GPU is out of memory, and PartLostError if it no longer answers.
         """
         with computing_on(self.device, f"a step of {len(self._running) + len(self._waiting)} texts"):
@@ -250,8 +252,9 @@ class Engine:
             return self._pages.read(name)
 
     def write_page(self, name: bytes, content: memory.PageBytes, before: bytes = b"") -> bool:
-        """Cache a page that another worker computed, after the page named ``before``. Return False if all pages
-        are in use. Raises the errors of ``step`` if a GPU cannot store it.
+        """Cache a page that another worker computed, after the page named ``before`` (empty: the first of a text).
+
+        Return False if all pages are in use. Raises the errors of ``step`` if a GPU cannot store it.
         """
         with computing_on(self.device, "a page that is written"):
             return self._pages.write(name, content, before)
@@ -271,8 +274,10 @@ class Engine:
         self._pages.table.drop_unused()
 
     def prepare(self, model: Transformer) -> Prepared:
-        """Prepare ``model``, of the same architecture, to replace the weights. Any thread may call it while the
-        engine computes. Raises ServeError for another architecture.
+        """Prepare ``model``, of the same architecture, to replace the weights, and leave the present ones in use.
+
+        Any thread may call it while the engine computes. Raises ServeError for another architecture, format or
+        device, or a divided model.
         """
         if self._far is not None:
             raise events.ServeError(
@@ -308,8 +313,10 @@ class Engine:
     # Pages.
 
     def _admit(self) -> None:
-        """Move texts from waiting to running while pages last and ``texts`` permits, in order of arrival; their cached
-        prefix counts as computed.
+        """Move texts from waiting to running, in order of arrival, until one lacks pages or ``texts`` are running.
+
+        Their cached prefix counts as computed. Counts cached tokens at the first admission and recomputed pages at
+        later ones.
         """
         while self._waiting and not 0 < self._texts <= len(self._running):
             text = self._waiting[0]
@@ -327,7 +334,8 @@ class Engine:
     def _schedule(self) -> SchedulerOutput:
         """Schedule rows of texts that are not in flight, and allocate their pages.
 
-        A text without room for its drafts computes none; others may be preempted. Long and short texts take turns.
+        A text without room for its drafts computes none; others may be preempted for pages. Long and short texts take
+        turns. A step takes at most an equal part of the running texts, so that ``max_in_flight`` steps have some.
         """
         in_flight = {span.kv for step in self._in_flight for span in step.batch.spans}
         running = [text for text in self._running if text.kv not in in_flight]
@@ -350,7 +358,7 @@ class Engine:
         return SchedulerOutput(tuple(rows for rows in allocated if by_id[rows.id] in self._running))
 
     def _preempt(self) -> RunningText:
-        """Preempt the youngest request: its pages are freed, and it is computed again later. Returns it."""
+        """Preempt the youngest running request: free its pages, and put it first among the waiting. Return it."""
         name = youngest([other.progress for other in self._running])
         victim = next(other for other in self._running if other.request.id == name)
         self._preempted += 1
@@ -387,9 +395,9 @@ class Engine:
         return InFlightBatch(batch, output.states, length, sampler_output)
 
     def _finish(self, step: InFlightBatch) -> None:
-        """Take the results of a step for the texts that still have its keys and values.
+        """Wait for a step's results, and take those of texts that still have its keys and values.
 
-        Waits for them, names full pages, and drafts the next tokens.
+        Names full pages in the cache, emits tokens, and drafts the next ones if the engine has a drafter.
         """
         sampler_output, live = step.wait(), step.batch.live(self._running)
         for text, rows in step.batch.texts:
@@ -404,7 +412,7 @@ class Engine:
             self._draft(self._drafter, step)
 
     def _draft(self, drafter: Drafter, step: InFlightBatch) -> None:
-        """Draft the next tokens of the running texts from the states of this step. Texts that cannot use drafts have none."""
+        """Draft the next tokens of the running texts from the states of this step. Others of the step get none."""
         going: list[RunningText] = []
         progress: list[DraftInput] = []
         start = 0
@@ -423,7 +431,8 @@ class Engine:
                 text.ahead, text.drafts = ahead, drafts
 
     def _take_output(self, batch: Batch, sampler_output: SamplerOutput, live: set[RunningText]) -> None:
-        """Take the sampled tokens of ``live`` texts.
+        """Take the sampled tokens of ``live`` texts: a new token, a prompt's score, or the token behind an accepted
+        draft.
 
         Discards the results behind a draft that was not drawn; a text without finite logits ends with an error.
         """
@@ -453,7 +462,7 @@ class Engine:
     def _take_token(self, text: RunningText, sampled: SampledToken) -> None:
         """Append a sampled token to a text, and emit it, after the prompt's scores if they were requested.
 
-        Ends the text at a stop token or its length.
+        Ends the text at its length, or at a stop token, which is not emitted. A text that becomes long begins again.
         """
         request = text.request
         if text.scores_prompt:

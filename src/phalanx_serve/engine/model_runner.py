@@ -41,10 +41,9 @@ from phalanx_serve.traffic.events import GenerationRequestError, Request, ServeE
 
 
 def require_supported(model: Transformer, *, drafts: int = 0) -> None:
-    """Raise ServeError for a model that cannot be served.
+    """Raise ServeError, with reason and remedy, for a model that cannot be served.
 
-    The message has the reason and the remedy. Attention must be whole, and ``drafts`` at most the tokens predicted
-    ahead.
+    Attention must not be divided over ranks or tiles, and ``drafts`` at most the tokens predicted ahead.
     """
     if drafts > len(model.mtp):
         raise ServeError(
@@ -60,8 +59,10 @@ def require_supported(model: Transformer, *, drafts: int = 0) -> None:
 
 
 def require_computable(request: Request, vocab: int, context: int) -> None:
-    """Raise GenerationRequestError , which names the field, for a request that a model with ``vocab`` tokens and a
-    ``context`` cannot compute.
+    """Raise GenerationRequestError, which names the field, for a request that cannot be computed.
+
+    That is an empty prompt, an id outside the ``vocab`` ids, no token left to generate, or more tokens than
+    ``context``.
     """
     if not request.prompt:
         raise GenerationRequestError("the prompt is empty: begin with the end-of-document token", "prompt")
@@ -109,7 +110,7 @@ class FastProducts:
 
 
 def fast_products(model: nn.Module) -> FastProducts | None:
-    """Return products that are faster than PyTorch's for ``model``; None where there are none."""
+    """Return products that are faster than PyTorch's for ``model``; None unless it is bf16 on a CPU without oneDNN's bf16."""
     weight = next(model.parameters())
     library = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if (
@@ -167,7 +168,11 @@ class FewRows:
         self._scale = self._plain_scale()
 
     def _tables(self, positions: list[int], length: int) -> tuple[_Table, _Table]:
-        """Return the (cos, sin) tables of positions, for full and for windowed attention. Those of short positions are kept."""
+        """Return the (cos, sin) tables of positions, for full and for windowed attention.
+
+        Tables up to ``MOST_TURNS`` are kept and grow as needed; later positions, and models whose rotation depends on
+        length, are computed.
+        """
         model, at = self.model, torch.tensor(positions)
         if longest_short(model.spec) or max(positions) >= MOST_TURNS:
             return model.tables(at, self.kernel.dtype, length)
@@ -178,8 +183,9 @@ class FewRows:
         return full, windowed
 
     def _plain_scale(self) -> float | None:
-        """Return the factor of the attention scores. Return None if a layer has windows, sinks or caps, which the
-        kernel lacks; then PyTorch's attention runs text by text.
+        """Return the factor of the attention scores if the kernel computes attention.
+
+        Return None if a layer has windows, sinks or caps, which it lacks; then PyTorch's attention runs text by text.
         """
         spec, (_, some) = self.model.spec, self._attentions[0]
         cores = [attention.core for _, attention in self._attentions]
@@ -191,8 +197,11 @@ class FewRows:
         return scale
 
     def __call__(self, x: Tensor, spans: Sequence[RowSpan], rule: Rule, length: int) -> Tensor:
-        """Compute tokens ``(rows,)`` or states ``(rows, dim)``, in the order of ``spans``, through all layers.
-        ``length`` is that of ``Transformer.forward``.
+        """Compute tokens ``(rows,)`` or states ``(rows, dim)``, in the order of ``spans``, through all layers: states
+        ``(rows, dim)``.
+
+        Without the final norm. Writes keys and values into the spans; leaves ``x`` unchanged. ``length`` is that of
+        ``Transformer.forward``.
         """
         model = self.model
         positions = [position for span in spans for position in range(span.begin, span.end)]
@@ -223,7 +232,11 @@ class FewRows:
 
 
 def few_rows(model: Transformer) -> FewRows | None:
-    """Return the kernel path of a model. Return None if the kernel does not support one of its layers, or the model has hooks."""
+    """Return the kernel path of a model.
+
+    Return None if the kernel is unavailable or does not support a layer, weights differ in format, or the model has
+    hooks.
+    """
     if not model.blocks or model._forward_hooks or model._forward_pre_hooks:
         return None
     layers = [_weights(block, model) for block in model.blocks.values()]
@@ -242,7 +255,10 @@ def _attention(block: nn.Module) -> Attention:
 
 
 def _weights(block: nn.Module, model: Transformer) -> layer_step.LayerWeights | None:
-    """Return a block's weights for the kernel; ``None`` if it has a part that the kernel does not support."""
+    """Return a block's weights for the kernel.
+
+    ``None`` if it is no plain block of attention and SwiGLU, or has hooks, post-norms or other products.
+    """
     if not isinstance(block, Block):
         return None
     attention, ffn = block.attention, block.ffn
@@ -286,7 +302,7 @@ def _weights(block: nn.Module, model: Transformer) -> layer_step.LayerWeights | 
 
 
 def _plain(linear: Linear) -> bool:
-    """Return True for a linear layer that the kernel computes: on a CPU, contiguous, without another product."""
+    """Return True for a linear layer that the kernel computes: on a CPU, in a known format, contiguous, without another product."""
     weight, bias = linear.weight, linear.bias
     # Other processes may have a part of the product, and a library may compute bf16 rows faster.
     own = linear.affine is None or isinstance(linear.affine, FastProducts)
@@ -404,10 +420,11 @@ class ModelRunner:
     def compute(
         self, x: Tensor, spans: Sequence[RowSpan], length: int, requests: Sequence[SamplingRequest]
     ) -> RunnerOutput:
-        """Compute tokens ``(rows,)`` or states ``(rows, dim)``, in the order of ``spans``, through the layers. Writes
-        keys and values into ``spans``; the result has sampled tokens only where the last layer is here.
+        """Compute tokens ``(rows,)`` or states ``(rows, dim)``, in the order of ``spans``, through the layers.
 
-        ``length`` is that of ``Transformer``.
+        Writes keys and values into ``spans``. Few rows take the kernel path where the model has one. Samples
+        ``requests`` only if the last layer is here; the sampler output is None if it is not, and empty without
+        requests. ``length`` is that of ``Transformer``.
         """
         count, model = len(x), self._model
         positions = [p for span in spans for p in range(span.begin, span.end)]

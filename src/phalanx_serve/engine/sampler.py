@@ -81,7 +81,10 @@ class LazySamplerOutput:
         self._requests, self._scores, self._log_probs = requests, scores, log_probs
 
     def __getitem__(self, number: int, /) -> SampledToken:
-        """Draw, or score, the token of request ``number``; without a token if its logits are not finite."""
+        """Draw, or score, the token of request ``number``; without a token if its logits are not finite.
+
+        The log-probability of a drawn token is 0 if the request asks for none (``top`` below 0).
+        """
         request, scores, log_probs = self._requests[number], self._scores[number], self._log_probs[number]
         if not bool(torch.isfinite(scores.max())):
             return SampledToken(False)
@@ -126,7 +129,7 @@ class BatchedSamplerOutput:
         self._results: _HostResults | None = None
 
     def __getitem__(self, number: int) -> SampledToken:
-        """Return the token of request ``number``. The first call waits for the device."""
+        """Return the token of request ``number``, without a token if its logits are not finite. The first call waits for the device."""
         if self._results is None:
             self._results = _HostResults.of(fetched(self._queued), len(self._requests), len(self._place))
         results, request = self._results, self._requests[number]
@@ -193,15 +196,18 @@ class LogitsError(ValueError):
 def draw(logits: Tensor, sampling: Sampling, position: int) -> int:
     """Draw the token at ``position`` of prompt and text from its logits ``(vocab,)`` of any dtype and device.
 
-    ``-inf`` rules a token out. Ties go to the lower id. Raises LogitsError for other logits that are not finite.
+    Equal arguments draw the same token. ``-inf`` rules a token out. Ties go to the lower id. Raises LogitsError for
+    other logits that are not finite.
     """
     return draw_rows(logits[None], [sampling], [position])[0]
 
 
 def draw_rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    """Draw a token for each row of ``(rows, vocab)``, with one device synchronization.
+    """Draw a token for each row of ``(rows, vocab)``, as ``draw`` does, with one device synchronization; ``[]``
+    without rows.
 
-    Raises LogitsError for logits that are not finite, and ValueError unless there is one sampling and position per row.
+    Raises LogitsError for logits that are not finite, and ValueError unless there is one sampling and position per
+    row.
     """
     if not len(logits) == len(samplings) == len(positions):
         raise ValueError(
@@ -232,7 +238,7 @@ def likeliest(log_probs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
 
 
 def require_sampling(sampling: Sampling) -> None:
-    """Raise ValueError for a number out of range. The message begins with the field's name."""
+    """Raise ValueError for a temperature, top-k, top-p or min-p out of range. The message begins with the field's name."""
     if not 0 <= sampling.temperature < math.inf:
         raise ValueError(f"temperature = {sampling.temperature}: at least 0, and finite")
     if sampling.top_k < 0:
@@ -263,9 +269,9 @@ def _require_numbers(logits: Tensor) -> None:
 
 
 def without_unknown(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Return ``(rows, vocab)`` logits or log-probabilities without those of ids that may not be drawn.
+    """Return ``(rows, vocab)`` logits or log-probabilities with -inf for ids at or above each row's ``vocab_size``.
 
-    Those are set to -inf in a copy.
+    A copy, or ``logits`` itself if no row has such ids; 0 sets no limit.
     """
     vocab = logits.shape[1]
     if not any(0 < sampling.vocab_size < vocab for sampling in samplings):
@@ -294,8 +300,9 @@ def _key(sampling: Sampling, position: int) -> int:
 
 
 def _scores(logits: Tensor, temperature: float) -> Tensor:
-    """Return fp64 scores whose maximum is 0. The maximum is subtracted first, so that a tiny temperature cannot
-    overflow to NaN.
+    """Return fp64 scores ``(vocab,)``: the logits less their maximum, over the temperature, so the largest is 0.
+
+    The maximum is subtracted first, so that a tiny temperature cannot overflow to NaN.
     """
     wide = logits.double()
     return (wide - wide.max()) * _factor(temperature)
@@ -353,7 +360,7 @@ def _keeps_all(sampling: Sampling) -> bool:
 def _drawn_rows(
     logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], keep: _Keep
 ) -> Tensor:
-    """Draw a token for each row of ``(rows, vocab)``, among those that ``keep`` marks."""
+    """Draw a token for each row of ``(rows, vocab)``, among those that ``keep`` marks; None marks all. Uses Gumbel-max in fp64."""
     wide, device = logits.double(), logits.device
     factors = [_factor(sampling.temperature) for sampling in samplings]
     scores = (wide - wide.amax(-1, keepdim=True)) * _column(factors, torch.float64, device)  # (rows, vocab)
@@ -370,7 +377,7 @@ def _all_kept(logits: Tensor, scores: Tensor, samplings: Sequence[Sampling]) -> 
 
 
 def _left_in(logits: Tensor, scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Return the tokens that ``kept`` keeps, for each row."""
+    """Return the mask ``(rows, vocab)`` of the tokens that top-k, then top-p, then min-p keep; at least one a row."""
     vocab, device = logits.shape[1], logits.device
     # (rows, vocab): token ids, the likeliest first
     order = logits.sort(dim=-1, descending=True, stable=True).indices
@@ -404,7 +411,7 @@ def kept(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _kept(logits: Tensor, scores: Tensor, sampling: Sampling) -> Tensor:
-    """Return the ids that top-k, top-p and min-p keep, likeliest first; at least one."""
+    """Return the ids that top-k, top-p and min-p keep, likeliest first; at least one. Top-p is of the mass that top-k leaves."""
     # In the order of the logits themselves: their distances from the largest may round to the same.
     masses = _masses(scores)
     if sampling.top_k and sampling.top_k < len(scores):
@@ -433,7 +440,7 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
 
 
 def _nucleus(ids: Tensor, masses: Tensor, total: int, top_p: float) -> Tensor:
-    """Return the first ``ids``, up to the one whose cumulative mass reaches ``top_p`` of ``total``."""
+    """Return the first ``ids``, up to and with the one whose cumulative mass reaches ``top_p`` of ``total``; at least one."""
     if top_p == 1:
         return ids
     before = masses.cumsum(dim=0) - masses
@@ -448,7 +455,7 @@ def _power_table() -> tuple[int, ...]:
 
 
 def _masses(scores: Tensor) -> Tensor:
-    """Return ``exp(score)`` in units of 2^-40, int64. Scores are at most 0."""
+    """Return ``exp(score)`` in units of 2^-40, int64, interpolated in an integer table. Scores are at most 0."""
     halvings = (scores * -_OCTAVE).clamp(max=float(63 << _EXPONENT)).round().to(torch.int64)
     fraction = halvings & ((1 << _EXPONENT) - 1)
     remainder = _EXPONENT - _POWER_CELLS
