@@ -62,14 +62,17 @@ class AdmittedLoad:
         self._unread -= tokens
 
     def ended(self, demand: Demand, now: float) -> None:
-        """Record that a request ended or was canceled."""
+        """Record that a request ended or was canceled; all its pages count as done."""
         self._pass(now)
         self.texts -= demand.texts
         self._pages -= demand.pages
         self._pages_done += demand.pages
 
     def measured(self, pages: int, now: float) -> Measured:
-        """Return the load as admission reads it, for a worker with ``pages`` pages."""
+        """Return the load as admission reads it, for a worker with ``pages`` pages.
+
+        Rates are pages and prompt tokens a second of busy time, 0 before any.
+        """
         self._pass(now)
         busy = self._busy_s
         return Measured(
@@ -82,7 +85,7 @@ class AdmittedLoad:
         )
 
     def _pass(self, now: float) -> None:
-        """Let past throughput fade with the time since the last call, and count it as busy if there are texts."""
+        """Let past throughput fade (time constant ``_FADE_S``) with the busy time since the last call. Idle time changes nothing."""
         passed = now - self._last if self.texts else 0.0
         self._last = now
         if passed > 0:
@@ -124,7 +127,11 @@ class LengthLimit:
             )
 
     def require(self, prompt_tokens: int, new_tokens: int, prompt_field: str) -> None:
-        """Raise RefusedError, with the numbers, for a text that is too long for the context, or for the pages of the server."""
+        """Raise RefusedError, with the numbers, for a text that is too long for the context, or for the pages of the
+        server.
+
+        The field is ``max_tokens`` if the prompt alone would fit, else ``prompt_field``.
+        """
         tokens = prompt_tokens + new_tokens
         field = "max_tokens" if prompt_tokens < self.tokens else prompt_field
         if tokens > self.context:
@@ -199,7 +206,7 @@ def pages_of(tokens: int) -> int:
 def retry_after(limits: Limits, measured: Measured, demand: Demand) -> int:
     """Return 0 if the request is admitted, else the whole seconds after which to retry.
 
-    An idle server admits every request.
+    An idle server admits every request. Too many texts, or a predicted wait over ``limits.wait_s``, refuse it.
     """
     if not measured.texts:
         return 0
@@ -306,7 +313,8 @@ def read_keys(file: Path) -> Keys:
 def add_key(file: Path, name: str = "", limits: KeyLimits | None = None) -> str:
     """Make a key, append its hash to ``file``, and return the key, which is not stored.
 
-    Creates the file for its owner alone. Raises KeyFileError for a name that is malformed or taken.
+    Creates the file for its owner alone. An empty name is left out, and so are limits of 0. Raises KeyFileError for a
+    name that is malformed or taken.
     """
     if name and not _NAME.fullmatch(name):
         raise KeyFileError(f"the key's name {name!r}: 1 to 64 letters, digits, dots, dashes or underscores")
@@ -410,7 +418,7 @@ class KeyUse:
 
     @classmethod
     def of(cls, key: Key, now: float) -> KeyUse:
-        """Return the record of a key that has not been used."""
+        """Return the record of a key that has not been used, with full buckets for its limits; a limit of 0 has none."""
 
         def full(limit: int) -> TokenBucket | None:
             return TokenBucket(limit, float(limit), now) if limit else None
@@ -418,9 +426,9 @@ class KeyUse:
         return cls(key, full(key.limits.requests), full(key.limits.tokens))
 
     def begin(self, now: float) -> None:
-        """Take a request from the limits, before any work is done for it.
+        """Take a request from the limits, before any work is done for it, and count it as running and admitted.
 
-        Raises RefusedError, which names the limit and the time. Counts it as running.
+        Raises RefusedError (429), which names the limit and the time to wait.
         """
         limits = self.key.limits
         if limits.concurrent and self.running >= limits.concurrent:
@@ -432,7 +440,8 @@ class KeyUse:
     def take_tokens(self, tokens: int, now: float) -> None:
         """Take the most tokens that a request may need from the limits.
 
-        Raises RefusedError, which names the limit and the time. A request that would never fit is refused for good.
+        Raises RefusedError (429), which names the limit and the time. A request over the limit of a full minute gets
+        no time to retry.
         """
         if self.tokens is not None and tokens > self.tokens.limit:
             self.refused["tokens"] += 1
@@ -453,7 +462,7 @@ class KeyUse:
         bucket.take(amount, now)
 
     def ended(self, taken: int, prompt_tokens: int, generated_tokens: int, now: float) -> None:
-        """Record the end of a request that had reserved ``taken`` tokens; those not used are given back."""
+        """Record the end of a request that had reserved ``taken`` tokens, with those it used; the others are given back."""
         self.running -= 1
         self.prompt_tokens += prompt_tokens
         self.generated_tokens += generated_tokens

@@ -62,7 +62,7 @@ class WriteTimeout:
         self._write_start = None
 
     def _check(self) -> None:
-        """Cancel the task if its write has taken too long, else check again when it would have."""
+        """Cancel the task if its present write has taken too long, else check again when it would have."""
         remaining = self._seconds
         if self._write_start is not None:
             remaining += self._write_start - self._loop.time()
@@ -119,7 +119,11 @@ class Gateway:
             raise _ending()
 
     def require_room(self, demand: Demand) -> None:
-        """Raise RefusedError if a request is not admitted: the server drains, it has too many texts, or there is too much to do."""
+        """Raise RefusedError if a request is not admitted: the server drains, it has too many texts, or there is too
+        much to do.
+
+        The last gets a 429 with the seconds after which to retry.
+        """
         self.require_open()
         if demand.texts > self.limits.requests:
             raise RefusedError(
@@ -157,7 +161,11 @@ Endpoint = Callable[[Request, KeyUse | None], Awaitable[Response]]
 
 
 def application(gateway: Gateway) -> ASGIApp:
-    """Return the ASGI application of a gateway. Unlisted host names are refused, and errors become OpenAI's JSON."""
+    """Return the ASGI application of a gateway: OpenAI's paths, tokenization, health, readiness and metrics.
+
+    Host names outside ``gateway.hosts`` get a 421, unless there are none. Errors become OpenAI's JSON; all paths but
+    health and readiness check the key. Requests that the server's end cuts off get an error too.
+    """
 
     def guarded(answer: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint of ``answer``, which checks the client's key and turns a RefusedError into a response."""
@@ -245,7 +253,7 @@ def application(gateway: Gateway) -> ASGIApp:
 
 
 def _health(gateway: Gateway) -> Response:
-    """Return the state of the workers, 503 if there is trouble."""
+    """Return the state of the workers and the numerics' id as JSON, with status 503 if there is trouble."""
     trouble = gateway.port.trouble()
     identity = gateway.port.identity
     health: dict[str, Any] = {
@@ -262,7 +270,7 @@ def _health(gateway: Gateway) -> Response:
 
 
 def _explained(gateway: Gateway, routes: Sequence[Route], request: Request, error: HTTPException) -> Response:
-    """Return the error for an unknown path or method, which lists the valid ones."""
+    """Return the error for an unknown path (with the valid paths), a wrong method (with the valid ones), or another HTTP error."""
     path, allowed = request.url.path[:200], (error.headers or {}).get("Allow", "")
     if error.status_code == 404:
         message = (
@@ -282,6 +290,7 @@ def _ending() -> RefusedError:
 
 
 def _model(gateway: Gateway) -> dict[str, Any]:
+    """Return the entry of ``/v1/models``, with the most tokens of a text and the ids of weights and numerics."""
     return {
         "id": gateway.model.name,
         "object": "model",
@@ -325,7 +334,7 @@ async def _converted(
     request: Request,
     client: KeyUse | None,
 ) -> Response:
-    """Answer a request for ids or for their text."""
+    """Parse a request for ids or for their text, and return the response. Its key is charged a request and no tokens."""
     with _charged(gateway, client):
         reply = await _in_thread(
             gateway, lambda body: convert(body, gateway.model, gateway.room()), request, frames=True
@@ -335,9 +344,9 @@ async def _converted(
 
 @contextmanager
 def _charged(gateway: Gateway, client: KeyUse | None) -> Iterator[ExitStack]:
-    """Reserve a request in the limits of its key.
+    """Count a request in the limits of its key, until the stack closes; the caller may keep it open with ``pop_all``.
 
-    Closing the stack frees its concurrent slot. Raises RefusedError if the server drains, or a limit is reached.
+    Raises RefusedError if the server drains, or a limit is reached.
     """
     gateway.require_open()
     with ExitStack() as stack:
@@ -350,9 +359,10 @@ def _charged(gateway: Gateway, client: KeyUse | None) -> Iterator[ExitStack]:
 async def _in_thread(
     gateway: Gateway, parse: Callable[[bytes], ResultT], request: Request, *, frames: bool
 ) -> ResultT:
-    """Parse a request's body in a thread: a long text must not hold up other requests.
+    """Read a request's body, and parse it in a thread: a long text must not hold up other requests.
 
-    ``frames`` is true for conversations. Raises RefusedError for another content type, and that of ``parse``.
+    ``frames`` is true for conversations, of which a limited number are parsed at a time. Raises RefusedError (415)
+    for another content type, and that of ``parse``.
     """
     # A page of another origin may send a form to this machine, but no JSON.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -363,7 +373,7 @@ async def _in_thread(
 
 
 async def _body(gateway: Gateway, request: Request) -> bytes:
-    """Return the body of a request. Raises RefusedError if it is too long, too slow, or the client leaves."""
+    """Return the body of a request. Raises RefusedError if it is too long (413), too slow (408), or the client leaves (400)."""
     most = gateway.limits.body_bytes
     body = bytearray()
     try:
@@ -412,7 +422,7 @@ class _CancellableResponse(Response):
                 self._client.ended(params.most_tokens, params.prompt_tokens, generated, now)
 
     async def _write_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the full JSON body, or the refusal."""
+        """Compute, and send the full JSON body, or the refusal."""
         try:
             response = _json(await self._generation.body())
         except RefusedError as error:
@@ -420,7 +430,7 @@ class _CancellableResponse(Response):
         await response(scope, receive, send)
 
     async def _write_events(self, scope: Scope, _receive: Receive, send: Send) -> None:
-        """Send the server-sent events; a client that does not read them for too long is cut off."""
+        """Send the server-sent events as they are computed; cancel this task if the client takes too long to read one."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         send = scope.get(_SERVERS_SEND, send)
@@ -452,7 +462,7 @@ def too_many(gateway: Gateway, most: int) -> ASGIApp:
 
 
 def misread(gateway: Gateway, reason: str, status: int) -> bytes:
-    """Return the JSON error for bytes that are no HTTP request; ``reason`` is the parser's."""
+    """Return the JSON error for bytes that are no HTTP request, and count it; ``reason`` is the parser's, cut at 500 characters."""
     gateway.counts.refused(status)
     return msgspec.json.encode(
         error_body(RefusedError(f"what was sent is no HTTP request: {reason[:500]}", status=status))
@@ -460,7 +470,7 @@ def misread(gateway: Gateway, reason: str, status: int) -> bytes:
 
 
 def refusal(gateway: Gateway, error: RefusedError) -> Response:
-    """Count an error, and return it as OpenAI writes it, with Retry-After if it has one."""
+    """Count an error, and return it as OpenAI's JSON, with Retry-After if it has one. A 408 closes the connection."""
     gateway.counts.refused(error.status)
     response = _json(error_body(error), error.status)
     if error.retry_after:
