@@ -57,16 +57,11 @@ def run_locally(
     *,
     program: str = TRAIN_RANK,
 ) -> Ending:
-    """Run all ranks to their end.
+    """Start ``ranks`` ranks of an opened run as processes, wait for their end, and return how the run ended.
 
-    Args:
-        run: The opened run directory.
-        ranks: How many to start.
-        while_running: Called once with a function that returns whether the ranks have ended; returns after they have
-            (it shows the run's progress meanwhile). If it raises, the ranks save and stop, and then the error
-            is raised.
-        notify: Called with a line for the user when a request to stop arrives, and when it has been fulfilled.
-        program: The module that each rank's process runs.
+    ``while_running`` is called once with a function that returns True once all have ended, and returns after that.
+    If it raises, the ranks save and stop before the error is raised. ``notify`` gets lines about requests to stop.
+    ``program`` is the module that each rank runs. All processes have ended on return.
     """
     # The ranks of this attempt meet through a file; those of attempts that were killed are removed.
     for stale in run.directory.path.glob(".meeting-point-*"):
@@ -98,7 +93,11 @@ def run_locally(
 def _start(
     run: OpenRun, rank: int, ranks: int, meeting_point: str, program: str, complain: Callable[[str], None]
 ) -> Child:
-    """Start the process of a rank, with its log captured and the run's lock kept open. The record of an earlier failure is deleted."""
+    """Start the process of a rank, with its log captured and the run's lock inherited. The record of an earlier
+    failure is deleted.
+
+    ``complain`` gets problems of the log. Raises ``OSError``.
+    """
     environment = {
         **os.environ,
         "PHALANX_RANK": str(rank),
@@ -125,6 +124,9 @@ class _Ranks:
     """The ranks' processes: stopped by signals, watched, and ended when one has failed."""
 
     def __init__(self, orders: StopOrders, save_s: float) -> None:
+        """``orders`` counts requests to stop; ``save_s`` is the time that ranks have to save after the first has
+        stopped.
+        """
         self.children: list[Child] = []
         self.orders = orders
         self._save_s = save_s
@@ -140,7 +142,9 @@ class _Ranks:
             child.signal(signal.SIGTERM)
 
     def ask_to_stop(self) -> None:
-        """Send one SIGTERM to every rank, to save and stop; at the second call SIGKILL."""
+        """Count a request to stop, and send every rank SIGTERM, to save and stop; from the second request on
+        SIGKILL.
+        """
         number = signal.SIGKILL if self.orders.made else signal.SIGTERM
         self.orders.made += 1
         for child in self.children:
@@ -186,7 +190,9 @@ class _Ranks:
 
 
 def _first_to_fail(run: OpenRun, processes: _Ranks) -> int | None:
-    """Return the rank that failed first, by the times in their logs, else by when they ended; ``None`` if none failed."""
+    """Return the rank that failed first, by the times of errors in their logs, else by when they ended; ``None`` if
+    none failed.
+    """
     if processes.first_failure is None:
         return None
     lines = (
@@ -200,7 +206,11 @@ def _first_to_fail(run: OpenRun, processes: _Ranks) -> int | None:
 
 
 def _ending(run: OpenRun, processes: _Ranks) -> Ending:
-    """Return how the run ended. A failure has the rank's own error, or its last output."""
+    """Return how the run ended: finished, stopped, or failed with the first failed rank's own error, or its last
+    output.
+
+    It is finished too if the result is complete and no rank failed.
+    """
     codes, culprit = processes.codes(), _first_to_fail(run, processes)
     if (codes and all(code == 0 for code in codes)) or (
         culprit is None and run.directory.finished_result() is not None
@@ -221,10 +231,11 @@ def _ending(run: OpenRun, processes: _Ranks) -> Ending:
 
 
 def ranks_on_this_machine(spec: RunSpec, run_file: Path) -> int:
-    """Return the run's own number of ranks, or else as many as the machine has room for: one for each GPU, or by cores.
+    """Return the run's own number of ranks, or else as many as the machine has room for: one for each GPU, or by
+    cores.
 
-    Fewer are returned if the run cannot be laid out on that number. Raises ``RunFileError``, which names ``run_file``, if it can on
-    none.
+    It is lowered to a number on which the run can be laid out, but not below a replica. Raises ``RunFileError``,
+    which names ``run_file``, if there is none.
     """
     if spec.parallel.ranks:
         return spec.parallel.ranks
@@ -262,11 +273,11 @@ def replay_run(
     in_fp32: bool = False,
     on_wait: Callable[[], None] = lambda: None,
 ) -> Replay:
-    """Replay the run in ``path`` from the state of the first of ``steps`` to the second, in the new directory ``folder``.
+    """Replay the run in ``path`` from the state of the first of ``steps`` to the second, in the new directory
+    ``folder``.
 
-    ``ranks`` 0 means as many as the run had at the last of these steps. ``is_measured`` is as in ``ReplayOrder``. With
-    ``in_fp32`` the steps are computed in fp32, whatever the run's own format is. ``on_wait`` is called at intervals.
-    Raises ``ReplayError``.
+    ``ranks`` 0 means as many as the run had at the last step. ``is_measured`` is as in ``ReplayOrder``. ``in_fp32``
+    computes in fp32 instead of the run's format. ``on_wait`` is called at intervals. Raises ``ReplayError``.
     """
     directory = RunDirectory(path)
     spec, record = read_unchanged(directory), directory.read_record()
@@ -292,18 +303,11 @@ def replay_locally(
     fingerprint: str = "",
     on_wait: Callable[[], None] = lambda: None,
 ) -> Replay:
-    """Replay a resolved run on ``ranks`` processes of this machine, in the new directory ``folder``, and wait for them.
+    """Replay a resolved run on ``ranks`` processes of this machine, wait for them, and return what they observed.
 
-    Args:
-        spec: The run.
-        order: The steps.
-        ranks: How many to start.
-        folder: For what the ranks write.
-        fingerprint: Of the data that the run was trained on; empty if any will do.
-        on_wait: Called at intervals while the ranks compute.
-
-    Raises:
-        ReplayError: The run cannot be laid out on these ranks, there are too few GPUs, or a rank failed.
+    ``folder`` is created. ``fingerprint`` is of the data that the run was trained on; empty if any will do.
+    ``on_wait`` is called at intervals. Raises ``ReplayError`` if the run cannot be laid out on these ranks, there
+    are too few GPUs, or a rank failed.
     """
     problems = layout_problems(spec, ranks)
     if problems:

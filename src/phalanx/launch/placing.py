@@ -55,6 +55,9 @@ class Topology:
     """Where it was read."""
 
     def __post_init__(self) -> None:
+        """Raise ``TopologyError`` for a node without a domain of each level, a scale-up level that is not the
+        narrowest, or a share outside of (0, 1].
+        """
         for name, domains in self.nodes.items():
             if len(domains) != len(self.levels):
                 raise TopologyError(
@@ -81,8 +84,11 @@ class Topology:
 
     @cached_property
     def free_in_domains(self) -> Mapping[Domains, Sequence[str]]:
-        """The nodes that can be used by narrowest domain, both in the order of their names: a shorter one first, so that n9 comes
-        before n10."""
+        """The nodes that are not taken, by narrowest domain. Names are sorted by length first, so that n9 comes
+        before n10.
+
+        Domains without one are left out.
+        """
         names_by_domain: dict[Domains, list[str]] = {}
         # Neighbors are mostly listed together: one look-up for each run of them.
         for path, run in groupby(self.nodes.items(), key=itemgetter(1)):
@@ -123,7 +129,10 @@ class Topology:
 
 
 def from_domains(domains: Mapping[str, Domains], source: str = "") -> Topology:
-    """Return the topology of nodes that name their domains; a node that names fewer is in a domain of its own below."""
+    """Return the topology of nodes that name their domains, widest first; levels are "level 1" and on.
+
+    A node that names fewer than others is in a domain of its own on the levels below.
+    """
     depth = max(map(len, domains.values()), default=0)
     levels = tuple(Level(f"level {number}") for number in range(1, depth + 1))
     filled = {
@@ -189,7 +198,11 @@ class Shape:
         return sequence(self.seats, self.layout.pipeline, self.block, order)
 
     def units(self, order: Order) -> Iterator[int]:
-        """Yield the numbers of seats that make sense as a unit, ascending: they divide the seats, and consist of blocks."""
+        """Yield the numbers of seats that make sense as a unit, ascending: a block, a stage, and a pipeline or
+        replica of blocks.
+
+        Only those that divide the seats.
+        """
         layout, per_node = self.layout, self.ranks_per_node
         stage = max(1, layout.ranks // layout.pipeline // per_node)
         spans = {self.block, stage, self.block * layout.pipeline if order == "pipeline" else self.block}
@@ -249,17 +262,11 @@ def most_units(topology: Topology, unit: int, *, no_straddling: bool = False) ->
 def place_units(
     topology: Topology, unit: int, units: int, spares: int = 0, *, no_straddling: bool = False
 ) -> PlacedUnits:
-    """Choose the nodes of ``units`` units of ``unit`` nodes, and ``spares`` more.
+    """Choose the free nodes of ``units`` units of ``unit`` nodes each, in domains as narrow as possible, and
+    ``spares`` more.
 
-    Args:
-        topology: The network; only its free nodes are used.
-        unit: Nodes of one unit.
-        units: How many.
-        spares: Nodes beside them; they are taken where most units are.
-        no_straddling: Refuses units that straddle the narrowest domains.
-
-    Raises:
-        TopologyError: There are too few nodes.
+    Spares are taken where most units are. Raises ``TopologyError`` if too few nodes are free, or with
+    ``no_straddling`` if a unit would straddle the narrowest domains.
     """
     free, needed = topology.free_in_domains, unit * units + spares
     count = sum(map(len, free.values()))
@@ -300,7 +307,10 @@ def _cut(free: Mapping[Domains, Sequence[str]], unit: int, depth: int) -> list[U
 
 
 def _keep(candidates: Sequence[Unit], nodes: Mapping[str, Domains], units: int) -> list[Unit]:
-    """Return the ``units`` best of the candidates, which come in order of depth, deepest first; in the order of the tree."""
+    """Return the ``units`` best of the candidates, which come deepest first, in the order of the tree.
+
+    Of equally deep ones, those in domains with most candidates win.
+    """
     chosen: list[Unit] = []
     for _, group in groupby(candidates, key=lambda unit: unit.depth):
         alike = list(group)
@@ -324,7 +334,11 @@ def _fullest(alike: Sequence[Unit], candidates: Sequence[Unit]) -> list[Unit]:
 
 
 def _spread(free: Mapping[Domains, Sequence[str]], chosen: Sequence[Unit], spares: int) -> tuple[str, ...]:
-    """Return ``spares`` of the free nodes that are in no unit: one of each domain in turn, those with most nodes in units first."""
+    """Return ``spares`` free nodes that are in no unit: one of each domain in turn, domains with most nodes in
+    units first.
+
+    Fewer if there are not so many.
+    """
     if not spares:
         return ()
     used = set(chain.from_iterable(placed.nodes for placed in chosen))
@@ -346,7 +360,10 @@ MOST_HOSTS = 1_000_000
 
 
 def expanded(text: str) -> list[str]:
-    """Return the hosts of a list like n[1-4,7], in its order. Raises ``ValueError`` if it is none, or names more than a million."""
+    """Return the hosts of a list like n[1-4,7], in its order.
+
+    Raises ``ValueError`` if it is no such list, or a part of it names more than ``MOST_HOSTS``.
+    """
     hosts: list[str] = []
     place = 0
     while place < len(text):

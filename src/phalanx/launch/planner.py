@@ -72,7 +72,7 @@ class Planner(Protocol):
 
 
 def installed_planner() -> Planner:
-    """Return the planner that is installed. Raises ``PlannerError`` with the command that installs one."""
+    """Return the planner that is installed as a plugin. Raises ``PlannerError`` with the command that installs one."""
     planner: Planner | None = load_plugin("phalanx.planners", "phalanx")
     if planner is None:
         raise PlannerError("no planner is installed: pip install --force-reinstall --no-deps phalanx-train")
@@ -88,8 +88,9 @@ def too_slow(spec: RunSpec, nodes: PricedNodes) -> str:
 
 
 def loses_more(before_s: float | None, after_s: float) -> bool:
-    """True if a fleet loses more of a step with the nodes that join it; ``before_s`` is ``None`` if it has no price without them.
+    """Return True if a fleet loses more of a step with the nodes that join it, beyond rounding; also without a
+    price before.
 
-    A fleet that is too slow already is not made so by the nodes that join it.
+    Both are seconds lost in a step. A fleet that is too slow already is not made so by the nodes that join it.
     """
     return before_s is None or after_s > before_s * (1 + 1e-9)

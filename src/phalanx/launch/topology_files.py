@@ -41,16 +41,11 @@ _USABLE = ("idle", "mixed", "allocated", "completing")
 
 
 def load_topology(place: str, partition: str = "", *, free_only: bool = False) -> Topology:
-    """Return the topology that ``place`` names: ``slurm`` or ``kubernetes`` for the cluster that this machine uses, or a file.
+    """Return the topology that ``place`` names: ``slurm`` or ``kubernetes`` for the cluster that this machine uses,
+    or a file.
 
-    Args:
-        place: As above.
-        partition: Only the nodes of this Slurm partition.
-        free_only: Counts nodes that others use as taken too, not only those that are down or drained.
-
-    Raises:
-        TopologyError: The file or answer describes no topology.
-        EngineError: The cluster does not answer.
+    For Slurm only: nodes outside ``partition`` are taken, and with ``free_only`` also nodes that others use. Raises
+    ``TopologyError`` if there is no topology in it, and ``EngineError`` if the cluster does not answer.
     """
     if place == "slurm":
         return _of_slurm(partition, free_only=free_only)
@@ -60,8 +55,11 @@ def load_topology(place: str, partition: str = "", *, free_only: bool = False) -
 
 
 def _of_slurm(partition: str, *, free_only: bool) -> Topology:
-    """Return the topology of Slurm's nodes; without switches, one of no levels. Nodes outside the partition are taken. Raises
-    ``EngineError``."""
+    """Return the topology of Slurm's nodes; without switches or blocks, one of no levels.
+
+    Nodes outside the partition or not usable are taken; with ``free_only``, all that are not idle. A node that no
+    switch names is alone on each level. Raises ``EngineError``, also for no nodes.
+    """
     usable = ("idle",) if free_only else _USABLE
     words = ["sinfo", "-h", "-N", "-o", "%N %T", *(["-p", partition] if partition else [])]
     states: dict[str, str] = {}
@@ -131,7 +129,10 @@ def parse_topology(text: str, source: str) -> Topology:
 
 
 def from_slurm(text: str, source: str) -> Topology:
-    """Return the tree of Slurm's switches, or its blocks, as scale-up domains. Nodes that no switch names are left out."""
+    """Return the tree of Slurm's switches, or if there are blocks, only these as scale-up domains.
+
+    ``text`` is topology.conf or ``scontrol show topology``. Nodes that no switch names are left out.
+    """
     switches: dict[str, Json] = {}
     blocks: dict[str, list[str]] = {}
     for line in text.splitlines():
@@ -165,7 +166,11 @@ def _path_to(switch: str, above: Mapping[str, str], source: str) -> Domains:
 
 
 def _of_equal_depth(nodes: Mapping[str, Domains], source: str) -> Topology:
-    """Return a tree without the root that all share, and with leaves at one depth: a short path repeats its last domain."""
+    """Return a tree without the roots that all share, and with leaves at one depth: a short path repeats its last
+    domain.
+
+    Levels are called leaf, spine, core, from the narrowest.
+    """
     while (
         nodes and all(len(path) > 1 for path in nodes.values()) and len({p[0] for p in nodes.values()}) == 1
     ):
@@ -192,7 +197,10 @@ def _from_json(table: Json, source: str) -> Topology:
 
 
 def _from_topograph(table: Json, source: str) -> Topology:
-    """Return the topology of Topograph's instances, with their NVLink domains if they name any."""
+    """Return the topology of Topograph's instances by their network layers, with NVLink domains if any has one.
+
+    An instance without layers is in a domain of its own.
+    """
     paths: dict[str, Domains] = {}
     racks: dict[str, str] = {}
     for instance in _tables(table["instances"]):
@@ -208,7 +216,11 @@ def _from_topograph(table: Json, source: str) -> Topology:
 
 
 def _with_racks(topology: Topology, racks: Mapping[str, str]) -> Topology:
-    """Return the topology with NVLink domains as its narrowest level, if there are any."""
+    """Return the topology with NVLink domains (node -> domain) as its narrowest, scale-up level; unchanged if there
+    are none.
+
+    A node without one is alone.
+    """
     if not racks:
         return topology
     levels = (*topology.levels, Level("rack", scale_up=True))
@@ -217,7 +229,10 @@ def _with_racks(topology: Topology, racks: Mapping[str, str]) -> Topology:
 
 
 def _from_kubernetes(table: Json, source: str) -> Topology:
-    """Return the topology of nodes by their labels. Nodes that are not ready or not schedulable are taken."""
+    """Return the topology of nodes by their labels; a node without a label is alone on that level.
+
+    Nodes that are not ready or not schedulable are taken.
+    """
     labels: dict[str, Json] = {}
     taken: set[str] = set()
     for item in _tables(table["items"]):
@@ -240,8 +255,9 @@ def _from_kubernetes(table: Json, source: str) -> Topology:
 
 
 def _label_levels(present: set[str]) -> dict[str, str]:
-    """Return the levels of a network and their labels, widest first, given the labels that there are; the newer names if there are
-    both."""
+    """Return level -> label, widest first, of the network labels that are ``present``; the newer names win if there
+    are both.
+    """
     tiers = sorted((int(match[1]) for key in present if (match := _TIER.fullmatch(key))), reverse=True)
     if not tiers and _DOMAIN not in present:
         return {level: _LABEL + level for level in _LABELED if _LABEL + level in present}

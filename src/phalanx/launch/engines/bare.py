@@ -55,7 +55,10 @@ class Started:
 
 
 def on_host(host: Host, script: str, timeout_s: float = 120.0) -> str:
-    """Return the output of a shell script on a host. Raises ``EngineError``, naming the host."""
+    """Run a shell script on a host, through ssh unless it is this machine, and return its output.
+
+    Raises ``EngineError``, naming the host and a remedy, if it fails or takes longer than ``timeout_s``.
+    """
     if host.destination == HERE:
         return run_tool(["bash", "-s"], stdin=script, timeout_s=timeout_s)
     port = ["-p", str(host.port)] if host.port else []
@@ -68,7 +71,9 @@ def on_host(host: Host, script: str, timeout_s: float = 120.0) -> str:
 
 
 def _for_host(remedy: str, host: Host) -> str:
-    """Return a remedy with the host as OpenSSH's tools name it: with another port than SSH's, its name includes the port."""
+    """Fill a remedy with the host's names: login, host, port option, and the name in known_hosts, which includes
+    another port than SSH's.
+    """
     name = host.destination.rpartition("@")[2]
     other = host.port and host.port != SSH_PORT
     port, known_as = (f" -p {host.port}", f"'[{name}]:{host.port}'") if other else ("", name)
@@ -76,7 +81,9 @@ def _for_host(remedy: str, host: Host) -> str:
 
 
 def on_all(hosts: list[Host], act: Callable[[Host], T]) -> tuple[dict[str, T], list[str]]:
-    """Call ``act`` on many hosts at once. Return results by host name, and the messages of the hosts whose ``EngineError`` was raised."""
+    """Call ``act`` on many hosts in threads. Return the results by host name, and the messages of ``EngineError``
+    of the others.
+    """
     done: dict[str, T] = {}
     wrong: list[str] = []
 
@@ -99,7 +106,11 @@ def on_all(hosts: list[Host], act: Callable[[Host], T]) -> tuple[dict[str, T], l
 
 
 def problems(order: LaunchOrder, hosts: list[Host]) -> list[str]:
-    """Return the problems that the run file and the list of hosts show; empty if there are none."""
+    """Return the problems that the run file and the list of hosts show, without contacting one; empty if there are
+    none.
+
+    They are fields for schedulers, too few hosts, and a leader at a loopback address.
+    """
     wrong = list(not_for_hosts(order))
     if len(hosts) < order.all_nodes and hosts[0].destination != HERE:
         wrong.append(
@@ -111,10 +122,10 @@ def problems(order: LaunchOrder, hosts: list[Host]) -> list[str]:
 
 
 def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
-    """Return everything that keeps the hosts from training the run together; empty if nothing does: reachability, software, clocks,
-    shared storage.
+    """Return everything that keeps the hosts from training the run together; empty if nothing does.
 
-    Writes a random word into the run directory, which every host must read there.
+    Checks on each host over ssh that it reads a random word in the run directory and can write there, its software
+    against the first host's, and its clock. Without that, only the ``problems`` if there are any.
     """
     if wrong := problems(order, hosts):
         return wrong
@@ -155,7 +166,8 @@ def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
 def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list[Started]:
     """Start the run on all hosts or on none; the first leads. With ``joins`` they join the fleet that trains it.
 
-    A run that is cancelled before the last file is written does not begin. Raises ``EngineError`` with every reason.
+    Sessions wait until a last file is written, and the record of sessions is written first; a run that is cancelled
+    before does not begin. After a failure all are killed. Raises ``EngineError`` with every reason.
     """
     word, head = secrets.token_hex(8), None if joins else hosts[0]
     names = {host.name for host in hosts}
@@ -225,9 +237,10 @@ def alive(run_dir: Path) -> tuple[list[Started], list[str]]:
 def end(
     run_dir: Path, started: list[Started], number: signal.Signals | None
 ) -> tuple[list[Started], list[str]]:
-    """Send a signal to the sessions that are still there; return those, and the messages of hosts that do not answer.
+    """Send ``number`` (None: nothing) to the sessions of a run; return those that were there, and the messages of
+    hosts that do not answer.
 
-    ``number`` None sends none. SIGTERM is sent to a session once only.
+    SIGTERM is sent to a session once only, over all calls.
     """
     pids = {session.host.name: session.pid for session in started}
     folder = str(run_dir.resolve())
@@ -241,7 +254,9 @@ def end(
 
 
 def sentence(run_dir: Path) -> str | None:
-    """Return the state of a run's sessions; ``None`` if every host answers that none is there."""
+    """Return in words where a run's sessions are running, with the hosts that do not answer; ``None`` if none is
+    there.
+    """
     started = started_on(run_dir)
     there, wrong = alive(run_dir)
     if not there and not wrong:
@@ -257,7 +272,9 @@ def sentence(run_dir: Path) -> str | None:
 
 
 def _answer(host: Host, output: str, mark: str, failure: str) -> str:
-    """Return the line after ``mark`` in a script's output. Raises ``EngineError``, with what the shell has done instead, without one."""
+    """Return the rest of the first line that begins with ``mark``. Without one raise ``EngineError`` with
+    ``failure`` and the end of the output.
+    """
     for line in output.splitlines():
         if line.startswith(mark):
             return line.removeprefix(mark)

@@ -196,7 +196,7 @@ class SubmittedRun(Protocol):
         ...
 
     def request_stop(self, reign: int | None) -> bool:
-        """Have it save and end; false if that is left to its coordinator.
+        """Have it save and end. Return False if that is left to its coordinator.
 
         ``reign`` is the number of the coordinator that leads the run's fleet, ``None`` before there is one.
         """
@@ -224,7 +224,9 @@ class SubmittedRun(Protocol):
 
 
 def engine_named(name: str) -> LaunchEngine:
-    """Return the engine of a name. Raises ``EngineError`` with the nearest name, or what to install."""
+    """Return the engine of a name. Raises ``EngineError`` if it is unknown, with the nearest name, or cannot be
+    loaded.
+    """
     try:
         engine = load_plugin(GROUP, name)
     except PluginError as error:
@@ -238,7 +240,10 @@ def engine_named(name: str) -> LaunchEngine:
 
 
 def recorded_run(run_dir: Path) -> SubmittedRun | None:
-    """Return the last submission of a run, by its record; ``None`` if there is none. Raises ``EngineError``."""
+    """Return the last submission of a run, by its record; ``None`` if there is none.
+
+    Raises ``EngineError`` if its engine is not available.
+    """
     made = read_record(run_dir)
     if made is None:
         return None
@@ -253,9 +258,11 @@ def recorded_run(run_dir: Path) -> SubmittedRun | None:
 
 
 def submission_of(run_dir: Path) -> SubmittedRun | None:
-    """Return the last submission of a run, by its record or by an engine's queue.
+    """Return the last submission of a run, by its record, or else by the queue of its engine or any; ``None`` if
+    none has it.
 
-    A submitter that was killed may have queued a job without recording its number, or anything. Raises ``EngineError``.
+    A submitter that was killed may have queued a job without recording its number, or anything. Raises
+    ``EngineError``.
     """
     run = recorded_run(run_dir)
     if (run is not None and run.made.job) or not (run_dir / FOLDER).is_dir():
@@ -272,7 +279,7 @@ def submission_of(run_dir: Path) -> SubmittedRun | None:
 
 
 def standing_or_end(run_dir: Path) -> JobStanding | None:
-    """Return the state of the last submission of a run, or that it has ended and where its log is.
+    """Return the state of the last submission of a run, or one that it has ended, with the last line of its log.
 
     ``None`` if the run was not submitted, or its engine does not answer.
     """
@@ -292,7 +299,7 @@ def standing_or_end(run_dir: Path) -> JobStanding | None:
 
 
 def _printed(log: Path) -> list[str]:
-    """Return the last lines of a job's log, without blank ones; none if it cannot be read."""
+    """Return the lines in the last ``_TAIL_BYTES`` of a job's log, without blank ones; empty if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
@@ -307,11 +314,9 @@ def log_of(run: SubmittedRun) -> Path:
 
 
 def wait_until_ended(run: SubmittedRun, poll_s: float, *, silent_timeout_s: float = _SILENT_S) -> None:
-    """Wait until nothing of a submitted run is queued or running.
+    """Wait, asking every ``poll_s`` seconds, until nothing of a submitted run is queued or running.
 
-    ``silent_timeout_s`` limits the wait for hosts that do not answer, once no other host has a session of the run.
-
-    Raises ``EngineError`` where that cannot be known: hosts do not answer, and no session is left on the others.
+    Raises ``EngineError`` if for ``silent_timeout_s`` only hosts are left that do not answer.
     """
     silent_since_s: float | None = None
     while True:
@@ -330,9 +335,10 @@ def wait_until_ended(run: SubmittedRun, poll_s: float, *, silent_timeout_s: floa
 
 
 def prevent_restart(run_dir: Path, *, at_once: bool = False) -> str:
-    """Mark a run that is to end, so that nothing starts it again; returns what follows if that cannot be written (a full disk), else an empty text.
+    """Mark a run that is to end, so that nothing starts it again; return an empty text.
 
-    Raises ``EngineError`` for a job that would queue itself again, unless it is ended ``at_once``.
+    If the mark cannot be written (a full disk), return what follows from that. Then raise ``EngineError`` for a job
+    that would queue itself again, unless it is ended ``at_once``.
     """
     try:
         mark_stopped(run_dir)
@@ -349,7 +355,11 @@ def prevent_restart(run_dir: Path, *, at_once: bool = False) -> str:
 
 
 def problems_of(spec: RunSpec, engine: LaunchEngine) -> list[Problem]:
-    """Return the mistakes in a run that can be found without its engine: fields, sinks, observers, variables, numbers of nodes."""
+    """Return the mistakes in a run that can be found without contacting its engine.
+
+    They are illegal layouts, unfilled fields, fields of other engines, unknown sinks and observers, variables, and
+    numbers of nodes. Without nodes where the engine needs some, only that.
+    """
     fleet = spec.fleet
     if not fleet.nodes and engine.needs_nodes:
         return [Problem("fleet.nodes", "0 nodes are to hold ranks", "--nodes N")]

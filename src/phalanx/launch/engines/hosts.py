@@ -64,9 +64,10 @@ class Host:
 
 
 def read_hosts(text: str) -> list[Host]:
-    """Return the hosts in a file: one a line, ``[user@]host[:port] [name=N] [address=A] [domain=pod-1/rack-2]``; # begins a comment.
+    """Return the hosts in a text: one a line, ``[user@]host[:port] [name=N] [address=A] [domain=pod-1/rack-2]``; #
+    begins a comment.
 
-    Raises ``EngineError`` naming the line.
+    Raises ``EngineError`` naming the line, also for a name or a machine that is there twice.
     """
     hosts: list[Host] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -139,7 +140,11 @@ def coordinator_port(order: LaunchOrder) -> int:
 
 
 def check_script(order: LaunchOrder, word: str) -> str:
-    """Return the script that checks that a host reads ``word`` in the run directory and can write there, and prints its software and time."""
+    """Return the script that checks that a host reads ``word`` in the run directory and can write there, else exits
+    with 65 or 67.
+
+    It then prints the host's software and time.
+    """
     nonce, not_shared = shlex.quote(str(order.nonce)), shlex.quote(_NOT_SHARED.format(order.nonce))
     unwritten = shlex.quote(_NOT_WRITTEN.format(order.folder))
     return "\n".join(
@@ -156,7 +161,11 @@ def check_script(order: LaunchOrder, word: str) -> str:
 
 
 def _restart_loop(pauses_s: Sequence[int]) -> str:
-    """Return a shell loop that runs the words after it, and again after each of ``pauses_s`` while they are killed."""
+    """Return a shell loop that runs the words after it, and again after each of ``pauses_s`` seconds if they were
+    killed.
+
+    It ends with the exit code of the last run; after SIGTERM or SIGINT nothing is started again.
+    """
     return (
         # The shell outlives a signal to its session: it waits for the agent, which saves.
         "asked=; trap 'asked=1' TERM INT; "
@@ -168,10 +177,12 @@ def _restart_loop(pauses_s: Sequence[int]) -> str:
 
 
 def start_script(order: LaunchOrder, host: Host, head: Host | None, word: str) -> str:
-    """Return the script that starts the agent of a host, or the fleet of this machine, as a session of its own, and prints its process number.
+    """Return the script that starts the agent of a host, or the fleet of this machine, as a session, and prints its
+    process number.
 
-    Without a ``head`` the host joins the fleet that trains in the run directory. An agent that was killed, as for want of memory, is started
-    again, a few times: no scheduler does it here. One that received SIGTERM or ended by itself is not.
+    The session waits for ``word`` in the file "go". Without ``head`` the host joins the fleet of the run directory.
+    An agent that was killed (out of memory) is started again a few times; one that got SIGTERM or ended by itself
+    is not.
     """
     folder = order.folder
     # The session prints its number itself: signals go to a session, and there is none before setsid has made it.
@@ -204,10 +215,11 @@ def _words(order: LaunchOrder, host: Host, head: Host | None) -> list[str]:
 
 
 def signal_script(run_dir: str, pids: list[int], number: int) -> str:
-    """Return the script that sends a signal to the sessions of a run on a host (0: none) and prints those that are there.
+    """Return the script that prints the sessions of a run that are on a host, of ``pids``, and sends them a signal
+    (0: none).
 
-    A session gets SIGTERM once: a second one would end a run that saves. A folder, named after the session and the time of its start, marks that it was
-    sent; only one of several concurrent callers can create it.
+    A session is recognized by the run directory in its command line. It gets SIGTERM once, marked by a folder that
+    only one caller can create: a second one would end a run that saves.
     """
     there = (
         f'[ -r /proc/$pid/cmdline ] && tr "\\0" " " < /proc/$pid/cmdline | grep -qF -- {shlex.quote(run_dir)}'
@@ -243,7 +255,9 @@ def _begin(order: LaunchOrder) -> Iterator[str]:
 
 
 def not_for_hosts(order: LaunchOrder) -> Iterator[str]:
-    """Yield the fields of the run file that only a scheduler can fulfill."""
+    """Yield a problem for each field of the run file that only a scheduler can fulfill, or a network of several
+    nodes.
+    """
     launch = order.launch
     requested = {
         "partition": launch.partition,

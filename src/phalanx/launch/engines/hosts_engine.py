@@ -44,9 +44,10 @@ class HostsEngine:
         return submission.missing_data(spec, working_dir)
 
     def submit(self, spec: RunSpec, working_dir: Path, request: SubmitRequest) -> SubmitReport:
-        """Verify the hosts, record the submission, and start the run on them, detached. With ``dry_run`` only return the scripts.
+        """Verify the hosts, record the submission, and start the run on them, detached. With ``dry_run`` only
+        return the scripts.
 
-        Raises ``EngineError`` with every reason against it.
+        Takes as many hosts as the run needs, from the first. Raises ``EngineError`` with every reason against it.
         """
         order = submission.order_of(spec, working_dir)
         listed = hosts_in(order, order.launch.hosts) if self.has_hosts else [_THIS_MACHINE]
@@ -148,7 +149,7 @@ class HostsRun:
         return bool(there), wrong
 
     def refuse_second(self) -> None:
-        """Raise ``EngineError`` if a session of the run is there."""
+        """Raise ``EngineError`` if a session of the run is there, or a host does not answer."""
         if (doing := bare.sentence(self.run_dir)) is not None:
             name = quote(str(self.run_dir))
             raise EngineError(
@@ -186,8 +187,10 @@ LOCAL = HostsEngine("local", needs_nodes=False, has_hosts=False)
 
 
 def hosts_in(order: LaunchOrder, path: str) -> list[Host]:
-    """Return the hosts in a file, relative to the working directory. Raises ``EngineError`` if there is none, it is unreadable, or
-    it is empty."""
+    """Return the hosts in the file ``path``, relative to the working directory.
+
+    Raises ``EngineError`` if the path is empty, or the file is unreadable, malformed, or names no host.
+    """
     if not path:
         raise EngineError("which hosts? --hosts FILE, or launch.hosts in the run file")
     try:
@@ -212,7 +215,9 @@ def _demand(wrong: list[str]) -> None:
 
 
 def _price(spec: RunSpec, listed: list[Host], hosts: list[Host]) -> tuple[PricedNodes | None, str]:
-    """The price of the hosts for the run, in the network of all that are listed; or why there is none."""
+    """Return (price, "") of the hosts for the run, in the network of all that are listed; or (None, why there is
+    none).
+    """
     try:
         return installed_planner().price_of(spec, network_of(listed), [host.name for host in hosts]), ""
     except (TopologyError, PlannerError, HardwareError) as error:

@@ -36,7 +36,9 @@ RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def range_of_connections(path: Path = RANGE_FILE) -> tuple[int, int]:
-    """Return the first and last port that this machine's kernel gives to outgoing connections; the usual ones if unknown."""
+    """Return the first and last port that this machine's kernel gives to outgoing connections; ``USUAL_RANGE`` if
+    unknown.
+    """
     try:
         first, last = map(int, path.read_text().split())
     except (OSError, ValueError):
@@ -45,7 +47,8 @@ def range_of_connections(path: Path = RANGE_FILE) -> tuple[int, int]:
 
 
 def port_of(number: int, connections: tuple[int, int]) -> int:
-    """Return the coordinator's port of a run with this number, outside of the range (first, last) of outgoing connections.
+    """Return the coordinator's port for ``number``, the same for the same number, outside ``connections`` (first,
+    last).
 
     If too few ports are outside of it, any port of the whole range may be returned.
     """
@@ -178,8 +181,11 @@ _MOST_BYTES = 1 << 20
 def private_variables(
     launch: LaunchSpec, working_dir: Path, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variables whose values are not in the run file: those of ``launch.secrets``, else of ``environ``. Raises
-    ``EngineError`` naming the field."""
+    """Return the variables whose values are not in the run file: all in ``launch.secrets``, else those named, from
+    ``environ``.
+
+    Raises ``EngineError`` for a variable without a value, and for an unusable file.
+    """
     values = _of_file(working_dir / Path(launch.secrets).expanduser()) if launch.secrets else {}
     for name, value in launch_variables(launch):
         if value is None and name not in values:
@@ -251,9 +257,11 @@ def run_tool(
     folder: str | None = None,
     errors_too: bool = False,
 ) -> str:
-    """Run a tool in ``folder`` (by default here); returns its output, with ``errors_too`` also its standard error.
+    """Run a tool in ``folder`` (by default here) and return its standard output, with ``errors_too`` also its
+    standard error.
 
-    Raises ``EngineError`` if it is not installed, fails (with its own message), or takes too long.
+    ``stdin`` is text for it, and ``environment`` replaces the present one. Raises ``EngineError`` if it is not
+    installed, fails (with its message, or a remedy for a known one), or takes longer than ``timeout_s``.
     """
     try:
         done = subprocess.run(
@@ -291,10 +299,11 @@ def in_slurm_step(environ: Mapping[str, str]) -> bool:
 
 
 def slurm_domains(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The switches or blocks above this node, widest first, by the environment of a Slurm step; none without topology/tree or block.
+    """Return the switches or blocks above this node, widest first, by the environment of a Slurm step; empty
+    without topology/tree or block.
 
-    SLURM_TOPOLOGY_ADDR is "core.spine1.leaf1.n1" with the pattern "switch.switch.switch.node" (slurm.schedmd.com/srun.html). Names may
-    hold dots themselves only where the pattern has as many parts fewer, which is then not used.
+    SLURM_TOPOLOGY_ADDR is "core.spine1.leaf1.n1" with the pattern "switch.switch.switch.node"
+    (slurm.schedmd.com/srun.html). Names with dots make more parts than the pattern has; then it is empty too.
     """
     parts = environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     pattern = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
@@ -302,7 +311,8 @@ def slurm_domains(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def started_as_rank(environ: Mapping[str, str]) -> bool:
-    """True under ``torchrun`` (or anything that sets RANK and WORLD_SIZE) and inside a Slurm step of tasks.
+    """Return True under ``torchrun`` (or anything that sets RANK and WORLD_SIZE) and inside a Slurm step of several
+    tasks.
 
     A shell from ``srun --pty`` is a step of one task and does not count as a rank.
     """

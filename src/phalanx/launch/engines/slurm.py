@@ -98,7 +98,9 @@ class SlurmJob:
 
     @property
     def sentence(self) -> str:
-        """The state of the job; if it waits, the reason, the remedy and the expected start."""
+        """The state of the job: nodes and time left. If it waits, the reason, a remedy and the expected start,
+        where known.
+        """
         if not self.is_waiting:
             left = f"{self.time_left} left" if _days(self.time_left) < _NO_LIMIT_DAYS else "no time limit"
             return f"{self.state.lower()} on {self.nodes} nodes ({self.hosts}), {left}"
@@ -116,7 +118,9 @@ class SlurmJob:
 
 
 def is_known_start(text: str) -> bool:
-    """True if Slurm's time of a start is one: before it has looked at a job it prints a year or more from now, or N/A."""
+    """Return True if Slurm's time of a start is one: before it has looked at a job it prints N/A, or a year or more
+    from now.
+    """
     try:
         return datetime.fromisoformat(text) < datetime.now() + timedelta(days=_NO_LIMIT_DAYS)
     except ValueError:
@@ -137,7 +141,9 @@ def jobs() -> list[SlurmJob]:
 
 
 def parse_jobs(text: str) -> list[SlurmJob]:
-    """Return Phalanx's jobs in a ``squeue`` table, by their comments; other lines are skipped."""
+    """Return Phalanx's jobs in a ``squeue`` table with "|" between fields, recognized by their comments; skip other
+    lines.
+    """
     parsed = []
     for line in text.splitlines():
         fields = line.split("|", 9)
@@ -187,10 +193,11 @@ def jobs_of(run_dir: Path) -> list[SlurmJob]:
 def give_back(
     run_dir: Path, names: set[str], *, retry_pause_s: float = _PAUSE_S
 ) -> dict[str, tuple[str, ...]]:
-    """Take nodes whose agents have ended out of the jobs of a run, so that others can have them. Return the released nodes by job.
+    """Take the nodes ``names``, whose agents have ended, out of the running jobs of a run. Return the released
+    nodes by job.
 
-    A job all of whose nodes have gone ends by itself. ``retry_pause_s`` is the pause between two tries to make a job
-    smaller while Slurm is busy. Raises ``EngineError``.
+    A job all of whose nodes have gone ends by itself. ``retry_pause_s`` is the pause between two tries to make a
+    job smaller while Slurm is busy. Raises ``EngineError``.
     """
     released: dict[str, tuple[str, ...]] = {}
     for job in jobs_of(run_dir):
@@ -204,10 +211,11 @@ def give_back(
 
 
 def demand_resizable(run_dir: Path) -> None:
-    """Raise ``EngineError`` if the job of a run cannot be made smaller, before nodes leave the fleet for nothing. Tried by setting
-    its comment.
+    """Raise ``EngineError`` if the job of a run cannot be made smaller now, before nodes leave the fleet for
+    nothing.
 
-    Does nothing where further jobs have joined: their nodes may be those that leave.
+    Tried by setting its comment to the same text. Does nothing unless the run has exactly one running job that is
+    its own.
     """
     running = jobs_of(run_dir)
     if len(running) != 1 or running[0].joins or running[0].state != "RUNNING":
@@ -222,7 +230,9 @@ def demand_resizable(run_dir: Path) -> None:
 
 
 def _make_smaller(job: SlurmJob, rest: Sequence[str], leaving: Sequence[str], retry_pause_s: float) -> None:
-    """Reduce a job to the nodes ``rest``, trying again while Slurm is busy. Raises ``EngineError``."""
+    """Reduce a job to the nodes ``rest``, trying again while Slurm is busy. Raises ``EngineError``, naming
+    ``leaving`` if it stays busy.
+    """
     words = ["scontrol", "update", f"JobId={job.id}", f"NodeList={','.join(rest)}"]
     for tried in range(_TRIES):
         try:
@@ -243,7 +253,10 @@ def _make_smaller(job: SlurmJob, rest: Sequence[str], leaving: Sequence[str], re
 
 
 def idle_nodes(order: LaunchOrder) -> int:
-    """Number of nodes that are free now and fit an order. Raises ``EngineError``."""
+    """Return the number of idle nodes with enough GPUs that are not excluded, in the best of the named partitions.
+
+    Raises ``EngineError``.
+    """
     excluded = set(expanded(order.launch.exclude)) if order.launch.exclude else set()
     return max(
         sum(
@@ -272,7 +285,10 @@ def submit(script: Path, private: Mapping[str, str]) -> str:
 
 
 def test_submit(script: Path) -> str:
-    """Return when Slurm expects a script to start, without queueing it; empty if unknown. Raises ``EngineError`` with sbatch's message if it never would."""
+    """Return when Slurm expects a script to start, without queueing it; empty if unknown.
+
+    Raises ``EngineError`` with sbatch's message if it never would.
+    """
     words = ["sbatch", "--test-only", str(script)]
     output = run_tool(words, environment=without_overrulers(os.environ), errors_too=True)
     start = re.search(r"to start at (\S+)", output)
@@ -316,9 +332,10 @@ class NodeFacts:
 
 
 def preflight(order: LaunchOrder) -> list[str]:
-    """Return everything that keeps a job from ever starting, each with a remedy; empty if nothing does. Raises ``EngineError``.
+    """Return everything that keeps a job from ever starting, each with a remedy; empty if nothing does.
 
-    Limits of accounts are left out if they cannot be read.
+    Queries partitions, nodes and limits of accounts; limits are left out if they cannot be read. Raises
+    ``EngineError`` if Slurm does not answer.
     """
     partitions = parse_partitions(run_tool(["scontrol", "show", "partition", "-o"]))
     names = {"", *(partition.name for partition in partitions)}
@@ -333,8 +350,11 @@ def preflight(order: LaunchOrder) -> list[str]:
 def problems(
     order: LaunchOrder, partitions: list[SlurmPartition], nodes: Mapping[str, list[NodeFacts]]
 ) -> list[str]:
-    """Return ``preflight`` as a function of the facts. A job that names several partitions starts if one of them can start it, and
-    all of them exist."""
+    """Return why a job would start in none of its named partitions, or one of them does not exist; empty if it
+    would.
+
+    Pure: ``partitions`` and ``nodes`` (by partition) are the facts.
+    """
     names, by_partition = {"", *(partition.name for partition in partitions)}, []
     for name in named_partitions(order.launch):
         order_there = replace(order, launch=replace(order.launch, partition=name))
@@ -347,7 +367,11 @@ def problems(
 def _problems_in(
     order: LaunchOrder, partitions: list[SlurmPartition], nodes: list[NodeFacts]
 ) -> Iterator[str]:
-    """Yield the reasons for which a job would never start in its partition: state, size, time, usable nodes, GPUs."""
+    """Yield the reasons for which a job would never start in its partition, which is the default one if it names
+    none.
+
+    Checked are existence, state, size, time limit against partition and ``grace_s``, usable nodes, and their GPUs.
+    """
     launch = order.launch
     names = ", ".join(candidate.name for candidate in partitions if candidate.up)
     matching = [
@@ -396,7 +420,7 @@ def _problems_in(
 
 
 def parse_partitions(text: str) -> list[SlurmPartition]:
-    """Return the partitions in ``scontrol show partition -o``; limits that are not set are ``None``."""
+    """Return the partitions in the output of ``scontrol show partition -o``; limits that are not set are ``None``."""
     parsed = []
     for line in text.splitlines():
         fields = dict(part.split("=", 1) for part in line.split() if "=" in part)
@@ -415,7 +439,10 @@ def parse_partitions(text: str) -> list[SlurmPartition]:
 
 
 def parse_nodes(text: str) -> list[NodeFacts]:
-    """Return the nodes in ``sinfo -h -N -o '%N|%T|%G'``, each once."""
+    """Return the nodes in the output of ``sinfo -h -N -o '%N|%T|%G'``, each once, with state and number of GPUs.
+
+    Nodes that are down, drained or do not respond are not usable.
+    """
     parsed: dict[str, NodeFacts] = {}
     for line in text.splitlines():
         name, state, resources = (*line.split("|"), "", "")[:3]
@@ -435,7 +462,7 @@ def refuse_second(run_dir: Path, last: str = "") -> None:
 
 
 def second(run_dir: Path, running: SlurmJob) -> EngineError:
-    """Return the error for the submission of a run that has a job."""
+    """Return the error for the submission of a run that has the job ``running``."""
     name = quote(str(run_dir))
     return EngineError(
         f"the run in {run_dir} is job {running.id} already ({running.sentence}): follow it with phalanx status {name}, or end it with "

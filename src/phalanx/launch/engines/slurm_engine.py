@@ -48,7 +48,7 @@ class SlurmEngine:
         return submission.with_run_dir(replace(spec, launch=launch), working_dir), lines
 
     def doubts(self, spec: RunSpec, working_dir: Path) -> Iterator[str]:
-        """Yield missing data, and workers that would share one core."""
+        """Yield warnings: datasets that this machine does not see, and workers of a node that would share one core."""
         yield from submission.missing_data(spec, working_dir)
         options = {name for line in spec.launch.options for name in options_in(line)}
         if not spec.launch.exclusive and not options & {"cpus-per-task", "cpus-per-gpu", "mincpus"}:
@@ -58,10 +58,11 @@ class SlurmEngine:
             )
 
     def submit(self, spec: RunSpec, working_dir: Path, request: SubmitRequest) -> SubmitReport:
-        """Queue the run, with units and order of the best placement on the nodes that are free now. With ``dry_run`` only return
-        the script.
+        """Queue the run, with unit and order of the best placement on the nodes that are free now, unless the file
+        gives a unit.
 
-        Raises ``EngineError`` if the run is finished, queued already, or could never start.
+        With ``dry_run`` only return the script. ``request.lender`` gives back missing nodes. Raises ``EngineError``
+        if the run is finished, queued already, or could never start.
         """
         order = submission.order_of(spec, working_dir)
         if request.dry_run:
@@ -136,7 +137,9 @@ class SlurmRun:
         return self._job() is not None, []
 
     def refuse_second(self) -> None:
-        """Raise ``EngineError`` if the queue has the job; a machine without Slurm's tools has none."""
+        """Raise ``EngineError`` if the queue has the job, or Slurm does not answer. A machine without Slurm's tools
+        has no job.
+        """
         if shutil.which("squeue") is None:  # the run was taken to a machine that belongs to no cluster
             return
         try:
@@ -150,8 +153,11 @@ class SlurmRun:
             raise slurm.second(self.run_dir, job)
 
     def request_stop(self, reign: int | None) -> bool:
-        """Signal the batch shell to save and end. Return False without a job, or if another coordinator leads: the shell is lost
-        with the first node."""
+        """Send SIGTERM to the batch shell, which saves and ends the run.
+
+        Return False, without a signal, if there is no job or a successor leads (``reign`` above 1): the shell is
+        lost with the first node.
+        """
         job = self._job()
         if job is None or reign not in (None, 1):
             return False
@@ -173,7 +179,8 @@ class SlurmRun:
         return slurm.give_back(self.run_dir, nodes)
 
     def prepare_joining(self, by: int, notify: Callable[[str], None]) -> Callable[[], str]:
-        """Write the script of a job whose nodes join the run, and check that it could start. Return a function that queues it.
+        """Write the script of a job of ``by`` nodes that join the run, and check that it could start. Return a
+        function that queues it and returns the job's number.
 
         ``notify`` receives a line for each variable of sbatch that is used. Raises ``EngineError``.
         """
@@ -208,9 +215,11 @@ ENGINE = SlurmEngine()
 def queue_job(
     spec: RunSpec, working_dir: Path, lender: Lender | None = None
 ) -> tuple[submission.Submitted, str]:
-    """Queue the job of a run, once ``lender`` has given back the nodes that are missing. Writes its script, run file and record.
+    """Write script, run file and record of a run, and queue its job. A ``lender`` first gives back the nodes that
+    are missing.
 
-    Return the record, and when Slurm expects the job to start. Raises ``EngineError``.
+    Return the record, and when Slurm expects the job to start (empty if unknown). Locks the run's submissions
+    meanwhile. Raises ``EngineError``, and then restores the earlier record.
     """
     order = submission.order_of(spec, working_dir)
     private = private_variables(order.launch, working_dir)
@@ -242,8 +251,11 @@ def _refuse_second(order: LaunchOrder) -> None:
 
 
 def _borrowing(order: LaunchOrder, lender: Lender) -> LaunchOrder:
-    """Return the order, with as many nodes to be taken from ``lender`` as are missing now. Raises ``EngineError`` if it has none of
-    Slurm's."""
+    """Return the order, with as many nodes to be taken from ``lender`` as idle ones are missing now; nothing is
+    taken yet.
+
+    Raises ``EngineError`` if it was not submitted to Slurm.
+    """
     made = submission.read_record(lender.run_dir)
     if made is None or made.engine != ENGINE.name:
         raise EngineError(
@@ -254,7 +266,11 @@ def _borrowing(order: LaunchOrder, lender: Lender) -> LaunchOrder:
 
 
 def borrowed(order: LaunchOrder, lender: Lender) -> LaunchOrder:
-    """Return the order, once ``lender`` has given back as many nodes as are missing. Raises ``EngineError``."""
+    """Have ``lender`` give back as many nodes as are missing, and return the order with their number; unchanged if
+    none is.
+
+    Raises ``EngineError``.
+    """
     order = _borrowing(order, lender)
     if not order.taken:
         return order
@@ -279,7 +295,9 @@ def _still_lent(order: LaunchOrder) -> str:
 
 
 def _noted(order: LaunchOrder, job: str) -> submission.Submitted:
-    """Record a queued job. If that cannot be written, cancel the job, which could write nothing either, and raise ``EngineError``."""
+    """Record a queued job and return the record. If that cannot be written, cancel the job and raise
+    ``EngineError``.
+    """
     try:
         return submission.record(order, ENGINE.name, job)
     except EngineError as error:

@@ -151,8 +151,11 @@ VARIABLES = {f"SBATCH_{name}": option for name, option in _VARIABLES.items()}
 
 
 def options_in(line: str) -> Iterator[str]:
-    """Yield the full names of the options in a line as sbatch reads it; for an ambiguous abbreviation, all of them. Raises
-    ``EngineError``."""
+    """Yield the full names of the options in a line as sbatch reads it, without their values.
+
+    An ambiguous abbreviation yields all its meanings, an unknown option nothing or "". Raises ``EngineError`` for a
+    quote without an end.
+    """
     try:
         words = iter(list(_words_in(line)))
     except ValueError as error:
@@ -190,8 +193,11 @@ def _words_in(line: str) -> shlex.shlex:
 
 
 def refuse(line: str) -> None:
-    """Raise ``EngineError`` if a line does not begin as an option, or contains one that contradicts the launcher; unknown names are
-    left to sbatch."""
+    """Raise ``EngineError`` if a line has a line break, does not begin with "-", or has an option that contradicts
+    the launcher.
+
+    Unknown names are left to sbatch.
+    """
     if "\n" in line:
         raise EngineError(f"launch.options: {line!r} is no option of sbatch, as --licenses=lustre is")
     for option in options_in(line):
@@ -202,9 +208,11 @@ def refuse(line: str) -> None:
 
 
 def from_environment(launch: LaunchSpec, environ: Mapping[str, str]) -> tuple[LaunchSpec, list[str]]:
-    """Return the fields of ``[launch]``, empty ones filled from the variables of sbatch, and a line about each of these variables.
+    """Return ``launch`` with its empty fields filled from the variables of sbatch, and a line about each of these
+    variables.
 
-    Raises ``EngineError`` for variables that contradict the launcher, all of them.
+    A field that the run file sets wins. Raises ``EngineError``, naming all of them, for variables that contradict
+    the launcher.
     """
     lines, wrong = [], []
     for variable, option in VARIABLES.items():
@@ -258,10 +266,10 @@ class Limit:
 
 
 def limits_of(order: LaunchOrder, run: Callable[[Sequence[str]], str] = run_tool) -> list[Limit]:
-    """Return the limits of accounts and QOS that apply to the job of ``order``; empty where Slurm enforces none or keeps no
-    accounts.
+    """Return the limits that apply to the job of ``order``: of the user, the account and its parents, and the QOS.
 
-    Raises ``EngineError`` if the accounts cannot be read.
+    Empty where Slurm enforces none or keeps no accounts. ``run`` runs a tool. Raises ``EngineError`` if the
+    accounts cannot be read.
     """
     lines = (line.split("=", 1) for line in run(["scontrol", "show", "config"]).splitlines() if "=" in line)
     settings = {name.strip(): value.strip() for name, value in lines}
@@ -290,7 +298,7 @@ def limits_of(order: LaunchOrder, run: Callable[[Sequence[str]], str] = run_tool
 
 
 def limit_problems(order: LaunchOrder, limits: Sequence[Limit]) -> Iterator[str]:
-    """Yield one line for each limit that the job of ``order`` is larger than, with the remedy."""
+    """Yield one line for each limit of nodes, GPUs or time that the job of ``order`` exceeds, with the remedy."""
     gpus = order.all_nodes * order.gpus_per_node
     wall_s = seconds_of(order.launch.time_limit) if order.launch.time_limit else None
     for limit in limits:

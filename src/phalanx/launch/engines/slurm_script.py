@@ -48,7 +48,11 @@ _LAST_WORDS_S, _COPIES_S = 30, 600
 
 
 def batch_script(order: LaunchOrder) -> str:
-    """Return the script for ``sbatch``. Raises ``EngineError`` for options that contradict it."""
+    """Return the script for ``sbatch``: header, then the batch shell. Raises ``EngineError`` for fields that
+    contradict it or sbatch cannot read.
+
+    Slurm sends the batch shell SIGTERM ``launch.grace_s`` before the time limit.
+    """
     own = {
         "job-name": _job_name(order),
         "nodes": str(order.all_nodes),
@@ -84,8 +88,12 @@ def joining_script(order: LaunchOrder, nodes: int) -> str:
 
 
 def _header(order: LaunchOrder, own: dict[str, str]) -> Iterator[str]:
-    """Yield the ``#SBATCH`` lines of a script: ``own`` options, those of the run file, and its further lines. Raises
-    ``EngineError`` for a refused one."""
+    """Yield the shebang and ``#SBATCH`` lines: ``own`` options, those of ``[launch]``, no-kill, requeue, and the
+    user's options.
+
+    Empty values are left out. Raises ``EngineError`` for an option that contradicts the launcher or cannot be
+    quoted.
+    """
     launch = order.launch
     yield "#!/bin/bash"
     options = {
@@ -119,7 +127,9 @@ def _job_name(order: LaunchOrder) -> str:
 
 
 def _log(order: LaunchOrder, name: str) -> str:
-    """The path of a job's log as a pattern of sbatch's, in which %% is a percent sign."""
+    """Return the path of a job's log as a pattern of sbatch, with the job's number. Raises ``EngineError`` for a
+    backslash in it.
+    """
     if "\\" in str(order.folder):
         raise EngineError(
             f"run_dir: {order.run_dir} holds a backslash, with which sbatch reads no %j: give another"
@@ -128,7 +138,10 @@ def _log(order: LaunchOrder, name: str) -> str:
 
 
 def _quoted(name: str, value: str) -> str:
-    """Return the value as sbatch reads it in a script. Raises ``EngineError`` for a line break or a quote."""
+    """Return the value as sbatch reads it in a script, in quotes if it has spaces, # or '.
+
+    Raises ``EngineError`` for a line break or a double quote.
+    """
     if "\n" in value or '"' in value:
         raise EngineError(
             f"launch: --{name}={value!r} holds a line break or a quote, which sbatch cannot read"
@@ -138,8 +151,10 @@ def _quoted(name: str, value: str) -> str:
 
 
 def _environment(order: LaunchOrder) -> Iterator[str]:
-    """Yield the lines that export variables, check that private ones are set, and run the prologue. Raises ``EngineError`` for
-    ``#SBATCH`` in it."""
+    """Yield the lines that export variables, check that private ones are set, and run the prologue.
+
+    Raises ``EngineError`` for ``#SBATCH`` in the prologue.
+    """
     launch = order.launch
     yield "# Written by phalanx submit, which also freezes the run file for it: without that, sbatch alone starts nothing."
     yield "export PYTHONUNBUFFERED=1"
@@ -267,10 +282,10 @@ def _nobody_joins(run_dir: str) -> Iterator[str]:
 
 
 def _verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
-    """Yield the lines that price the nodes that Slurm gave, beside the start; before it, if ``launch.most_lost_ms`` may refuse
-    them.
+    """Yield the lines that price the nodes that Slurm gave, into the price file, while the run starts.
 
-    Nodes without a price are taken.
+    If ``launch.most_lost_ms`` limits the loss, they run before the start and end the job with 66 beyond it. Nodes
+    without a price are taken.
     """
     limit_ms, price_file = order.launch.most_lost_ms, shlex.quote(str(order.price_file))
     words = f'{phalanx} place {shlex.quote(str(order.run_file))} --topology slurm --allocation "$SLURM_JOB_NODELIST"'
@@ -285,8 +300,10 @@ def _verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
 
 
 def _joining_verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
-    """Yield the lines that price the fleet with the nodes of a joining job; these do not join if the fleet would lose more than it
-    may."""
+    """Yield the lines that price the fleet with the nodes of a joining job, while these join.
+
+    If ``launch.most_lost_ms`` limits the loss, they run before and end the job with 66 beyond it.
+    """
     limit_ms, run_dir = order.launch.most_lost_ms, shlex.quote(str(order.run_dir))
     price_file = f'{shlex.quote(str(order.folder))}/given-"$SLURM_JOB_ID"'
     words = (
@@ -303,12 +320,12 @@ def _joining_verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
 
 
 def _concluded(order: LaunchOrder) -> Iterator[str]:
-    """Yield lines, within single quotes, that a node runs after its agent: they end the job if the first node, which would, was
-    lost and succeeded.
+    """Yield lines, within single quotes, that a node runs after its agent if the first node, which ends the job,
+    was lost.
 
-    An agent also ends whose node is given back while the others train on: as long as a coordinator writes the fleet's file and does
-    not call the run over, the
-    job is theirs. Both times are those of the file system: clocks of nodes and of a file server differ.
+    Once no agent is at work and the run is over, one node ends the job, or queues it again if the run is to
+    continue. While a coordinator still writes fleet.json, the node was only given back. Times are those of the file
+    system.
     """
     yield 'grep -Eq ".reign.: *([2-9]|[1-9][0-9])" "${folder%/*}/fleet.json" || exit "$code"'
     yield f"for waited in $(seq {_LAST_WORDS_S + _COPIES_S}); do"
@@ -330,7 +347,11 @@ def _concluded(order: LaunchOrder) -> Iterator[str]:
 
 
 def _on_grace(order: LaunchOrder, phalanx: str, run_dir: str) -> Iterator[str]:
-    """Yield the lines that the batch shell runs when the end is near, and those that each node runs around its agent."""
+    """Yield the trap by which the batch shell saves the run at SIGTERM, and the shell variable with the lines that
+    each node runs around its agent.
+
+    A node first checks that it sees the first node's file in the run directory, and notes that it is at work.
+    """
     yield "told="  # a second signal would end at once agents that save because of the first
     yield "save_and_end() {"
     yield f'  echo "the job ends soon (time limit, preemption or phalanx cancel; launch.grace_s = {order.launch.grace_s:g}): the run saves"'

@@ -82,7 +82,10 @@ def missing_data(spec: RunSpec, working_dir: Path) -> Iterator[str]:
 
 
 def order_of(spec: RunSpec, working_dir: Path) -> LaunchOrder:
-    """The order for an engine of a run whose directory is known."""
+    """Return the order for an engine of a run whose directory is known, with this machine's Python and port range.
+
+    On "cpu" no GPUs; else ``launch.gpus_per_node``, or one for each worker.
+    """
     launch, fleet = spec.launch, spec.fleet
     gpus = 0 if spec.runtime.device == "cpu" else launch.gpus_per_node or fleet.workers_per_node
     return LaunchOrder(
@@ -148,7 +151,9 @@ def _named_in(fd: int) -> str:
 
 
 def submitter_of(run_dir: Path) -> str:
-    """Return the process that submits a run at this moment; empty if none does, or if the file system has no locks."""
+    """Return the process that submits a run at this moment, as named in its lock; empty if none does, or without
+    locks.
+    """
     try:
         fd = os.open(run_dir / FOLDER / _SUBMITTING, os.O_RDONLY)
     except OSError:
@@ -165,11 +170,11 @@ def submitter_of(run_dir: Path) -> str:
 
 
 def wait_for_submitter(run_dir: Path, notify: Callable[[str], None]) -> str:
-    """Wait until no process submits the run, so that what was started can be seen; return the process that did, empty if none.
+    """Wait until no process submits the run, so that what was started can be seen; return the process that did,
+    empty if none.
 
-    Meanwhile the run is marked as stopped again and again: a submission that has just begun removes the mark of an earlier start.
-    Raises
-    ``EngineError`` if it takes too long.
+    Meanwhile the run is marked as stopped again and again: a submission that has just begun removes the mark of an
+    earlier start. ``notify`` gets one line. Raises ``EngineError`` if it takes too long.
     """
     deadline_s, notified = time.monotonic() + _SUBMITS_S, ""
     while submitter := submitter_of(run_dir):
@@ -188,7 +193,7 @@ def wait_for_submitter(run_dir: Path, notify: Callable[[str], None]) -> str:
 
 
 def refuse_finished(order: LaunchOrder, spec: RunSpec) -> None:
-    """Raise ``EngineError`` if the run is finished."""
+    """Raise ``EngineError`` if the run directory has a complete result for ``spec``."""
     if RunDirectory(order.run_dir).complete_result(spec) is not None:
         raise EngineError(
             f"the run in {order.run_dir} is finished; give another run_dir to train it once more"
@@ -196,7 +201,10 @@ def refuse_finished(order: LaunchOrder, spec: RunSpec) -> None:
 
 
 def write_files(order: LaunchOrder, spec: RunSpec, script: str) -> Path:
-    """Write the frozen run file and the engine's script; return the script's path. Raises ``EngineError``."""
+    """Write the frozen run file and the engine's script (executable); return the script's path.
+
+    Creates the folder. Raises ``EngineError`` if it cannot be written.
+    """
     path = order.folder / "job.sh"
     try:
         order.folder.mkdir(parents=True, exist_ok=True)
@@ -223,9 +231,11 @@ def record(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Submi
 
 @contextmanager
 def recorded(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Iterator[Submitted]:
-    """Record a submission before the body starts it, so that the run is known even if its starter is killed.
+    """Context that records a submission before the body starts it, so that the run is known even if its starter is
+    killed.
 
-    If the body raises ``EngineError``, the earlier record is restored.
+    If the body raises ``EngineError``, the earlier record is restored, or the new one removed. Raises
+    ``EngineError``.
     """
     path = order.folder / RECORD
     try:
@@ -248,7 +258,7 @@ def how_to_follow(run_dir: Path) -> str:
 
 
 def read_record(run_dir: Path) -> Submitted | None:
-    """The last submission of the run in ``run_dir``; ``None`` if there is none that can be read."""
+    """Return the last submission of the run in ``run_dir``; ``None`` if there is none that can be read."""
     try:
         return Submitted(**json.loads((run_dir / FOLDER / RECORD).read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -276,10 +286,9 @@ def refuse_stopped(order: LaunchOrder) -> None:
 
 
 def mark_stopped(run_dir: Path) -> None:
-    """Mark the run as stopped: its job does not queue itself again, and a submission under way does not start it. Raises
-    ``EngineError``.
+    """Mark the run as stopped: its job does not queue itself again, and a submission under way does not start it.
 
-    Does nothing for a run that was never submitted.
+    Does nothing for a run that was never submitted or is marked already. Raises ``EngineError``.
     """
     folder = run_dir / FOLDER
     # Whoever made it before may be another user, whose file nobody else may write.

@@ -23,7 +23,11 @@ _GONE_S = 900.0
 
 
 def preflight(request: PodRequest) -> list[str]:
-    """Return everything that the cluster lacks for a run; empty if nothing. Raises ``EngineError`` if the run is there already, or no cluster is reached."""
+    """Return everything that the cluster lacks for a run (queue, claims); empty if nothing.
+
+    Without problems or a failed job of this name, it also creates the job as a dry run on the server. Raises
+    ``EngineError`` for a refusal there, if the run's job exists and has not failed, or if no cluster is reached.
+    """
     earlier = refuse_second(request)
     namespace, queue = request.launch.namespace, request.launch.partition
     wrong: list[str] = []
@@ -49,7 +53,7 @@ def preflight(request: PodRequest) -> list[str]:
 
 
 def refuse_second(request: PodRequest) -> ClusterJob | None:
-    """Return the run's failed job, or ``None``. Raises ``EngineError`` if its job exists and has not failed."""
+    """Return the run's failed job, or ``None``. Raises ``EngineError`` if its job is running, waiting or completed."""
     job = job_named(request.name, request.launch.namespace, [_resource(request)])
     if job is not None and job.state == "completed":
         raise EngineError(
@@ -81,7 +85,7 @@ def _missing_queue(resource: str, queue: str, namespace: str) -> Iterator[str]:
 
 
 def _unfit_claim(claim: str, request: PodRequest, namespace: str) -> Iterator[str]:
-    """Yield the problem if a claim is missing, or cannot be written by several pods."""
+    """Yield the problem if a PersistentVolumeClaim is missing, or only one pod can write it and there are several."""
     text = kubectl(
         "get", "persistentvolumeclaims", claim, "-o", "json", "--ignore-not-found", namespace=namespace
     )
@@ -97,7 +101,11 @@ def _unfit_claim(claim: str, request: PodRequest, namespace: str) -> Iterator[st
 
 
 def submit(request: PodRequest, submission: str, token: str) -> ClusterJob:
-    """Create a run's job and what belongs to it, after deleting a failed one. Raises ``EngineError``; then nothing of it is left."""
+    """Create a run's job and, owned by it, its run file, secret and disruption budget. An earlier failed job is
+    deleted first.
+
+    Raises ``EngineError``; then nothing of the new job is left.
+    """
     namespace, resource = request.launch.namespace, _resource(request)
     earlier = refuse_second(request)
     if earlier is not None:
@@ -131,7 +139,11 @@ def _resource(request: PodRequest) -> str:
 
 
 def end(job: ClusterJob, *, at_once: bool = False, wait: bool = True) -> None:
-    """Delete a job: its pods have their grace to save, unless ``at_once``; by default wait until all are gone. Raises ``EngineError``."""
+    """Delete a job; its pods have their grace to save. By default wait until all are gone.
+
+    With ``at_once`` the pods are deleted without grace, and nothing is awaited. A missing job is no error. Raises
+    ``EngineError``.
+    """
     words = ["delete", job.resource, job.name, "--ignore-not-found"]
     if at_once:
         kubectl(*words, "--cascade=background", "--wait=false", namespace=job.namespace)
@@ -153,7 +165,7 @@ def end(job: ClusterJob, *, at_once: bool = False, wait: bool = True) -> None:
 
 
 def ask_in_pod(job: ClusterJob, *words: str) -> str:
-    """Return the output of ``phalanx WORDS`` in the pod that leads. Raises ``EngineError``."""
+    """Return the output of ``phalanx WORDS``, run in the pod of index 0, which leads. Raises ``EngineError``."""
     pod = pod_of_index(job, 0)
     if pod is None:
         raise EngineError(f"job {job.name} has no pod that leads now")
@@ -230,7 +242,11 @@ class MissingKindError(EngineError):
 
 
 def kubectl(*words: str, namespace: str = "", stdin: str | None = None, timeout_s: float = ANSWER_S) -> str:
-    """Run kubectl; returns its output. Raises ``EngineError`` with its message and the remedy."""
+    """Run kubectl and return its standard output. An empty ``namespace`` is that of its context.
+
+    Raises ``MissingKindError`` if the cluster does not know the kind of object, else ``EngineError``, both with a
+    remedy.
+    """
     where = ["--namespace", namespace] if namespace else []
     try:
         return run_tool(["kubectl", *where, *words], stdin=stdin, timeout_s=timeout_s)
@@ -289,8 +305,10 @@ class ClusterJob:
 
 
 def jobs(namespace: str = "") -> list[ClusterJob]:
-    """Return the jobs that Phalanx submitted, those that have ended too. Raises ``EngineError``, also if the cluster has neither
-    kind of job."""
+    """Return the jobs that Phalanx submitted, also ended ones, with the reasons why they wait.
+
+    Raises ``EngineError``, also if the cluster has neither kind of job.
+    """
     listed: list[ClusterJob] = []
     missing = []
     for resource in (JOB_SETS, VOLCANO_JOBS):
@@ -308,8 +326,10 @@ def jobs(namespace: str = "") -> list[ClusterJob]:
 def job_named(
     name: str, namespace: str = "", resources: Sequence[str] = (JOB_SETS, VOLCANO_JOBS)
 ) -> ClusterJob | None:
-    """Return the job of this name; ``None`` if there is none. Raises ``EngineError``, also if the cluster has none of the
-    ``resources``."""
+    """Return the job of this name, with the reason why it waits; ``None`` if there is none.
+
+    Raises ``EngineError``, also if the cluster has none of the kinds ``resources``.
+    """
     missing = []
     for resource in resources:
         try:
@@ -331,7 +351,7 @@ def parse_jobs(text: str, resource: str) -> list[ClusterJob]:
 
 
 def _job(item: dict[str, Any], resource: str) -> ClusterJob:
-    """Return the job that an item of kubectl's JSON describes."""
+    """Return the job that an item of kubectl's JSON describes, a JobSet or else a Job of Volcano."""
     metadata, status = item["metadata"], item.get("status", {})
     if resource == JOB_SETS:
         template = item["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -358,7 +378,10 @@ def _job(item: dict[str, Any], resource: str) -> ClusterJob:
 
 
 def _job_set_state(spec: dict[str, Any], status: dict[str, Any]) -> tuple[str, str]:
-    """Return state and reason of a JobSet: completed, failed, waiting or running."""
+    """Return state and reason of a JobSet: completed, failed (with its message), waiting or running.
+
+    It waits if it is suspended or has no active pods.
+    """
     holds = {
         entry["type"]: entry.get("message", "")
         for entry in status.get("conditions", [])
@@ -374,7 +397,11 @@ def _job_set_state(spec: dict[str, Any], status: dict[str, Any]) -> tuple[str, s
 
 
 def _with_reason(job: ClusterJob) -> ClusterJob:
-    """Return the job with the reason why it waits: its queue, or the scheduler of a pod. Reads its pods, unless it has ended."""
+    """Return the job with its state by its pods, and the reason why it, or some of its pods, waits. Unchanged if it
+    has ended.
+
+    The reason is the cluster's own, else Kueue's, else that of a pending pod. Reads its pods.
+    """
     if job.ended:
         return job
     state, reason = job.state, job.reason
@@ -419,7 +446,7 @@ def _why_pending(pod: dict[str, Any]) -> str:
 
 
 def pods_of(job: ClusterJob) -> list[dict[str, Any]]:
-    """The pods of a job, the newest first. Raises ``EngineError``."""
+    """Return the pods of a job as kubectl's JSON, the newest first. Raises ``EngineError``."""
     text = kubectl(
         "get", "pods", "-l", f"{manifests.RUN_LABEL}={job.name}", "-o", "json", namespace=job.namespace
     )

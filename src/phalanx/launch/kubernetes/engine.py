@@ -47,8 +47,11 @@ class KubernetesEngine:
         return iter(())
 
     def submit(self, spec: RunSpec, working_dir: Path, request: SubmitRequest) -> SubmitReport:  # noqa: ARG002
-        """Check the cluster and create the job of the run, with a new token. With ``dry_run`` only return the manifests. Raises
-        ``EngineError``."""
+        """Check the cluster and create the job of the run, with a new token.
+
+        With ``dry_run`` only return the manifests, without contacting the cluster. Raises ``EngineError`` with all
+        problems.
+        """
         pods = request_of(spec, tomli_w.dumps(to_table(spec)))
         submission = secrets.token_hex(8)
         if request.dry_run:
@@ -84,9 +87,10 @@ ENGINE = KubernetesEngine()
 def _dry_run(
     pods: PodRequest, submission: str, out: Path | None, notify: Callable[[str], None]
 ) -> SubmitReport:
-    """Return the report of a dry run: the manifests as kubectl reads them, also written to ``out`` if it is given. Creates nothing.
+    """Return the report of a dry run: the manifests as kubectl reads them, also written to ``out`` if it is given.
 
-    They hold no token; the leading pod makes one. Raises EngineError if ``out`` cannot be written.
+    They have no token, which the leading pod makes, and include the role to read node labels if that is needed.
+    Raises ``EngineError`` if ``out`` cannot be written.
     """
     manifests = [*beside(pods), job_of(pods, submission)]
     if pods.launch.domain_labels:
@@ -113,7 +117,7 @@ _ASK_TIMES, _ASK_AGAIN_S = 5, 2.0
 
 
 def show_life(path: Path) -> None:
-    """Touch a file every few seconds, on a thread, while this process runs Python code; it stops if the process hangs in native code."""
+    """Start a thread that touches a file every few seconds. It stops if this process hangs in native code."""
 
     def touch() -> None:
         while True:
@@ -124,7 +128,11 @@ def show_life(path: Path) -> None:
 
 
 def begin_submission(run_dir: Path, submission: str) -> None:
-    """Remove the mark that an earlier start of the run was stopped for good; a later pod of the same start keeps it."""
+    """Record ``submission`` as the run's present start; at its first pod also remove the mark of a stop of an
+    earlier start.
+
+    Raises ``OSError``.
+    """
     folder = run_dir / FOLDER
     newest = folder / OF_PODS
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,11 +142,11 @@ def begin_submission(run_dir: Path, submission: str) -> None:
 
 
 def exit_code(run_dir: Path, code: int, *, leads: bool) -> int:
-    """Return the code with which a pod ends, given that of its agent.
+    """Return the code with which a pod ends, given ``code``, that of its agent.
 
-    0: the run is finished. ``EXIT_GOES_ON``: it was saved, or this node has left it; it goes on, with another pod under this index.
-    ``EXIT_OVER``, from the pod that leads: the run was stopped for good, or has failed. Any other: this pod has failed, which is
-    counted.
+    0: the run is finished. ``EXIT_GOES_ON``: another pod replaces this one, since the run was saved, or this node
+    left it. ``EXIT_OVER``, only if it ``leads``: the run was stopped for good, or has failed. Any other is a
+    failure, which is counted.
     """
     if RunDirectory(run_dir).finished_result() is not None:
         return 0
@@ -156,14 +164,11 @@ def is_over(run_dir: Path) -> bool:
 def node_domains(
     labels: tuple[str, ...], environ: Mapping[str, str], account: Path = SERVICE_ACCOUNT
 ) -> tuple[str, ...]:
-    """Return the values that this pod's node has for some labels, in their order; a label that it lacks counts as a domain of its
-    own.
+    """Return the values that this pod's node has for ``labels``, in their order; a label that it lacks is a domain
+    of its own.
 
-    The downward API gives pods no labels of nodes but those of zone and region (KEP-4742, beta in Kubernetes 1.35), so they are
-    read from the API server.
-
-    Raises:
-        EngineError: It does not answer, or does not let this pod see nodes.
+    They are read from the API server: the downward API has few labels of nodes (KEP-4742, beta in Kubernetes 1.35).
+    Raises ``EngineError`` if that does not answer, or does not let this pod see nodes. No labels, no request.
     """
     if not labels:
         return ()
@@ -173,7 +178,10 @@ def node_domains(
 
 
 def _node(name: str, environ: Mapping[str, str], account: Path) -> dict[str, dict[str, dict[str, str]]]:
-    """Return a node as the API server describes it, by this pod's service account. Tries several times. Raises ``EngineError``."""
+    """Return a node as the API server describes it, by this pod's service account.
+
+    Retries several times, except if it is refused (401, 403). Raises ``EngineError``.
+    """
     host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
     try:
         token = (account / "token").read_text().strip()

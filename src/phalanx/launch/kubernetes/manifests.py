@@ -47,11 +47,10 @@ def job_of(request: PodRequest, submission: str) -> Json:
 
 
 def beside(request: PodRequest, token: str = "") -> list[Json]:
-    """Return the manifests of what the job needs beside it: secret, run file, and a disruption budget if it has more pods than may
-    be lost.
+    """Return the manifests of what the job needs beside it: secret, disruption budget, and last the run file.
 
-    Args:
-        token: The secret by which the run's processes know each other; without one the leading pod makes it.
+    The budget is left out if all pods may be lost. ``token`` is the secret by which the run's processes
+    authenticate; without one the leading pod makes it.
     """
     config = {
         **_head(request, "v1", "ConfigMap", config_name(request)),
@@ -82,7 +81,11 @@ def beside(request: PodRequest, token: str = "") -> list[Json]:
 
 
 def node_reader(account: str, namespace: str) -> list[Json]:
-    """Return the manifests that an administrator creates once, so that pods of this service account may read the labels of their nodes."""
+    """Return the manifests (ClusterRole, ClusterRoleBinding) by which pods of this service account may read node
+    labels.
+
+    An administrator creates them once. The account itself is included if it is the default one.
+    """
     name = NODE_READER
     kind = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}
     own: Json = {
@@ -128,6 +131,9 @@ def _name(manifest: Json) -> object:
 
 
 def _head(request: PodRequest, version: str, kind: str, name: str, **labels: str) -> Json:
+    """Return the beginning of a manifest: version, kind, and metadata with the run's labels, directory and
+    namespace.
+    """
     metadata: Json = {
         "name": name,
         "labels": {**MANAGED, RUN_LABEL: request.name, **labels},
@@ -139,7 +145,9 @@ def _head(request: PodRequest, version: str, kind: str, name: str, **labels: str
 
 
 def _job_set(request: PodRequest, submission: str) -> Json:
-    """Return the run's JobSet, in its Kueue queue if it has one."""
+    """Return the run's JobSet, in its Kueue queue and priority class if it has them. It is never restarted as a
+    whole.
+    """
     launch, labels = request.launch, dict[str, str]()
     if launch.partition:
         labels["kueue.x-k8s.io/queue-name"] = launch.partition
@@ -162,7 +170,11 @@ def _job_set(request: PodRequest, submission: str) -> Json:
 
 
 def _indexed_job(request: PodRequest, submission: str) -> Json:
-    """Return the indexed Job in a JobSet: pods are replaced unless their exit code ends the run; the time limit leaves the grace."""
+    """Return the indexed Job in a JobSet.
+
+    A pod that ends is replaced under its index; a disruption or ``EXIT_GOES_ON`` costs no retry, and ``EXIT_OVER``
+    fails the job. It succeeds with index 0. The deadline is the time limit less the grace.
+    """
     launch = request.launch
 
     def on_code(action: str, code: int) -> Json:
@@ -195,7 +207,11 @@ def _indexed_job(request: PodRequest, submission: str) -> Json:
 
 
 def _volcano_job(request: PodRequest, submission: str) -> Json:
-    """Return a Job of Volcano. RestartPod needs 1.11, partitionPolicy 1.14 (config/crd/volcano/bases/batch.volcano.sh_jobs.yaml)."""
+    """Return a Job of Volcano: failed pods are restarted, ``EXIT_OVER`` ends it, and the gang is the nodes without
+    spares.
+
+    RestartPod needs 1.11, partitionPolicy 1.14 (config/crd/volcano/bases/batch.volcano.sh_jobs.yaml).
+    """
     launch = request.launch
     task: Json = {
         "name": TASK,
@@ -253,10 +269,9 @@ TOKEN_KEY = "join"
 
 
 def pod_template(request: PodRequest, submission: str) -> Json:
-    """Return the template of all pods of a run, with the user's patch merged in.
+    """Return the template of all pods of a run, with the user's patch merged in last.
 
-    Args:
-        submission: A word that is unique to this start of the run.
+    ``submission`` is a word that is unique to this start of the run.
     """
     launch = request.launch
     spec: Json = {
@@ -286,8 +301,11 @@ def pod_template(request: PodRequest, submission: str) -> Json:
 
 
 def _topology(request: PodRequest) -> Json:
-    """Return annotations by which Kueue keeps units together. It refuses slice-required-topology without slice-size
-    (pkg/controller/jobframework/tas_validation.go)."""
+    """Return the annotations by which Kueue keeps units together; empty without ``launch.topology_label`` or for
+    Volcano.
+
+    It refuses slice-required-topology without slice-size (pkg/controller/jobframework/tas_validation.go).
+    """
     launch = request.launch
     if not launch.topology_label or request.volcano:
         return {}
@@ -298,7 +316,10 @@ def _topology(request: PodRequest) -> Json:
 
 
 def _container(request: PodRequest, submission: str) -> Json:
-    """Return the container of a pod: the agent's command, probes by its touched file, mounts, ports and resources."""
+    """Return the container of a pod: the command of its agent, variables, mounts, ports and resources.
+
+    The probes compare the age of a file that the agent touches.
+    """
     launch = request.launch
     index = "$(VC_TASK_INDEX)" if request.volcano else "$(JOB_COMPLETION_INDEX)"
     command = ["python", "-m", "phalanx", "pod", f"{CONFIG_FOLDER}/run.toml", "--index", index]
@@ -360,7 +381,10 @@ def _ports(request: PodRequest) -> Iterator[Json]:
 
 
 def _environment(request: PodRequest) -> list[Json]:
-    """Return the container's variables: the pod's address and node, the run's token, and the user's, private ones from their Secret."""
+    """Return the container's variables: the pod's address and node, the run's token, and the user's.
+
+    Private ones come from the Secret ``launch.secrets``. "$(" in a value is escaped.
+    """
 
     def of_field(path: str) -> Json:
         return {"fieldRef": {"fieldPath": path}}
@@ -386,7 +410,9 @@ def _environment(request: PodRequest) -> list[Json]:
 
 
 def _resources(request: PodRequest) -> Json:
-    """Return requests and limits of the container, with its GPUs; CPUs are requested without a limit."""
+    """Return requests and limits of the container: ``launch.resources`` and its GPUs. CPUs are requested without a
+    limit.
+    """
     named = dict(text.split("=", 1) for text in request.launch.resources)
     if request.gpus:
         named[request.launch.gpu_resource] = str(request.gpus)
@@ -396,6 +422,10 @@ def _resources(request: PodRequest) -> Json:
 
 
 def _pod_security(request: PodRequest) -> Json:
+    """Return the security context of a pod: user and group of ``launch.run_as``, and the volumes' group.
+
+    Without a user the image's own is used, which must not be root.
+    """
     user = user_of(request.launch)
     group = user[1] if user else _GROUP
     own: Json = {"runAsUser": user[0], "runAsGroup": user[1]} if user else {}
@@ -411,7 +441,9 @@ def _pod_security(request: PodRequest) -> Json:
 
 
 def _volumes(request: PodRequest) -> list[Json]:
-    """Return the volumes of a pod: its mounts, the run file, and shared memory up to the memory limit."""
+    """Return the volumes of a pod: its mounts (claims or host paths), the run file, and shared memory up to the
+    memory limit.
+    """
     volumes: list[Json] = []
     for number, mount in enumerate(request.mounts):
         source: Json = (
@@ -429,7 +461,11 @@ def _volumes(request: PodRequest) -> list[Json]:
 
 
 def _affinity(request: PodRequest) -> Json:
-    """Return the rules that exclude nodes, and that keep pods without GPUs on nodes of their own if ``launch.exclusive``."""
+    """Return the rules that exclude nodes, and that keep pods without GPUs on nodes of their own if
+    ``launch.exclusive``.
+
+    Empty if neither applies.
+    """
     launch, host = request.launch, "kubernetes.io/hostname"
     rules: Json = {}
     if launch.exclude:

@@ -112,7 +112,8 @@ class PodRequest:
 
 
 def with_pod_run_dir(spec: RunSpec) -> RunSpec:
-    """Return the run with its directory as the pods see it: its own, or NAME-DIGEST in the first of ``launch.container_mounts``.
+    """Return the run with its directory as the pods see it; a relative or missing one is in the first container
+    mount.
 
     Raises ``EngineError`` without a mount, or if the directory is in none.
     """
@@ -154,8 +155,10 @@ def request_of(spec: RunSpec, run_file: str) -> PodRequest:
 
 
 def object_name(spec: RunSpec) -> str:
-    """Return the name of the run's objects, a DNS label: its name, and the digest that its directory has in its name, else one of
-    its directory."""
+    """Return the name of the run's objects, a DNS label: its name in lower case, and eight digits of a digest.
+
+    The digest is that of the default directory's name, or else of the directory. Long names are cut.
+    """
     own = default_name(replace(spec, run_dir=""))
     is_default = PurePosixPath(spec.run_dir).name == own
     digest = own[-8:] if is_default else hashlib.sha256(spec.run_dir.encode()).hexdigest()[:8]
@@ -165,7 +168,9 @@ def object_name(spec: RunSpec) -> str:
 
 
 def mounts_of(launch: LaunchSpec) -> tuple[Mount, ...]:
-    """Return the folders that the pods see. Raises ``EngineError`` for a malformed one."""
+    """Return the folders that the pods see, of CLAIM[/FOLDER]:/PATH or /PATH/ON/NODES:/PATH. Raises ``EngineError``
+    for another form.
+    """
     mounts = []
     for text in launch.container_mounts:
         source, _, target = text.partition(":")
@@ -292,7 +297,11 @@ _OWNED = (
 
 
 def read_pod_patch(path: Path) -> dict[str, object]:
-    """Read ``launch.pod_patch``. Raises ``EngineError`` naming what is wrong with it."""
+    """Read the user's patch of the pod template from a JSON or TOML file.
+
+    Raises ``EngineError`` if it cannot be read, has other fields than metadata and spec, or changes a field of the
+    launcher's.
+    """
     try:
         text = read_small(path.expanduser(), follow=True).decode()
         patch: object = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
@@ -311,7 +320,9 @@ def read_pod_patch(path: Path) -> dict[str, object]:
 
 
 def merged(table: Mapping[str, object], patch: Mapping[str, object]) -> dict[str, object]:
-    """Return a table of a manifest with a patch merged into it: ``None`` removes a field, entries of a list are matched by name."""
+    """Return a copy of ``table`` with a patch merged in, recursively: ``None`` removes a field, and entries of
+    lists are matched by name.
+    """
     fields = dict(table)
     for key, part in patch.items():
         if part is None:
@@ -322,7 +333,11 @@ def merged(table: Mapping[str, object], patch: Mapping[str, object]) -> dict[str
 
 
 def _merged(value: object, patch: object) -> object:
-    """Return ``value`` with ``patch`` merged in: tables by field, lists by the names of their entries; any other value is replaced."""
+    """Return ``value`` with ``patch`` merged in: tables by field, lists by the names of their entries, others
+    replaced.
+
+    Entries without a match are appended.
+    """
     if isinstance(value, dict) and isinstance(patch, dict):
         return merged(value, patch)
     if not isinstance(value, list) or not isinstance(patch, list):
