@@ -74,17 +74,10 @@ class Child:
     ) -> Child:
         """Start ``command``.
 
-        Args:
-            command: The program and its arguments.
-            environment: The child's variables.
-            output: Takes standard output and error; without it both are this process's standard error.
-            task: Bytes of its standard input, fewer than a pipe holds (64 KiB); without them it is empty.
-            keep_open: Descriptors of this process that it inherits under the same numbers.
-            own_session: It leads a session and a process group, so that Ctrl-C does not reach it and ``end`` kills what it has started.
-            parent: Name of this process in the line about a kill.
-
-        Raises:
-            OSError: It cannot be started; ``output`` has been released.
+        ``output`` takes standard output and error, which are else this process's standard error. ``task`` is its
+        standard input, fewer than 64 KiB; empty by default. ``keep_open`` are descriptors that it inherits. With
+        ``own_session``, Ctrl-C does not reach it and ``end`` kills what it has started. ``parent`` names this
+        process in the line about a kill. Raises ``OSError``.
         """
         try:
             process = subprocess.Popen(
@@ -137,7 +130,7 @@ class Child:
         return False
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process, if it runs. A death by it then counts as intended in its log."""
+        """Send a signal to the process, unless it has ended. A death by it then counts as intended in its log."""
         with self._lock:
             if not self._is_over and self.exit_code() is None:
                 self._sent.add(number)
@@ -172,7 +165,8 @@ class Child:
         return code
 
     def end(self, fine: Container[int] = (0,)) -> int:
-        """Kill the process and all that is left of its session's group, and reap it. Return the exit code.
+        """Kill the process and, if it leads a session, all that is left of its group; reap it and return the exit
+        code.
 
         Its log gets a line about how it ended, unless the code is one of ``fine``. May be called again.
         """
@@ -190,7 +184,11 @@ class Child:
         return code
 
     def _last_line(self, code: int, fine: Container[int]) -> tuple[str, Literal["info", "error"]]:
-        """Return the log's last line about how the process ended, empty if that was expected, and its level."""
+        """Return the log's last line about how the process ended, and its level: ("", "info") if the code is
+        ``fine``.
+
+        A death by a signal that was sent here is "info", any other end "error".
+        """
         if code in fine:
             return "", "info"
         if -code in self._sent:
@@ -212,7 +210,11 @@ class LineChild(Child):
         quiet: bool = False,
         most_reply_bytes: int = _MOST_REPLY_BYTES,
     ) -> None:
-        """Start ``command``; if ``quiet``, its standard error is thrown away. Raises OSError."""
+        """Start ``command``; if ``quiet``, its standard error is thrown away. Replies are limited to
+        ``most_reply_bytes``.
+
+        Raises ``OSError``.
+        """
         self._most_reply_bytes = most_reply_bytes
         super().__init__(
             subprocess.Popen(
@@ -257,9 +259,9 @@ class LineChild(Child):
 
 
 def end_all(children: Iterable[Child], patience_s: float = 0.0, fine: Container[int] = (0,)) -> None:
-    """End several children; return once all are reaped.
+    """End several children; return once all are killed and reaped.
 
-    Together they get ``patience_s`` to end by themselves. Those left are killed.
+    Together they get ``patience_s`` seconds to end by themselves first. ``fine`` is as in ``Child.end``.
     """
     children, deadline_s = list(children), time.monotonic() + patience_s
     for child in children:
@@ -291,7 +293,7 @@ _EXIT_FAILED = 1
 def die_with_parent() -> None:
     """Have Linux kill this process when the thread that started it ends (prctl(2), PR_SET_PDEATHSIG).
 
-    Exits at once if the parent is gone already. Does nothing on other systems.
+    Exits with ``_EXIT_FAILED`` if the parent is gone already. Does nothing on other systems.
     """
     if sys.platform != "linux":
         return

@@ -24,7 +24,9 @@ class RestartPolicy:
     """Deaths in vain in a row after which the process is given up; None: never."""
 
     def pause_s(self, in_vain: int) -> float | None:
-        """Return the seconds to wait after so many deaths in a row, None if the process is given up."""
+        """Return the seconds to wait after ``in_vain`` deaths in a row: doubling up to a limit; None if the process
+        is given up.
+        """
         if self.most_deaths is not None and in_vain >= self.most_deaths:
             return None
         return min(
@@ -44,9 +46,9 @@ class Restarts:
     def after_death(self, standing: object = None, *, was_useful: bool = False) -> float | None:
         """Count a death. Return the seconds to wait before the next start, None if there is to be none.
 
-        Args:
-            standing: Position of the work, as any value that changes with progress. The first death at a position begins a new row.
-            was_useful: The process did its work for long enough. The death ends the row and is not counted.
+        ``standing`` is the position of the work, any value that changes with progress: the first death at a
+        position begins a new row. ``was_useful``: the process worked for long enough; the death ends the row and is
+        not counted.
         """
         if standing != self._standing:
             self.in_vain, self._standing = 0, standing

@@ -47,10 +47,10 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)
 
     def listen(self, end: Callable[[], None] | None = None) -> None:
-        """Handle the signals as a request to stop, from here on. A second SIGINT acts as usual, at once.
+        """Handle the signals as a request to stop, from here on. A second SIGINT interrupts as usual.
 
-        Until ``join_step`` a signal calls ``end``, which ends the process: the first step compiles, for minutes, and there is nothing to save.
-        Without ``end`` it only requests the stop.
+        Until ``join_step`` a signal also calls ``end``, which ends the process: the first step compiles for
+        minutes, and there is nothing to save. Without ``end`` it only records the request.
         """
         self._end = end
         for number in heeded(self.signals):
@@ -70,7 +70,9 @@ class StopRequest:
         self._end = None
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        """Record the request and call ``end``, if given; from then on Ctrl-C interrupts as usual."""
+        """Record the request, and call ``end`` if there is one and no step was joined. From then on SIGINT
+        interrupts as usual.
+        """
         self.made = True
         if self._end is not None and not self._is_joint:
             self._end()
@@ -93,9 +95,10 @@ class StopOrders:
     _trouble_is_shown: bool = False
 
     def tell_new(self) -> None:
-        """Show a message for each new request, and the first trouble: a full disk is full for all logs.
+        """Notify of each new request to stop by its message, up to the last one, and once of the first trouble with
+        a log.
 
-        (A signal handler must not print: it may interrupt that.)
+        Call it regularly: a signal handler must not print. A full disk is full for all logs.
         """
         if self.troubles and not self._trouble_is_shown:
             self._trouble_is_shown = True
@@ -107,12 +110,11 @@ class StopOrders:
 
 @contextmanager
 def on_stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Context in which each Ctrl-C, SIGTERM and SIGHUP calls ``stop`` instead of its earlier handler, which returns
-    afterwards.
+    """Context in which each SIGINT, SIGTERM and SIGHUP calls ``stop`` instead of its earlier handler, restored at
+    the end.
 
-    Signals that are ignored stay so.
-
-    In other threads than the main one it changes nothing: Python lets only the main thread handle signals.
+    Signals that are ignored stay so. In other threads than the main one it changes nothing, since only that handles
+    signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

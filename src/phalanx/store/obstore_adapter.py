@@ -108,6 +108,11 @@ class RemoteStore:
     """The objects below ``url``; the first request is sent when a method is called."""
 
     def __init__(self, url: str, retry: RetryPolicy) -> None:
+        """Set up the client for reads of ``url``; nothing is requested. HTTP without TLS is allowed only for such
+        an endpoint.
+
+        Raises BadUrlError if settings are missing.
+        """
         self._url = url
         self._retry = retry
         self._scheme = urlsplit(url).scheme
@@ -137,7 +142,7 @@ class RemoteStore:
         return self._repeated(lambda: bytes(obstore.get(self._reads, key).bytes()), key, "get")
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """As ``Store.ranges``; near spans are fetched by one request."""
+        """As ``Store.ranges``; near spans are fetched by one request, and empty ones are not requested."""
         require_key(key, self._url)
         # Joined here: the library panics where it has joined spans of which one lies behind the object's end.
         starts, stops = joined_spans(spans)
@@ -161,6 +166,7 @@ class RemoteStore:
         return result
 
     def put(self, key: str, data: bytes | memoryview) -> None:
+        """As ``Store.put``; more than ``_ONE_REQUEST_BYTES`` are uploaded in parts."""
         require_key(key, self._url)
         if len(data) <= _ONE_REQUEST_BYTES:
             self._repeated(lambda: obstore.put(self._writes, key, data, use_multipart=False), key, "put")
@@ -168,6 +174,7 @@ class RemoteStore:
             self._repeated(lambda: self._put_parts(key, data, len(data)), key, "put")
 
     def put_blocks(self, key: str, blocks: Iterable[bytes | memoryview], nbytes: int) -> None:
+        """As ``Store.put_blocks``; a small object is put at once, a large one is uploaded in parts."""
         require_key(key, self._url)
         if nbytes <= _LEAST_PART_BYTES:
             self.put(key, b"".join(blocks))
@@ -178,6 +185,11 @@ class RemoteStore:
             raise self._explained(error, key, "put") from None
 
     def _put_parts(self, key: str, data: Any, nbytes: int) -> None:
+        """Upload ``data`` (bytes or blocks) of ``nbytes`` in parts at once, large enough for the limit on their
+        number.
+
+        Raises the client's errors.
+        """
         part_bytes = max(_LEAST_PART_BYTES, -(-nbytes // _MOST_PARTS))
         obstore.put(
             self._writes,
@@ -189,6 +201,9 @@ class RemoteStore:
         )
 
     def create(self, key: str, data: bytes) -> None:
+        """As ``Store.create``. If the key is taken, the object is read: equal bytes are a creation whose answer was
+        lost.
+        """
         require_key(key, self._url)
         if len(data) > MOST_CREATED_BYTES:
             raise ValueError(f"{self._where(key)}: {len(data):,} bytes are too many to create at once")
@@ -204,6 +219,7 @@ class RemoteStore:
                 raise
 
     def list(self, prefix: str = "") -> Iterator[Info]:
+        """As ``Store.list``; all is fetched before the first object, so that a repetition cannot list one twice."""
         require_prefix(prefix, self._url)
         # As a whole, so that a repetition cannot list an object twice; the library repeats single pages by itself.
         listed = self._repeated(lambda: self._listed(prefix), prefix, "list")
@@ -239,10 +255,11 @@ class RemoteStore:
         self._repeated(lambda: obstore.delete(self._writes, keys), keys[0], "delete")
 
     def _repeated(self, call: Callable[[], _T], key: str, operation: str) -> _T:
-        """Call until it succeeds, fails for good, or the policy's time is over; pauses between calls are random and grow.
+        """Call until it succeeds, fails for good, or the policy's time is over; pauses between calls are random and
+        grow.
 
-        Expired credentials are looked up again. Raises StoreError as ``_explained`` returns it, and BadUrlError for a key that is
-        refused.
+        Expired credentials are read again by new clients, with a time limit of their own. Raises StoreError as
+        ``_explained`` returns it, and BadUrlError for a key that is refused.
         """
         began_s, patience_s = time.monotonic(), self._retry.timeout_s
         pause_s = self._retry.first_pause_s
@@ -275,8 +292,10 @@ class RemoteStore:
         return min(self._retry.timeout_s, _FIXED_S) if fixed else self._retry.timeout_s
 
     def _explained(self, error: Exception, key: str, operation: str) -> StoreError:
-        """Return the StoreError for a client's error, by its status and code. Only UnavailableError and ExpiredError are worth
-        another try."""
+        """Return the StoreError for a client's error, by its HTTP status and code, with the remedy.
+
+        UnavailableError (also for unknown errors without a status) and ExpiredError are worth another try.
+        """
         text = str(error)
         where = self._where(key)
         match = _STATUS.search(text)
@@ -372,6 +391,7 @@ def _info(meta: "ObjectMeta") -> Info:
 
 
 def _retry_config(retry: RetryPolicy) -> "RetryConfig":
+    """Return the policy as the client's own configuration of retries."""
     return {
         "max_retries": retry.retries,
         "retry_timeout": timedelta(seconds=retry.timeout_s),
@@ -413,7 +433,10 @@ def _client(
 
 
 def _profile() -> Any:
-    """Return the credentials of the AWS profile that AWS_PROFILE or the shared files name. Raises MissingSupportError without boto3."""
+    """Return the provider of credentials of the AWS profile that AWS_PROFILE or the shared files name.
+
+    Raises MissingSupportError without boto3.
+    """
     try:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:

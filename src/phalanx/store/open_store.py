@@ -60,6 +60,7 @@ class LocalFolder:
             return path.read_bytes()
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """As ``Store.ranges``, each span read by itself."""
         path = self._path(key)
         with self._errors(key, "ranges"):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -82,7 +83,7 @@ class LocalFolder:
             os.rename(temporary, path)
 
     def create(self, key: str, data: bytes) -> None:
-        """As ``Store.create``. Also raises UnconditionalStoreError if the file system has no links."""
+        """As ``Store.create``, by a hard link. Also raises UnconditionalStoreError if the file system has no links."""
         if len(data) > MOST_CREATED_BYTES:
             raise ValueError(f"{self._where(key)}: {len(data):,} bytes are too many to create at once")
         with self._written(key, [data], "create") as (temporary, path):
@@ -122,6 +123,7 @@ class LocalFolder:
                         continue  # deleted meanwhile
 
     def info(self, key: str) -> Info:
+        """As ``Store.info``; a folder counts as missing."""
         path = self._path(key)
         with self._errors(key, "info"):
             if path.is_dir():
@@ -129,6 +131,7 @@ class LocalFolder:
             return self._info(path)
 
     def _info(self, path: Path) -> Info:
+        """Return the listing of a file; its etag is made of inode, time and size. Raises ``OSError``."""
         stat = path.stat()
         return Info(
             path.relative_to(self._root).as_posix(),
@@ -171,7 +174,11 @@ class LocalFolder:
     def _written(
         self, key: str, blocks: Iterable[bytes | memoryview], operation: str
     ) -> Iterator[tuple[Path, Path]]:
-        """A durable temporary file with the content, and the path that it should get; the name is durable at the end."""
+        """Context with a durable temporary file of the content, and the path that the body should move or link it
+        to.
+
+        On leaving, the folder is synced and the temporary file removed. Raises StoreError.
+        """
         path = self._path(key)
         with self._errors(key, operation):
             descriptor, temporary = self._new_file(path)
@@ -188,8 +195,10 @@ class LocalFolder:
                 temporary.unlink(missing_ok=True)
 
     def _new_file(self, path: Path) -> tuple[int, Path]:
-        """Create a temporary file beside ``path``, with its parents, and return descriptor and path. Tries again if a parent was
-        pruned meanwhile."""
+        """Create a temporary file beside ``path``, with its parents, and return descriptor and path.
+
+        Retried a few times if a parent was pruned meanwhile; then raises ``OSError``.
+        """
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.writing")
         races = 0
         while True:
@@ -219,8 +228,10 @@ class LocalFolder:
 
     @contextmanager
     def _errors(self, key: str, operation: str) -> Iterator[None]:
-        """Context that turns ``OSError`` into StoreError with the operation and key; into MissingObjectError for reads of a missing
-        object."""
+        """Context that turns ``OSError`` into StoreError with the operation and key.
+
+        A missing file is MissingObjectError for get, ranges and info, else a plain StoreError.
+        """
         try:
             yield
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:

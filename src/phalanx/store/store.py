@@ -52,7 +52,8 @@ class Store(Protocol):
         ...
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """The bytes ``start`` to ``stop`` (exclusive) of each span; gaps below 64 KiB are read as one request.
+        """Return the bytes ``start`` to ``stop`` (exclusive) of each span, in order; gaps below 64 KiB are read as
+        one request.
 
         Raises MissingObjectError, and ShortObjectError where the object ends before a span does.
         """
@@ -65,7 +66,8 @@ class Store(Protocol):
     def put_blocks(self, key: str, blocks: Iterable[bytes | memoryview], nbytes: int) -> None:
         """As ``put``, for an object of ``nbytes`` that comes in blocks, so that it is never in memory as a whole.
 
-        A broken upload is not begun anew, since the blocks are gone: only its requests are repeated. What ``blocks`` raises is raised.
+        A broken upload is not begun again, since the blocks are gone: only its requests are repeated. Errors of
+        ``blocks`` are raised.
         """
         ...
 
@@ -95,9 +97,11 @@ class Store(Protocol):
 
 
 def require_create(store: Store, probe_key: str) -> None:
-    """Check, by trying it, that ``create`` is refused for a key that is taken; some stores ignore the condition.
+    """Check, by creating ``probe_key`` twice, that ``create`` is refused for a key that is taken; some stores
+    ignore the condition.
 
-    ``probe_key`` must be new; it is deleted again, if that is allowed. Raises UnconditionalStoreError.
+    The key must be new; it is deleted again, if that is allowed. Raises UnconditionalStoreError, and other
+    StoreErrors.
     """
     store.create(probe_key, b"first")
     try:
@@ -177,8 +181,10 @@ class MissingSupportError(StoreError):
 
 
 def require_key(key: str, url: str) -> None:
-    """Raise BadUrlError unless ``key`` is a relative path of plain segments: not empty, no ``.`` or ``..``, no ``//``, no control
-    characters."""
+    """Raise BadUrlError unless ``key`` is a relative path of plain segments.
+
+    It has no empty segment, no ``.`` or ``..``, no control character and no backslash.
+    """
     segments = key.split("/")
     if any(segment in ("", ".", "..") for segment in segments) or any(ord(c) < 32 or c == "\\" for c in key):
         raise BadUrlError(
@@ -227,10 +233,8 @@ class HedgedReads:
     """Reads of one kind and size from one store, and how long they took. Threads may share it."""
 
     def __init__(self, *, min_s: float = _LEAST_S, unmeasured_s: float = _UNKNOWN_S) -> None:
-        """
-        Args:
-            min_s: Lower bound of the wait before a second request.
-            unmeasured_s: Wait before a second request while there are too few reads for a percentile.
+        """Wait at least ``min_s`` seconds before a second request, and ``unmeasured_s`` while there are too few
+        reads for a percentile.
         """
         self._min_s, self._unmeasured_s = min_s, unmeasured_s
         self.reads = 0
@@ -240,9 +244,11 @@ class HedgedReads:
         self._lock = threading.Lock()
 
     def read(self, call: Callable[[], T]) -> T:
-        """Hedged read: call ``call``, and call it again in parallel if the first call is slow; returns the first success.
+        """Hedged read: call ``call`` in a thread, and call it again in parallel if the first call is slow. Return
+        the first success.
 
-        If both fail, raises the first error.
+        If both fail, raise the error that came first. A first answer that is an error before the second call is
+        raised at once. Second calls are limited to a share of all reads.
         """
         with self._lock:
             self.reads += 1
@@ -264,8 +270,11 @@ class HedgedReads:
         return answer.value()
 
     def patience_s(self) -> float:
-        """Return the seconds after which a read is called a second time: a multiple of the latest reads' 99th percentile, bounded
-        below."""
+        """Return the seconds after which a read is called a second time: a multiple of the latest reads' 99th
+        percentile.
+
+        It is at least ``min_s``; while there are too few reads, it is ``unmeasured_s``.
+        """
         with self._lock:
             latest = sorted(self._latest)
         if len(latest) < _FEW:

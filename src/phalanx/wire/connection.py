@@ -128,7 +128,7 @@ class FramedConnection:
         self._socket.close()
 
     def _send(self, body: memoryview | bytes) -> None:
-        """Send all bytes, piece by piece. Raises WireError."""
+        """Send all bytes, piece by piece, so that the timeout applies to each piece. Raises WireError."""
         view = memoryview(body)
         try:
             for start in range(0, len(view), _PIECE_BYTES):  # the timeout is for each piece, not for all
@@ -151,7 +151,9 @@ class FramedConnection:
             self._socket.settimeout(remaining_s)
 
     def _failure(self, error: OSError) -> WireError:
-        """Return the WireError for a failure of the socket: EndedError, SilentError or another."""
+        """Return the error for a failure of the socket, naming the peer: EndedError for a reset or broken pipe,
+        SilentError for a timeout, else WireError.
+        """
         kind: type[WireError] = WireError
         if isinstance(error, ConnectionResetError | BrokenPipeError):
             kind = EndedError
@@ -162,7 +164,7 @@ class FramedConnection:
 
 @contextmanager
 def _naming(peer: str) -> Iterator[None]:
-    """Put the peer before the reason why a message is refused."""
+    """Context that puts the peer before the text of a MessageError or ForgedError and raises it again."""
     try:
         yield
     except (MessageError, ForgedError) as error:
@@ -172,10 +174,11 @@ def _naming(peer: str) -> Iterator[None]:
 def authenticate(
     connection: FramedConnection, token: str, role: Role, purpose: str, earlier: Sequence[str] = ()
 ) -> Seals:
-    """Prove to each other that both ends know ``token``, for ``purpose``; a server accepts ``earlier`` tokens too.
+    """Run the handshake: both ends prove that they know ``token``, for ``purpose``. A server accepts ``earlier``
+    tokens too.
 
-    Returns the seals that later messages may carry. Raises UnprovenError if the peer has another token, WireError if the
-    connection fails.
+    Returns the seals of later messages. Raises UnprovenError if the peer has another token or most likely refused
+    this one, and WireError if the connection fails.
     """
     steps = handshake(token, purpose, role, earlier)
     sent = 0
@@ -230,7 +233,7 @@ class SealedConnection:
             return decoder.decode(body)
 
     def receive_body(self, nbytes: int) -> bytearray:
-        """Return the bytes that the last message announced. Raises WireError."""
+        """Return the bytes that the last message announced, in as many sealed pieces as it takes. Raises WireError."""
         body = bytearray()
         while len(body) < nbytes:
             body += self.receive()
@@ -249,10 +252,11 @@ class SealedConnection:
 def sealed(
     connection: socket.socket, peer: str, token: str, role: Role, purpose: str, within_s: float
 ) -> SealedConnection:
-    """Prove both ends of a connected socket to each other within ``within_s``; afterwards the peer may be silent for
-    any time.
+    """Return a connected socket as a sealed connection, after the mutual proof of ``token`` within ``within_s``
+    seconds.
 
-    Raises UnprovenError and WireError. Messages are not delayed (TCP_NODELAY).
+    Afterwards the peer may be silent for any time. Messages are not delayed (TCP_NODELAY). Raises UnprovenError and
+    WireError.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     raw = FramedConnection(connection, peer)

@@ -117,7 +117,10 @@ class Seal:
         return self._next(body) + body
 
     def open(self, sealed: bytes) -> bytes:
-        """Return the content of the next message. Raises ``ForgedError``; the connection is of no more use then."""
+        """Return the content of the next message, without its seal.
+
+        Raises ``ForgedError`` if it was altered or is not the next one; the connection must not be used any more.
+        """
         seal, body = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._next(body)):
             raise ForgedError(f"message {self._number} of this connection was altered on its way, or added")
@@ -142,20 +145,12 @@ class Seals:
 def handshake(
     token: str, purpose: str, role: Role, earlier: Sequence[str] = ()
 ) -> Generator[bytes | int, bytes, Seals]:
-    """Yield the steps of a handshake: bytes to send (answer with anything), or the number of bytes to receive (answer
-    with them).
+    """Yield the steps of a handshake: bytes to send (answer with anything), or the number of bytes to receive
+    (answer with them). Return the seals of the messages that follow.
 
-    Args:
-        token: The run's.
-        purpose: Purpose of the connection, and its run; the same at both ends.
-        earlier: Tokens before a rotation, which a server accepts of clients for a while; a client never uses one.
-        role: Of this end. The client proves itself first, so that a server gives nothing to strangers, not even something to guess at.
-
-    Returns:
-        The seals of the messages that follow.
-
-    Raises:
-        UnprovenError: The peer does not know the token, or speaks another protocol.
+    ``purpose`` of the connection is the same at both ends. ``earlier`` are tokens before a rotation, which only a
+    server accepts. The client proves itself first, so that a server gives nothing to strangers. Raises
+    UnprovenError if the peer does not know the token or speaks another protocol.
     """
     own = secrets.token_bytes(_NONCE_BYTES)
     yield _MAGIC + own
@@ -206,17 +201,11 @@ async def authenticate(
     within_s: float,
     earlier: Sequence[str] = (),
 ) -> Seals:
-    """Prove to each other that both ends know ``token``, for ``purpose``; a server accepts ``earlier`` tokens too.
+    """Run the handshake over ``send`` and ``receive``, and return its seals. A server accepts ``earlier`` tokens
+    too.
 
-    The seals are returned. Raises the errors of ``send`` and ``receive``.
-
-    Args:
-        send: Sends bytes.
-        receive: Returns that many bytes; a stream of whole messages may return the next message instead.
-        within_s: Limit of the whole handshake.
-
-    Raises:
-        UnprovenError: The peer does not know the token, or did not prove it in time.
+    ``receive(n)`` returns n bytes, or the next message of a stream of messages. Raises UnprovenError if the peer
+    does not prove within ``within_s`` seconds that it knows ``token``, and the errors of ``send`` and ``receive``.
     """
     steps = handshake(token, purpose, role, earlier)
     try:
@@ -276,7 +265,7 @@ class FrameStream:
         self._writer.close()
 
     async def closed(self, within_s: float) -> None:
-        """End the connection after what is queued, or after ``within_s``, whatever is left then."""
+        """End the connection after what is queued was sent, or after ``within_s`` seconds; errors are ignored."""
         self._writer.close()
         try:
             async with asyncio.timeout(within_s):
@@ -313,7 +302,11 @@ async def sealed_stream(
     purpose: str,
     within_s: float,
 ) -> SealedStream:
-    """Return an accepted connection once its client has proven itself. Raises WireError."""
+    """Return an accepted connection as a sealed stream, once its client has proven within ``within_s`` seconds that
+    it knows ``token``.
+
+    Raises UnprovenError, or EndedError if it ends first.
+    """
 
     async def send(body: bytes) -> None:
         writer.write(body)

@@ -50,8 +50,9 @@ class Doorway:
         """Hosts that have proven themselves, the latest last."""
 
     def enter(self, connection: socket.socket, host: str) -> Newcomer:
-        """Give a new connection a place; if there is none, end the oldest newcomer's, preferring hosts that have never
-        proven themselves.
+        """Give a new connection a place, and return it as a newcomer.
+
+        If there is no place, shut the oldest newcomer, if possible of a host that has never proven itself.
         """
         newcomer = Newcomer(connection, host)
         with self._lock:
@@ -149,7 +150,10 @@ class ProvenPort:
         self._serve_peer = _refuse
 
     def _accept(self) -> None:
-        """Accept connections until closed, each served in a thread of its own. Failures are logged, and it pauses."""
+        """Accept connections until closed, each served in a thread of its own.
+
+        A failure to accept, or to start a thread, is logged and followed by a pause.
+        """
         while not self._closed.is_set():
             try:
                 connection, address = self._listener.accept()
@@ -170,7 +174,12 @@ class ProvenPort:
                 self._closed.wait(_PAUSE_S)
 
     def _serve(self, newcomer: Newcomer, peer: str) -> None:
-        """Authenticate a newcomer within the time and serve it; log why its connection ended, and close it."""
+        """Authenticate a newcomer within the time limit and call ``serve`` with its connection; close it
+        afterwards.
+
+        A broken connection is logged, as a warning only if the peer had proven itself, and not once the port is
+        closed.
+        """
         level = logging.DEBUG
         try:
             with self._secured(newcomer) as connection, self._listed(connection):
@@ -190,7 +199,9 @@ class ProvenPort:
                 newcomer.connection.close()
 
     def _secured(self, newcomer: Newcomer) -> socket.socket:
-        """Return the newcomer's connection, under TLS if there is a context. The handshake has a time limit."""
+        """Return the newcomer's connection, after a TLS handshake if there is a context. Raises ``OSError``, also
+        after the time limit.
+        """
         newcomer.connection.settimeout(self._handshake_timeout_s)
         newcomer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is not None:
