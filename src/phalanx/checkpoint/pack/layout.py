@@ -140,7 +140,9 @@ _Members = tuple[SectionKind, str, int, int, list[tuple[str, Extent]]]
 
 
 def _members(shapes: Mapping[str, Extent], *, custom: bool) -> Iterator[_Members]:
-    """Yield the sections of a model in their order, each with the names and shapes of its tensors."""
+    """Yield the sections of a model in their order: kind, prefix, layer, expert (-1 if none), and names and shapes of
+    its tensors. With ``custom``, experts and routers are not recognized.
+    """
     outside: dict[SectionKind, list[tuple[str, Extent]]] = {}
     bodies: dict[int, list[tuple[str, Extent]]] = {}
     stacks: dict[int, tuple[str, list[tuple[str, Extent]]]] = {}
@@ -194,7 +196,9 @@ def _placed(members: Iterable[tuple[str, Extent]], kind: SectionKind, form: Pack
 
 
 def stored_dtype(name: str, shape: Extent, kind: SectionKind, form: PackFormat) -> str:
-    """Return the dtype of a tensor in a pack of this format, by its name after the section's prefix."""
+    """Return the dtype of a tensor in a pack of this format, by its name after the section's prefix. Narrow formats
+    apply to matrices of blocks and experts; embedding and head are bf16 then, and router biases always fp32.
+    """
     if name.endswith("router.bias"):
         return "float32"  # not a parameter; the router's choice is always computed in fp32
     if form in _NARROW and len(shape) == 2:
@@ -274,7 +278,9 @@ def encode_header(index_start: int, index_bytes: int) -> bytes:
 
 
 def decode_header(page: bytes, path: str) -> tuple[int, int]:
-    """Inverse of ``encode_header``. Raises PackError, CorruptError."""
+    """Return the first byte and the length of the index, from the pack's first page; the inverse of
+    ``encode_header``. Raises PackError for another file, CorruptError for a changed header.
+    """
     if page[: len(MAGIC)] != MAGIC:
         raise PackError(f"{path}: is not a pack; give a file that `phalanx pack` has written")
     head, stored_checksum = page[: _HEADER.size], page[_HEADER.size : _HEADER.size + _CHECKSUM.size]
@@ -321,7 +327,7 @@ def encode_index(index: PackIndex) -> bytes:
 
 
 def decode_index(data: bytes, path: str) -> PackIndex:
-    """Inverse of ``encode_index``. Raises CorruptError if any byte was changed, FormatVersionError."""
+    """Inverse of ``encode_index``. Raises CorruptError if any byte was changed, FormatVersionError for another version."""
     try:
         content = parse_object(data, path).get("content")
         is_intact = isinstance(content, dict) and sealed(content) == data

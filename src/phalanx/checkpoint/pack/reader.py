@@ -103,6 +103,7 @@ class PackFile:
         return f"{self.path}, {section.name}, chunk {chunk} ({shown})"
 
     def _suspicion(self) -> str:
+        """Return a clause for messages if the file was changed since it was opened, else an empty text."""
         return (
             ""
             if _identity(self.descriptor) == self._identity
@@ -195,7 +196,7 @@ def read_section(pack: PackFile, number: int, buffer: ByteArray | None = None) -
 
 
 def damage(pack: PackFile, progress: Callable[[int, int], None]) -> Iterator[str]:
-    """Read the full pack, and yield a message for each damaged chunk.
+    """Read the full pack, and yield a message for each chunk that is damaged or cannot be read.
 
     ``progress(read_bytes, total_bytes)`` is called after each section.
     """

@@ -234,6 +234,7 @@ class _Source:
     """Weights of a committed step, hashed as they are read; each tensor must be read from its start to its end."""
 
     def __init__(self, tier: ReadableTier, step: int) -> None:
+        """List the step's weights. Raises PackError if there are none, or one is not fp32."""
         self._tier, self.step = tier, step
         self._stored: dict[str, list[StoredBox]] = defaultdict(list)
         self.boxes: dict[str, Box] = {}
@@ -251,7 +252,7 @@ class _Source:
         self._hashes = {name: hashlib.sha256() for name in self.boxes}
 
     def take(self, boxes: list[Box]) -> list[RawArray]:
-        """Return the elements of these boxes as raw bits, and hash them."""
+        """Return the elements of these boxes as raw bits, and add them to the tensors' hashes. Raises the errors of ``gather``."""
         names = dict.fromkeys(box.name.removeprefix(WEIGHTS) for box in boxes)
         stored = [entry for name in names for entry in self._stored[name]]
         arrays = gather(self._tier, self.step, boxes, stored)
@@ -295,7 +296,9 @@ class _Part:
 
 
 def _parts(sections: tuple[Section, ...], source: _Source) -> Iterator[_Part]:
-    """Yield each section's tensors in order; large ones in pieces."""
+    """Yield each section's tensors in order, as boxes of the checkpoint; those above ``_BATCH_BYTES`` in pieces, of
+    which the last is marked.
+    """
     for number, section in enumerate(sections):
         for tensor in section.tensors:
             box = source.boxes[section.prefix + tensor.name]
@@ -311,7 +314,9 @@ def _parts(sections: tuple[Section, ...], source: _Source) -> Iterator[_Part]:
 
 
 def _batches(parts: Iterator[_Part]) -> Iterator[list[_Part]]:
-    """Yield neighboring parts together: experts of a layer are contiguous in a checkpoint's blocks, which are then read once."""
+    """Yield consecutive parts together, up to ``_BATCH_BYTES`` each: experts of a layer are contiguous in a
+    checkpoint's blocks, which are then read once.
+    """
     batch: list[_Part] = []
     size = 0
     for part in parts:
@@ -373,7 +378,9 @@ class _Writer:
     _digests: list[list[int]] = field(default_factory=lambda: [[]])
 
     def at(self, section: int, offset: int | None) -> None:
-        """Advance to ``offset`` of a section (``None``: do not move within it), with zeros in between."""
+        """Advance to ``offset`` of a section (``None``: do not move within it), filling the gap with zeros. Sections
+        before it are closed.
+        """
         while self._number < section:
             self._close_section()
         if offset is not None:
@@ -456,7 +463,7 @@ def _new_file(out: Path, needed: int) -> Iterator[int]:
 
 
 def _explained(error: OSError, out: Path, needed: int) -> Exception:
-    """Return the error of a failed write: ``StorageFullError`` for a full disk, else ``StorageError``."""
+    """Return the error of a failed write of a pack of ``needed`` bytes: ``StorageFullError`` for a full disk, else ``StorageError``."""
     if error.errno in _FULL:
         return StorageFullError(
             f"{out}: no room for a pack of {needed:,} bytes ({error.strerror}). No files remain: free space, name another "

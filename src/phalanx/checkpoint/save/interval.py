@@ -22,8 +22,10 @@ def young_interval_s(mtti_s: float, stall_s: float) -> float:
 
 
 def daly_interval_s(mtti_s: float, stall_s: float) -> float:
-    """Return the interval between checkpoints in seconds of Daly 2006 (M is ``mtti_s``): three terms of the optimum's
-    series, and M where the series does not hold.
+    """Return Daly's (2006) interval between checkpoints in seconds: three terms of the optimum's series, or
+    ``mtti_s`` if a save stalls for at least twice that.
+
+    ``mtti_s`` is the mean time between failures, ``stall_s`` the time for which a save delays training.
     """
     if stall_s >= 2 * mtti_s:
         return mtti_s
@@ -33,7 +35,7 @@ def daly_interval_s(mtti_s: float, stall_s: float) -> float:
 
 def optimal_interval_s(mtti_s: float, stall_s: float) -> float:
     """Return the interval between checkpoints in seconds with the best goodput, exactly: the root of (1 - x) e^x =
-    e^(-delta/M), x = tau/M.
+    e^(-delta/M), x = tau/M, with M = ``mtti_s`` and delta = ``stall_s``.
 
     It does not depend on the recovery time. The root is 1 + W(-e^(-delta/M - 1)) with Lambert's W. Infinite without
     failures, 0 if saving costs nothing.

@@ -185,7 +185,9 @@ class AsyncSaver:
             self._staging.close()
 
     def _own(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Return this rank's share of the write: of each box that several ranks have, the part that this rank writes."""
+        """Return this rank's share of the write: of each box that several ranks have, the part that this rank writes,
+        as a view. Cached by boxes.
+        """
         key = tuple((shard.box, shard.copies) for shard in shards)
         if self._share is None or self._share[0] != key:
             self._share = key, _own_boxes(shards, self._copies)

@@ -43,7 +43,9 @@ class ImageCopier:
     def copy(
         self, layout: ImageLayout, shards: Sequence[Shard], image: ByteArray
     ) -> "torch.cuda.Event | None":
-        """Fill ``image``, except its header. Copies from a device may run until the returned event."""
+        """Copy ``shards`` to their places in ``image``; the header is not written. Copies from GPUs may run until the
+        returned event; None if there are none.
+        """
         tensors = {shard.box: shard.tensor for shard in shards}
         simple: list[tuple[ByteArray, ByteArray]] = []
         devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -173,6 +175,7 @@ class StagingBuffers:
     """At most ``buffers`` buffers, each as large as the largest image so far. ``stage`` is for one thread at a time."""
 
     def __init__(self, *, buffers: int = 1) -> None:
+        """Use at most ``buffers`` buffers, at least 1 (else ValueError); none is allocated yet."""
         if buffers < 1:
             raise ValueError(f"buffers = {buffers}: must be at least 1")
         self._most = buffers
@@ -228,7 +231,7 @@ class StagingBuffers:
         self._copier.fence()
 
     def close(self) -> None:
-        """Stop the copying threads and free the unused buffers."""
+        """Stop the copying threads and unpin and free the unused buffers. No further buffer is made."""
         self._copier.close()
         with self._returned:
             for buffer in self._free:
@@ -243,7 +246,9 @@ class StagingBuffers:
             self._returned.notify()
 
     def _acquire(self, nbytes: int, pinned: bool) -> _Buffer:
-        """Return a free buffer of at least ``nbytes``, allocated or enlarged if necessary; blocks while all are in use."""
+        """Return a free buffer of at least ``nbytes``, pinned if ``pinned``; blocks while all are in use. A buffer
+        that is too small or not pinned is replaced by a new one.
+        """
         with self._returned:
             if not self._free and self._allocated < self._most:
                 self._allocated += 1

@@ -127,7 +127,12 @@ class StoreUploader:
         condemned: Condemned = Condemned(),
         limit: Callable[[float, Callable[[], bool]], RateLimit] = RateLimit,
     ) -> None:
-        """Start the thread that copies steps from ``disk`` to ``store``."""
+        """Start the daemon thread that copies steps from ``disk`` to ``store`` by ``rules``; it has no share until
+        ``deal``.
+
+        ``tag`` names this attempt's drafts. ``report`` receives events and ``log`` lines, both in the thread. Steps
+        of ``condemned`` are set aside.
+        """
         self._disk, self._store, self._rules, self._tag = disk, store, rules, tag
         self._report, self._log, self._times, self._condemned = report, log, times, condemned
         self._retention = rules.retention
@@ -275,7 +280,9 @@ class StoreUploader:
         return good
 
     def _spikes(self, on_disk: Sequence[int]) -> tuple[int, ...]:
-        """Return the first steps of the newest spikes, from the newest readable checkpoint. As on disk, the copies before these are kept."""
+        """Return the first steps of the newest spikes, from the newest readable checkpoint of ``on_disk``; none if it
+        has none. As on disk, the copies before these are kept.
+        """
         for step in reversed(on_disk):
             with suppress(CheckpointError):
                 spikes = self._disk.extra(step).get("spikes", [])
@@ -286,7 +293,9 @@ class StoreUploader:
         return ()
 
     def _same(self, tier: ObjectTier, step: int) -> bool:
-        """Return True if the copy is of the step that is on disk now."""
+        """Return True if the store's copy of ``step`` has the same index as the step that is on disk now. Also True
+        if one was deleted meanwhile; False if one is damaged.
+        """
         try:
             return tier.index_bytes(step) == self._disk.index_bytes(step)
         except NoSuchStepError:
@@ -340,7 +349,9 @@ class StoreUploader:
                     self._log(f"step {step}: copied {copied_bytes:,} bytes of other processes")
 
     def _tidy(self, tier: ObjectTier) -> None:
-        """Set aside condemned steps, with a warning each; once per process, remove drafts of killed uploads."""
+        """If an audit condemned steps, set aside the store's later steps that are not those now on disk, with a
+        warning each. Once per process, remove drafts of killed uploads.
+        """
         after = self._condemned.after()
         if after is not None:
             for step in tier.steps():

@@ -219,7 +219,9 @@ class SnapshotServer:
         self._port.close()
 
     def _converse(self, peer: SealedConnection) -> None:
-        """Answer a peer's requests until it closes the connection. Beyond the limits, the answer is "busy"."""
+        """Answer a peer's requests until it closes the connection, each in its turn. Beyond the limits of connections
+        or requests, the answer is "busy".
+        """
         wire = peer.raw  # blocks have checksums, so frames need none
         wire.set_timeout(_IDLE_S)
         if not self._room.acquire(blocking=False):
@@ -257,7 +259,7 @@ class SnapshotServer:
             wire.send_message(SnapshotRefused(str(error)[:8192]))
 
     def _describe(self, wire: FramedConnection, request: Describe) -> None:
-        """Send a snapshot's record; raises NoSuchStepError if it is not here."""
+        """Send a snapshot's record. Raises NoSuchStepError if it is not here, or was replaced meanwhile."""
         with self._memory.reading(request.key.value()) as (segment, _):
             record = segment.record()
         if record is None:
@@ -413,7 +415,9 @@ class SnapshotClient:
 
 
 def _connect(address: str, tls: ssl.SSLContext | None, timeout_s: float) -> FramedConnection:
-    """Connect, with TLS if given; raises HolderLostError, or HolderEndedError if the other side closes during the handshake."""
+    """Connect, with TLS if given; the other side may be silent for ``timeout_s``. Raises HolderLostError, or
+    HolderEndedError if the other side closes during the handshake.
+    """
     host, port = split_address(address)
     try:
         connection = dial(host, int(port), timeout_s)
@@ -449,6 +453,8 @@ def push(
     tls: ssl.SSLContext | None = None,
     timeout_s: float = 10.0,
 ) -> None:
-    """Push over a new connection (``SnapshotClient.push``). Nothing is sent if it is already there."""
+    """Push snapshot ``key`` of ``memory`` to ``address`` over a new connection. Nothing is sent if it is already
+    there. Raises as ``SnapshotClient`` and its ``push``.
+    """
     with SnapshotClient(address, token, tls=tls, timeout_s=timeout_s) as client:
         client.push(memory, key)

@@ -72,7 +72,9 @@ def total_memory_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/c
 
 
 def _remaining_bytes(folder: Path, files: _Files) -> int | None:
-    """Return the bytes that a control group has left; None without a limit (version 2 has "max", version 1 a huge number)."""
+    """Return the bytes that a control group has left, counting its page cache as free, at least 0. None without a
+    limit or if ``files`` cannot be read (version 2 has "max", version 1 a huge number).
+    """
     limit_name, usage_name, *cached_names = files
     try:
         limit = int((folder / limit_name).read_text())
@@ -288,7 +290,7 @@ class Segment:
             ) from error
 
     def complete(self, nbytes: int, record: bytes) -> None:
-        """Write the record after the complete image of ``nbytes`` bytes, and mark the snapshot complete.
+        """Write ``record`` behind the complete image of ``nbytes`` bytes, and mark the snapshot complete, last.
 
         Grows the segment if the record does not fit.
         """
@@ -355,7 +357,9 @@ class SnapshotMemory:
     """All segments of a node, owned by its agent; thread-safe."""
 
     def __init__(self, run: str, workers: int, *, free_bytes: Callable[[], int] = free_memory_bytes) -> None:
-        """Create the segments. Snapshots of runs other than ``run`` are refused. ``free_bytes`` returns how much more buddies may push now."""
+        """Create two segments for each of ``workers``. Snapshots of runs other than ``run`` are refused.
+        ``free_bytes`` returns how many bytes more buddies may push now.
+        """
         self.run = run
         self._own = tuple(
             (Segment.create(f"worker-{w}-a"), Segment.create(f"worker-{w}-b")) for w in range(workers)
@@ -403,7 +407,8 @@ class SnapshotMemory:
 
     @contextmanager
     def receiving(self, key: SnapshotKey, previous: int, nbytes: int) -> Iterator[Segment]:
-        """Context with a segment for a buddy's snapshot ``key``. It does not contain that step or step ``previous``.
+        """Context with a segment for a buddy's snapshot ``key`` of ``nbytes`` bytes, which nobody else uses
+        meanwhile. Its old content is neither this step nor step ``previous``.
 
         Raises StorageFullError if the machine has no memory for it.
         """
@@ -424,7 +429,7 @@ class SnapshotMemory:
                     segment.void()
 
     def close(self) -> None:
-        """Free all memory; workers that still have it open keep theirs."""
+        """Close all segments, which frees their memory; workers that still have one open keep it."""
         with self._lock:
             for segment in self._segments():
                 segment.close()

@@ -106,6 +106,9 @@ class _Peer:
         keeps_connections: bool,
         snapshot: Snapshot | None = None,
     ) -> None:
+        """Prepare to read snapshot ``key`` from ``holder``; nothing is connected yet. ``snapshot`` is its decoded
+        record, if known. ``keeps_connections`` keeps one after reading the record; ``pause`` waits before a retry.
+        """
         self.rank = holder.rank
         self.distance = holder.distance
         self.name = f"rank {holder.rank} at {holder.address}"
@@ -146,7 +149,9 @@ class _Peer:
             self._idle.popleft().close()
 
     def _read(self, number: int, buffer: ByteArray) -> int:
-        """Read block ``number`` into ``buffer``, verify it, and return its length in bytes."""
+        """Read block ``number`` into ``buffer``, retrying while the holder is busy, verify it, and return its length
+        in bytes. Raises CorruptError and the connection's errors.
+        """
         manifest = self.snapshot().manifest
         start = number * manifest.block_bytes
         size = min(manifest.block_bytes, manifest.nbytes - start)
@@ -178,7 +183,9 @@ class _Peer:
 
     @contextmanager
     def _connected(self) -> Iterator[SnapshotClient]:
-        """Context with an exclusive connection; it is kept for reuse unless this use fails."""
+        """Context with an exclusive connection, an idle or a new one; it is kept for reuse unless this use fails or
+        the holder ended it. Raises _TurnedAwayError if the holder closes a new one before authentication.
+        """
         try:
             client = self._idle.popleft()
         except IndexError:

@@ -70,6 +70,7 @@ class Collector:
     """Joins the manifests of a draft's ranks into catalogs of up to ``catalog_ranks``, and the catalogs into an index."""
 
     def __init__(self, catalog_ranks: int = CATALOG_RANKS) -> None:
+        """Join up to ``catalog_ranks`` ranks in one catalog."""
         self.catalog_ranks = catalog_ranks
         self._withdrawn: deque[Path] = deque()
         # Caches for one group and one checkpoint: the digests of the joined tables, and the results.
@@ -90,7 +91,8 @@ class Collector:
         return rank % self.catalog_ranks == 0
 
     def collect(self, folder: Path, first: int, world_size: int, patience: WaitLimit) -> Catalog:
-        """Write the catalog of the group that ``first`` leads, remove its manifests, and return the catalog's summary.
+        """Wait for the manifests of the group that ``first`` leads, write their catalog durably, withdraw the
+        manifests, and return the catalog's summary.
 
         Raises AbandonedError as ``_await_files``, and CorruptError for an image of another size.
         """
@@ -168,14 +170,14 @@ class Collector:
         self._withdrawn.append(withdrawn)
 
     def _ref(self, catalog: StoredImage, world_size: int) -> CatalogRef:
-        """Return the index's reference to a stored catalog."""
+        """Return the index's reference to a stored catalog: first rank, number of ranks, file, checksum and bytes."""
         ranks = min(self.catalog_ranks, world_size - catalog.rank)
         return CatalogRef(
             catalog.rank, ranks, catalog.file, f"{int(catalog.checksums[0]):016x}", catalog.nbytes
         )
 
     def _tables_of(self, members: Sequence[Catalog], first: int) -> tuple[bytes, bytes]:
-        """Return the table of all members, and the rectangles that they cover together."""
+        """Return, encoded, the table of all members, and the rectangles that they cover together. Cached for the same members."""
         digests = tuple(member.table_digest for member in members)
         cached = self._group
         if cached is None or cached[0] != digests:
@@ -184,7 +186,9 @@ class Collector:
         return cached[1], cached[2]
 
     def _proven(self, summaries: Sequence[Catalog], required: tuple[Box, ...]) -> bytes:
-        """Return the rectangles of all catalogs; raise NotCoveredError unless they cover every tensor, and ``required``."""
+        """Return, encoded, the rectangles of all catalogs; raise NotCoveredError unless they cover every tensor, and
+        ``required``. Cached for the same summaries.
+        """
         digests = tuple(summary.table_digest for summary in summaries)
         cached = self._checkpoint
         if cached is None or cached[:2] != (digests, required):
@@ -203,7 +207,9 @@ def leave_manifest(place: Path, catalog: Catalog) -> None:
 
 
 def leave_failure(folder: Path, rank: int, reason: str) -> None:
-    """Record that ``rank`` cannot deliver, for the ranks that wait for it."""
+    """Write ``reason`` as the failure of ``rank`` into the draft ``folder``; ranks that wait for it then give up. On
+    a full disk the file is empty.
+    """
     file = folder / f"rank-{rank:05d}.failed"
     try:
         # Whole at once: the ranks that poll for it read it when its name appears.
@@ -305,6 +311,7 @@ class CatalogReader:
     """Reads the committed steps of ``files``; boxes get the location ``name`` and ``distance``."""
 
     def __init__(self, files: StepFiles, name: str, distance: int) -> None:
+        """Read from ``files``; catalogs and manifests are cached."""
         self._files = files
         self._name = name
         self._distance = distance

@@ -68,7 +68,9 @@ class DiskTier:
     def __init__(
         self, root: Path | str, *, block_bytes: int = BLOCK_BYTES, catalog_ranks: int = CATALOG_RANKS
     ) -> None:
-        """Open the tier in the folder ``root``, which is created if missing. Raises ``StorageError``."""
+        """Open the tier in the folder ``root``, which is created if missing. Images have blocks of ``block_bytes``,
+        and catalogs up to ``catalog_ranks`` ranks. Raises ``StorageError``.
+        """
         self.root = Path(root)
         self._block_bytes = block_bytes
         self._collector = Collector(catalog_ranks)
@@ -230,7 +232,7 @@ class DiskTier:
             sync(self.root)
 
     def _drop_earlier(self, draft: Draft) -> None:
-        """Remove drafts of earlier steps: every rank has written this step, so no rank still writes an earlier one."""
+        """Remove this attempt's drafts of earlier steps: every rank has written this step, so no rank still writes an earlier one."""
         with storage_errors(self.root):
             names = os.listdir(self.root)
         for match in filter(None, map(_PARTIAL.fullmatch, names)):

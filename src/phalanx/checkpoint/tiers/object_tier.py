@@ -77,9 +77,10 @@ class SharedBlocks:
     """Recently fetched blocks of ``place``, shared by the ranks of this machine. Thread-safe; close it when all have restored."""
 
     def __init__(self, place: str, folder: Path | None = None, most_bytes: int = _MOST_BYTES) -> None:
-        """Open the cache file for the store ``place`` in shared memory, and remove files that no process uses.
+        """Open the cache file for the store ``place`` in shared memory (or ``folder``), of at most ``most_bytes`` and
+        a share of the free space. Remove files that no process uses.
 
-        Without one, for example for lack of permission, every block is fetched.
+        If that fails, for example for lack of permission, every block is fetched.
         """
         folder = memory_folder() if folder is None else folder
         prefix = f"phalanx-restore-{os.getuid()}-"
@@ -97,9 +98,11 @@ class SharedBlocks:
         self._most_bytes = most_bytes
 
     def block(self, manifest: Manifest, number: int, fetch: Callable[[], memoryview]) -> memoryview:
-        """Return a block of an image from the cache, or the result of ``fetch``, which is not verified yet.
+        """Return a block of an image from the cache if its checksum is right, else the result of ``fetch``, which is
+        not verified.
 
-        It is cached afterwards; other processes wait meanwhile. Without a cache, or for a damaged block, it is fetched.
+        It is cached afterwards; other processes that want the same place wait meanwhile. Without a cache, it is only
+        fetched.
         """
         slots = self._most_bytes // manifest.block_bytes
         if self._descriptor < 0 or not slots:
@@ -396,7 +399,7 @@ class ObjectTier:
         return decode_commit(content, f"{self.store.url}/{key}")
 
     def _forget(self, step: int) -> None:
-        """Remove a commit, from the store and the caches. A new reader starts without cached catalogs."""
+        """Delete the commit of ``step`` from the store, and clear all caches. The data stay."""
         with store_errors():
             self.store.delete([commit_key(step)])
         self._commit.cache_clear()

@@ -21,6 +21,7 @@ class StoreStanding:
     error: str = ""
 
     def __str__(self) -> str:
+        """Return one line: the newest copied step, the steps that are on disk alone, and the error."""
         newest = "nothing yet" if self.newest is None else f"step {self.newest}"
         text = f"in {self.url}: {newest}"
         if self.behind:

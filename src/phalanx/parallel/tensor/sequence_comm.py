@@ -127,8 +127,8 @@ class SequenceComm:
         return apply_function_of_many(_SumGradients, self, *parameters)
 
     def total(self, statistics: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors of one shape, without a gradient. A collective. It is added by rank,
-        in a tree, or in the library's order, as ``order`` says.
+        """Return the sum of the ranks' tensors of one shape, without a gradient. A collective. ``order`` selects the
+        order of additions: by rank, in a tree, or the library's.
         """
         if self.order == "ranks":
             first, *others = self.stack(statistics).unbind()

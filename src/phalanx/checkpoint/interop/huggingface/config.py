@@ -99,10 +99,11 @@ def hf_config_of(
     end_token: int | None = None,
     model_type: str = "",
 ) -> dict[str, object]:
-    """Return the ``config.json`` of a model, as a plain table.
+    """Return the ``config.json`` of a model, as a plain table, in the terms of the family that expresses it.
 
-    ``max_seq_len`` is the context length for readers; 0 means the scaled one if the rotary embedding is scaled, else 8192. ``model_type`` is
-    the preferred family, used if it can express the model. Raises UnsupportedModelError if no family can express the model.
+    ``max_seq_len`` is the context length for readers; 0 means the scaled one if the rotary embedding is scaled, else
+    8192. ``end_token`` may be absent. ``model_type`` is the preferred family, used if it can express the model.
+    Raises UnsupportedModelError if no family can express the model.
     """
     spec = resolve(spec)
     family = family_for(spec, model_type)
@@ -255,7 +256,9 @@ def _has_no_mixture(table: JsonObject) -> bool:
 
 
 def family_of(hf_config: JsonObject) -> Family:
-    """Return the family of a ``config.json``; raises UnsupportedModelError for an unknown ``model_type``."""
+    """Return the family of a ``config.json`` by its ``model_type``; Mistral with ``layer_types`` is Ministral. Raises
+    UnsupportedModelError for an unknown type.
+    """
     model_type = str(hf_config.get("model_type"))
     if model_type == "mistral" and hf_config.get("layer_types") is not None:
         model_type = "ministral"  # as AutoConfig of transformers reads it
@@ -287,7 +290,7 @@ def _stated_fields(hf_config: JsonObject, family: Family) -> dict[str, object]:
 
 
 def _nested(flat: Mapping[str, object]) -> JsonObject:
-    """Inverse of ``flat``."""
+    """Return a table with the fields ``section.field`` in tables of their sections; the inverse of ``flat``."""
     table: JsonObject = {}
     for name, value in flat.items():
         section, dot, field = name.partition(".")
@@ -366,7 +369,9 @@ _KNOWN_ROTARY = frozenset(
 
 
 def import_notes(hf_config: JsonObject) -> tuple[str, ...]:
-    """Return notes on the fields of a ``config.json`` that the imported model ignores."""
+    """Return notes on the fields of a ``config.json`` that the imported model ignores: unknown ones, code of the
+    publisher, windows, auxiliary losses, dropout.
+    """
     family = FAMILIES[str(hf_config["model_type"])]
     handled = _KNOWN | {*family.fields.values(), *family.aliases.values(), *family.constants, *family.own}
     if "mla" in family.sections:

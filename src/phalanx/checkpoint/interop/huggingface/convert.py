@@ -138,7 +138,9 @@ def copy_weights(
 
 
 def _shares(shapes: Mapping[str, Extent], image_bytes: int) -> Iterator[list[Box]]:
-    """Yield the model's tensors in parts, in order; each list of parts fits into an image."""
+    """Yield lists of parts of the fp32 tensors ``shapes``, in order; each list has at most ``image_bytes``. The last
+    list is yielded even if it is empty.
+    """
     tensors = (full_box(WEIGHTS + name, "float32", shape) for name, shape in shapes.items())
     parts = (span.part for box in tensors for span in spans(box, box, min(image_bytes, folders.PIECE_BYTES)))
     share: list[Box] = []
@@ -153,7 +155,9 @@ def _shares(shapes: Mapping[str, Extent], image_bytes: int) -> Iterator[list[Box
 
 
 def _copy_tokenizer(directory: Path, folder: Path) -> str:
-    """Write the model's tokenizer to ``folder``. Return an empty text, or the reason why there is none."""
+    """Write the model's tokenizer to the new folder ``folder``. Return an empty text, or the reason why there is no
+    usable one; then nothing is written.
+    """
     if not any((directory / name).exists() for name in (TOKENIZER_FILE, SENTENCEPIECE_FILE)):
         return f"{directory} has neither {TOKENIZER_FILE} nor {SENTENCEPIECE_FILE}"
     try:
@@ -341,6 +345,7 @@ class ExportSource:
     """The model's tensors in a committed step."""
 
     def __init__(self, tier: Tier, step: int, spec: ModelSpec) -> None:
+        """List the stored boxes of ``step`` by tensor; no data are read."""
         self._tier, self._step = tier, step
         self._trained_bias = spec.moe is not None and spec.moe.balance_bias
         self._stored: dict[str, list[StoredBox]] = defaultdict(list)
@@ -364,7 +369,7 @@ class ExportSource:
         return ordered[first - start : first - start + rows]
 
     def _read(self, box: Box) -> torch.Tensor:
-        """Return the elements of a box. The elements after it are cached for the next call, which reads the next expert."""
+        """Return the elements of a box, fp32. The rows after it are read and cached too, for the next call, which reads the next expert."""
         if self._last is None or not self._last[0].contains(box):
             wide = _with_what_follows(box)
             (raw,) = gather(self._tier, self._step, [wide], self._stored[box.name])
@@ -382,7 +387,9 @@ def _with_what_follows(box: Box) -> Box:
 
 
 def _pieces(source: ExportSource, tensors: Sequence[Published], dtype: Dtype) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor with the parameters ``tensors``, in its dtype and in C order."""
+    """Yield the bytes of one published tensor in its dtype and in C order. ``tensors`` are the parameters that it
+    consists of. Raises HuggingFaceError for numbers beyond the dtype.
+    """
     if any(tensor.place is not None and tensor.place.axis > 0 for tensor in tensors):
         yield from _interwoven_pieces(source, tensors, dtype)
         return

@@ -41,7 +41,7 @@ def all_said(spec: ModelSpec) -> Iterator[str]:  # noqa: ARG001
 
 
 def reads(*readers: Read) -> Read:
-    """Return a reader that merges the fields and problems of several; a later reader's field replaces an earlier one's."""
+    """Return a reader that calls all ``readers`` and merges their fields and problems; a later reader's field replaces an earlier one's."""
 
     def read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
         results = [reader(hf_config) for reader in readers]
@@ -132,7 +132,10 @@ def _from_layer(hf_config: JsonObject, default: int) -> Callable[[int], bool]:
 
 
 def read_layer_types(window: int, is_windowed: Callable[[int], bool]) -> Read:
-    """Return a reader of ``layer_types`` with ``sliding_window``; ``window`` and ``is_windowed`` are the family's defaults."""
+    """Return a reader of ``layer_types`` with ``sliding_window``. If a config lacks them, ``window`` is the default
+    width, and layers for which ``is_windowed(layer)`` is true have it. An implausible number of layers gives no
+    fields.
+    """
 
     def read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
         layers = hf_config.get("num_hidden_layers")
@@ -232,7 +235,7 @@ def write_score_width(spec: ModelSpec) -> Mapping[str, object]:
 
 
 def read_caps(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Read Gemma 2's soft caps; null means none."""
+    """Read Gemma 2's soft caps of logits, with the family's defaults; null means none (0). A cap of 0 is a problem."""
     caps = {ours: hf_config.get(theirs, own) for ours, (theirs, own) in _CAPS.items()}
     problems = [
         f"{_CAPS[ours][0]} = {cap} is not supported; supported: null"
@@ -374,7 +377,9 @@ def _mixtures(moe: MoeSpec, layers: int) -> list[int]:
 
 
 def read_latent(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Check that latent attention has as many key heads as query heads, and read its epsilon if it is not the default."""
+    """Read latent attention: another number of key heads than of heads is a problem. The epsilon of its norms is
+    stated if ``rms_norm_eps`` is not the fixed one.
+    """
     heads = hf_config.get("num_attention_heads")
     kv_heads = hf_config.get("num_key_value_heads")
     problems = [f"num_key_value_heads = {kv_heads} is not supported; supported: as many as heads ({heads})"]
@@ -384,7 +389,9 @@ def read_latent(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
 
 
 def write_latent(spec: ModelSpec) -> Mapping[str, object]:
-    """Write latent attention as DeepSeek publishes it: number of key heads, rotated rows in pairs."""
+    """Return DeepSeek's fields of latent attention: as many key heads as heads, the rank of queries (null if 0), and
+    rotated rows in pairs.
+    """
     assert spec.mla is not None, "of families with latent attention alone"
     return {
         "num_key_value_heads": spec.heads,
@@ -394,7 +401,9 @@ def write_latent(spec: ModelSpec) -> Mapping[str, object]:
 
 
 def read_greedy_groups(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Read DeepSeek-V2's choice of experts: among all, or among the groups with the best expert."""
+    """Read DeepSeek-V2's choice of experts: "greedy" (the default) among all, "group_limited_greedy" among the groups
+    with the best expert. Other methods are a problem.
+    """
     method = hf_config.get("topk_method") or "greedy"
     if method == "greedy":
         return {"moe.groups": 1, "moe.groups_per_token": 1}, []

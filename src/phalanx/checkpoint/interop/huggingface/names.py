@@ -91,7 +91,9 @@ class RotaryRows:
 
     @property
     def published_at(self) -> list[int]:
-        """For each row of a group in this project's order, its published position."""
+        """Return, for each row of a group in this project's order, its published position: the even ones of the
+        rotated rows, then the odd ones; plain rows stay.
+        """
         plain = self.group - self.rotated
         if self.first:
             return [*range(0, self.rotated, 2), *range(1, self.rotated, 2), *range(self.rotated, self.group)]
@@ -227,7 +229,9 @@ def _in_block(family: Family | None) -> Mapping[str, str]:
 
 
 def _place(parameter: Parameter, table: Mapping[str, Parameter], family: Family) -> JointSlice | None:
-    """Return the position of a parameter of ``table`` in a tensor that the family joins; ``None`` if it is a separate tensor."""
+    """Return the position of a parameter in a tensor that ``family`` joins from several parameters of ``table``;
+    ``None`` if it is a separate tensor.
+    """
     joints = [
         (parameter.name.removesuffix(part), joint)
         for joint in family.joined.values()

@@ -58,7 +58,9 @@ def stretched_length(scaling: RopeScalingSpec) -> int:
 
 
 def rotary_written(spec: ModelSpec, family: Family, max_seq_len: int) -> dict[str, object]:
-    """Return the fields of ``config.json`` for the rotary embedding of a model that ``family`` can express, with context ``max_seq_len``."""
+    """Return the fields of ``config.json`` for the rotary embedding of a model that ``family`` can express, in the
+    newer and the older form. ``max_seq_len`` is the context, which only longrope uses.
+    """
     scaling, partial = spec.rope_scaling, {}
     if "rope_fraction" in family.fields:
         partial["partial_rotary_factor"] = spec.rope_fraction
@@ -77,7 +79,9 @@ def rotary_written(spec: ModelSpec, family: Family, max_seq_len: int) -> dict[st
 def _longrope_written(
     spec: ModelSpec, scaling: RopeScalingSpec, max_seq_len: int, partial: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the fields of a longrope embedding, in the newer and the older form."""
+    """Return the fields of a longrope embedding, in the newer and the older form. The temperature is stated if it
+    does not follow from the lengths.
+    """
     factors: dict[str, object] = {
         "short_factor": [*scaling.short_factors],
         "long_factor": [*scaling.long_factors],
@@ -115,7 +119,9 @@ def same_temperature(scaling: Mapping[str, object]) -> bool:
 
 
 def _rope_by_layers(hf_config: JsonObject, family: Family) -> tuple[JsonObject, JsonObject | None]:
-    """Return the rotary embedding's parameters, and those of layers with a window if the family distinguishes them."""
+    """Return the rotary embedding's parameters, and those of layers with a window; None if the family does not
+    distinguish them, or they do not differ.
+    """
     by_layer: JsonObject = hf_config.get("rope_parameters") or dict(family.rope)
     if "window_rope_theta" not in family.handled:
         return hf_config.get("rope_scaling") or by_layer, None
@@ -132,7 +138,9 @@ def _rope_by_layers(hf_config: JsonObject, family: Family) -> tuple[JsonObject, 
 
 
 def rotary_fields(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], list[str]]:
-    """Return the rotary fields of ModelSpec, in a ``config.json``, and a sentence for each value that is not supported."""
+    """Return the rotary fields of ModelSpec, read from a ``config.json``, and a sentence for each value that is not
+    supported. After an unsupported kind, fields are incomplete.
+    """
     rope, windowed = _rope_by_layers(hf_config, family)
     theta = rope.get("rope_theta") or hf_config.get("rope_theta") or family.absent.get("rope_theta", 10000.0)
     fields: dict[str, object] = {"rope_theta": theta}
@@ -185,7 +193,9 @@ def rotary_fields(hf_config: JsonObject, family: Family) -> tuple[dict[str, obje
 
 
 def _longrope_context(hf_config: JsonObject, rope: JsonObject) -> dict[str, object]:
-    """Return the original context, by default Phi-3's, and the scaling factor."""
+    """Return the original context, by default 4096, and the scaling factor: the stated one or the ratio of contexts,
+    at least 1. Values of other types are passed on.
+    """
     original, longest = hf_config.get(_ORIGINAL, 4096), hf_config.get("max_position_embeddings", 4096)
     factor = rope.get("factor")
     if factor is None and _is_length(original) and _is_length(longest):

@@ -39,6 +39,9 @@ class FolderTier:
     name = "published"
 
     def __init__(self, directory: Path, *, compared: bool = False) -> None:
+        """Open the model's files, which stay open, and list its parameters as stored boxes. ``compared``: tensors
+        that are stored twice were compared before. Raises the errors of ``open_folder``.
+        """
         self.root = directory
         # Files stay open as long as the tier exists.
         opened = open_folder(directory, ExitStack(), compared=compared)
@@ -53,7 +56,7 @@ class FolderTier:
         )
 
     def version(self) -> bytes:
-        """Return names, sizes and times of the folder's files, which change when a file is written."""
+        """Return names, sizes and times of the safetensors files as JSON, which changes when a file is written."""
         files = sorted(self.root.glob("*.safetensors"))
         return json.dumps(
             [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -76,6 +79,9 @@ class FolderTier:
     def boxes(
         self, step: int, rank: int | None = None, needed: Sequence[Box] | None = None
     ) -> tuple[StoredBox, ...]:
+        """Return the full box of each parameter, or of each in ``needed``; none for a ``rank`` other than 0. Raises
+        NoSuchStepError for steps other than 0.
+        """
         self._require(step)
         names = None if needed is None else {box.name for box in needed}
         return tuple(

@@ -271,7 +271,9 @@ class _Zeros:
 
 
 def _settle_biases(needed: Sequence[Published], tensors: dict[str, StoredTensor]) -> tuple[str, ...]:
-    """Add zeros if the files have no router bias at all, like transformers. Return a note if so."""
+    """If the files have no router bias at all, add zeros to ``tensors``, as transformers does, and return a note. If
+    they have some, do nothing.
+    """
     biases = [tensor for tensor in needed if tensor.parameter.kind == "balance"]
     if not biases or any(bias.name in tensors for bias in biases):
         return ()
@@ -373,7 +375,8 @@ def _require_same(directory: Path, copy: str, original: str, weights: Weights) -
 
 
 def values(box: Box, tensors: Sequence[Published], weights: Weights) -> torch.Tensor:
-    """Return the elements of a box of a parameter, from one tensor of the folder or a stack of them; fp32.
+    """Return the elements of a box of a parameter, fp32, in this project's order: from one tensor of the folder, or
+    stacked from one for each expert.
 
     Raises HuggingFaceError for NaN and infinity.
     """

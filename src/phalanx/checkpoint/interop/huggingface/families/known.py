@@ -95,7 +95,9 @@ _UNUSED_MIXTURE = MoeSpec(experts=2, per_token=1, ffn_dim=8, shared=1, score="si
 
 
 def flat(spec: ModelSpec) -> dict[str, object]:
-    """Return all fields of a model, those of its sections as ``moe.experts`` and also as a table under the section's name."""
+    """Return all fields of a model by name. Those of its sections are there twice: as ``moe.experts``, and as a table
+    under the section's name.
+    """
     fields: dict[str, object] = {}
     for name, value in to_table(spec).items():
         fields |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {}
@@ -147,9 +149,11 @@ def _has_its_kinds(spec: ModelSpec, family: Family) -> bool:
 
 @lru_cache(maxsize=16)
 def family_for(spec: ModelSpec, wished: str = "") -> Family:
-    """Return the family that a resolved model is written as; if none can express all of it, the one with the fewest problems.
+    """Return the family that a resolved model is written as. If none can express all of it, return the one with the
+    fewest problems among those with its kinds of layers.
 
-    ``wished`` is the preferred ``model_type``, used if it can express the model, such as that of the model's publisher.
+    ``wished`` is the preferred ``model_type``, used if it can express the model, such as that of the model's
+    publisher.
     """
     preferred = FAMILIES.get(wished)
     if preferred is not None and preferred.written and not unsayable(spec, preferred):
