@@ -74,8 +74,8 @@ class Drafter:
 
     @torch.no_grad()
     def guess(self, texts: Sequence[DraftInput], length: int) -> list[tuple[DraftState, tuple[int, ...]]]:
-        """Return each text's state, which is updated in place if it continues, and the drafts of its next tokens,
-        most likely fewer than asked.
+        """Return each text's state, which is updated in place if it continues, and the drafts of its next tokens, at
+        most its ``count``.
 
         ``length`` is that of ``Transformer``. A depth whose logits are not finite ends the drafts.
         """

@@ -77,7 +77,7 @@ class Histogram:
         return self._sum / count if count else None
 
     def family(self, name: str, about: str, model: str) -> HistogramMetricFamily:
-        """Return the cumulative buckets as a Prometheus metric."""
+        """Return the cumulative buckets and the sum as a Prometheus metric labeled with the model's name."""
         bounds = [*map(str, map(float, self._bounds)), "+Inf"]
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         family = HistogramMetricFamily(name, about, labels=["model_name"])
@@ -179,7 +179,7 @@ class Counts:
             yield from self._of_keys()
 
     def _of_keys(self) -> Iterator[Metric]:
-        """Yield the metrics of each client's key."""
+        """Yield the metrics of each client's key: running and admitted requests, tokens of ended ones, and refusals by limit."""
         running = GaugeMetricFamily("phalanx_key_running", "Requests under way.", labels=["key"])
         requests = CounterMetricFamily("phalanx_key_requests", "Requests admitted.", labels=["key"])
         tokens = CounterMetricFamily(
@@ -198,7 +198,7 @@ class Counts:
         yield from (running, requests, tokens, limited)
 
     def _of_workers(self, load: WorkerLoad) -> Iterator[Metric]:
-        """Yield the metrics of several workers; nothing for an engine in this process."""
+        """Yield the number of workers by role and state, and counts of what happens among them; nothing for an engine in this process."""
         if not load.workers:
             return
         states = GaugeMetricFamily(
@@ -214,7 +214,7 @@ class Counts:
             yield self._counter(name, about, {"": count}, "")
 
     def _of_streaming(self, load: WorkerLoad) -> Iterator[Metric]:
-        """Yield the metrics of streamed weights; nothing for resident ones."""
+        """Yield the bytes, waits and experts of streamed weights; nothing for resident ones."""
         if (streaming := load.streaming) is None:
             return
         for name, about, value in (

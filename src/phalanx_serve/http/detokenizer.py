@@ -41,7 +41,8 @@ class IncrementalDetokenizer:
     def feed(self, token: int) -> str:
         """Return the text that is certain after one more id: often the token's own, sometimes none.
 
-        Raises ValueError for an id outside the tokenizer's vocabulary. Bytes of an incomplete character are held back.
+        Bytes of an incomplete character are held back; ids without bytes give no text. Raises ValueError for an id
+        outside the tokenizer's vocabulary.
         """
         is_within = not self._pending and not self._at_start
         if is_within and (token_text := self._token_texts.get(token)) is not None:
@@ -91,7 +92,11 @@ class StopStrings:
         self._stopped = False
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Return the text that is certain after more of it, and True if a stop string was found; no text follows it."""
+        """Return the text that is certain after more of it, and True if a stop string has occurred; no text follows
+        it.
+
+        The earliest stop string cuts the text. An end that may begin one is held back.
+        """
         if self._stopped:
             return "", True
         if not self._stops:
@@ -107,7 +112,7 @@ class StopStrings:
         return text_so_far[:certain], False
 
     def flush(self) -> str:
-        """Return the text that is held back, at the end of all text. Up to a stop string in it, if one is there."""
+        """Return the text that is held back, at the end of all text, up to a stop string in it. Such a string sets ``stopped``."""
         # A stop string that was found may have waited for a longer one, begun before it, that never came.
         pending, self._pending = self._pending, ""
         places = [place for stop in self._stops if (place := pending.find(stop)) >= 0]
@@ -147,9 +152,10 @@ class TextDelta:
 async def text_deltas(
     port: WorkerPort, request: Request, model: ModelText, stops: list[str], *, at_start: bool
 ) -> AsyncGenerator[TextDelta]:
-    """Yield the deltas of a request's text; the last one has ``finish``. Raises RefusedError if it cannot be computed.
+    """Yield the deltas of a request's text; the last one has ``finish``.
 
-    The request is cancelled if the caller leaves early, or at a stop string.
+    The request is canceled if the caller leaves early, or at a stop string. Ids beyond the tokenizer's have no text.
+    Raises RefusedError (500) if it fails or is canceled elsewhere.
     """
     vocab_size = model.tokenizer.vocab_size
     detokenizer = IncrementalDetokenizer(model.tokenizer, at_start=at_start, token_texts=model.texts)

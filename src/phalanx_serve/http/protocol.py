@@ -158,7 +158,7 @@ def read_body(kind: type[BodyT], body: bytes) -> BodyT:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Decode a body that is a JSON object. Raises RefusedError."""
+    """Decode a body that is a JSON object. Raises RefusedError if it is not."""
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -171,8 +171,8 @@ def read_object(body: bytes) -> dict[str, Any]:
 def read_fields(kind: type[BodyT], fields: dict[str, Any]) -> BodyT:
     """Return the fields of a body, typed.
 
-    Fields that change nothing are dropped from ``fields``. Raises RefusedError, which names the field, for one that is
-    unknown, unsupported or of another type.
+    Unused fields, and unsupported ones with a harmless value, are dropped from ``fields``. Raises RefusedError, which
+    names the field, for one that is unknown, unsupported or of another type (400), or out of range (422).
     """
     names = set(kind.__struct_fields__)
     unsupported = _UNSUPPORTED | _UNSUPPORTED_BY_KIND.get(kind, {})
@@ -204,7 +204,7 @@ def seed_of(body: Common) -> int:
 
 
 def stops_of(body: Common) -> list[str]:
-    """Return the stop strings. Raises RefusedError for too many, empty or too long ones."""
+    """Return the stop strings, ``[]`` if there are none. Raises RefusedError for more than 16, or one empty or over 1,000 characters."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > 16 or any(not stop or len(stop) > 1000 for stop in stops):
         raise RefusedError("stop: at most 16 strings of 1 to 1000 characters", "stop")

@@ -86,7 +86,7 @@ class GenerationRequest:
 
 
 def require_model(name: str | None, model: ModelText) -> None:
-    """Raise RefusedError if a request names another model than the one that is served."""
+    """Raise RefusedError (404) if a request names another model than the one that is served; None names none."""
     if name not in (None, model.name):
         raise RefusedError(
             f"there is no model {str(name)[:100]!r}: this server has {model.name!r}",
@@ -101,8 +101,9 @@ def parse_request(
 ) -> GenerationRequest:
     """Encode the prompts of a body and fill in its defaults.
 
-    Raises RefusedError for another model, options that contradict each other, and prompts too many or too long. Texts
-    without ``max_tokens`` get 16 tokens, conversations all that fit.
+    Texts without ``max_tokens`` get 16 tokens, conversations all that fit. 0 tokens, with ``echo`` only, become 1,
+    which is not returned. Raises RefusedError for another model, options that contradict each other, and prompts too
+    many or too long.
     """
     require_model(body.model, model)
     if body.stream_options is not None and not body.stream:
@@ -153,7 +154,11 @@ def parse_request(
 
 
 def tokenize(body: bytes, model: ModelText, room: LengthLimit) -> dict[str, Any]:
-    """Return the ids of a ``prompt``, or of ``messages``. Raises RefusedError for another model or a malformed body."""
+    """Return the ids of a ``prompt``, or of ``messages`` if there are any, with their count and the most tokens of a
+    text.
+
+    Raises RefusedError for another model or a malformed body.
+    """
     fields = read_object(body)
     if "messages" in fields:
         chat = read_fields(Chat, fields)

@@ -97,7 +97,7 @@ class ResponseFormat:
         return b"%b%b%b" % (around[0], msgspec.json.encode(text), around[1])
 
     def envelope(self, choices: list[dict[str, Any]], *, chunk: bool) -> dict[str, Any]:
-        """Return a response, or a chunk of it."""
+        """Return a response, or a chunk of it, around its choices. Its fingerprint names weights, numerics and whose bits they are."""
         kind = "chat.completion" if self.chat else "text_completion"
         return {
             "id": self.id,
@@ -140,9 +140,11 @@ class ResponseFormat:
         *,
         with_logprobs: bool,
     ) -> dict[str, Any]:
-        """Return the fields of a choice about its prompt: its text if it is echoed, and log-probabilities.
+        """Return the fields of a choice about its prompt: its text if it is echoed, log-probabilities, and ids if
+        requested.
 
-        Ids are included if they were requested.
+        ``scored`` None leaves out log-probabilities. Those of the first token are None. Starts the text offsets of an
+        echoed prompt.
         """
         choice: dict[str, Any] = {"text": text} if text else {}
         if scored is not None and with_logprobs:
@@ -163,7 +165,9 @@ class ResponseFormat:
         return choice
 
     def _choice(self, index: int, delta: TextDelta) -> dict[str, Any]:
-        """Return the fields that chunks and full choices share: index, reason to end, log-probabilities, ids."""
+        """Return the fields that chunks and full choices share: index, reason to end (None before), log-probabilities
+        and ids if requested.
+        """
         choice: dict[str, Any] = {"index": index, "finish_reason": delta.finish or None, "logprobs": None}
         if self.logprobs >= 0 and delta.tokens:
             if self.chat:
@@ -181,7 +185,8 @@ class ResponseFormat:
         return self.tokenizer.token_bytes(token) if token < self.tokenizer.vocab_size else b""
 
     def _word(self, token: int) -> str:
-        """Return a token's text; of a part of a character its bytes, as OpenAI writes them.
+        """Return a token's text; of a part of a character its bytes as ``bytes:`` and hexadecimal escapes, as OpenAI
+        writes them.
 
         ``<ID>`` for ids beyond the tokenizer's.
         """
@@ -194,6 +199,8 @@ class ResponseFormat:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
     def _chat_logprob(self, token: Token) -> dict[str, Any]:
+        """Return a token's entry in a chat response: text, log-probability, bytes, and the same of its likeliest alternatives."""
+
         def entry(number: int, logprob: float) -> dict[str, Any]:
             return {
                 "token": self._word(number),
@@ -204,7 +211,7 @@ class ResponseFormat:
         return entry(token.id, token.logprob) | {"top_logprobs": [entry(*other) for other in token.top]}
 
     def _completion_logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
-        """Return the log-probabilities of tokens as completions have them; advances the text's offset."""
+        """Return tokens, log-probabilities and text offsets as completions have them. Advances the offset of the text ``index``."""
         offsets = self._offsets.setdefault(index, TextOffsets())
         return {
             "tokens": [self._word(token.id) for token in tokens],
@@ -231,7 +238,7 @@ class TextOffsets:
 
 
 def join_deltas(parts: Sequence[TextDelta]) -> TextDelta:
-    """Join all deltas of a text into one."""
+    """Join all deltas of a text, at least one, into a single delta that ends as the last does."""
     last = parts[-1]
     tokens = [token for part in parts for token in part.tokens]
     scored = next((part.scored for part in parts if part.scored is not None), None)
@@ -301,7 +308,11 @@ class GenerationResponse:
         self._continuous = False
 
     async def _text(self, index: int) -> AsyncGenerator[TextDelta]:
-        """Submit a text and yield its deltas; count tokens, times and how it ends. A text left early is canceled."""
+        """Submit a text and yield its deltas. ``index`` counts choices, those of a prompt in a row.
+
+        Counts tokens, latencies, cached tokens and how it ends, and its prompt as read at the first token. A text
+        left early is canceled.
+        """
         params, body = self.request, self.request.body
         number, choice = divmod(index, params.n)
         request = Request(
@@ -354,7 +365,7 @@ class GenerationResponse:
                 self._counts.cancelled += 1
 
     def _prompt_fields(self, index: int, scored: PromptScored | None) -> dict[str, Any]:
-        """Return the fields of a choice about its prompt."""
+        """Return the fields of a choice about its prompt, with log-probabilities if the request sets ``prompt_logprobs``."""
         request = self.request
         number = index // request.n
         with_logprobs = request.body.prompt_logprobs not in (None, False)
@@ -366,7 +377,10 @@ class GenerationResponse:
         return usage(self.request.prompt_tokens, self.generated_tokens, self._cached)
 
     async def body(self) -> dict[str, Any]:
-        """Return the full body. Raises RefusedError; then, or if the task is canceled, all texts are canceled."""
+        """Compute all texts at the same time, and return the full body with usage.
+
+        Raises RefusedError; then, or if the task is canceled, all texts are canceled.
+        """
 
         async def full_choice(index: int) -> dict[str, Any]:
             delta = join_deltas([delta async for delta in self._text(index)])
@@ -406,7 +420,11 @@ class GenerationResponse:
         yield b"data: [DONE]\n\n"
 
     async def _events_of(self, index: int, more: Mapping[str, None]) -> AsyncGenerator[bytes]:
-        """Yield the events of one text, with ``more`` fields. Raises RefusedError."""
+        """Yield the events of one text, with ``more`` fields; the first has the role, and the prompt's fields. Raises
+        RefusedError.
+
+        Plain text takes a faster path, on which deltas without text send no event.
+        """
         format_, first = self._format, True
         scored: PromptScored | None = None
         async with aclosing(self._text(index)) as deltas:
@@ -428,7 +446,10 @@ class GenerationResponse:
                 yield sse_event(format_.envelope([choice], chunk=True) | dict(used))
 
     async def _events_of_all(self, total: int, more: Mapping[str, None]) -> AsyncGenerator[bytes]:
-        """Yield the events of all texts as they arrive. Raises RefusedError at the first text that cannot be computed."""
+        """Yield the events of all texts as they arrive. At most ``_QUEUED_EVENTS`` wait for the reader.
+
+        Raises RefusedError at the first text that cannot be computed, and cancels the others.
+        """
         ready: asyncio.Queue[bytes | RefusedError | None] = asyncio.Queue(_QUEUED_EVENTS)
 
         async def enqueue(index: int) -> None:
@@ -454,7 +475,7 @@ class GenerationResponse:
 
 
 def _merge_choice(before: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
-    """Return ``choice`` with the fields of its prompt put before it."""
+    """Return ``choice`` with the fields of its prompt: texts and log-probabilities are concatenated, others added."""
     merged = choice | {name: value for name, value in before.items() if name not in ("text", "logprobs")}
     if "text" in before:
         merged["text"] = before["text"] + choice["text"]

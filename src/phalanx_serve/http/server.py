@@ -75,7 +75,10 @@ class ConnectionLimiter:
     """Connections beyond ``most``, the oldest first."""
 
     def admit(self, connection: Connection) -> bool:
-        """Add a connection; beyond ``most``, close the one that is idle for the longest. Return False if none is idle: it is only refused."""
+        """Add a connection; beyond ``most``, close the one that is idle for the longest.
+
+        Return False if none is idle: it may only be refused. Of too many refused ones, the oldest is closed.
+        """
         room = len(self.there) < self.most
         if not room and self.idle:
             next(iter(self.idle)).give_way()
@@ -105,7 +108,7 @@ class ConnectionLimiter:
         self.refused.pop(connection, None)
 
     def refusing(self, app: ASGIApp) -> ASGIApp:
-        """Return the application for a connection beyond ``most``."""
+        """Return the application for a connection beyond ``most``: a refusal for all paths but those in ``_ALWAYS``."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             assert self.full is not None
@@ -152,7 +155,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def handle_events(self) -> None:
-        """Handle received bytes; a request that has begun counts as work."""
+        """Handle received bytes; from a complete head until its response, the connection counts as working."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._head_is_whole()
@@ -168,8 +171,8 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer malformed requests with the application's JSON error, and close the connection.
 
-        uvicorn calls this after h11 has raised the reason (``handle_events``), and would send ``msg`` as plain text,
-        because no application receives such a request.
+        Without a reply if a response has already begun. uvicorn calls this after h11 has raised the reason
+        (``handle_events``), and would send ``msg`` as plain text, because no application receives such a request.
         """
         error = sys.exception()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
@@ -195,7 +198,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def give_way(self) -> None:
-        """End a connection that waits for no answer."""
+        """Close a connection that waits for no response; abort one whose request head is incomplete."""
         self._limiter.left(self)
         if self.conn.our_state is h11.IDLE:
             self.timeout_keep_alive_handler()
@@ -222,7 +225,7 @@ class Connection(H11Protocol):
         self._reader = self.loop.call_later(self._limiter.reader_s, self._look_at_reader, unread)
 
     def _look_at_reader(self, unread: int) -> None:
-        """Wait on if the client has read some, else abort the connection."""
+        """Wait again if the client has read some of the ``unread`` bytes, else abort the connection."""
         if self.transport.get_write_buffer_size() < unread:
             self._wait_for_reader()
         else:
@@ -250,7 +253,11 @@ class DrainingServer(uvicorn.Server):
     """A server that refuses new requests on the first signal and ends when the old ones have, at the latest after ``drain_s``."""
 
     def __init__(self, gateway: Gateway, drain_s: float, tell: Callable[[str], None]) -> None:
-        """Configure uvicorn for the gateway, with limited connections."""
+        """Configure uvicorn for the gateway, with at most ``gateway.limits.connections``; 0 allows what file
+        descriptors permit.
+
+        ``tell`` receives a line when draining begins.
+        """
         config = LimitedConfig(
             application(gateway),
             http=Connection,
@@ -288,7 +295,7 @@ class DrainingServer(uvicorn.Server):
         threading.Thread(target=self._drain, args=(name,), daemon=True).start()
 
     def _drain(self, name: str) -> None:
-        """Wait until all texts are finished, for at most ``drain_s`` seconds, and end the server. Reports that first."""
+        """Report the drain, wait until all texts are finished, for at most ``drain_s`` seconds, and end the server."""
         # In a thread: a handler may have interrupted a write to the same stream.
         with suppress(OSError):  # a full disk or a closed pipe is no reason to go on
             self._tell(f"{name}: {self._gateway.unfinished} texts are finished first; again to end at once")
@@ -306,8 +313,9 @@ def serve(
     tell: Callable[[str], None],
     note: ServingNote | None = None,
 ) -> None:
-    """Serve until a signal and the drain after it, at most ``drain_s`` seconds; then close the worker; ``note`` records
-    its state meanwhile.
+    """Serve until a signal and the drain after it, at most ``drain_s`` seconds; then close the worker.
+
+    ``note`` records the server's state meanwhile, and is closed too; None records nothing.
     """
     try:
         if note is not None:

@@ -152,7 +152,11 @@ class EngineWorker:
         step: int | None = None,
         trouble: Callable[[], str] | None = None,
     ) -> None:
-        """``step`` is given if weights of other steps may take over; ``trouble`` returns why the engine can no longer compute."""
+        """Start the engine's thread.
+
+        ``step`` is that of the weights, if others may take over, else None. ``streaming`` returns counts of streamed
+        weights. ``trouble`` returns why the engine can no longer compute, else an empty text.
+        """
         self.identity, self._streaming = identity, streaming
         self._engine = engine
         self._inbox: queue.SimpleQueue[Request | str | Swap | None] = queue.SimpleQueue()
@@ -165,7 +169,7 @@ class EngineWorker:
         self._thread.start()
 
     async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
-        """Yield the outputs of a request, the last of which is ``Ended``; leaving earlier cancels it."""
+        """Queue a request and yield its outputs, the last of which is ``Ended``; leaving earlier cancels it."""
         outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
         self._readers[request.id] = asyncio.get_running_loop(), outputs
         self._first.add(request.id)
@@ -219,7 +223,10 @@ class EngineWorker:
         self._thread.join(timeout=30)
 
     def _run(self) -> None:
-        """Take messages and compute steps until the end. After a lost part, fail all requests from then on."""
+        """Take messages and compute steps until None arrives. Runs in the engine's thread.
+
+        A failed step ends all requests with its error. After a lost part, all later requests fail too.
+        """
         while True:
             block = bool(self._lost) or not self._engine.busy
             while True:
@@ -242,7 +249,8 @@ class EngineWorker:
     def _take(self, message: Request | str | Swap) -> None:
         """Submit a request, cancel one by its id, or exchange the weights.
 
-        Errors end the request, and weights that fail are only logged. After a lost part, requests end with its reason.
+        A refused request ends with its error. Weights that fail to take over are logged, and the old ones stay. After
+        a lost part, requests end with its reason, and other messages are ignored.
         """
         if self._lost:
             if isinstance(message, Request):
@@ -270,7 +278,7 @@ class EngineWorker:
             self._deliver([Ended(name, "error", explained(error))])
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
-        """Put outputs into the queues of their requests; those of requests that have left are dropped."""
+        """Put outputs into the queues of their requests, on their event loops; those of requests that have left are dropped."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[EngineOutput], EngineOutput]]] = {}
         for output in outputs:
             if (reader := self._readers.get(output.request)) is not None:
@@ -286,7 +294,7 @@ def _put_all(pairs: Sequence[tuple[asyncio.Queue[EngineOutput], EngineOutput]]) 
 
 
 def explained(error: Exception) -> str:
-    """Return the message of a failed step: the error of the weights' file with its remedy, or a defect."""
+    """Return the message of a failed step: a known error's own text, with its remedy, else that of a defect, cut at 500 characters."""
     return (
         str(error)
         if isinstance(error, CheckpointError | PartLostError | DeviceMemoryError)
