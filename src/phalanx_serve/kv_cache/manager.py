@@ -105,10 +105,10 @@ class KVCacheManager:
         return 0 < longest_short(self._spec) < len(text.tokens)
 
     def open(self, text: RunningText, *, alone: bool) -> int | None:
-        """Take the cached pages of a text's prefix and return the number of their tokens.
+        """Copy the cached pages of a text's prefix into its tensors, and return the number of their tokens.
 
-        Return None if no page is left for more of the text, unless it is ``alone`` and would wait for ever. Texts whose
-        prompt is scored take none. The tensors get room for the next token.
+        Return None if no page is left for more of the text, unless it is ``alone`` and would wait for ever. Texts
+        whose prompt is scored take none. The tensors get room for the next token.
         """
         # One row of a text is always computed, for its logits.
         usable = 0 if text.scores_prompt else len(text.tokens) - 1
@@ -127,9 +127,9 @@ class KVCacheManager:
         return text.computed
 
     def make_room(self, text: RunningText, tokens: int, preempt: Callable[[], RunningText]) -> bool:
-        """Allocate the pages and tensors of a text of ``tokens``.
+        """Allocate pages and tensors for ``tokens`` tokens of a text, with ``preempt`` as often as pages lack.
 
-        ``preempt`` frees those of a text; return False if it was this one, else True.
+        ``preempt`` frees the pages of the text that it returns; return False if it was this one, else True.
         """
         while len(text.places) * scheduler.PAGE < tokens:
             place = self.table.take()
@@ -172,7 +172,10 @@ class KVCacheManager:
             text.names.append(name)
 
     def restart(self, text: RunningText) -> None:
-        """Release a text's pages, so that it is computed again from its beginning."""
+        """Release a text's pages and drafts, so that it is computed again from its beginning in new tensors.
+
+        Records how far it had been computed.
+        """
         self.release(text)
         text.most_computed = max(text.most_computed, text.computed)
         text.names, text.computed = [], 0
@@ -180,14 +183,14 @@ class KVCacheManager:
         text.ahead, text.drafts = None, ()
 
     def release(self, text: RunningText) -> None:
-        """Release a text's pages. Named pages remain cached."""
+        """Release a text's pages, here and in other processes. Named pages remain cached."""
         self.table.release(text.places[::-1])
         text.places = []
         if self._far is not None:
             self._far.drop(text.kv.number)
 
     def read(self, name: bytes) -> bytes:
-        """Return the bytes of a page. Raises KeyError if it is not here."""
+        """Return the bytes of a page, assembled from all processes that have parts of it. Raises KeyError if it is not here."""
         place = self.table.place(name)
         own, far = self._memory.read(place), self._far
         if far is None or far.own == self._shape.full_box:
@@ -195,8 +198,10 @@ class KVCacheManager:
         return bytes(self._shape.assemble(zip((far.own, *far.boxes), (own, *far.read(place)), strict=True)))
 
     def write(self, name: bytes, content: PageBytes, before: bytes) -> bool:
-        """Store a page behind that named ``before``, unless it is here already; return True, or return False if all
-        pages are in use. Raises ValueError for ``content`` of another length.
+        """Cache a page behind the page named ``before``, unless it is here already.
+
+        Return True, or False if all pages are in use. Raises ValueError for ``content`` of another length, and then
+        frees the page.
         """
         if self.table.holds(name):
             return True
@@ -275,7 +280,12 @@ class InFlightBatch:
 
 
 def build_batch(scheduled: scheduler.SchedulerOutput, running: Mapping[str, RunningText]) -> Batch:
-    """Collect tokens and sampling requests of the scheduled rows; ``running`` has the texts by the ids of their requests."""
+    """Collect tokens, drafts and sampling requests of the scheduled rows; ``running`` has the texts by the ids of
+    their requests.
+
+    Sampled are the rows at and behind the last known token, and of scored prompts all rows, with their known next
+    tokens.
+    """
     batch = Batch([], [], [], [], [])
     for rows in scheduled.requests:
         text = running[rows.id]

@@ -63,7 +63,11 @@ class KVFormat:
         return self.unpacked(part, self.packed(part, rows)) if self.narrow[part] else rows
 
     def packed(self, part: int, rows: Tensor) -> tuple[Tensor, ...]:
-        """Return the stored tensors of ``(..., width)``: itself, or eight bits each and the exponents ``(..., width / 32)`` of their scales."""
+        """Return the stored tensors of ``(..., width)``: itself, or eight bits each and the exponents ``(..., width /
+        32)`` of their scales.
+
+        A block with a value that is not finite gets an infinite scale.
+        """
         if not self.narrow[part]:
             return (rows,)
         values, scale = quantize(rows, _NARROW[self.name], "block")
@@ -96,7 +100,10 @@ class KVFormat:
 
 
 def kv_format(name: KVFormatName, spec: ModelSpec, dtype: torch.dtype) -> KVFormat:
-    """Return the format ``name`` for a model that computes in ``dtype``. Raises ServeError for widths that are no multiple of a block."""
+    """Return the format ``name`` for a model that computes in ``dtype``; of latents, only the first part is narrow.
+
+    Raises ServeError for widths that are no multiple of a block.
+    """
     heads, first, second = attention_kind(spec).cache_row(spec)
     narrow = (name != "compute", name != "compute" and spec.mla is None)
     for width, rounds in zip((first, second), narrow, strict=True):
@@ -163,7 +170,10 @@ class TextKV:
         self.capacity = 0
 
     def grow(self, tokens: int) -> None:
-        """Make room for at least ``tokens``, in full blocks of keys. Copies what is there; at least doubles, and never shrinks."""
+        """Make room for at least ``tokens``, in full blocks of keys; zeros where nothing is yet.
+
+        Copies what is there; at least doubles, and never shrinks.
+        """
         if tokens <= self.capacity:
             return
         minimum = max(tokens, 2 * self.capacity)
@@ -194,7 +204,7 @@ class PageMemory:
         self._pools = [pool for part in self._parts for pool in part]
 
     def copy_out(self, kv: TextKV, number: int, place: int) -> None:
-        """Copy page ``number`` of a text to ``place``. Packs it in the stored format."""
+        """Copy page ``number`` of a text to ``place``, packed in the stored format."""
         rows = slice(number * PAGE, (number + 1) * PAGE)
         for layer, tensors in enumerate(kv.layers.values()):
             for part, (pools, tensor) in enumerate(zip(self._parts, tensors, strict=True)):
@@ -202,14 +212,14 @@ class PageMemory:
                     pool[place, layer] = stored
 
     def copy_in(self, kv: TextKV, number: int, place: int) -> None:
-        """Copy the page at ``place`` to page ``number`` of a text."""
+        """Copy the page at ``place`` to page ``number`` of a text, unpacked from the stored format."""
         rows = slice(number * PAGE, (number + 1) * PAGE)
         for layer, tensors in enumerate(kv.layers.values()):
             for part, (pools, tensor) in enumerate(zip(self._parts, tensors, strict=True)):
                 tensor[:, rows] = self._kept.unpacked(part, tuple(pool[place, layer] for pool in pools))
 
     def read(self, place: int) -> bytes:
-        """Return the bytes of a page."""
+        """Return the bytes of a page as stored, all tensors in order; waits for the device."""
         parts = [_bytes(pool[place]) for pool in self._pools]
         if parts[0].device.type != "cpu":
             return fetched(torch.cat(parts)).tobytes()  # one wait
@@ -361,8 +371,8 @@ class LayerKVCache:
     ) -> Tensor:
         """Attend for the rows ``(1, heads, rows, width)`` of several texts, each to its own cached tokens.
 
-        Stores the new keys and values (rounded if a narrow format keeps them), and returns the mixed values ``(1,
-        heads, rows, width)``.
+        Stores the new keys and values (rounded if a narrow format keeps them) in the spans, and returns the mixed
+        values ``(1, heads, rows, width)``.
         """
         assert isinstance(core, CausalCore), "the engine refuses others"
         mixed: list[Tensor] = []
@@ -386,7 +396,11 @@ class LayerKVCache:
         sinks: Tensor | None,
         expand: Expand | None,
     ) -> Tensor:
-        """Return the mixed values of a span's queries over its cached keys, in pieces that exact numerics prescribe."""
+        """Return the mixed values ``(1, heads, q, width)`` of a span's queries over its cached keys.
+
+        Exact numerics cut windowed queries at the trainer's blocks. Latents are absorbed or expanded by the rule that
+        ``expand`` prescribes.
+        """
         rule, window, heads, device = self._rule, core.window, query.shape[1], query.device
         borders = (
             range(span.begin + window - span.begin % window, span.end, window)
@@ -426,7 +440,11 @@ class LayerKVCache:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def _first_key(self, core: CausalCore, begin: int) -> int:
-        """Return the first key that is read for queries from ``begin`` on, which are in one block of the trainer's if numerics are exact."""
+        """Return the first key that is read for queries from ``begin`` on: 0 without a window, else the first visible
+        one.
+
+        Exact numerics read from the trainer's block on, or from so many keys earlier that sums are in its order.
+        """
         window = core.window
         if not window:
             return 0
