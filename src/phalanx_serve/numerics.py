@@ -109,7 +109,7 @@ _CPU = torch.device("cpu")
 
 
 def begin_exact() -> None:
-    """Have this process compute with portable kernels. Raises NotExactError where it cannot."""
+    """Switch this process to portable kernels, from now on. Raises NotExactError where they cannot compute."""
     try:
         begin()
     except NotPortableError as error:
@@ -126,9 +126,10 @@ def numerics_id(
     absorbed: bool = False,
     device: torch.device = _CPU,
 ) -> str:
-    """Return the id of numerics ``kind`` in ``dtype``, with keys and values ``kept`` in a format.
+    """Return the id of numerics ``kind`` in ``dtype``, with keys and values ``kept`` in a format: words and a hash.
 
-    ``absorbed`` is the form of latent attention that exact numerics keep to. Fast numerics choose it by the number of operations.
+    Exact ones hash the version of the arithmetic, fast ones the machine, libraries and threads. ``absorbed`` is the
+    form of latent attention that exact numerics keep to. Fast numerics choose it by the number of operations.
     """
     facts: dict[str, object] = {"kind": kind, "dtype": str(dtype)}
     if kept != "compute":
@@ -145,8 +146,10 @@ def numerics_id(
 
 
 def bits_of(numerics: Numerics, run: RunSpec, dtype: str, *, kept: str = "compute") -> events.Bits:
-    """Return whose bits ``run`` gives as it is served in ``dtype`` ("float32", "bfloat16"): the trainer's, those of the
-    request alone, or unspecified.
+    """Return whose bits ``run`` gives as it is served in ``dtype`` ("float32", "bfloat16").
+
+    "trainer", or "request" (those of the request alone) if dtype or KV format differ from training, or "unspecified"
+    with fast numerics or a custom model.
     """
     from phalanx.train.score import other_arithmetic  # with what trains, which takes seconds to import
 
@@ -157,7 +160,7 @@ def bits_of(numerics: Numerics, run: RunSpec, dtype: str, *, kept: str = "comput
 
 
 def _machine(device: torch.device) -> list[str]:
-    """Return what names the machine and the libraries that compute on ``device``."""
+    """Return what names the machine and the libraries that compute on ``device``: processor, torch, instruction set, threads, device."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

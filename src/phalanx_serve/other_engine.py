@@ -19,8 +19,9 @@ from typing import Any
 
 
 def by_transformers(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Return the version and the new tokens of ``AutoModelForCausalLM.generate`` for each prompt, with the folder's end
-    tokens and without its sampling settings.
+    """Return the version and the new tokens of ``AutoModelForCausalLM.generate`` for each prompt, greedily.
+
+    Keeps the folder's end tokens and ignores its sampling settings. Loads the model on the CPU.
     """
     import torch
 
@@ -50,7 +51,10 @@ def by_vllm(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> d
 
 
 def main() -> None:
-    """Read a request as JSON from standard input, and print the texts as JSON. All other output goes to standard error."""
+    """Read a request as JSON from standard input, compute it by the named engine, and print the texts as JSON.
+
+    All other output goes to standard error.
+    """
     question = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -54,7 +54,8 @@ class Framing:
 
 
 def load_run_tokenizer(run_dir: Path) -> Tokenizer:
-    """Return the tokenizer of a run: the copy in its directory, else the one of its dataset. Raises TokenizerError.
+    """Return the tokenizer of a run: the copy in its directory, else the one of its first dataset. Raises
+    TokenizerError.
 
     Only a run that was started has a dataset: the run file of an imported model names one by default, which is not
     the model's.
@@ -132,11 +133,12 @@ def frame_messages(
     messages: Sequence[Mapping[str, object]],
     framing: Framing | None = None,
 ) -> str:
-    """Return the text of a conversation in a model's chat ``template``.
+    """Return the text of a conversation in a model's chat ``template``, by default up to the start of the answer.
 
-    A message has a ``role`` (system, developer, user, assistant, tool) and a ``content``: a text, or a list of parts of type text, which are
-    joined; and other fields that the template names, such as ``tool_calls``. Raises TokenizerError, with the field, for what the template
-    would leave out, if there is no template, if it refuses the messages, or does not come to an end.
+    A message has a ``role`` (system, developer, user, assistant, tool) and a ``content``: a text, or a list of parts
+    of type text, which are joined; and other fields that the template names, such as ``tool_calls``. ``framing`` sets
+    tools, variables, and whether the last message is continued. Raises TokenizerError, with the field, for what the
+    template would leave out, if there is no template, if it refuses the messages, or does not come to an end.
     """
     if not isinstance(tokenizer, PublishedTokenizer) or template is None:
         raise TokenizerError(
@@ -185,9 +187,10 @@ def plain_messages(messages: Sequence[Mapping[str, object]], template: ChatTempl
 
 
 def _plain_message(number: int, message: Mapping[str, object], template: ChatTemplate) -> Message:
-    """Return a message without empty fields, with its content as one text.
+    """Return a message without empty fields, with its content as one text; a missing content is empty, or None beside
+    tool calls.
 
-    Raises TokenizerError for fields that the template does not write.
+    Raises TokenizerError for an unknown role, or fields that the template does not write.
     """
     # OpenAI's clients send null, or an empty list, for a field that is not there.
     plain: Message = {
@@ -214,7 +217,10 @@ def _plain_message(number: int, message: Mapping[str, object], template: ChatTem
 
 
 def _role(number: int, role: object, template: ChatTemplate) -> str:
-    """Return a message's role; a developer's is the system's for templates that lack it. Raises TokenizerError."""
+    """Return a message's role; a developer's is the system's for templates that lack it.
+
+    Raises TokenizerError for an unknown role, or a tool's if the template lacks it.
+    """
     if role not in _ROLES:
         raise TokenizerError(f"messages[{number}].role = {role!r}: one of {', '.join(_ROLES)}")
     if role == "developer" and not template.names("developer"):
@@ -305,8 +311,10 @@ class ModelText:
         )
 
     def prompt_ids(self, prompt: str | list[int], room: LengthLimit, *, begin: bool = True) -> list[int]:
-        """Return the ids of a prompt; ``begin`` adds the tokenizer's start tokens to a text. Raises RefusedError
-        for a prompt that is too long, and for ids that the model lacks.
+        """Return the ids of a prompt; ``begin`` adds the tokenizer's start tokens to a text, not to ids.
+
+        Raises RefusedError for an empty list, a prompt that is too long or cannot be encoded, and for ids that the
+        model lacks.
         """
         if not isinstance(prompt, str):
             if not prompt:
@@ -332,7 +340,8 @@ class ModelText:
         return ids
 
     def chat_ids(self, body: Chat, room: LengthLimit) -> list[int]:
-        """Return the ids of a conversation, up to the start of the answer.
+        """Return the ids of a conversation, up to the start of the answer, or to the end of a message that is
+        continued.
 
         Raises RefusedError if there is no template, if it refuses the messages, or they are too long.
         """
@@ -370,9 +379,10 @@ class ModelText:
 
 
 def read_model_text(run_dir: Path, name: str, vocab_size: int, chat_template: str = "") -> ModelText:
-    """Load the text side of a run's model; ``chat_template`` is a file that replaces its own.
+    """Load the text side of a run's model: tokenizer, stop tokens and chat template.
 
-    Raises TokenizerError. A damaged template of the run's own is left out.
+    ``chat_template`` is a file that replaces its own; empty for none. Raises TokenizerError. A damaged template of
+    the run's own is left out.
     """
     tokenizer = load_run_tokenizer(run_dir)
     published = published_with(run_dir, tokenizer)

@@ -67,8 +67,9 @@ from phalanx_serve.weights.ring import StreamStatistics
 def open_packed(served: ServedRun) -> OpenedEngine:
     """Open the engine of a pack, or of a run that is packed for streaming.
 
-    Raises ServeError, and the errors of ``open_model``. Streams the weights within a memory budget, or reads all of
-    them.
+    Streams the weights within a memory budget, or reads all of them to the device. Exact numerics switch this process
+    to portable kernels. Weights in 8 bits never have the trainer's bits. Raises ServeError, and the errors of
+    ``open_model``.
     """
     dtype, device = getattr(torch, served.dtype), device_of(served)
     file = packed(served.path, served.step, dtype)
@@ -135,7 +136,11 @@ def _streaming(statistics: StreamStatistics) -> Streaming:
 def _budget(
     file: PackFile, model: Transformer | Chain, spec: ModelSpec, served: ServedRun, context: int
 ) -> MemoryBudget:
-    """Divide the memory between weights, texts and computing. Without ``memory_bytes``, four fifths of what is free."""
+    """Divide the memory between weights, texts and computing.
+
+    With a ``memory_bytes`` of 0, it is what this process has plus four fifths of what is free. A custom model takes
+    full contexts as rows.
+    """
     keeps = isinstance(model, Transformer)
     # A user's own model computes whole texts, one after another, and keeps nothing of them.
     rows = served.rows if keeps else context
@@ -160,9 +165,9 @@ _log = logging.getLogger(__name__)
 def open_run(
     served: ServedRun, name: str | None, tell: Callable[[str], None]
 ) -> tuple[ModelText, EngineWorker]:
-    """Open the model of a run or a pack for requests, and start its thread.
+    """Open the model of a run or a pack for requests, and start its engine's thread.
 
-    ``tell`` gets notes and the device. Raises ServeError, and the errors of ``restored_model`` and
+    ``tell`` receives notes and the device. Raises ServeError, and the errors of ``restored_model`` and
     ``load_run_tokenizer``.
     """
     opened = open_engine(served, tell)
@@ -175,8 +180,10 @@ def open_run(
 
 
 def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> OpenedEngine:
-    """Open the engine of a run or a pack; ``tell`` receives progress messages. Raises ServeError, and the errors
-    of ``restored_model`` and ``open_model``.
+    """Open the engine of a run or a pack: divided over processes, streamed or packed, or in this process.
+
+    By default it drafts as many tokens as the model predicts ahead. ``tell`` receives progress messages. Raises
+    ServeError, and the errors of ``restored_model`` and ``open_model``.
     """
     device = device_of(served)
     if served.stages > 1 or served.tensor > 1:
@@ -290,7 +297,8 @@ class CheckpointFollower:
         """``step`` is the step of the current weights; ``pages`` is the treatment of running texts
         (``PagedEngine.swap``).
 
-        ``look_pause_s`` is the pause between two polls of the run's folder.
+        ``look_pause_s`` is the pause between two polls of the run's folder. ``tell`` receives swaps and failures.
+        Nothing is polled before ``start``.
         """
         self.step, self._look_pause_s = step, look_pause_s
         self._served, self._engine, self._worker, self._pages, self._tell = (
@@ -304,7 +312,7 @@ class CheckpointFollower:
         self._looks = 0
 
     def start(self) -> None:
-        """Poll in a thread that ends with the process. Errors are reported once each, and do not end it."""
+        """Poll in a daemon thread. An error is reported unless it equals the one before, and does not end the polling."""
 
         def go_on() -> None:
             """Look again and again; report each new kind of error once."""
@@ -325,8 +333,8 @@ class CheckpointFollower:
     def look(self) -> None:
         """Swap in the newest readable checkpoint, if it is newer than the current one.
 
-        Raises RunDirectoryError for a run that has been removed, and CheckpointError if its checkpoints cannot be
-        listed. One that fails is reported, and the next older one tried.
+        One that fails is reported, and the next older one tried. Skips failed ones that are not due again. Raises
+        RunDirectoryError for a run that has been removed, and CheckpointError if its checkpoints cannot be listed.
         """
         self._looks += 1
         folder = RunDirectory(self._served.path).checkpoints
@@ -342,7 +350,7 @@ class CheckpointFollower:
         return failed is None or 0 < failed.again <= self._looks or failed.files != self._files_of(step)
 
     def _files_of(self, step: int) -> _Files:
-        """Return the present files of ``step``; empty if they are being moved or removed."""
+        """Return (path, bytes, change time in ns) of each present file of ``step``; empty if they are being moved or removed."""
         folder = step_folder(RunDirectory(self._served.path).checkpoints, step)
         try:
             files = [(str(path), path.stat()) for path in sorted(files_below(folder))]
@@ -351,7 +359,12 @@ class CheckpointFollower:
         return tuple((path, stat.st_size, stat.st_ctime_ns) for path, stat in files)
 
     def _take(self, step: int) -> bool:
-        """Swap in the weights of ``step``, report it and return True; report why not, and return False."""
+        """Swap in the weights of ``step``, report it and return True; if that fails, report the reason and return
+        False.
+
+        Lack of memory and storage errors are tried again; another model or a damaged checkpoint is not, while its
+        files stay the same.
+        """
         files = self._files_of(step)  # before they are read: they may be copied meanwhile
         try:
             swap = self._swap_to(step)
@@ -400,14 +413,18 @@ class CheckpointFollower:
         return Swap(step, digest, partial(self._engine.swap, prepared, digest, pages=self._pages))
 
     def _give_up(self, step: int, files: _Files, message: str) -> None:
-        """Record a failure, so that the step is not tried again while it has these ``files``, and report it if it is another."""
+        """Record a failure, so that the step is not tried again while it has these ``files``. Reports a ``message`` unlike the last."""
         before = self._failed.get(step, _Failed(0))
         self._failed[step] = _Failed(0, message=message, files=files)
         if message != before.message:
             self._tell(message)
 
     def _try_again(self, step: int, files: _Files, message: str) -> None:
-        """Record a failure, so that the step is tried again after more and more looks, and report it if it is another."""
+        """Record a failure, so that the step is tried again after twice as many looks as before, at most
+        ``_MOST_LOOKS``.
+
+        Reports a ``message`` unlike the last.
+        """
         before = self._failed.get(step, _Failed(0))
         wait = min(_MOST_LOOKS, 2 * before.wait)
         self._failed[step] = _Failed(self._looks + wait, wait, message, files)
@@ -416,6 +433,7 @@ class CheckpointFollower:
 
 
 def _message_of(error: Exception) -> str:
+    """Return the text of an expected error; of any other its ``repr``."""
     return (
         str(error)
         if isinstance(error, CheckpointError | RunDirectoryError | PartLostError | OSError)
@@ -426,8 +444,9 @@ def _message_of(error: Exception) -> str:
 def open_followed(
     served: ServedRun, name: str | None, pages: KeptPages, tell: Callable[[str], None]
 ) -> tuple[ModelText, EngineWorker]:
-    """``open_run`` of the newest step, and of each newer one as it is committed. Raises the errors of
-    ``open_run``, and ServeError for a model without a KV cache.
+    """Open the newest step as ``open_run`` does, and start to follow: each newer step takes over as it is committed.
+
+    Raises the errors of ``open_run``, and ServeError for a pack or a model without a KV cache.
     """
     opened = open_engine(served)
     if not isinstance(opened.engine, PagedEngine):

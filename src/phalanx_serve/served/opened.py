@@ -132,7 +132,7 @@ class TurnsEngine:
         return 0, 0
 
     def submit(self, request: events.Request) -> None:
-        """Add a request. Raises GenerationRequestError for a feature that the model lacks."""
+        """Add a request. Raises GenerationRequestError for one that is longer than the context."""
         if len(request.prompt) + request.max_tokens > self._context:
             raise events.GenerationRequestError(
                 f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones do not fit into the "
@@ -146,9 +146,10 @@ class TurnsEngine:
             self._cancelled.append(request_id)
 
     def step(self) -> list[events.EngineOutput]:
-        """Return a token of each request.
+        """Return the next output of each request, usually a token, after an ``Ended`` for each canceled one.
 
-        Raises PartLostError if a GPU no longer answers. A request that fails, ends or was canceled has an ``Ended``.
+        A request that fails or ends has an ``Ended``, and is removed. Raises PartLostError if a GPU no longer
+        answers.
         """
         outputs: list[events.EngineOutput] = [events.Ended(name, "cancelled") for name in self._cancelled]
         self._cancelled.clear()
@@ -166,7 +167,8 @@ class TurnsEngine:
         return outputs
 
     def _text(self, request: events.Request) -> Iterator[events.EngineOutput]:
-        """Yield the outputs of a request, with a pass over the whole text for each token.
+        """Yield the outputs of a request, with a pass over the full text for each token: scores of the prompt if
+        requested, then tokens.
 
         Ends before a stop token, or after ``max_tokens``.
         """
@@ -211,7 +213,7 @@ def _tops(request: events.Request, logprobs: torch.Tensor) -> tuple[tuple[tuple[
 
 
 def _token(request: events.Request, index: int, token: int, scores: torch.Tensor) -> events.Token:
-    """Return a token with its log-probability and the likeliest, if requested."""
+    """Return a token; with its log-probability and the likeliest ones unless ``top_logprobs`` is below 0."""
     if request.top_logprobs < 0:
         return events.Token(request.id, index, token)
     logprobs = scores.float().log_softmax(-1)
@@ -225,8 +227,8 @@ def _token(request: events.Request, index: int, token: int, scores: torch.Tensor
 def open_divided(served: ServedRun, tell: Callable[[str], None]) -> OpenedEngine:
     """Open the engine of a run whose layers are divided over several processes, or each layer is.
 
-    Without a step, a damaged newest step is skipped and reported by ``tell``. Raises ServeError, and the errors of
-    ``restored_part``.
+    Without a step, a damaged newest step is skipped and reported by ``tell``, as often as needed; a given step is
+    not. Raises ServeError, and the errors of ``restored_part``.
     """
     run = read_resolved(RunDirectory(served.path))
     parts = _divided(served, run.model)
@@ -272,7 +274,7 @@ def require_divisible(served: ServedRun) -> None:
 
 
 def _divided(served: ServedRun, model: ModelSpec) -> _Stages | _Shares:
-    """Return how the model is divided: by layers or within each. Raises ServeError for one that cannot be."""
+    """Return how the model is divided: by layers or within each. Raises ServeError for options or a model that cannot be."""
     _require_dividable(served)
     if model.factory:
         raise events.ServeError(
@@ -296,6 +298,7 @@ class _Stages:
         return len(self.layers)
 
     def opens(self, served: ServedRun, step: int) -> list[m.OpenStage]:
+        """Return the message that opens each other stage with its layers; this process has stage 0."""
         return [
             m.OpenStage(served, step, stage, part.start, part.stop)
             for stage, part in enumerate(self.layers)
@@ -354,7 +357,7 @@ def _over(
 ) -> OpenedEngine:
     """Let each process read its layers of ``step``, and return the engine over all.
 
-    Raises ServeError if checkpoints or numerics differ.
+    Reads this process's own layers meanwhile. Raises ServeError if checkpoints, or exact numerics, differ.
     """
     dtype = getattr(torch, served.dtype)
     for link, opening in zip(links, parts.opens(served, step), strict=True):
@@ -407,9 +410,11 @@ def _over(
 
 
 def _divided_threads(processes: int) -> dict[str, str]:
-    """Divide this machine's processors among ``processes``, of which this is one; return the environment of the others.
+    """Divide this machine's processors among ``processes``, of which this is one; return the environment of the
+    others.
 
-    A number of threads that the environment names is left as it is, for each process.
+    Sets this process's number of threads. If ``OMP_NUM_THREADS`` is set, it holds for each process, and nothing is
+    changed.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return {}
@@ -451,7 +456,7 @@ def newest_step(run_dir: Path) -> int:
 def older_than_damaged(run_dir: Path, step: int) -> int | None:
     """Return the newest step before ``step`` if ``step`` is damaged or missing, which a full read detects.
 
-    Return None if there is none, or if the step is intact.
+    Return None if there is none, if the step is intact, or if the run has no folder of checkpoints.
     """
     root = RunDirectory(run_dir).checkpoints
     if not root.is_dir():  # a tier would make it
