@@ -51,7 +51,11 @@ class StageTask(Struct, frozen=True):
 
 
 def main() -> None:
-    """Run the stage process by the task on standard input, until the server ends; exit with code 1 and a message for an error."""
+    """Run the stage process by the task on standard input, until the server ends; exit with code 1 and a message for
+    an error.
+
+    Ignores SIGINT, and dies with its parent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command that serves
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=StageTask)
     die_with_parent()
@@ -65,8 +69,10 @@ def main() -> None:
 
 
 def join(task: StageTask, run_dir: Path | None) -> str:
-    """Run a stage of the server until the server ends. Return why that failed, or an empty string. Raises OSError
-    and WireError if there is no such server.
+    """Run a stage of the server until the server ends. Return the reason if it could not, else an empty string.
+
+    ``run_dir`` is the run here; None means the server's path. Raises OSError and WireError if there is no such
+    server.
     """
     from phalanx_serve.stages.far_part import run_stage
 
@@ -76,7 +82,7 @@ def join(task: StageTask, run_dir: Path | None) -> str:
 
 
 def _connected(host: str, port: int) -> socket.socket:
-    """Connect to the server, which may start after its stages. Raises OSError; ConnectionRefusedError only after some seconds."""
+    """Connect to the server, which may start after its stages: tries again for ``_WAIT_S`` while it is refused. Raises OSError."""
     end = time.monotonic() + _WAIT_S
     while True:
         try:
@@ -116,7 +122,8 @@ class Door:
     def admit(self, count: int) -> list[StageLink]:
         """Return the connections of ``count`` stages; those started here come in their order.
 
-        Closes the listener. Raises ServeError if they do not connect in time, or a process ends before.
+        Stages that leave again are replaced by later ones. Closes the listener. Raises ServeError if they do not
+        connect in time, or a process started here ends before.
         """
         end = time.monotonic() + BEGIN_S
         arrivals: SimpleQueue[tuple[int, StageLink]] = SimpleQueue()
@@ -150,7 +157,11 @@ class Door:
         arrivals: SimpleQueue[tuple[int, StageLink]],
         doorway: Doorway,
     ) -> None:
-        """Check a connection's proof, and queue its link; a stranger is logged and closed."""
+        """Check a connection's proof, and queue (stage number, link); the number is -1 for a stage of another
+        machine.
+
+        A stranger is logged and closed.
+        """
         connection = newcomer.connection
         try:
             link = StageLink(connection, self.token, "server", peer, proof_timeout_s=self.proof_timeout_s)
@@ -170,8 +181,9 @@ class Door:
 
 
 def start_stages(count: int, environment: Mapping[str, str]) -> Door:
-    """Start ``count`` processes on this machine, which will connect, with ``environment`` in addition to this process's
-    own. Returns the door at which they are admitted.
+    """Start ``count`` processes on this machine, which will connect over loopback with a new token.
+
+    ``environment`` is added to this process's own. Returns the door at which they are admitted.
     """
     door = Door(_listen("127.0.0.1", 0), secrets.token_hex(16))
     host, port = door.listener.getsockname()[:2]
@@ -184,7 +196,8 @@ def start_stages(count: int, environment: Mapping[str, str]) -> Door:
 def await_stages(at: str, token_file: Path, count: int, tell: Callable[[str], None]) -> Door:
     """Listen at ``at`` (HOST:PORT) for ``count`` stages that join with the token in ``token_file``.
 
-    Raises ServeError. Reports the command to join by ``tell``, and returns before they have come.
+    Reports the command to join by ``tell``, and returns before they have come. Raises ServeError for the address or
+    the token.
     """
     door = Door(_listen(*address(at, "--stages-at")), read_token(token_file))
     host, port = door.listener.getsockname()[:2]
@@ -204,8 +217,9 @@ def address(text: str, option: str) -> tuple[str, int]:
 
 
 def read_token(file: Path) -> str:
-    """Read the token that stages and server share. Raises ServeError for a file that others can read, or a token
-    that is too short.
+    """Read the token that stages and server share, without surrounding white space.
+
+    Raises ServeError for a file that others can read or that cannot be read, or a token that is too short.
     """
     try:
         mode, text = file.stat().st_mode, file.read_text().strip()
@@ -230,8 +244,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def opened_stages(links: Sequence[StageLink]) -> list[m.StageReady]:
-    """Return each stage's ``StageReady`` message. Raises PartNotOpenedError with the reason of the first stage
-    that fails.
+    """Wait, without limit, for each stage's ``StageReady`` message, and return them in order.
+
+    Raises PartNotOpenedError with the reason of the first stage that fails, and ServeError for another message.
     """
     ready = []
     for number, link in enumerate(links, 1):

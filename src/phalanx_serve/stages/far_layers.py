@@ -58,7 +58,7 @@ class FarStage:
     """Pending operations, each due at the visit of its number or the next one."""
 
     def due(self, visit: int) -> tuple[m.Errand, ...]:
-        """Remove and return the operations that are due at a visit."""
+        """Remove and return the KV operations that were queued for ``visit`` or earlier, in order."""
         due = []
         while self.errands and self.errands[0][0] <= visit:
             due.append(self.errands.popleft()[1])
@@ -109,7 +109,7 @@ class FarStages:
         return None
 
     def hold(self, pages: int) -> None:
-        """Allocate ``pages`` pages in each stage."""
+        """Allocate ``pages`` pages in each stage, and wait until all have. Raises PartLostError."""
 
         def at(_: FarStage, talk: Talk) -> None:
             talk.request(m.Hold(pages), m.Held)
@@ -132,7 +132,8 @@ class FarStages:
     ) -> Future[SamplerOutput]:
         """Send ``states`` of rows through all stages; return a future of the last one's sampled tokens.
 
-        It raises PartLostError if one is lost.
+        Each stage gets the KV operations that are due with it. The future raises PartLostError if one is lost,
+        StepFailedError if one fails.
         """
         rows = _Rows(states)
         number = self._number + 1
@@ -163,7 +164,7 @@ class FarStages:
         self._later(m.CopyOut(piece, number, place))
 
     def read(self, place: int) -> list[bytes]:
-        """Return each stage's part of the page at ``place``, after all work before."""
+        """Return each stage's part of the page at ``place``, after all work before. Waits; raises PartLostError."""
         parts: list[bytes] = []
         visit = self._number + 1
 
@@ -173,7 +174,7 @@ class FarStages:
         return self._send(at, lambda: parts).result()
 
     def write(self, place: int, parts: Sequence[PageBytes]) -> None:
-        """Send each stage its part of the page at ``place``, without waiting."""
+        """Send each stage its part of the page at ``place``, without waiting; a failure is a loss that later calls raise."""
         visit = self._number + 1
 
         def at(stage: FarStage, talk: Talk) -> None:
@@ -197,14 +198,14 @@ class FarStages:
             stage.errands.append((self._number + 1, errand))
 
     def _send(self, at: Callable[[FarStage, Talk], None], result: Callable[[], _R]) -> Future[_R]:
-        """Send a visit through all stages; return a future of its ``result``."""
+        """Send a visit through all stages in order; return a future of ``result``, which is computed after the last stage."""
         self._number += 1
         future: Future[_R] = Future()
         self._pass_on(0, _Visit(self._number, at, lambda: future.set_result(result()), future.set_exception))
         return future
 
     def _pass_on(self, place: int, visit: _Visit) -> None:
-        """Queue a visit for the stage at ``place``, or complete it after the last stage."""
+        """Queue a visit for the stage at ``place``, or complete it after the last stage. Fails it if a stage has been lost."""
         with self._sending:  # behind the loss of a stage nothing is put into a queue whose thread has ended
             if self._lost:
                 visit.failed(PartLostError(self._lost))
@@ -216,7 +217,12 @@ class FarStages:
     # The thread of a stage.
 
     def _relay(self, place: int) -> None:
-        """Pass visits to the stage at ``place``, one after the other, and on to the next. All fail after a loss."""
+        """Pass visits to the stage at ``place``, one after the other, and on to the next stage. Runs in the stage's
+        thread.
+
+        Checks an idle stage now and then. A failed step fails its visit alone; any other error is a loss, after which
+        all fail.
+        """
         stage, waiting = self._far[place], self._queues[place]
         while not self._lost:
             try:
@@ -326,7 +332,9 @@ class FarShares:
         self, tokens: Tensor, spans: Sequence[FarSpan], length: int, requests: Sequence[SamplingRequest]
     ) -> Iterator[Tensor]:
         """Embed ``tokens``, send the states to all processes and yield them: all compute the same rows within the
-        block. Raises PartLostError.
+        block.
+
+        Raises PartLostError, also if the block fails.
         """
         assert self._model is not None, "the engine attaches it first"
         states = self._model.embedded(tokens)
@@ -339,7 +347,7 @@ class FarShares:
             yield states
 
     def gather(self, piece: Tensor, dim: int = -1) -> Tensor:
-        """Return the pieces of all shares, concatenated along ``dim``, and send that to the others."""
+        """Wait for the pieces of all other shares, concatenate them behind ``piece`` along ``dim``, send that to all, and return it."""
         gathered = self._gathered(piece, dim)
         body = bytes_of(gathered)
         for share in self._far:
@@ -410,9 +418,10 @@ class FarShares:
 
     @contextmanager
     def _all(self) -> Iterator[list[FarShare]]:
-        """Yield all shares for an exchange.
+        """Yield all shares for an exchange, one exchange at a time.
 
-        If the block fails, the state of the processes is unknown and all count as lost. Raises PartLostError.
+        If the block fails, the state of the processes is unknown and all count as lost. Raises PartLostError, also
+        for an earlier loss.
         """
         with self._talking:
             if self._lost:
@@ -435,7 +444,7 @@ class FarShares:
             share.link.close()
 
     def _look(self) -> None:
-        """Check that all processes are alive while they are idle, until one is lost."""
+        """Check every ``_LOOK_S`` that all processes are alive, unless an exchange is running, until one is lost."""
         while not self._lost:
             time.sleep(_LOOK_S)
             if not self._talking.acquire(blocking=False):
@@ -474,7 +483,7 @@ class NearShare:
 
 
 def shaped(body: bytearray, like: Tensor, dim: int) -> Tensor:
-    """Return the tensor in ``body``, with the dtype and shape of ``like`` except along ``dim``."""
+    """Return the tensor in ``body``, without a copy, with the dtype and shape of ``like`` except along ``dim``; empty for no bytes."""
     shape = list(like.shape)
     shape[dim] = 0
     if not body:

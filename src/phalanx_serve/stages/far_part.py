@@ -32,7 +32,10 @@ class FarPart:
     """Layers of an ``OpenStage`` message, ready to compute."""
 
     def __init__(self, opened: m.OpenStage, run_dir: Path, link: StageLink) -> None:
-        """Read the layers' weights from the run at ``run_dir``. Raises ServeError, and the errors of
+        """Read the weights of these layers, or of this share of each, from the run at ``run_dir``; no pages are
+        allocated yet.
+
+        Exact numerics switch this process to portable kernels. Raises ServeError, and the errors of
         ``restored_part``.
         """
         served = opened.served
@@ -78,8 +81,8 @@ class FarPart:
     def work(self, link: StageLink) -> None:
         """Carry out messages until the connection ends.
 
-        A step that fails is answered with its error, unless layers are shared. Raises WireError at the end, and
-        ServeError if the stage cannot continue.
+        A step or read that fails is answered with its error, unless layers are shared. Raises WireError at the end,
+        and ServeError if the stage cannot continue: a shared step or a KV operation failed.
         """
         while True:
             message = link.receive(m.TO_STAGE)
@@ -106,7 +109,10 @@ class FarPart:
                     self._answer(link, partial(self._read, message.place))
 
     def _keep(self, message: m.ToStage, body: bytearray) -> None:
-        """Allocate pages, and apply the pending KV operations before the answer. Raises ServeError for an unexpected message."""
+        """Allocate pages, apply the pending KV operations of a message, and write the page it carries.
+
+        Raises ServeError for an unexpected message.
+        """
         match message:
             case m.Hold(pages):
                 self._memory = PageMemory(len(self._layers), pages, self._kept)
@@ -119,7 +125,7 @@ class FarPart:
                 raise ServeError(f"unexpected message {type(message).__name__}")
 
     def _answer(self, link: StageLink, compute: Callable[[], tuple[m.FromStage, memoryview]]) -> None:
-        """Send the result of ``compute``, or its error."""
+        """Send the result of ``compute``; of an exception, log it and send its ``repr`` as ``Failed``."""
         try:
             answer, sent = compute()
         except Exception as error:  # the stage must survive a defect, and report it to the others
@@ -143,7 +149,7 @@ class FarPart:
             raise ServeError(f"a step has failed: {error!r}"[:8000]) from error
 
     def _passed(self, step: m.Compute, body: bytearray) -> RunnerOutput:
-        """Compute a step's rows through these layers, with the keys and values of its texts."""
+        """Compute a step's rows through these layers, with the keys and values of its texts, which grow as needed."""
         spans = []
         for span in step.spans:
             piece = self._piece(span.piece)
@@ -163,7 +169,7 @@ class FarPart:
         return m.Passed(len(sent)), sent
 
     def _run(self, errands: Sequence[m.Errand]) -> None:
-        """Apply pending operations on keys and values in order: drop a text, copy its page in or out."""
+        """Apply pending operations on keys and values in order: drop a text, copy a page into its tensors or out of them."""
         for errand in errands:
             match errand:
                 case m.Drop(piece):
@@ -183,10 +189,10 @@ class FarPart:
 
 
 def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> str:
-    """Serve as one stage until the service ends. Return why it could not, or an empty string.
+    """Serve as one stage until the service ends. Return the reason if it could not, else an empty string.
 
-    ``run_dir`` is the run's path on this machine, by default the server's. Raises WireError if the connection breaks
-    before the layers are open. Heartbeats are sent meanwhile.
+    ``run_dir`` is the run's path on this machine; None means the server's. Heartbeats are sent meanwhile. Raises
+    WireError if the connection breaks before the layers are open.
     """
     link.send(m.Here(number, pid))
     opened = link.receive(m.TO_STAGE)
@@ -202,7 +208,10 @@ def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> s
 
 
 def _run_opened(link: StageLink, opened: m.OpenStage, run_dir: Path | None) -> str:
-    """Open the part and work; return why that failed, or an empty string. The server gets the reason too."""
+    """Open the part and work until the connection ends, then return an empty string.
+
+    If opening or working fails, send the reason to the server and return it; a defect at opening is raised.
+    """
     try:
         part = FarPart(opened, run_dir or opened.served.path, link)
     except (CheckpointError, RunDirectoryError, ServeError, OSError) as error:

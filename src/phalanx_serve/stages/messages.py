@@ -238,9 +238,7 @@ class StageLink:
         self._connection.raw.set_timeout(silence_s)
 
     def keep_alive(self, silence_s: float) -> Event:
-        """Send heartbeats in a thread for a peer that expects one within ``silence_s``, until the connection or the
-        returned event ends it.
-        """
+        """Send heartbeats in a thread, ``_BEATS`` in each ``silence_s``, until the connection ends or the returned event is set."""
         over = Event()
 
         def beat() -> None:
@@ -257,7 +255,10 @@ class StageLink:
         return self._connection.peer
 
     def send(self, message: FromStage | ToStage, body: memoryview | bytes = b"") -> None:
-        """Send a message and the raw bytes that it announces; from any thread."""
+        """Send a message and the raw bytes that it announces; from any thread.
+
+        Raises SilentError with the allowed silence, and WireError.
+        """
         try:
             self._connection.send_message(message, body)
         except SilentError as error:
@@ -276,7 +277,7 @@ class StageLink:
         return decoder.decode(body)
 
     def receive_body(self, nbytes: int) -> bytearray:
-        """Return the raw bytes that the last message announced. Raises WireError."""
+        """Return the raw bytes that the last message announced, and record the time for ``look``. Raises SilentError and WireError."""
         try:
             body = self._connection.receive_body(nbytes)
         except SilentError as error:
@@ -285,10 +286,10 @@ class StageLink:
         return body
 
     def look(self) -> FromStage | None:
-        """Receive heartbeats while no answer is due.
+        """Receive all heartbeats that have arrived, without waiting, while no answer is due.
 
-        Returns a message that is none, if there is one. Raises SilentError if the peer has been silent for too long,
-        and WireError.
+        Returns the first message that is none, else None. Raises SilentError if the peer has been silent for longer
+        than it may, and WireError.
         """
         now_s = time.monotonic()  # before the look, since this process may be stopped in between
         while self._readable():
@@ -314,7 +315,10 @@ class StageLink:
         )
 
     def ended(self) -> bool:
-        """Return True if the peer is gone, also while nothing is sent; from any thread. Never waits: unread bytes may be another thread's."""
+        """Return True if the peer has closed the connection and nothing unread remains; from any thread. Never waits.
+
+        Unread bytes may be another thread's. An error counts as the end.
+        """
         try:
             over = self._polled(_CLOSED) & (_CLOSED | select.POLLHUP | select.POLLERR)
             # Its last message is received first: that may be the reason.
@@ -359,7 +363,7 @@ class Talk:
         self._whom, self._link = whom, link
 
     def send(self, message: ToStage, body: memoryview | bytes = b"") -> None:
-        """Send a message without an answer."""
+        """Send a message without waiting for an answer. Raises PartLostError if the process is gone."""
         try:
             self._link.send(message, body)
         except WireError as error:
@@ -368,7 +372,8 @@ class Talk:
     def receive(self, kind: type[_Reply]) -> _Reply:
         """Return the next message, which must be of ``kind``.
 
-        Raises PartLostError if the process is gone or answers otherwise, and StepFailedError for its error.
+        Raises PartLostError if the process is gone, cannot continue or answers otherwise, and StepFailedError for a
+        step's error.
         """
         try:
             message = self._link.receive(FROM_STAGE)
@@ -388,7 +393,7 @@ class Talk:
         return self.receive(kind)
 
     def body(self, nbytes: int) -> bytearray:
-        """Return the raw bytes that the last answer announced."""
+        """Return the raw bytes that the last answer announced. Raises PartLostError if the process is gone."""
         try:
             return self._link.receive_body(nbytes)
         except WireError as error:
@@ -404,7 +409,7 @@ def loss_message(whom: object, reason: str) -> str:
 
 
 def loss_of_idle(whom: object, link: StageLink) -> str:
-    """Return why a process with no request at present is gone; empty if it is there."""
+    """Return why a process with no request at present is gone, or may not be used; empty if it is there. Does not wait."""
     try:
         message = link.look()
     except WireError as error:

@@ -79,7 +79,11 @@ class Assembly(Protocol):
 
 
 def require_shares(spec: ModelSpec, shares: int) -> None:
-    """Raise ServeError for a model that ``shares`` processes cannot share."""
+    """Raise ServeError if heads, inner elements or experts do not divide by ``shares``, or queries are normalized
+    over all heads.
+
+    The message has the numbers that are possible.
+    """
     if spec.qk_norm and spec.qk_norm_width != "head":
         raise ServeError(
             f"--tensor {shares}: the model normalizes queries and keys over all heads (model.qk_norm_width), which cannot be shared: serve it "
@@ -127,7 +131,7 @@ def held_share(spec: ModelSpec, shares: int) -> ModelSpec:
 
 
 def cut(model: Transformer, share: Share) -> dict[str, Rows]:
-    """Reduce a weightless full model to one share.
+    """Reduce a weightless full model to one share, in place.
 
     Return, by name, the row range of each reduced tensor in the full one. Shares but the first lose the embedding if
     there is a separate head.
@@ -149,7 +153,7 @@ def cut(model: Transformer, share: Share) -> dict[str, Rows]:
 
 
 def _divided(block: Block) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the divided tensors of a layer: name in the layer, module, and name in the module."""
+    """Yield the tensors of a layer that shares divide by rows: name in the layer, module, and name in the module."""
     attention = block.attention
     undivided = {*attention.BY_TOKENS, "query_norm", "key_norm"}
     parts: list[tuple[str, nn.Module]] = [
@@ -169,7 +173,7 @@ def _divided(block: Block) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _take_rows(module: nn.Module, name: str, share: Share) -> Rows:
-    """Replace a tensor with a copy of the share's rows; return their place in the full one."""
+    """Replace a tensor of ``module`` with a copy of the share's rows; return their range in the full one."""
     tensor: Tensor = getattr(module, name)
     rows = share.rows(tensor.shape[0])
     setattr(module, name, nn.Parameter(tensor[rows.start : rows.stop].clone(), requires_grad=False))
@@ -204,8 +208,8 @@ def projection_by(matrix: torch.Tensor) -> OutputProjection:
 def assemble(model: Transformer, share: Share, assembly: Assembly, *, exact: bool) -> Affine:
     """Connect the layers of a share with the other shares, and return the product of the output projection.
 
-    ``exact`` numerics are those of PyTorch's operations. Changes the products of the model's last matrices, and the
-    exchange of its experts.
+    The last matrices of attention and feed-forward gather their inputs, experts their rows, the projection its
+    scores. ``exact`` numerics are those of PyTorch's operations; others take faster products where there are some.
     """
     fast = None if exact else fast_products(model)
     through: Affine = fast or F.linear
@@ -244,7 +248,10 @@ class SharedExperts:
         self._count, self._share, self._assembly = count, share, assembly
 
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        """Compute ``tokens`` ``(n, d)`` through their experts: ``(n, d)``."""
+        """Compute ``tokens`` ``(n, d)`` through their experts:
+
+        ``(n, d)``. This share computes its own experts' rows, and gathers the others.
+        """
         order = order_by_expert(routing.experts, self._count)
         own = self._share.rows(self._count)
         ends = order.counts.cumsum(0).tolist()
@@ -260,7 +267,7 @@ class SharedExperts:
 def divided(spec: ModelSpec, stages: int) -> list[range]:
     """Return the layers of each of ``stages`` processes, so that the largest part has the fewest weights.
 
-    Raises ServeError for more processes than layers.
+    Embedding and head count to the first and last layer. Raises ServeError for more processes than layers.
     """
     if stages > spec.layers:
         raise ServeError(
@@ -283,8 +290,8 @@ def restored_part(
     """Load these layers with the weights of ``step``. Return the model, the full model's spec, and the digest of each
     tensor.
 
-    The last layers include the norm and the output projection. Digests have the tensors' names in the full model.
-    Raises the errors of ``restored_model``.
+    The last layers include the norm and the output projection, by a copy of tied embeddings. Digests have the
+    tensors' names in the full model. Raises the errors of ``restored_model``.
     """
     model, spec, _ = restored_model(run_dir, step, dtype=dtype, cut=partial(_cut, layers=layers))
     assert isinstance(model, Transformer), "others are refused where they are cut"
@@ -320,11 +327,12 @@ def _cut(model: Transformer, layers: range) -> dict[str, Rows]:
 def restored_share(
     run_dir: Path, step: int, share: Share, dtype: torch.dtype
 ) -> tuple[Transformer, ModelSpec, dict[str, TensorDigest]]:
-    """Load a share of each layer with the weights of ``step``. Return the model, the full model's spec, and the
-    digests of some full tensors.
+    """Load a share of each layer with the weights of ``step``.
 
-    The first share includes the embedding. The full tensors are divided among the shares for hashing. Raises the
-    errors of ``restored_model``.
+    Return the model, the full model's spec, and digests of some full tensors.
+
+    The first share includes the embedding. Every share reads and hashes a part of the full tensors first, so that
+    together they have hashed all. Raises the errors of ``restored_model``.
     """
     # A share has no whole tensors to hash: each process reads some of them for that alone, before its own.
     names: list[str] = []
@@ -351,7 +359,7 @@ def restored_share(
 
 
 def tensor_digests(model: nn.Module) -> dict[str, TensorDigest]:
-    """Return the digest of every tensor as it is computed with, by name."""
+    """Return the digest of every tensor as it is computed with, by name, without those of multi-token prediction."""
     return {
         # What guesses has no part in the bits of a text, which are the same without it.
         name: tensor_digest(dtype_name(tensor.dtype), tuple(tensor.shape), [_bytes(tensor)])
