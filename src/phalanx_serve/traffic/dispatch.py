@@ -80,7 +80,11 @@ class RouterState:
 
 
 def step(state: RouterState, event: events.Event, now_s: float) -> tuple[RouterState, list[events.Command]]:
-    """Update ``state`` in place by ``event``. Return it, and the resulting commands in order."""
+    """Update ``state`` in place by ``event``. Return it, and the resulting commands in order.
+
+    Jobs of a drained worker move if another accepts work. Waiting requests are then assigned, in order, while workers
+    accept work.
+    """
     commands: list[events.Command] = []
     match event:
         case events.RequestSubmitted():
@@ -121,7 +125,7 @@ def _submit(
 
 
 def _abandon(state: RouterState, request: str, commands: list[events.Command]) -> None:
-    """Cancel a request and its job, if it is still open."""
+    """Cancel a request that its client has left, and its job; nothing if it is no longer open."""
     entry = state.entries.get(request)
     if entry is None:
         return
@@ -188,7 +192,10 @@ def _start(
     commands: list[events.Command],
     source_job: int = 0,
 ) -> None:
-    """Record a job of a request on a worker, and command it, with the pages to pull."""
+    """Record a job of a request on a worker, and command it, with the pages to pull from ``route.source``.
+
+    A prefill job ends after one token. ``source_job`` is the prefill job whose pages are offered; 0 for none.
+    """
     worker = state.pool.workers[route.worker]
     cached_pages = worker.holds(names)
     rows = max(len(request.prompt) + len(request.generated) - pools.PAGE_ROWS * cached_pages, 1)
@@ -218,7 +225,7 @@ def _number(state: RouterState) -> int:
 def _drop(
     state: RouterState, number: int, commands: list[events.Command], *, is_gone: bool = False
 ) -> RouterJob | None:
-    """Remove a job, and cancel it on its worker unless the worker is gone. Returns it; ``None`` if it is not known."""
+    """Remove a job, and cancel it on its worker unless that is gone. Returns it; ``None`` if there is no such job."""
     job = state.jobs.pop(number, None)
     if job is None:
         return None
@@ -232,7 +239,7 @@ def _drop(
 
 
 def _close(state: RouterState, entry: Entry, output: events.Ended, commands: list[events.Command]) -> None:
-    """Remove a request, deliver its end, and count it."""
+    """Remove a request, command the delivery of its end, and count it by outcome."""
     del state.entries[entry.request.id]
     state.waiting.pop(entry.request.id, None)
     commands.append(events.DeliverOutput(journal.ended(entry, output)))
@@ -248,7 +255,10 @@ def _move(
     is_gone: bool,
     loss: bool,
 ) -> None:
-    """Continue a job's request or audit on another worker. Does nothing for an unknown job. ``loss`` counts against the request."""
+    """Continue a job's request or audit, preferably on another worker. Does nothing for an unknown job.
+
+    ``is_gone`` saves the cancellation. ``loss`` counts against the request.
+    """
     job = _drop(state, number, commands, is_gone=is_gone)
     if job is None:
         return
@@ -270,7 +280,10 @@ def _move(
 def _follow(
     state: RouterState, orders: list[events.PoolCommand], now_s: float, commands: list[events.Command]
 ) -> None:
-    """Carry out the pool's commands: jobs of lost workers move, all else is passed on."""
+    """Carry out the pool's commands: jobs of lost and late workers move, all else is passed on.
+
+    Only lost workers count against requests.
+    """
     for order in orders:
         if isinstance(order, events.Lost):
             state.counts["lost" if order.is_gone else "late"] += 1
@@ -281,9 +294,9 @@ def _follow(
 
 
 def _reconcile(state: RouterState, beat: events.Beat, now_s: float, commands: list[events.Command]) -> None:
-    """Compare a worker's jobs with the expected ones.
+    """Compare the jobs in a worker's heartbeat with the expected ones; ignores an earlier life.
 
-    A job that was sent long ago and that the worker lacks is lost. Jobs that the worker should not have are canceled.
+    Jobs that the worker should not have are canceled. A job that it lacks after twice ``late_s`` is lost, and moves.
     """
     worker = state.pool.current(beat.worker, beat.life)
     if worker is None:
@@ -299,7 +312,10 @@ def _reconcile(state: RouterState, beat: events.Beat, now_s: float, commands: li
 def _hear(
     state: RouterState, event: events.OutputReceived, now_s: float, commands: list[events.Command]
 ) -> None:
-    """Record an output of a job and deliver it; one of an earlier life or job is only counted. A gap moves the request."""
+    """Record an output of a job and deliver it; one of an earlier life or job is only counted as stale.
+
+    It also ends the job's claim on queued rows. A gap in the tokens moves the request.
+    """
     worker = state.pool.current(event.worker, event.life)
     job = state.jobs.get(event.job)
     if worker is None or job is None or job.worker != event.worker:
@@ -334,7 +350,8 @@ def _end_job(
 ) -> None:
     """Close a request whose job has ended, or continue it on a decode worker after prefill. May begin an audit.
 
-    A job that failed, that the worker canceled or that ended too early is moved to another worker; one that failed at most once.
+    A job that the worker canceled or that ended too early moves to another worker. One that failed moves once; the
+    second failure ends the request.
     """
     if output.outcome == "cancelled" or (
         output.outcome == "length" and not entry.complete and not state.jobs[number].prefill
@@ -391,7 +408,7 @@ def _go_to_decode(
 
 
 def _begin_audit(state: RouterState, entry: Entry, now_s: float, commands: list[events.Command]) -> None:
-    """Let another worker than those that computed a text score it; skipped if there is none."""
+    """Let the least busy worker that had no part in a text score it; skipped, and counted, if there is none."""
     makers = frozenset(entry.makers) | entry.pages_from
     others = [w for w in state.pool.open_to_work() if w.number not in makers]
     if not others:
@@ -408,7 +425,7 @@ def _begin_audit(state: RouterState, entry: Entry, now_s: float, commands: list[
 def _ask(
     state: RouterState, number: int, worker_number: int, now_s: float, commands: list[events.Command]
 ) -> None:
-    """Let a worker score an audit's text."""
+    """Command a worker to score an audit's text, and record the job."""
     audit, worker, job = state.audits[number], state.pool.workers[worker_number], _number(state)
     audit.scoring.add(worker_number)
     state.jobs[job] = RouterJob(worker_number, len(audit.tokens), "", number, began_s=now_s)
@@ -425,9 +442,9 @@ def _hear_score(
     now_s: float,
     commands: list[events.Command],
 ) -> None:
-    """Record a worker's score of an audit, and advance that.
+    """Record a worker's score of an audit, cancel its job, and advance the audit.
 
-    A job that ends without one is left out; the token behind it is ignored.
+    A job that ends without a score is left out; the token behind a score is ignored.
     """
     audit = state.audits[job.audit]
     if isinstance(event.output, events.PromptScored):
@@ -442,7 +459,11 @@ def _hear_score(
 
 
 def _go_on(state: RouterState, number: int, now_s: float, commands: list[events.Command]) -> None:
-    """Advance an audit as far as its scores allow. Workers found wrong are quarantined."""
+    """Advance an audit as far as its scores allow: request more scores, or count its result and quarantine workers
+    found wrong.
+
+    Without any score and worker left, it is skipped.
+    """
     audit = state.audits[number]
     others = frozenset(worker.number for worker in state.pool.open_to_work())
     if not audit.scoring and not audit.scores:

@@ -69,7 +69,10 @@ def open_entry(request: Request, seen: int, *, audited: bool) -> Entry:
 
 
 def remaining_request(entry: Entry) -> Request:
-    """Return the request for another worker, with all tokens so far."""
+    """Return the request for another worker, with all tokens so far.
+
+    Its prompt is scored only if it was not yet. An audited text gets log-probabilities.
+    """
     request = entry.request
     return structs.replace(
         request,
@@ -84,9 +87,10 @@ class GapError(ValueError):
 
 
 def take(entry: Entry, output: Token | PromptScored, worker: int) -> list[EngineOutput]:
-    """Record an output of the current job and return the outputs for the client.
+    """Record an output of the current job and return the outputs for the client, at most one.
 
-    Raises GapError for a token out of order. Outputs that the client has seen already are not returned.
+    Log-probabilities that it did not request are removed. Outputs that the client has seen already are not returned.
+    Raises GapError for a token out of order.
     """
     request = entry.request
     if isinstance(output, PromptScored):
@@ -165,9 +169,12 @@ class AuditResult:
 
 
 def judge(audit: TextAudit, others: frozenset[int]) -> AuditResult | frozenset[int]:
-    """Return the result, or the workers that must score next, chosen from ``others``: none yet while some are scoring.
+    """Return the result, or the workers that must score next, chosen from ``others``: none yet while some are
+    scoring.
 
-    A first difference begins a vote (``audit.voting``); the majority is right.
+    Scores equal to the served text's end it. A first difference begins a vote (``audit.voting``) of makers and
+    others, at least ``VOTERS``; the absolute majority is right. Without one, one more worker votes, or the result is
+    undecided.
     """
     if audit.scoring:
         return frozenset()
@@ -191,7 +198,7 @@ def judge(audit: TextAudit, others: frozenset[int]) -> AuditResult | frozenset[i
 
 
 def evidence(audit: TextAudit, worker: int, right: bytes) -> str:
-    """Return the reason why ``worker`` is wrong, with the first number that differs, for a check by hand."""
+    """Return the reason why ``worker`` is wrong, with the first log-probability that differs, in hexadecimal for a check by hand."""
     numbers = [struct.unpack(f"<{len(each) // 8}d", each) for each in (audit.scores[worker], right)]
     agree = sum(score == right for score in audit.scores.values())
     for place, (wrong, expected) in enumerate(zip(*numbers, strict=False)):

@@ -70,7 +70,9 @@ class PoolWorker:
         return len(names)
 
     def hint(self, names: Sequence[bytes]) -> None:
-        """Record that the worker computed or fetched pages. The oldest beyond its number of pages are dropped."""
+        """Record pages that the worker computed or fetched as its newest, the first name last. The oldest beyond its
+        pages are dropped.
+        """
         for name in reversed(names):  # the first is used last: a chain is evicted from its end
             self.hints[name] = None
             self.hints.move_to_end(name)
@@ -107,7 +109,8 @@ class Pool:
 def step(pool: Pool, event: events.PoolEvent, now_s: float) -> tuple[Pool, list[events.PoolCommand]]:
     """Update ``pool`` in place by ``event``.
 
-    Return it and the resulting commands. Any other event than those of workers checks the clock.
+    Return it and the resulting commands. A departure, drain or admission is recorded; any other event than those of
+    workers checks the clock.
     """
     commands: list[events.PoolCommand] = []
     match event:
@@ -162,9 +165,10 @@ def _remove(pool: Pool, number: int) -> events.Lost:
 
 
 def _beat(pool: Pool, event: events.Beat, now_s: float, commands: list[events.PoolCommand]) -> None:
-    """Record a sign of life and whether steps advance; a worker whose steps do is no longer late.
+    """Record a sign of life and whether steps advance; a worker whose steps do, or that has no jobs, is no longer
+    late.
 
-    Refuse a worker that is not in the pool.
+    Refuse a worker that is not in the pool; ignore an earlier life.
     """
     worker = pool.current(event.worker, event.life)
     if worker is None:
@@ -187,7 +191,11 @@ def _step_patience_s(settings: PoolSettings, worker: PoolWorker) -> float:
 
 
 def _watch(pool: Pool, now_s: float, commands: list[events.PoolCommand]) -> None:
-    """Remove workers that are silent or still for too long, mark late ones, dismiss drained ones, and balance the roles."""
+    """Remove and refuse workers that are silent or still for ``dead_s``, and mark those silent for ``late_s`` or
+    still as late.
+
+    Dismiss drained ones without jobs, and balance the roles if the pool is elastic.
+    """
     settings = pool.settings
     for number, worker in sorted(pool.workers.items()):
         silent_s = now_s - worker.heard_s
@@ -216,7 +224,11 @@ def waits_s(pool: Pool) -> dict[str, float]:
 
 
 def _balance(pool: Pool, now_s: float) -> None:
-    """Give an idle worker of one role to the other if that has been strained for long enough, at most once per rest."""
+    """Give the least busy worker of one role to the other if that has been strained for ``patience_s``, at most once
+    per ``rest_s``.
+
+    A role is strained if its wait is over ``wait_s`` and the other's below half of that, with a worker to spare.
+    """
     waits, limit = waits_s(pool), pool.settings.wait_s
     strained = ""
     if "prefill" in waits and "decode" in waits:
@@ -287,8 +299,10 @@ def choose(
     link: Link,
     small_rows: int = PAGE_ROWS,
 ) -> Route | None:
-    """Return the route of a request of ``rows`` tokens, whose first ``pages`` pages have names. None if no worker can
-    take it.
+    """Return the route of a request of ``rows`` tokens, whose first ``pages`` pages have names: the cheapest in
+    seconds.
+
+    None if no worker can take it.
 
     Args:
         rows: Tokens of prompt and text so far.
@@ -299,7 +313,7 @@ def choose(
         small_rows: A decode worker computes up to this many rows itself instead of waiting for a prefill worker.
 
     A decode worker gets a full prompt only if there is no prefill worker, and a prefill worker decodes only if there
-    is no decode worker.
+    is no decode worker. Ties go to the lower worker number.
     """
     workers = sorted(candidates, key=lambda worker: worker.number)
     decoders = [worker for worker in workers if worker.role != "prefill"] or workers
@@ -323,7 +337,7 @@ def choose(
 
 
 def _at(worker: Bidder, rows: int, pages: int, ranked: list[tuple[int, int]], link: Link) -> Route:
-    """Return the faster route: compute or fetch the pages that the worker lacks."""
+    """Return the faster route on ``worker``: compute the pages that it lacks, or fetch them from the source that has most."""
     held_pages = min(worker.held_pages, pages)
     queued_s = worker.queued_rows / worker.rows_per_s
     compute_s = (rows - PAGE_ROWS * held_pages) / worker.rows_per_s
