@@ -89,11 +89,11 @@ def require_rensa() -> ModuleType:
 
 
 def signature(normal: str, permutations: int, ngram: int) -> NDArray[np.uint32]:
-    """Return the MinHash signature of ``normal``: each permutation's minimum over n-grams of its words, (permutations,)
-    uint32.
+    """Return the MinHash signature of ``normal``: each permutation's minimum over n-grams of its words,
+    (permutations,) uint32.
 
-    The text is lowered first. One of fewer than ``ngram`` words is one n-gram. In scripts without spaces, n-grams
-    consist of letters (``phalanx.data.steps.step``). Raises ``MissingPackageError`` without ``rensa``.
+    The text is lower-cased first. One of fewer than ``ngram`` words is one n-gram. In scripts without spaces, n-grams
+    consist of letters (``phalanx.data.steps.step``). Raises ``PreparationError`` without ``rensa``.
     """
     words = words_of(normal.lower()).units
     grams = [" ".join(words[start : start + ngram]) for start in range(max(1, len(words) - ngram + 1))]

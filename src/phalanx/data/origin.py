@@ -101,7 +101,8 @@ def mixture_facts(
 ) -> tuple[list[StageShares], list[SourceUse]]:
     """Return a run's shares by stage, and the use of each source at the run's end.
 
-    A run of one dataset has no stages. Shares are given as configured and as the integer pattern realizes them.
+    A run of one dataset has no stages. Shares are given as configured, scaled to a sum of one, and as the integer
+    pattern realizes them.
     """
     if isinstance(index, DatasetIndex):
         samples, drawn = _single_order(spec, index).n, spec.train.steps * spec.train.batch_size
@@ -350,8 +351,8 @@ def show_batch(
 
 
 def _shown(place: DatasetPlace, reading: Reading, seq_len: int) -> ShownSample:
-    """Read the record of a reading and return it as text, with the documents it contains, which are unknown for packed
-    datasets.
+    """Return the record of a reading as text, with the documents in it; None for packed datasets, or a record too far
+    into the data to count them.
     """
     record = show_record(place, TRAIN, reading.record, seq_len)
     documents = None

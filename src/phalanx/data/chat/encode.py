@@ -112,7 +112,12 @@ class ChatEncoder:
     """Encodes conversations for records of ``seq_len`` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, layout: ChatLayout, seq_len: int) -> None:
-        """Raise ``TokenizerError`` if the tokenizer does not support chat templates, or has no token left to end conversations."""
+        """Prepare to encode conversations of ``layout`` for records of ``seq_len`` tokens, and choose the token that
+        ends one.
+
+        Raises ``TokenizerError`` if the tokenizer does not support chat templates, or has no token left to end
+        conversations.
+        """
         if not isinstance(tokenizer, PublishedTokenizer):
             raise TokenizerError(
                 "chats need the tokenizer that their template was made for: give its tokenizer.json, or the folder of its model"
@@ -158,7 +163,9 @@ class ChatEncoder:
         return None
 
     def _encoded(self, rendered: Framed) -> Encoded:
-        """Return ids, ended by ``self.end``, and a mask of the tokens that overlap an answer. Raises ``BadConversationError``."""
+        """Return ids, ended by ``self.end``, and a mask of the tokens that overlap an answer; the end token is not in
+        it. Raises ``BadConversationError`` if the text contains the end token.
+        """
         encoding = self._hf.encode(rendered.text, add_special_tokens=False)
         ids = np.array([*encoding.ids, self.end], dtype=np.uint32)
         if (ids[:-1] == self.end).any():
@@ -180,7 +187,8 @@ class ChatEncoder:
 
 
 def document_end(tokenizer: PublishedTokenizer, template: ChatTemplate) -> int:
-    """Return a token that ``template`` does not write, preferably the tokenizer's end of document.
+    """Return a special token that ``template`` does not write, preferably the tokenizer's end of document, then its
+    padding or a common end token.
 
     Raises ``TokenizerError`` if there is none.
     """
@@ -226,7 +234,9 @@ def _probed(template: ChatTemplate) -> str:
 
 
 def _without_line_end(text: str, start: int, specials: Sequence[str]) -> int:
-    """Return the end of the answer that begins at ``start``: after the special token that ends the turn, without a line break after it."""
+    """Return the end of the answer that begins at ``start`` of ``text``: without trailing white space if one of
+    ``specials`` ends the text before it, else the text's end.
+    """
     stripped = text.rstrip()
     return (
         len(stripped)
@@ -236,7 +246,9 @@ def _without_line_end(text: str, start: int, specials: Sequence[str]) -> int:
 
 
 def _difference(prefix: str, text: str) -> str:
-    """Return a text that shows where ``text`` stops beginning with ``prefix``; empty if it begins with it."""
+    """Return the 40 characters around the place where ``text`` stops beginning with ``prefix``, in both, for
+    messages; empty if it begins with it.
+    """
     if text.startswith(prefix):
         return ""
     at = next(

@@ -40,7 +40,7 @@ def joined(pieces: Iterable[str]) -> str:
 
 @functools.lru_cache(maxsize=8)
 def compiled(source: str, today: bool) -> jinja2.Template:
-    """Return the compiled template; with ``today``, it can read the date.
+    """Return the compiled template; unless ``today``, it cannot read the date.
 
     Cached. Raises jinja2's errors for a template that cannot be parsed.
     """
@@ -103,6 +103,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    """Return ``value`` as JSON, without Jinja's escapes of HTML characters."""
     # Jinja's own filter escapes HTML characters.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
@@ -152,7 +153,9 @@ def _limit(kind: int, soft: int) -> None:
 
 
 def _reply(line: bytes) -> dict[str, object]:
-    """Return the rendered text, or the error as text; ``is_last`` is true after a lack of memory."""
+    """Render the request on ``line``, JSON with source, variables and ``today``. Return the text, or the error's
+    first characters; ``is_last`` is true after a lack of memory.
+    """
     try:
         request = json.loads(line)
         pieces = compiled(request["source"], request["today"]).generate(**request["variables"])

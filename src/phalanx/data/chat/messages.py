@@ -82,7 +82,10 @@ def _list(value: object, field: str) -> list[object]:
 
 
 def _message(number: int, message: object) -> Message:
-    """Return a message with role and content, converted from ShareGPT. Raises ``ValueError`` unless its content is text."""
+    """Return a message with role and content, converted from ShareGPT and without null fields. With tool calls, the
+    content may be absent. ``number`` is for messages. Raises ``ValueError`` without a role, or unless the content is
+    text.
+    """
     if not isinstance(message, dict):
         raise ValueError(f"message {number} is no object with role and content")
     message = {

@@ -99,7 +99,9 @@ class ChatTemplate:
         today: bool,
         more: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
-        """Render the messages in the sandboxed process; raises ChatTemplateError."""
+        """Render the messages in the sandboxed process, with marks. ``more`` are further variables; those of the
+        template have priority. Raises ChatTemplateError.
+        """
         variables = {
             **more,
             "messages": list(messages),
@@ -192,7 +194,9 @@ class UntrainedChat:
 
 
 def untrained_chat(template: ChatTemplate) -> UntrainedChat:
-    """Return the template with the special tokens that its source names or spells."""
+    """Return the template with the special tokens that its source names or spells, for a tokenizer that is still to
+    be trained. If the end of a document is one of them, padding gets a token of its own.
+    """
     source = template.source
     named = {name: token for name, token in _NAMES.items() if name in source}
     spelled = dict.fromkeys(_SPELLED.findall(source))
@@ -205,7 +209,7 @@ def untrained_chat(template: ChatTemplate) -> UntrainedChat:
 
 
 def read_bare_template(file: Path) -> ChatTemplate:
-    """Return the template in a file, without names of special tokens. Raises ``TokenizerError``."""
+    """Return the template in a UTF-8 file, without names of special tokens. Raises ``TokenizerError`` if it cannot be read."""
     try:
         return ChatTemplate(file.read_text(encoding="utf-8"), {})
     except (OSError, UnicodeDecodeError) as error:

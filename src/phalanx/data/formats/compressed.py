@@ -81,7 +81,9 @@ def read_head(path: Path, compression: Compression, nbytes: int) -> bytes:
 
 
 def _uncompressed(file: "_Counted", compression: Compression) -> io.RawIOBase:
-    """Return a raw stream of the file's uncompressed bytes."""
+    """Return a raw stream of the uncompressed bytes, which returns bytes before a damage first. Raises
+    ``MissingPackageError`` for zstd without its package.
+    """
     match compression:
         case Compression.NONE:
             return file
@@ -145,6 +147,7 @@ class _ZstdFrames(io.RawIOBase):
     """All frames of a zstd file, in order; raises ``EOFError`` if the last one is truncated."""
 
     def __init__(self, file: io.RawIOBase) -> None:
+        """Decompress ``file`` from its present position. Raises ``MissingPackageError`` without ``zstandard``."""
         self._zstandard = _zstandard()
         self._file = file
         self._context = self._zstandard.ZstdDecompressor(max_window_size=_LARGEST_ZSTD_WINDOW)
@@ -200,7 +203,7 @@ class _ZstdFrames(io.RawIOBase):
 
 
 def _zstandard() -> ModuleType:
-    """Import ``zstandard``. Raises ``MissingPackageError``."""
+    """Import and return ``zstandard``. Raises ``MissingPackageError`` with the command that installs it."""
     try:
         return importlib.import_module("zstandard")
     except ImportError as error:

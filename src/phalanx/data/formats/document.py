@@ -157,7 +157,7 @@ class _Rejoined:
 
 
 def _decoded(path: Path, name: str, piece: bytes, place: str) -> Document | BadDocument:
-    """Return the document in a piece of a file; a ``BadDocument`` if it is not UTF-8."""
+    """Return the document called ``name`` in ``piece``; a ``BadDocument`` at ``place`` of the file if it is not UTF-8."""
     try:
         return Document(name, piece.decode())
     except UnicodeDecodeError as error:

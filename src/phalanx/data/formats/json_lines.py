@@ -123,7 +123,9 @@ class _Bad(msgspec.Struct):
 
 
 def _text_reader(field: str) -> Callable[[bytes], str | _Bad]:
-    """Return a function from a line to its text in ``field``, or to the reason why it has none."""
+    """Return a function from a line to the text in its ``field``, or to ``_Bad`` with the reason if it has none.
+    Other fields are not decoded.
+    """
     row = msgspec.defstruct("Row", [("text", str)], rename={"text": field})
     decode = msgspec.json.Decoder(row).decode
 
@@ -137,7 +139,9 @@ def _text_reader(field: str) -> Callable[[bytes], str | _Bad]:
 
 
 def _conversation_reader(field: str) -> Callable[[bytes], str | _Bad]:
-    """Return a function from a line to its conversation as one line of JSON, or to the reason why it has none."""
+    """Return a function from a line to the conversation in its ``field`` as one line of JSON, or to ``_Bad`` with the
+    reason if it is malformed.
+    """
 
     def text_of(line: bytes) -> str | _Bad:
         row = _object_or_reason(line, field)
@@ -189,7 +193,7 @@ def _json_type(value: object) -> str:
 
 
 def _skip_line(stream: io.BufferedReader, block: int) -> int:
-    """Skip to the start of the next line. Return the number of bytes skipped."""
+    """Read to the end of the present line, ``block`` bytes at a time. Return the number of bytes skipped."""
     count = 0
     while piece := stream.readline(block):
         count += len(piece)

@@ -192,7 +192,7 @@ def _kind_of_text(path: Path, head: bytes, file: io.BufferedIOBase) -> Kind:
 
 
 def _require_utf8(path: Path, head: bytes) -> None:
-    """Raise ``FormatError`` unless the beginning of a file is UTF-8; a character that is cut off at its end is no error."""
+    """Raise ``FormatError`` unless ``head``, the beginning of a file, is UTF-8; a character that is cut off at its end is no error."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError as error:
@@ -204,7 +204,7 @@ def _require_utf8(path: Path, head: bytes) -> None:
 
 
 def _named_json_lines(path: Path) -> bool:
-    """Return True if the file's name has a suffix of JSON lines, before one of compression."""
+    """Return True if the file's name has a suffix of JSON lines, perhaps followed by one of compression; case does not matter."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED_NAMES:
         suffixes.pop()
@@ -330,7 +330,7 @@ def _stream_documents(
 
 @contextmanager
 def _file_errors_named(path: Path) -> Iterator[None]:
-    """Convert ``OSError`` to ``CorpusError`` with the path."""
+    """Context that converts ``OSError`` to ``CorpusError`` with the path."""
     try:
         yield
     except OSError as error:
@@ -341,7 +341,7 @@ def _file_errors_named(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Add the path to errors of files, and convert ``DamagedError`` to ``CorpusError``."""
+    """Context that converts ``OSError`` and ``DamagedError`` to ``CorpusError`` with the path."""
     with _file_errors_named(path):
         try:
             yield

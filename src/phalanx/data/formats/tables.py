@@ -58,7 +58,7 @@ def parquet_spans(path: Path, span_bytes: int) -> list[Span]:
 
 
 def arrow_spans(path: Path, span_bytes: int) -> list[Span]:
-    """Return spans of complete record batches.
+    """Return spans of complete record batches, each of ``span_bytes`` or slightly more. Raises ``DamagedError``.
 
     The file is mapped, and little more than the headers of batches is read. Bytes are those of the batches' buffers.
     """
@@ -204,7 +204,9 @@ def columns_read(options: ReadOptions, available: Sequence[str]) -> list[str]:
 
 
 def _conversations(rows: pyarrow.RecordBatch, options: ReadOptions) -> Iterator[str | ValueError]:
-    """Yield the conversation of each row as one line of JSON; its ``ValueError`` in place of one that is malformed."""
+    """Yield the conversation of each row as one line of JSON; a ``ValueError`` in place of one that is malformed.
+    Raises ``ArrowInvalid`` for damaged columns.
+    """
     chosen = rows.select(columns_read(options, rows.schema.names))
     chosen.validate(full=True)
     for row in chosen.to_pylist():
@@ -270,7 +272,7 @@ def _is_text(kind: pyarrow.DataType) -> bool:
 
 @contextmanager
 def _batches(path: Path) -> Iterator[tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]]:
-    """Yield the schema and record batches of an Arrow file or stream, mapped into memory."""
+    """Context with the schema and an iterator of record batches of an Arrow file or stream, mapped into memory."""
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as mapped:
@@ -285,7 +287,9 @@ def _batches(path: Path) -> Iterator[tuple[pyarrow.Schema, Iterator[pyarrow.Reco
 
 @contextmanager
 def _damage_named() -> Iterator[None]:
-    """Convert pyarrow's errors for broken files to ``DamagedError``. Errors of the file system pass through."""
+    """Context that converts pyarrow's errors for broken files to ``DamagedError`` with the first line. Errors of the
+    file system, which have an errno, pass through.
+    """
     import pyarrow as pa
 
     try:

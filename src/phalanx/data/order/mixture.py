@@ -223,7 +223,9 @@ class Mixture:
         return Located(source, epoch, record)
 
     def drawn(self, samples: int) -> NDArray[np.int64]:
-        """Return the number of draws from each source in the run's first ``samples``, including repeats in later epochs."""
+        """Return the number of draws from each source in the run's first ``samples``, including repeats in later
+        epochs: int64, (sources,).
+        """
         batches, remainder = divmod(samples, self.batch_size)
         complete = batches * self.batch_size
         number = int(np.searchsorted(self._starts, complete, side="right")) - 1
@@ -269,7 +271,9 @@ class Mixture:
         return steps
 
     def _windowed(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return each sample's number in the pattern: samples of a batch are permuted within it."""
+        """Return each sample's number in the pattern: samples of a batch are permuted within it, by a key of seed and
+        batch. Shape and order are those of ``samples``.
+        """
         order = np.argsort(samples, kind="stable")  # fast if they are sorted already
         batch, place = np.divmod(samples[order], self.batch_size)
         numbers, turn = np.unique(batch, return_inverse=True)
@@ -309,8 +313,8 @@ def _stage(start: int, weights: Sequence[float], by_name: Sequence[int]) -> _Sta
 
 
 def _require_valid(sources: Sequence[MixtureSource], stages: Sequence[int], batch_size: int) -> None:
-    """Raise ``ValueError`` for empty or repeated sources, stages that do not increase from 0, and weights of another
-    number than stages.
+    """Raise ``ValueError`` for no, too many or equally named sources, stages that do not increase from 0, a
+    ``batch_size`` out of range, or another number of weights than of stages.
     """
     names = [source.name for source in sources]
     if not 1 <= len(sources) <= MOST_SOURCES or len(set(names)) < len(names):

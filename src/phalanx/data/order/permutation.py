@@ -130,9 +130,10 @@ class SampleOrder:
 
 
 def _feistel(x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the cipher once, on the smallest near-square grid of at least n cells.
+    """Return the images of ``x`` under one pass of the cipher, on the smallest near-square grid of at least n cells;
+    values from n up to the grid's size can result.
 
-    ``x`` is unchanged. Values up to the grid's size can result.
+    ``x`` is unchanged.
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
@@ -149,7 +150,7 @@ def _feistel(x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint64]) -> N
 
 
 def _feistel_inverse(x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Undo the rounds of ``_feistel``, last one first."""
+    """Return the preimages of ``x`` under ``_feistel``: its rounds, last one first. ``x`` is unchanged."""
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
     columns, rows = np.array(a, np.uint64), np.array(b, np.uint64)
@@ -181,7 +182,7 @@ def _added(
 def _subtracted(
     half: NDArray[np.uint64], hashed: NDArray[np.uint64], size: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    """Return ``(half - hashed) % size`` in the same way as ``_added``. Overwrites ``hashed``."""
+    """Return ``(half - hashed) % size`` for halves below ``size``, which is below 2**32. Overwrites ``hashed``."""
     _reduce(hashed, size)
     np.subtract(half, hashed, out=hashed)
     np.minimum(hashed, hashed + size, out=hashed)
@@ -218,7 +219,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _round_keys(key: int) -> NDArray[np.uint64]:
-    """Return the ``ROUNDS`` keys made of ``key``. Raises ``ValueError`` for one outside 64 bits."""
+    """Return ``ROUNDS`` keys, uint64, hashed from ``key``. Raises ``ValueError`` for one outside 64 bits."""
     _require_range("key", key, 0, 2**64 - 1)
     digest = hashlib.blake2b(
         key.to_bytes(8, "little"), digest_size=8 * ROUNDS, person=b"phalanx rounds"

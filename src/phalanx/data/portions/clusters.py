@@ -35,6 +35,7 @@ class Processes:
     """Runs tasks in ``workers`` local processes; a process that dies is replaced."""
 
     def __init__(self, workers: int) -> None:
+        """Use up to ``workers`` processes; none is started yet."""
         self._workers = workers
         self._idle: list[LineChild] = []
         self._running: set[LineChild] = set()
@@ -42,7 +43,9 @@ class Processes:
         self._closed = False
 
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
-        """Yield the tasks' outcomes as they end, from worker processes on this machine. Workers stay for the next stage."""
+        """Yield the tasks' outcomes as they end, from worker processes on this machine, which threads feed. Workers
+        stay for the next stage.
+        """
         todo: queue.SimpleQueue[int] = queue.SimpleQueue()
         outcomes: queue.SimpleQueue[TaskOutcome] = queue.SimpleQueue()
         for task in tasks:
@@ -207,7 +210,7 @@ class RayCluster:
             yield self._outcome(stage, running.pop(finished), finished)
 
     def _outcome(self, stage: str, task: int, reference: object) -> TaskOutcome:
-        """Return the outcome of a finished task: lost if its worker died, otherwise the failure, if any."""
+        """Return the outcome of a finished task: lost if its worker died, otherwise what the task returned or the error that it raised."""
         try:
             return TaskOutcome(task, failed=self._ray.get(reference))
         except Exception as error:
@@ -271,7 +274,9 @@ class SparkCluster:
         yield from (outcome for outcome in outcomes if outcome.task in waiting)
 
     def _run(self, stage: str, url: str, tasks: Sequence[int], outcomes: list[TaskOutcome]) -> None:
-        """Run the job to its end and add outcomes: each task's failure, or a loss of every task if Spark ends the job."""
+        """Run the job to its end and add an outcome for each task to ``outcomes``: its failure if it has one, or a
+        loss of every task if Spark ends the job.
+        """
         try:
             numbers = self._context.parallelize(tasks, len(tasks))
             results = numbers.map(functools.partial(_outcome, url, stage)).collect()
@@ -367,7 +372,9 @@ class SlurmArray:
             _slurm("scancel", "--me", "--quiet", "--name", ",".join(others), may_fail=True)
 
     def _outcomes(self, ended_jobs: Sequence[int], missing: set[int]) -> Iterator[TaskOutcome]:
-        """Yield outcomes of tasks whose jobs ended before completing them: a failure if the job's log has one, otherwise a loss."""
+        """Yield an outcome for each of the ``missing`` tasks whose job has ended: a failure if the job's log has one,
+        otherwise a loss. A failed job without missing tasks fails the first missing one.
+        """
         for job in ended_jobs:
             own_tasks = self._own_tasks(job, missing)
             log = Path(f"{self._name}-{self._array[job]}_{job}.log") if job in self._array else None

@@ -52,7 +52,8 @@ def place_plan(recipe: PreparationRecipe, folder: Path, out: str) -> Workplace:
 def place_named_files(
     names: Sequence[str], recipe: PreparationRecipe, out: str
 ) -> tuple[Workplace, NamedFilesPlan]:
-    """Plan named files, and store the plan at ``out`` unless it is there. Also returns the files left out.
+    """Plan named files, and store the plan at ``out`` unless it is there. Return the workplace, and the plan with the
+    files that were left out.
 
     Raises as ``plan_named_files`` and ``commit_plan``.
     """
@@ -84,8 +85,9 @@ def put_plan(out: str, plan: PreparationPlan, tokenizer: Tokenizer | None) -> Wo
 def carry_out(place: Workplace, executor: Executor, on_stage: OnStage = lambda *_: None) -> PreparedDataset:
     """Run the tasks of the plan at ``place`` that are not done, and return the dataset.
 
-    Raises ``PreparationError`` if a task fails, or is lost three times. Completed tasks stay done. Calls ``on_stage``
-    with (stage, completed, tasks) as tasks end. At the end, seals the dataset and removes the tasks' inputs.
+    Raises ``PreparationError`` if a task fails, or is lost ``_MOST_LOSSES`` times. Completed tasks stay done. Calls
+    ``on_stage`` with (stage, completed, tasks) as tasks end. At the end, seals the dataset and removes the tasks'
+    inputs. A dataset that is sealed already is returned as reused.
     """
     index = sealed_index(place)
     reused = index is not None
@@ -129,7 +131,9 @@ def _sweep(place: Workplace) -> None:
 
 
 def _await_stage(place: Workplace, stage: Stage, number: int, on_stage: OnStage, patience_s: float) -> None:
-    """Wait until all tasks of a stage are done; do a missing one here whenever none completes for ``patience_s``."""
+    """Wait until all tasks of a stage are done. Whenever none completes for ``patience_s``, do a missing one here,
+    chosen by ``number``; if it fails, raise ``PreparationError``.
+    """
     last, since = -1, time.monotonic()
     while len(completed := place.done(stage)) < stage.tasks:
         on_stage(stage.name, len(completed), stage.tasks)
@@ -296,7 +300,7 @@ def plan_named_files(names: Sequence[str], recipe: PreparationRecipe, out: str =
 
 
 def _documents(plan: PreparationPlan) -> Iterator[tuple[int, int, Document]]:
-    """Yield (portion, number among its documents with text, document) of each document."""
+    """Yield (portion, number among the portion's documents with text, document) of each document with text. Reads all files."""
     for portion in range(len(plan.portions)):
         texts = (document for _, document in read_portion(plan, portion) if document and document.text)
         for number, document in enumerate(texts):

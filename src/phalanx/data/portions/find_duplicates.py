@@ -243,8 +243,8 @@ def find_exact(place: Workplace, number: int) -> None:
 
 
 def find_near(place: Workplace, number: int) -> None:
-    """Run task ``number`` of the stage ``near``: store pairs of similar documents in one range of bands, and commit the
-    manifest.
+    """Run task ``number`` of the stage ``near``: store pairs of places of similar documents in one range of bands,
+    and commit the manifest.
     """
     manifest = place.new_manifest(NEAR, number)
     near = place.plan.recipe.dedup.near if place.plan.recipe.dedup else None
@@ -325,7 +325,9 @@ def _chunk(number: int, chunk: int) -> str:
 def _put_ranges(
     place: Workplace, manifest: TaskManifest, kind: str, entries: NDArray[np.void], ranges: int
 ) -> list[tuple[int, int, str]]:
-    """Store the entries sorted by range. Return start, stop and checksum of each range."""
+    """Store the entries, sorted by ``ranges`` ranges of their keys, as one object of the task. Return the first byte,
+    the end and the checksum of each range.
+    """
     number = (entries["key"] >> np.uint64(56)).astype(np.int64) * ranges >> 8
     order = np.argsort(number, kind="stable")
     data = memoryview(entries[order].tobytes())
@@ -360,7 +362,9 @@ def _range(
 
 
 def _joined(place: Workplace, stage: Stage) -> NDArray[np.uint64]:
-    """Return the hashes that all tasks of a stage have stored, in order."""
+    """Return the numbers (uint64) that all tasks of a stage have stored, joined in the order of tasks. Raises
+    ``PreparationError`` if a task is not done.
+    """
     manifests: Sequence[TaskManifest] = place.manifests(stage)
     return np.concatenate(
         [np.frombuffer(place.get_packed(manifest.objects[0]), dtype="<u8") for manifest in manifests]

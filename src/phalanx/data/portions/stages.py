@@ -133,8 +133,8 @@ def one_thread_each() -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the tasks on standard input, one JSON request a line, and write each outcome as a line, until the input or
-    the parent ends.
+    """Run the tasks on standard input, one JSON request a line, and write ``{"failed": TEXT}`` for each as a line
+    (empty: done), until the input or the parent ends.
 
     Standard output of the tasks goes to standard error. It is safe to kill this process at any time.
     """

@@ -85,7 +85,7 @@ class Workplace:
 
     @cached_property
     def encoding(self) -> Encoding:
-        """The encoding of documents into the dataset's tokens."""
+        """The encoding of documents into the dataset's tokens, with the chat template for conversations. Reads the tokenizer."""
         output, chat = self.plan.recipe.output, None
         if output.layout == "chat":
             layout = ChatLayout(ChatTemplate(output.template, output.special_tokens), output.too_long)
@@ -93,7 +93,7 @@ class Workplace:
         return Encoding(self.tokenizer, output.seq_len, output.length_classes, chat)
 
     def put(self, manifest: TaskManifest, key: str, data: bytes | memoryview) -> StoredObject:
-        """Store an object of a task, and add it to the task's manifest."""
+        """Store an object of a task, and add it with its size and checksum to the task's manifest, which is not stored yet."""
         self.store.put(key, data)
         written = StoredObject(key, memoryview(data).nbytes, xxhash.xxh3_128(data).hexdigest())
         manifest.objects.append(written)
@@ -167,7 +167,7 @@ class Workplace:
         return present
 
     def done(self, stage: Stage) -> set[int]:
-        """Return the numbers of a stage's completed tasks."""
+        """Return the numbers of a stage's completed tasks, by the manifests in the store, which are not read."""
         if stage.name == SEAL:
             return {0} if self.is_done(SEAL, 0) else set()
         below = _manifests_of(stage.name)

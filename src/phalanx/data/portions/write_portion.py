@@ -87,6 +87,7 @@ class _PortionSplit:
     """One split of a portion: its shards, its list of documents and the hashes of their texts, added to the manifest."""
 
     def __init__(self, place: Workplace, manifest: TaskManifest, split: str) -> None:
+        """Open the writers of one split of a portion; objects are added to ``manifest`` as they are stored."""
         self._place, self._manifest, self._split = place, manifest, split
         self._name = f"{split}-{manifest.task:05d}"
         self._origin: list[tuple[int, str, int]] = []
@@ -135,7 +136,9 @@ class _PortionSplit:
         return digest_of_shards(shards)
 
     def _on_bad(self, document: KeptDocument, error: BadConversationError) -> None:
-        """Raise ``PreparationError`` for a conversation that cannot be trained on, unless its source skips bad ones."""
+        """Raise ``PreparationError`` for a conversation that cannot be trained on if its source has ``on_bad =
+        "stop"``; otherwise do nothing.
+        """
         plan, portion = self._place.plan, self._manifest.task
         file = plan.files[plan.portions[portion][document.piece].file]
         if plan.recipe.source[file.source].on_bad == "stop":
@@ -247,7 +250,7 @@ def seal(place: Workplace, _number: int) -> None:
 
 
 def dataset_index(place: Workplace, manifests: list[TaskManifest]) -> DatasetIndex:
-    """Return the index of the shards of all portions, in order. Raises ``PreparationError`` if there is no text to train on."""
+    """Return the index of the shards of all portions, in order. Raises ``PreparationError`` if no tokens are left to train on."""
     plan, output, encoding = place.plan, place.plan.recipe.output, place.encoding
     splits = {name: _joined(name, manifests) for name in SPLITS}
     if not splits[TRAIN].tokens:
@@ -270,7 +273,9 @@ def dataset_index(place: Workplace, manifests: list[TaskManifest]) -> DatasetInd
 
 
 def held_out_in_training(place: Workplace, manifests: Sequence[TaskManifest]) -> int | None:
-    """Return the number of held-out documents whose text is also in the training split. ``None`` if an earlier version wrote a portion without hashes."""
+    """Return the number of held-out documents whose text is also in the training split, by the stored hashes.
+    ``None`` if an earlier version wrote a portion without hashes.
+    """
     hashes: dict[str, list[StoredObject]] = {name: [] for name in SPLITS}
     for manifest in manifests:
         written = {item.key.rpartition("/")[2]: item for item in manifest.objects}
@@ -287,7 +292,7 @@ def held_out_in_training(place: Workplace, manifests: Sequence[TaskManifest]) ->
 
 
 def _joined(name: str, manifests: list[TaskManifest]) -> Split:
-    """Return a split whose shards are those of all portions, in order, with summed counts."""
+    """Return the split ``name`` with the shards of all portions, in order, and summed counts."""
     facts = [manifest.facts[name] for manifest in manifests]
     shards = tuple(ShardFile(**shard) for fact in facts for shard in fact["shards"])
     documents, text_bytes, padding, learned = (
@@ -310,7 +315,7 @@ def _require_objects(place: Workplace, manifests: list[TaskManifest]) -> None:
 
 
 def sweep(place: Workplace, stages: Sequence[str]) -> None:
-    """Delete objects that only earlier stages needed, and leftovers of killed writers. The dataset must be sealed."""
+    """Delete the objects of ``stages``, which only earlier stages needed, and leftovers of killed writers. The dataset must be sealed."""
     for stage in stages:
         below = f"{PREPARATION}/{stage}"
         place.store.delete([info.key for info in place.store.list(below)])

@@ -74,6 +74,9 @@ class Files:
         aside: Sequence[Path] = (),
         linked: Sequence[Path] = (),
     ) -> None:
+        """Describe the corpus of ``files``, read with ``options``; nothing is read yet. ``on_bad`` is the treatment
+        of a bad document: "stop" the reading, or "skip" it.
+        """
         self.files = tuple(files)
         self.options = options
         self.on_bad: OnBad = on_bad
@@ -193,7 +196,9 @@ def local_path(place: str) -> str:
 def _corpus_file(
     name: str, path: Path, options: ReadOptions, on_bad: OnBad, *, json_as_text: bool
 ) -> CorpusFile:
-    """Return the file with its format, size and time; raises ``FormatError`` if it cannot be read or has no text field."""
+    """Return the file with its format, size and time. With ``on_bad`` "skip", JSON lines may be damaged later;
+    ``json_as_text`` reads them as text. Raises ``FormatError`` if it cannot be read or has no text field.
+    """
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -207,7 +212,7 @@ def _corpus_file(
 
 
 def _cannot_be_read(bad: list[BadDocument], remedies: list[str], of: int, on_bad: OnBad) -> str:
-    """Return the message that names the first bad file and how to continue without such files."""
+    """Return the message about ``bad`` files out of ``of``: the first one with its remedy, and how to continue without such files."""
     first = f"{bad[0].path} {bad[0].reason}; {remedies[0]}"
     skip = "`phalanx data prepare --on-bad skip` leaves such files out and names them"
     if on_bad == "skip":
@@ -221,7 +226,9 @@ def _cannot_be_read(bad: list[BadDocument], remedies: list[str], of: int, on_bad
 
 
 def _without_descriptions(files: list[CorpusFile], named: set[Path]) -> tuple[list[CorpusFile], list[Path]]:
-    """Return the files without those that describe the data beside them, such as a README in a folder of Parquet files; and the latter."""
+    """Return the files to read, and those left out because they only describe the data beside them, such as a README
+    in a folder of Parquet files. If all files are text, or a file is in ``named``, it is read.
+    """
     if all(file.format.kind is Kind.TEXT for file in files):
         return files, []
     data_files: list[CorpusFile] = []
@@ -293,7 +300,9 @@ def _matching_files(patterns: Sequence[str | Path], own: str) -> tuple[list[tupl
 
 
 def _expand(pattern: str, linked: list[Path]) -> list[tuple[str, Path]]:
-    """Return (name, path) of the files of one pattern: a folder, a file or a glob. Links to folders are added to ``linked``."""
+    """Return (name, path) of the files of one pattern: a folder, a file or a glob; none if nothing matches. Links to
+    folders are added to ``linked``.
+    """
     path = Path(pattern)
     if path.is_dir():
         return [(file.relative_to(path).as_posix(), file) for file in _below(path, linked)]

@@ -202,7 +202,8 @@ class _Source:
 def _write(
     source: _Source, out: Path, recipe: Recipe, encode: Callable[[], split_writer.Encoding]
 ) -> PreparedDataset:
-    """Write the dataset to a partial folder and rename it to ``out``. On a failure the folder is removed.
+    """Encode the documents into a partial folder and rename it to ``out``. On a failure the folder is removed.
+    ``encode`` returns the encoding, and may train its tokenizer.
 
     Raises ``NoRoomError`` for a full disk and ``DatasetError`` for other errors of the file system.
     """
@@ -268,7 +269,9 @@ def _leave_out(_document: Document, _error: BadConversationError) -> None:
 
 
 def _commit(partial: Path, out: Path, index: DatasetIndex, held_out_in_training: int) -> PreparedDataset:
-    """Move ``partial`` to ``out``. If another process was first, return its dataset if that has the same recipe."""
+    """Move ``partial`` to ``out``. If another process was first, return its dataset if that has the same recipe;
+    raise ``DatasetExistsError`` if not.
+    """
     try:
         commit(partial, out, index)
     except OSError as error:

@@ -91,7 +91,9 @@ def split_of(hashed: str, held_out_fraction: float) -> str:
 
 
 def cut_end(text: str, characters: int) -> tuple[str, str]:
-    """Divide ``text`` in two. The second part has about ``characters`` and begins after a line end or a space if one is near."""
+    """Divide ``text`` in two. The second part has ``characters`` characters, or up to twice as many if it can begin
+    after a line end, else after a space.
+    """
     cut = len(text) - characters
     for separator in ("\n", " "):
         after = text.rfind(separator, max(cut - characters, 0), cut) + 1
@@ -107,15 +109,11 @@ def held_out_end(
     *,
     divisible: bool,
 ) -> HeldOutEnd | None:
-    """Choose the document whose end is held out. ``None`` if hashes leave no split empty; then no more ``documents`` are read.
+    """Choose the document whose end is held out: the longest, or if not ``divisible`` the whole last one. ``None`` if
+    hashes leave no split empty; then no more ``documents`` are read.
 
-    Args:
-        documents: (portion, number in the portion, document) of each document with text.
-        rule: The rule, without an end.
-        files: Sources of the documents, for a message.
-        divisible: True if a document may be cut.
-
-    Raises ``CorpusError`` if there is too little text for two splits.
+    ``documents`` has (portion, number in the portion, document) of each document with text. ``rule`` is without an
+    end. ``files`` are named in a message. Raises ``CorpusError`` if there is too little text for two splits.
     """
     required = {TRAIN, HELD_OUT} if rule.held_out > 0 else {TRAIN}
     splits: set[str] = set()
@@ -175,7 +173,9 @@ class Encoding:
     def index(
         self, recipe: Recipe, splits: Mapping[str, Split], xz_bits_per_byte: float | None = None
     ) -> DatasetIndex:
-        """Return the index of the dataset with these splits."""
+        """Return the index of the dataset with these splits; ``xz_bits_per_byte`` is the compression of held-out
+        text, if it was measured.
+        """
         return DatasetIndex(
             self.dtype,
             self.tokenizer.vocab_size,
@@ -213,12 +213,10 @@ class SplitWriter(Generic[_D]):
         on_bad: Callable[[_D, BadConversationError], None],
         on_encoded: Callable[[_D, int], None] = lambda *_: None,
     ) -> None:
-        """
-        Args:
-            shards: Writer of the tokens.
-            encoding: Encoding of documents into tokens.
-            on_bad: Called with a conversation that cannot be trained on. If it returns, the conversation is left out.
-            on_encoded: Called with each written document, in order, and its number of tokens.
+        """Write the tokens of documents, encoded by ``encoding``, to ``shards``.
+
+        ``on_bad`` is called with a conversation that cannot be trained on. If it returns, the conversation is left
+        out. ``on_encoded`` is called with each written document, in order, and its number of tokens.
         """
         self.left_out: Counter[str] = Counter()
         """Number of conversations left out, by reason."""
@@ -381,11 +379,9 @@ class Packing:
     def __init__(
         self, seq_len: int, classes: Sequence[int] = (), *, window_tokens: int = WINDOW_TOKENS
     ) -> None:
-        """
-        Args:
-            seq_len: Tokens of a record.
-            classes: Maximum document length of each class, in increasing order; longer documents form another class.
-            window_tokens: Tokens that are packed together.
+        """Pack documents into records of ``seq_len`` tokens. ``classes`` are the maximum document lengths of each
+        class, in increasing order; longer documents form another class. ``window_tokens`` of a class are packed
+        together.
 
         Raises ``ValueError`` for a ``seq_len`` below 2.
         """

@@ -192,6 +192,7 @@ class CachedShards:
     """The token stream of one split of a cached dataset, read like one array. Thread-safe."""
 
     def __init__(self, dataset: CachedDataset, split: str) -> None:
+        """Read the token stream of ``split``; no shard is opened yet."""
         self.dtype = np.dtype(dataset.index.dtype).newbyteorder("<")
         self._dataset = dataset
         self._shards = dataset.index.split(split).shards
@@ -238,9 +239,10 @@ class CachedShards:
             self._dataset.requests.ahead(partial(self._fetched, piece, self._dataset.store_ahead))
 
     def _read_into(self, out: NDArray[np.generic], pieces: list[_Piece]) -> None:
-        """Write the pieces' tokens into ``out``: cached ones from disk, the rest from the store, in parallel.
+        """Write the pieces' tokens into ``out``: cached ones from disk, the rest from the store, in parallel. Counts
+        the requested bytes.
 
-        Raises ``DatasetError``.
+        Raises ``DatasetError`` if the store does not answer in time or the bytes are damaged.
         """
         missing: list[_Piece] = []
         requested_bytes = 0
@@ -273,7 +275,9 @@ class CachedShards:
         out[piece.row, piece.column : piece.column + len(tokens)] = tokens
 
     def _pieces(self, starts: NDArray[np.int64], length: int, rows: NDArray[np.int64]) -> list[_Piece]:
-        """Return the ranges of shards to read: one piece for each of ``starts``, or several if it crosses shard boundaries."""
+        """Return the ranges of shards with ``length`` tokens from each of ``starts``, for the rows ``rows``: one
+        piece each, or several if it crosses shard boundaries.
+        """
         pieces = []
         item = self.dtype.itemsize
         numbers = np.searchsorted(self._starts, starts, side="right") - 1

@@ -137,6 +137,7 @@ class Requests:
     """A pool of threads with two queues. Thread-safe."""
 
     def __init__(self, at_once: int = _AT_ONCE) -> None:
+        """Run at most ``at_once`` calls at a time; threads start as they are needed."""
         self._most_threads = at_once
         self._threads = 0
         self._idle = 0
@@ -300,8 +301,8 @@ class CachedShard:
         return data[start - first : stop - first]
 
     def _from_store(self, first: int, end: int, store: Store) -> memoryview:
-        """Return bytes ``first`` to ``end`` from the store, verified; reads damaged ones twice, the second time with
-        new block sums.
+        """Return bytes ``first`` to ``end`` from the store, verified. Damaged ones are requested again, and then
+        compared with new block sums, in case the cached ones are damaged.
 
         Raises ``DatasetError`` if the object is missing, or its bytes do not match.
         """
@@ -354,7 +355,9 @@ class CachedShard:
         return None
 
     def _sums_of(self, store: Store) -> NDArray[np.uint64]:
-        """Fetch the shard's block sums from the store into the cache. Raises ``DatasetError``, ``StoreError``."""
+        """Fetch the shard's block sums from the store, write them into the cache, and return them. Raises
+        ``DatasetError`` if they are missing or of another shard, and ``StoreError``.
+        """
         name = sums_file(self._path).name
         try:
             content = store.get(name)

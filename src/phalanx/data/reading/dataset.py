@@ -167,7 +167,9 @@ class RunData:
         *,
         within_documents: bool = False,
     ) -> None:
-        """``within_documents``: The token after a document's end is not a target (``train.targets_within_documents``)."""
+        """Read samples of ``sources``; ``place`` returns source and record of a run's samples. ``within_documents``:
+        The token after a document's end is not a target (``train.targets_within_documents``).
+        """
         self.index = index
         self.tokenizer = tokenizer
         self._sources = tuple(sources)
@@ -324,7 +326,9 @@ class RunData:
         indices: NDArray[np.int64],
         figure: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[Any]],
     ) -> NDArray[np.int64]:
-        """Return, for each sample, the sum of a figure computed from its targets (-1 for none) and the tokens before them."""
+        """Return for each held-out sample, ``(len(indices),)``, the sum of ``figure(targets, tokens before them)``,
+        in which -1 stands for no target.
+        """
         sums = np.empty(len(indices), dtype=np.int64)
         for start in range(0, len(indices), _COUNTED_AT_ONCE):
             block = slice(start, start + _COUNTED_AT_ONCE)

@@ -70,9 +70,10 @@ class Prefetch(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        """Wait for the next batch and return it.
+        """Wait for the next batch and return it. Raises StopIteration after the last batch, or once closed.
 
-        Raises the error of ``make``, once, after the batches before it, and ``WaitEndedError``.
+        Raises the error of ``make``, once, after the batches before it. Raises ``WaitEndedError`` if ``enough``
+        returns true meanwhile.
         """
         self._wait_for_batch()
         with self._changed:

@@ -84,9 +84,10 @@ def cache_options(data: DataSpec) -> CacheOptions:
 
 
 def open_places(data: DataSpec) -> dict[str, DatasetPlace]:
-    """Return the place of each source by its name, in order of names. A run without sources has ``data.path`` as ``ONLY``.
+    """Return the place of each source by its name, in order of names. A run without sources has ``data.path`` as
+    ``ONLY``. Opens indices, and fetches those of remote datasets.
 
-    Raises ``DatasetError``.
+    Raises ``DatasetError`` if one is missing or damaged.
     """
     options = cache_options(data)
     return {name: open_place(address, options) for name, address in addresses(data).items()}
@@ -270,7 +271,8 @@ class SourceUse:
 def source_uses(spec: RunSpec, mixture: Mixture) -> list[SourceUse]:
     """Return how much the run reads of each source, in the mixture's order.
 
-    Steps are counted from 1: where the last record is first read, and where the limit of epochs is exceeded.
+    Steps are counted from 1: the step that reads the last record of the first epoch, and the one that exceeds the
+    limit of epochs. They are None if the run does not come that far, or there is no limit.
     """
     limits = {source.name: Fraction(str(source.epochs)) for source in spec.data.sources}
     drawn = mixture.drawn(spec.train.steps * spec.train.batch_size)

@@ -72,7 +72,9 @@ class DatatroveFilter:
 
     @cached_property
     def _filter(self) -> Any:
-        """Datatrove's filter. Raises ``PreparationError`` for another version, an unknown filter or wrong parameters."""
+        """Datatrove's filter, constructed with the step's parameters. Raises ``PreparationError`` for another version
+        than planned, an unknown filter or wrong parameters.
+        """
         installed = _installed(self.use)
         if self.version not in ("", installed):
             raise PreparationError(
@@ -138,7 +140,9 @@ class Decontaminate:
 
     @cached_property
     def _evaluation_ngrams(self) -> frozenset[int]:
-        """Hashes of all n-grams of the evaluation files; raises ``PreparationError`` if a file has changed or is damaged."""
+        """Hashes of all n-grams of the evaluation files, which are read once. Raises ``PreparationError`` if a file
+        has changed or has a bad document.
+        """
         grams: set[int] = set()
         options = ReadOptions(text_field=self.text_field)
         for name, sha256 in zip(self.against, self.sha256, strict=True):
@@ -199,7 +203,7 @@ class UserFunction:
         return result
 
     def _described(self, error: BaseException) -> str:
-        """Describe an error that the file's code raised, with the innermost line of it."""
+        """Return type and text of an error that the file's code raised, with its innermost line in the file."""
         file = self.use.rpartition(":")[0]
         lines = [
             frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file
@@ -290,7 +294,9 @@ def read_steps(tables: object, problems: list[Problem]) -> tuple[AnyStep, ...]:
 
 
 def _read(table: object, path: str, problems: list[Problem]) -> AnyStep | None:
-    """Return the step that ``table`` describes, or ``None``; mistakes are added to ``problems`` under ``path``."""
+    """Return the step that ``table`` describes, by its ``use``; ``None`` if it cannot be read. Mistakes are added to
+    ``problems`` under ``path``.
+    """
     use = table.get("use") if isinstance(table, Mapping) else None
     if not isinstance(table, Mapping) or not isinstance(use, str):
         problems.append(Problem(f"{path}.use", "is missing", f"one of {', '.join([*STEPS, *_OTHERS])}"))

@@ -93,7 +93,8 @@ class Words:
 def words_of(text: str, pattern: re.Pattern[str] | None = None) -> Words:
     """Return the words of ``text``: parts between white space, or matches of ``pattern``.
 
-    If the script has no spaces, the units are letters, each a fraction of a word.
+    In a script without spaces, the units are letters and the parts between them, each counted as a fraction of a
+    word.
     """
     words = text.split() if pattern is None else pattern.findall(text)
     if not is_spaceless(text):
@@ -218,7 +219,9 @@ class GopherRepetition:
     use: str = "gopher_repetition"
 
     def __call__(self, document: Document) -> Document | Dropped:
-        """Drop a document with too many repeated lines, paragraphs or n-grams, by Gopher's limits; the reason names the rule."""
+        """Drop a document with too large a share of repeated lines, paragraphs, one frequent n-gram, or repeated
+        n-grams, by Gopher's limits (arXiv:2112.11446, table A1). The reason names the rule.
+        """
         text = document.text
         for unit, parts in (("lines", text.splitlines()), ("paragraphs", re.split(r"\n{2,}", text))):
             parts = [part for part in parts if part.strip()]
@@ -285,7 +288,9 @@ class Mask:
     """Replacement for IP addresses, by default one of RFC 5737; if empty, they are kept."""
 
     def __call__(self, document: Document) -> Document | Dropped:
-        """Return the document with e-mail addresses and public IPv4 addresses replaced."""
+        """Return the document with e-mail addresses and public IPv4 addresses replaced by the step's own; an empty
+        replacement leaves them. Never drops it.
+        """
         text = document.text
         if self.email and "@" in text:
             text = _EMAIL.sub(lambda _: self.email, text)
@@ -295,7 +300,7 @@ class Mask:
 
 
 def _is_public(address: str) -> bool:
-    """Return True for an address that is global; False for others, and for no address."""
+    """Return True for an IP address that is globally reachable; False for others, and for text that is no address."""
     try:
         return ipaddress.ip_address(address).is_global
     except ValueError:
@@ -303,7 +308,7 @@ def _is_public(address: str) -> bool:
 
 
 def _repeated(parts: Sequence[str]) -> list[str]:
-    """Return the parts that repeat an earlier one."""
+    """Return the parts that are equal to an earlier one, with repetition."""
     earlier: set[str] = set()
     repeated = []
     for part in parts:
@@ -314,7 +319,7 @@ def _repeated(parts: Sequence[str]) -> list[str]:
 
 
 def _characters_in_repeated(words: Words, n: int) -> int:
-    """Return the number of characters in repeated n-grams; each word counts once."""
+    """Return the number of characters in n-grams that occurred before; a word in several of them counts once."""
     earlier: set[tuple[str, ...]] = set()
     characters, counted = 0, 0
     for start, stop in words.spans(n):

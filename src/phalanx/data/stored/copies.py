@@ -42,9 +42,11 @@ class Copied:
 
 
 def copy_dataset(source: str, target: str, on_bytes: OnBytes = lambda _done, _of: None) -> Copied:
-    """Copy the dataset at one path or URL to another, and verify its checksums.
+    """Copy the dataset at one path or URL to another, and verify its checksums. Does nothing if it is there already;
+    ``on_bytes`` receives (bytes done, bytes of all shards).
 
-    Raises ``DatasetError`` if the source is damaged or a store fails, ``DatasetExistsError`` if ``target`` has another dataset.
+    Raises ``DatasetError`` if the source is damaged or a store fails, ``DatasetExistsError`` if ``target`` has
+    another dataset.
     """
     try:
         return _copy(open_store(source), open_store(target), on_bytes)
@@ -72,10 +74,11 @@ def verify_stored(url: str, on_bytes: OnBytes = lambda _done, _of: None) -> None
 
 
 def _copy(source: Store, target: Store, on_bytes: OnBytes) -> Copied:
-    """Copy tokenizer, shards and block sums to ``target``, the index last. Shards whose block sums are there already
-    are skipped.
+    """Copy tokenizer, chat template, shards and block sums to ``target``, the index last. Shards whose block sums are
+    there already are skipped.
 
-    Copies nothing if the same index is there. Raises ``DatasetExistsError`` for another dataset.
+    Copies nothing if the same index is there. Raises ``DatasetExistsError`` for another dataset, ``DatasetError`` for
+    a damaged source.
     """
     content, index = _index(source)
     if not _tokenizer_fits(source, index):
@@ -135,7 +138,9 @@ def _copy_shard(source: Store, target: Store, shard: ShardFile, nbytes: int) -> 
 
 
 def _bad_files(store: Store, index: DatasetIndex, on_bytes: OnBytes) -> Iterator[str]:
-    """Yield the names of files that are damaged, missing or cut short: the tokenizer, shards and block sums."""
+    """Read all files, and yield the names of those that are damaged, missing or cut short: the tokenizer, shards, and
+    block sums of good shards.
+    """
     if not _tokenizer_fits(store, index):
         yield TOKENIZER_FILE
     done_bytes, total = 0, _bytes(index)
@@ -179,7 +184,7 @@ def _index(store: Store) -> tuple[bytes, DatasetIndex]:
 
 
 def _tokenizer_fits(store: Store, index: DatasetIndex) -> bool:
-    """Return True if the stored tokenizer is the one that the index names. Missing files are no error."""
+    """Return True if the stored tokenizer is the one that the index names; False also if its files are missing."""
     files: dict[str, bytes] = {}
     for name in (TOKENIZER_FILE, CONFIG_FILE):
         with suppress(MissingObjectError):

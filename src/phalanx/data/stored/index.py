@@ -165,7 +165,9 @@ class DatasetIndex:
         return self.recipe.packed_seq_len
 
     def samples(self, split: str, seq_len: int) -> int:
-        """Return the number of samples of ``seq_len`` inputs in a split. Raises ``DatasetError`` if its records have another length."""
+        """Return the number of complete samples of ``seq_len`` inputs in a split: of the stream, which needs one more
+        token, or packed records. Raises ``DatasetError`` if its records have another length.
+        """
         tokens = self.split(split).tokens
         if not self.packed_seq_len:
             return max(0, (tokens - 1) // seq_len)
@@ -304,7 +306,9 @@ def parse_index(text: str, path: Path) -> DatasetIndex:
 def _split_apart(
     name: str, part: msgspec.Raw, shards: dict[str, tuple[ShardFile, ...]], problems: list[Problem]
 ) -> object:
-    """Return a split without its shards, which are added to ``shards``. Problems are added to ``problems``. Raises ``DecodeError``."""
+    """Decode the split ``name`` without its shards, which are added to ``shards``; problems with these are added to
+    ``problems``. Raises ``DecodeError`` for malformed JSON.
+    """
     try:
         fields = msgspec.json.decode(part, type=dict[str, msgspec.Raw])
         shard_files = msgspec.json.decode(fields.get("shards", b"[]"), type=tuple[ShardFile, ...])
@@ -329,7 +333,9 @@ def _split_apart(
 
 
 def _plain_names(files: Sequence[str]) -> bool:
-    """Return False if a name leads out of the folder: an index could otherwise overwrite files outside the dataset's cache."""
+    """Return True if all ``files`` are plain names: no empty one, no "/", NUL, "." or "..". An index could otherwise
+    overwrite files outside the dataset's cache.
+    """
     # Searched as one text: checking a hundred thousand names one by one takes longer than decoding them.
     joined = "/".join(files)
     delimited = f"/{joined}/" if files else ""

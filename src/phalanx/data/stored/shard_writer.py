@@ -50,7 +50,7 @@ class BlockSummer:
         self._open_bytes = 0
 
     def update(self, data: memoryview | bytes) -> None:
-        """Add the next bytes of the shard."""
+        """Add the next bytes of the shard; each full block of ``BLOCK_BYTES`` is summed."""
         remaining = memoryview(data).cast("B")
         while remaining:
             take = min(BLOCK_BYTES - self._open_bytes, len(remaining))
@@ -109,7 +109,7 @@ class CheckedBlocks:
     def __init__(
         self, path: Path, shard: ShardFile, content: memoryview, sums: NDArray[np.uint64] | None
     ) -> None:
-        """Without ``sums``, all blocks count as verified."""
+        """Track the verified blocks of ``content``, a mapped shard. Without ``sums``, all blocks count as verified."""
         self._verified = np.full(-(-len(content) // BLOCK_BYTES), sums is None)
         self._unchecked_count = 0 if sums is None else len(sums)
         self._path = path
@@ -216,6 +216,7 @@ class ShardWriter:
     """
 
     def __init__(self, place: ShardPlace, *, dtype: str, shard_tokens: int) -> None:
+        """Write shards of ``shard_tokens`` tokens (else ``DatasetError`` below 1) of ``dtype``, little-endian, to ``place``."""
         if shard_tokens < 1:
             raise DatasetError(f"shard_tokens = {shard_tokens} is not positive")
         self._place = place

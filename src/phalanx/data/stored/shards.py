@@ -85,14 +85,10 @@ class TokenShards:
         gather_bytes: int = _COPIED_BYTES,
         disk_reads: Callable[[], int] | None = None,
     ) -> None:
-        """
-        Args:
-            directory: The dataset's folder.
-            split: "train" or "held_out".
-            index: The dataset's index.
-            max_open_maps: Maximum number of mapped shards.
-            gather_bytes: Bytes of stored tokens that ``gather`` copies at once.
-            disk_reads: Counter of this thread's waits for the disk; by default, its major page faults.
+        """Read ``split`` of the dataset in ``directory``; no shard is mapped yet. At most ``max_open_maps`` shards
+        are mapped at a time, and ``gather`` copies ``gather_bytes`` of stored tokens at once.
+
+        ``disk_reads`` counts this thread's waits for the disk; by default, its major page faults.
         """
         shards = index.split(split).shards
         self.directory = directory
@@ -332,10 +328,10 @@ def _check_size(directory: Path, shard: ShardFile, item_bytes: int) -> None:
 def _map_shard(
     directory: Path, shard: ShardFile, dtype: np.dtype[Any], *, verify_complete: bool
 ) -> "_MappedShard":
-    """Map a shard.
+    """Map a shard for reading, with its block sums.
 
     With ``verify_complete``, a shard without block sums is verified completely now; otherwise never. Raises
-    ``DatasetError``.
+    ``DatasetError`` if it is missing, damaged, or of another size.
     """
     _check_size(directory, shard, dtype.itemsize)
     path = directory / shard.file

@@ -142,7 +142,9 @@ def _control(model: SentencePieceModel, number: int) -> str | None:
 
 
 def _model(content: bytes) -> SentencePieceModel:
-    """Parse sentencepiece's protobuf; raises ``ValueError`` if it is damaged."""
+    """Parse sentencepiece's protobuf; absent fields get its defaults. Raises ``ValueError``, ``IndexError`` or
+    ``struct.error`` if it is damaged or has no pieces.
+    """
     pieces: list[tuple[str, float, int]] = []
     trainer: dict[int, int | bytes] = {}
     normalizer: dict[int, int | bytes] = {}
@@ -313,9 +315,10 @@ def read_ranks(content: bytes) -> dict[bytes, int]:
 
 
 def splitting_of(ranks: Mapping[bytes, int], config: Mapping[str, object]) -> Splitting:
-    """Return the splitting of the tokenizer with these ranks, from its configuration or the known encodings.
+    """Return the splitting of the tokenizer with these ranks: ``pat_str`` and ``special_tokens`` of its
+    configuration, else that of the known encoding with as many ranks.
 
-    Raises ``TokenizerError`` if neither has it. Also if the pattern uses a construct that is not supported here.
+    Raises ``TokenizerError`` if there is neither, or if the pattern uses a construct that is not supported here.
     """
     pattern, special = config.get("pat_str"), config.get("special_tokens", {})
     if pattern is None and len(ranks) in KNOWN:

@@ -127,8 +127,8 @@ def without_stripping(serialized: str) -> str:
 
 
 def require_bounded(hf: HfTokenizer) -> None:
-    """Raise ``TokenizerError`` if normalization makes a text several times as long: a sequence of such steps would
-    exhaust memory.
+    """Raise ``TokenizerError`` if a step of normalization makes a sample text more than ``_MOST_GROWTH`` times as
+    long: a sequence of such steps would exhaust memory.
     """
     normalizer, text = hf.normalizer, PROBE
     steps = [normalizer]
@@ -149,10 +149,10 @@ def require_lossless(
     byte_count: Callable[[NDArray[np.uint32]], int],
     remedy: str,
 ) -> None:
-    """Raise ``TokenizerError`` if a sample text, or text around an added token of ``hf``, is changed by encoding and
-    decoding.
+    """Raise ``TokenizerError`` if a sample text, or text around an added token of ``hf``, is changed by ``encode``
+    and ``decode``, or ``byte_count`` of its ids is not its number of bytes.
 
-    ``byte_count`` returns the number of text bytes of ids. ``remedy`` ends the message.
+    ``remedy`` ends the message.
     """
     texts = [PROBE, *_texts_with_added_tokens(hf)]
     for text, ids in zip(texts, encode(texts), strict=True):
@@ -241,7 +241,7 @@ class PublishedTokenizer:
 
     @cached_property
     def _for_templates(self) -> HfTokenizer:
-        """The tokenizer that encodes names of special tokens as these tokens, for output of chat templates."""
+        """The tokenizer that encodes names of special tokens as these tokens, for output of chat templates. Parsed once."""
         # Parsing a tokenizer of 128,000 tokens takes a second, which is too long for each chat of a server.
         hf = HfTokenizer.from_str(self.serialized)
         hf.no_truncation()
@@ -304,7 +304,7 @@ class FallbackTokenizer(PublishedTokenizer):
 
     @cached_property
     def _spelled(self) -> list[bytes]:
-        """The text bytes of each token; empty for special tokens."""
+        """The text bytes of each token; empty for special tokens and the end of document."""
         spelled = [b""] * self.vocab_size
         for token, number in self._hf.get_vocab(with_added_tokens=False).items():
             byte = _BYTE.fullmatch(token)
@@ -329,6 +329,7 @@ class FallbackTokenizer(PublishedTokenizer):
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Return the ids of each text as ``encode`` does, uint32; texts without a literal "▁" are encoded together."""
         plain = [self._with_prefix(text) for text in texts if SPACE not in text]
         encodings = iter(self._hf.encode_batch_fast(plain, add_special_tokens=False))
         return [
@@ -350,7 +351,7 @@ class FallbackTokenizer(PublishedTokenizer):
 
 
 def _unlimited(hf: HfTokenizer) -> HfTokenizer:
-    """Set the tokenizer to encode without truncation and padding, with names of special tokens as text; return it."""
+    """Set ``hf``, in place, to encode without truncation and padding, and names of special tokens as text; return it."""
     hf.no_truncation()
     hf.no_padding()
     hf.encode_special_tokens = True

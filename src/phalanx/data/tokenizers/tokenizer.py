@@ -353,7 +353,7 @@ def _model_of(serialized: str) -> dict[str, object]:
 
 
 def _read_by_library(serialized: str) -> HfTokenizer:
-    """Parse a tokenizer.json. Raises ``TokenizerError``."""
+    """Parse the text of a ``tokenizer.json``. Raises ``TokenizerError`` if the library cannot."""
     try:
         return HfTokenizer.from_str(serialized)
     except Exception as error:  # the library raises bare Exception for a file that it cannot parse
@@ -363,7 +363,9 @@ def _read_by_library(serialized: str) -> HfTokenizer:
 
 
 def _parse(serialized: str) -> HfTokenizer:
-    """Return the library's tokenizer without truncation and padding; raises ``TokenizerError`` if it is no byte-level BPE."""
+    """Return the library's tokenizer, which encodes without truncation and padding, and names of special tokens as
+    text. Raises ``TokenizerError`` if it is no byte-level BPE.
+    """
     hf = _read_by_library(serialized)
     model = json.loads(serialized)["model"]
     vocab = model["vocab"]

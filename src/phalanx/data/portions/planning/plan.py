@@ -85,7 +85,7 @@ class PreparationPlan:
 
     @cached_property
     def pieces_object(self) -> bytes:
-        """The files and the pieces of portions, compressed."""
+        """The files, with their formats, and the pieces of portions, as compressed JSON."""
         rows = {
             "files": [
                 [f.url, f.name, f.nbytes, f.mark, f.source, form.kind.value, form.compression.value]
@@ -100,7 +100,7 @@ class PreparationPlan:
 
     @cached_property
     def head(self) -> JsonObject:
-        """The content of ``plan.json``."""
+        """The content of ``plan.json``: recipe, sizes, software and the hash of the pieces."""
         return {
             "version": _PLAN_VERSION,
             "recipe": recipe_table(self.recipe),
@@ -164,9 +164,10 @@ def make_plan(
 
 
 def _with_template(recipe: PreparationRecipe, folder: Path, tokenizer: Tokenizer) -> PreparationRecipe:
-    """Return the recipe with the text of its chat template.
+    """Return the recipe with the text of its chat template and its special tokens, after checking it against the
+    tokenizer.
 
-    Raises ``TokenizerError`` if there is none that can be used. Loads the template and checks it against the tokenizer.
+    Raises ``TokenizerError`` if there is none that can be used.
     """
     output = recipe.output
     template_file = folder / output.chat_template if output.chat_template else None
@@ -229,7 +230,9 @@ def _inspected(
 
 
 def bring_parquet_footer(local: LocalBytes, nbytes: int) -> None:
-    """Fetch the footer of a Parquet file. Its length is in the 8 bytes before the end."""
+    """Fetch the footer of a remote Parquet file of ``nbytes`` bytes. Its length is in the 8 bytes before the end,
+    which are in the copy already.
+    """
     with local.path.open("rb") as copy:
         copy.seek(nbytes - 8)
         length = int.from_bytes(copy.read(4), "little")
@@ -309,7 +312,7 @@ def _how_it_differs(store: Store, plan: PreparationPlan) -> str:
 def put_tokenizer(
     store: Store, saved: Tokenizer | Encoding, below: str = f"{PREPARATION}/tokenizer/"
 ) -> list[str]:
-    """Store the files of a tokenizer, or of an encoding with its chat template; return their keys."""
+    """Store the files of a tokenizer, or of an encoding with its chat template, with keys that begin with ``below``; return their keys."""
     with scratch_folder("phalanx-tokenizer-") as scratch:
         saved.save(scratch)
         files = sorted(scratch.iterdir())

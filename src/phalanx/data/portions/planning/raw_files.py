@@ -113,7 +113,7 @@ def _remote_files(url: str, number: int) -> Iterable[RawFile]:
 
 
 def _glob_pattern(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of a glob; ``*`` and ``?`` do not match "/", and ``**`` does."""
+    """Return the regular expression of a glob; ``*`` and ``?`` do not match "/", ``**`` does, and sets in brackets stay."""
     pieces = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]*\])", pattern)
     meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return re.compile(
@@ -203,7 +203,9 @@ class LocalBytes:
             ) from error
 
     def bring_line_end(self, start: int) -> None:
-        """Copy the rest of the line that contains ``start`` into the local copy. Does nothing for a local file."""
+        """Copy the bytes from ``start`` to at least the end of its line into the local copy, 1 MiB at a time. Does
+        nothing for a local file.
+        """
         if self._store is None:
             return
         at = start
@@ -226,7 +228,9 @@ class LocalBytes:
 
 @contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """Yield a folder that is removed at the end. Raises ``PreparationError`` if there is no room for it or its files."""
+    """Context with a new temporary folder, which is removed at the end. Raises ``PreparationError`` if there is no
+    room for it or the files written inside.
+    """
     try:
         with tempfile.TemporaryDirectory(prefix=prefix) as folder:
             yield Path(folder)

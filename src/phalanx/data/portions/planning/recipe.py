@@ -138,7 +138,7 @@ def recipe_of(table: Mapping[str, object], problems: list[Problem]) -> Preparati
 
 
 def _chat_problems(output: OutputRecipe) -> Iterator[Problem]:
-    """Yield missing settings for conversations, and settings that are only valid for them."""
+    """Yield a problem for each setting that conversations need and that is missing, and for each that is only valid for them."""
     chats = output.layout == "chat"
     if chats and not output.seq_len:
         yield Problem(
