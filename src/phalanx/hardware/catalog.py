@@ -61,7 +61,7 @@ def spelled_out(
 
 
 def read_accelerator(values: Values, place: str) -> Accelerator:
-    """The accelerator that ``values``, spelled out, describe.
+    """Return the accelerator that ``values``, with all inherited fields, describe.
 
     Raises ``HardwareError`` with every mistake, also for no FLOP/s and a power below idle.
     """
@@ -81,7 +81,7 @@ def read_accelerator(values: Values, place: str) -> Accelerator:
 
 
 def read_system(values: Values, accelerators: Mapping[str, Accelerator], place: str) -> System:
-    """The system that ``values``, spelled out, describe, made of one of ``accelerators``.
+    """Return the system that ``values``, with all inherited fields, describe, made of one of ``accelerators``.
 
     Raises ``HardwareError`` with every mistake, also for levels of the fabric out of order and a PUE below 1.
     """
@@ -117,7 +117,7 @@ def _with_origin(kind: type, values: Values, origin: Values) -> dict[str, object
 
 
 def _figure(kind: Any, value: object, origin: Values) -> object:
-    """Return a stated value with its source and date: those beside it, else ``origin``; tables are searched for figures."""
+    """Return a stated value of type ``kind`` in which each figure is a table with its source and date: those beside it, else ``origin``."""
     if kind is Fact or (Fact in get_args(kind) and get_origin(kind) is not Mapping):
         return {**origin, **value} if isinstance(value, Mapping) else {"value": value, **origin}
     if not isinstance(value, Mapping):
@@ -131,7 +131,7 @@ def _figure(kind: Any, value: object, origin: Values) -> object:
 
 
 def _merged(base: Values, own: Values) -> dict[str, object]:
-    """``base`` with the fields of ``own``, table by table."""
+    """Return ``base`` with the fields of ``own`` over it; tables that both have are merged recursively."""
     merged = dict(base)
     for name, value in own.items():
         below = merged.get(name)
@@ -179,12 +179,12 @@ def system(key: str) -> System:
 
 
 def cluster(description: str) -> Cluster:
-    """The cluster that ``description`` names.
+    """Return the cluster that ``description`` names.
 
-    ``h100:16384`` is so many accelerators; ``gb200-nvl72 x 1389`` so many scale-up domains; a name alone is one domain.
-    In the place of the name may stand a TOML file, or ``this``: the file that ``this_machine`` names.
+    ``h100:16384`` is so many accelerators; ``gb200-nvl72 x 1389`` so many scale-up domains; a name alone is one
+    domain. The name may be a TOML file, or ``this``: the file that ``this_machine`` names.
 
-    Raises ``HardwareError`` with the mistake and the known names. Raises it too if the fabric does not join so many.
+    Raises ``HardwareError`` with the mistake and the known names, also if the fabric does not join so many.
     """
     match = _CLUSTER.fullmatch(description)
     if match is None:

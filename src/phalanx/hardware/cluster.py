@@ -31,7 +31,7 @@ _Entry = TypeVar("_Entry")
 
 
 def read_toml(path: Path) -> Values:
-    """The tables of the file at ``path``; raises ``HardwareError`` if it is not there or is not TOML."""
+    """Return the tables of the file at ``path``. Raises ``HardwareError`` if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
@@ -41,7 +41,7 @@ def read_toml(path: Path) -> Values:
 
 
 def read_entry(kind: type[_Entry], values: Values, place: str) -> _Entry:
-    """The ``kind`` that ``values`` describe; raises ``HardwareError`` with every mistake, under the name ``place``."""
+    """Return the ``kind`` that ``values`` describe. Raises ``HardwareError`` with every mistake, under the name ``place``."""
     problems: list[Problem] = []
     entry = read_section(kind, values, problems)
     if entry is None or problems:
@@ -50,7 +50,7 @@ def read_entry(kind: type[_Entry], values: Values, place: str) -> _Entry:
 
 
 def table_of(values: Values, name: str, place: str) -> Values:
-    """The table ``name`` in ``values``; raises ``HardwareError`` if it is missing or no table."""
+    """Return the table ``name`` in ``values``. Raises ``HardwareError``, under the name ``place``, if it is missing or no table."""
     table = values.get(name)
     if not isinstance(table, Mapping):
         wrong = "is missing" if table is None else f"{table!r} is not a table"
@@ -183,7 +183,9 @@ class System:
     source: str
 
     def of(self, accelerators: int) -> Cluster:
-        """A cluster of so many ``accelerators``; raises ``HardwareError`` if the fabric does not reach so far."""
+        """Return a cluster of so many ``accelerators``; storage grows with their number. Raises ``HardwareError`` for
+        fewer than one, or if the fabric does not reach so far.
+        """
         if accelerators < 1:
             raise HardwareError(f"{self.key}: a cluster needs at least one accelerator, not {accelerators}")
         reach = max([level.reach for level in self.fabric.levels], default=self.domain.size)
@@ -216,7 +218,7 @@ _FARTHEST = 100
 
 
 def read_figure(text: str) -> float:
-    """The number of a figure as it is typed. Raises ``HardwareError`` that shows how numbers are written."""
+    """Return the number of a figure as it is typed, such as "4e11". Raises ``HardwareError`` that shows how numbers are written."""
     try:
         return float(text)
     except ValueError:
@@ -258,7 +260,10 @@ def with_value(cluster: Cluster, name: str, value: float, source: str = "set by 
 
 
 def _replaced(owner: Any, path: list[str], value: float, source: str, name: str) -> Any:
-    """Return ``owner`` with the figure at ``path`` replaced; raises ``HardwareError`` if there is none, or not a single one."""
+    """Return a copy of ``owner`` with the figure at ``path`` set to ``value``; a fact gets ``source``. Raises
+    ``HardwareError`` if there is no such single figure, or for a fraction in place of an integer. ``name`` is the
+    full path, for messages.
+    """
     here, rest = path[0], path[1:]
     if isinstance(owner, dict):
         names = list(owner)
@@ -283,7 +288,9 @@ def _replaced(owner: Any, path: list[str], value: float, source: str, name: str)
 
 
 def _check_size(value: float, old: float, name: str) -> None:
-    """Raise ``HardwareError`` for a value so far from the figure it replaces that it must be in another unit."""
+    """Raise ``HardwareError`` for a ``value`` more than ``_FARTHEST`` times larger or smaller than ``old``: it must
+    be in another unit. Zeros pass.
+    """
     if value > 0 and old > 0 and not 1 / _FARTHEST <= value / old <= _FARTHEST:
         raise HardwareError(
             f"{name} = {value:g} is {max(value / old, old / value):.2g} times {'more' if value > old else 'less'} than the "

@@ -69,7 +69,9 @@ class AttentionFit:
     """Length of a causal sequence that takes twice the time of its FLOP: of a short one, much is begun, masked and ended."""
 
     def share(self, backward: bool, latent: bool = False) -> float:
-        """The share of the peak, forward or ``backward``."""
+        """Return the share of the peak, forward or ``backward``. For ``latent`` attention it is the stated one for
+        latents, if there is one.
+        """
         usual, wide = (
             (self.backward, self.latent_backward) if backward else (self.forward, self.latent_forward)
         )
@@ -173,10 +175,11 @@ def profile_names() -> tuple[str, ...]:
 
 
 def profile_of(accelerator: Accelerator, name: str | None = None) -> Profile:
-    """The constants for ``accelerator``: those called ``name`` or in the TOML file ``name``, else those that it names.
+    """Return the constants for ``accelerator``: those called ``name`` or in the TOML file ``name``, else those that
+    it names, else those of its own key.
 
-    Raises ``HardwareError`` if there is no such profile, or if a field of it is missing or wrong. Cached by the file's
-    time of modification.
+    Raises ``HardwareError`` if there is no such profile, or if a field of it is missing or wrong. Cached by the
+    file's time of modification.
     """
     chosen = name or accelerator.profile or accelerator.key
     path = Path(chosen) if chosen.endswith(".toml") else _FOLDER / f"{chosen}.toml"
@@ -194,10 +197,10 @@ def _constants_at(path: Path, changed_ns: int) -> Constants:  # noqa: ARG001 - a
 
 
 def _read_constants(file: Values, path: Path) -> Constants:
-    """The ``[profile]`` table of ``file``.
+    """Return the constants in the ``[profile]`` table of ``file``. Each fit's source and date are those beside its
+    constants, else the file's.
 
-    A fit states beside its constants where they come from; else its file does. Raises ``HardwareError`` for missing or
-    wrong fields.
+    Raises ``HardwareError`` for missing or wrong fields, and a collective that is missing.
     """
     place = f"{path}, [profile]"
     shared = {name: file[name] for name in ("source", "date") if name in file}
@@ -224,7 +227,9 @@ def _read_constants(file: Values, path: Path) -> Constants:
 
 
 def _with_provenance(fit: object, shared: Values) -> object:
-    """``fit`` with the fields of its provenance in a table of their own, where the classes have them."""
+    """Return ``fit`` with source, date and the like moved into a table ``provenance``, completed from ``shared``.
+    What is no table is returned unchanged.
+    """
     if not isinstance(fit, Mapping):
         return fit
     stated = {name: fit[name] for name in _PROVENANCE if name in fit}

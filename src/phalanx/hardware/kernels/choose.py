@@ -73,7 +73,9 @@ class HostKernels(Kernels):
         squares: list[Tensor],
         factors: UpdateFactors,
     ) -> None:
-        """Update ``weights``, ``means`` and ``squares`` in place by one step of AdamW, in one pass over memory."""
+        """Update ``weights``, ``means`` and ``squares`` in place by one step of AdamW, in one pass over memory, on
+        PyTorch's number of threads. All are fp32 and contiguous.
+        """
         columns = [[tensor.data_ptr() for tensor in column] for column in (weights, grads, means, squares)]
         numbers = (ctypes.c_float * len(factors))(*factors)
 
@@ -87,7 +89,7 @@ class HostKernels(Kernels):
 
     @contextmanager
     def _mkl_alone(self) -> Iterator[None]:
-        """Context in which MKL starts no threads of its own for this thread's few numbers at a time."""
+        """Context in which MKL uses one thread for calls of this thread; does nothing without MKL."""
         if self._set_mkl_threads is None:
             yield
             return
@@ -147,7 +149,9 @@ def shares_of(sizes: Sequence[int], threads: int) -> list[Share]:
 
 
 def _on_threads(work: Callable[[Share], T], tensors: Sequence[Tensor]) -> list[T]:
-    """The results of ``work`` on shares of all elements, one for each of PyTorch's threads if that pays."""
+    """Return the results of ``work`` on shares of all elements of ``tensors``: one for each of PyTorch's threads if
+    there are enough elements, none without elements.
+    """
     shares = shares_of([tensor.numel() for tensor in tensors], torch.get_num_threads())
     if len(shares) <= 1:
         return [work(share) for share in shares]
@@ -197,14 +201,11 @@ class BinKernel:
             function.restype = None
 
     def add(self, gradient: Tensor, words: Tensor, tops: Tensor, runs: Sequence[SpanRun], width: int) -> None:
-        """Add a gradient to words and tops, in place; each tensor's last dimension lies in one piece.
+        """Add a gradient to words and tops, in place, on PyTorch's threads if it is large; each tensor's last
+        dimension is contiguous.
 
-        Args:
-            gradient: ``(shares, elements)``, fp32.
-            words: ``(shares, 2, elements)``, int32 or int64: upper and lower.
-            tops: ``(shares, spans)``, int8.
-            runs: The spans of a share.
-            width: Bits of a bin.
+        ``gradient`` is ``(shares, elements)``, fp32; ``words`` ``(shares, 2, elements)``, int32 or int64, upper and
+        lower; ``tops`` ``(shares, spans)``, int8. ``runs`` are the spans of a share, and ``width`` the bits of a bin.
         """
         threads, function = torch.get_num_threads(), self._adding[words.dtype]
 
@@ -231,7 +232,7 @@ class BinKernel:
 
 
 def _cut(run: SpanRun, threads: int) -> Iterator[SpanRun]:
-    """A run in parts of nearly equal length: one for each thread, if that pays."""
+    """Yield a run in parts of nearly equal length: one for each thread, if each has at least ``_BINS_LEAST_SHARE`` elements."""
     element, span, spans, size = run
     parts = max(1, min(threads, spans * size // _BINS_LEAST_SHARE))
     each = -(-spans // parts)
@@ -253,9 +254,9 @@ def kernels_for(device: torch.device, tensors: Iterable[Tensor]) -> Kernels:
 
 @functools.cache
 def fused_kernels(device: torch.device) -> Kernels:
-    """The kernels of one pass, checked once in a process; the reference, with a warning, where there are none.
+    """Return the one-pass kernels of ``device``, or the reference, with a logged warning, if there are none.
 
-    Kernels whose bits differ from the reference are not used.
+    Each candidate is compiled and compared with the reference; kernels whose bits differ are not used. Cached.
     """
     failures: list[str] = []
     for make in _ways(device):
@@ -289,7 +290,9 @@ def _ways(device: torch.device) -> list[Callable[[], Kernels]]:
 
 
 def differences(kernels: Kernels, device: torch.device, reference: Kernels = REFERENCE) -> list[str]:
-    """The results in which ``kernels`` differ from ``reference`` on numbers of all sizes, down to those below the normal ones."""
+    """Return the names of the results ("updates", "sums") in which ``kernels`` differ from ``reference`` on random
+    numbers of all magnitudes, subnormal ones included.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(low: float, high: float) -> list[Tensor]:

@@ -45,7 +45,9 @@ class NoHostKernelsError(RuntimeError):
 def library_name(
     source: Path, options: Sequence[str] = OPTIONS, *, beside: Sequence[Path] = (), linked: Sequence[str] = ()
 ) -> str:
-    """Return the name of the library of ``source``, of the sources ``beside`` it, and of the headers that they include."""
+    """Return the file name of the library of ``source`` and the sources ``beside`` it: its stem and a hash of
+    sources, included headers, options and machine type.
+    """
     key = hashlib.sha256(" ".join((*options, *linked, platform.machine())).encode())
     for part in _with_headers((source, *beside)):
         key.update(part.read_bytes())
@@ -53,7 +55,9 @@ def library_name(
 
 
 def _with_headers(sources: Sequence[Path]) -> list[Path]:
-    """``sources`` and all that they include of this project's own, each once, in the order of their first mention."""
+    """Return ``sources`` and all of this project's headers that they include, directly or not, each once, in the
+    order of their first mention.
+    """
     mentioned: dict[Path, None] = {}
     waiting = [source.resolve() for source in reversed(sources)]
     while waiting:
@@ -78,10 +82,11 @@ def compiled(
     notice: str = "",
 ) -> Path:
     """Return the library of ``source``, and of the other sources ``beside`` it, compiled if it is not there yet.
+    Libraries are cached by the digest of their sources and options, in the user's cache folder or else a temporary
+    one.
 
     ``linked`` are options that name libraries. ``notice`` is a line for standard error, printed when the compiler
-    starts. Raises ``NoHostKernelsError``, without another attempt in this process once the compiler has failed.
-    Libraries are cached by the digest of their sources and options, in the user's cache folder or else a temporary one.
+    starts. Raises ``NoHostKernelsError`` if there is no compiler or it fails; it is not tried again in this process.
     """
     name = library_name(source, options, beside=beside, linked=linked)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "phalanx" / "kernels"
@@ -99,7 +104,9 @@ def compiled(
 
 @functools.cache
 def _compiled_in(folders: Sequence[Path], name: str, command: Sequence[str], notice: str) -> Path | str:
-    """Compile in the first of ``folders`` that takes the library; return that folder, or why there is none."""
+    """Compile in the first of ``folders`` where that succeeds; return that folder, or as text the reasons why there
+    is none. A failure of the compiler itself, with room on the disk, ends the search. Cached.
+    """
     problems: list[str] = []
     for folder in folders:
         try:
@@ -119,10 +126,10 @@ def _reason(error: Exception) -> str:
 
 
 def _compile_into(folder: Path, name: str, command: Sequence[str], notice: str) -> Path:
-    """Run ``command`` for the library ``name`` in ``folder``, unless another process has done so.
+    """Run ``command`` for the library ``name`` in ``folder``, under a lock, unless the library exists there.
 
     Return the library's path. Raises ``OSError`` or the compiler's ``SubprocessError``. ``notice`` is printed before
-    the compiler starts.
+    the compiler starts, if it is not empty.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / name

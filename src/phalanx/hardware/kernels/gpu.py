@@ -30,7 +30,7 @@ _UNITS = (16, 1)
 
 
 def _find_row(table: tl.tensor, rows: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Return the last row whose first program is not after this one."""
+    """Return the last row of ``table`` (``WIDTH`` columns) whose first program, in column 0, is not after this one, by binary search."""
     low, high = rows * 0, rows
     while high - low > 1:
         middle = (low + high) // 2
@@ -159,7 +159,9 @@ class GpuKernels(Kernels):
         squares: list[Tensor],
         factors: UpdateFactors,
     ) -> None:
-        """Update the tensors in place, in few launches."""
+        """Update ``weights``, ``means`` and ``squares`` in place by one step of AdamW, in at most one launch for each
+        alignment. All are fp32, contiguous, and on one GPU.
+        """
         device = weights[0].device if weights else torch.device("cpu")
         for launch in _launches((weights, grads, means, squares), device):
             _adamw[(launch.programs,)](
@@ -181,7 +183,9 @@ class GpuKernels(Kernels):
     def extracted_sums(
         self, tensors: Sequence[Tensor], constants: tuple[float, float], device: torch.device
     ) -> Tensor:
-        """Return the sums of both exact pieces of all squares, fp64 ``(2,)`` on ``device``."""
+        """Return the sums of both exact pieces of all squares, fp64 ``(2,)`` on ``device``; zeros without elements.
+        See ``extraction_constants``.
+        """
         sums = [torch.zeros((1, 2), dtype=torch.float64, device=device)]
         # fp64: an argument would be fp32
         numbers = brought(torch.tensor(constants, dtype=torch.float64), device)
@@ -269,8 +273,8 @@ def _add_program(
     SIZE: tl.constexpr,
     SPANS: tl.constexpr,
 ) -> None:
-    """Add ``SPANS`` spans of one share, the program's second number, to words ``(shares, 2, elements)`` and tops
-    ``(shares, spans)``.
+    """Add ``SPANS`` spans of one share's gradient to words ``(shares, 2, elements)`` and tops ``(shares, spans)``, in
+    place. The program's numbers are the spans' and the share's.
     """
     share = tl.program_id(1).to(tl.int64)
     span = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
@@ -311,7 +315,9 @@ _add = triton.jit(_add_program)
 
 
 def add_to_bins(gradient: Tensor, words: Tensor, tops: Tensor, runs: Sequence[SpanRun], width: int) -> None:
-    """Add to words and tops, in place. As ``phalanx.hardware.kernels.choose.BinKernel.add``."""
+    """Add ``gradient`` to words and tops on a GPU, in place, with one launch for each run; arguments as for
+    ``phalanx.hardware.kernels.choose.BinKernel.add``.
+    """
     for element, span, spans, size in runs:
         at_once = _TILE // size
         _add[(triton.cdiv(spans, at_once), len(gradient))](

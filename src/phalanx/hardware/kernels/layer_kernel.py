@@ -96,7 +96,9 @@ class LayerKernels(Protocol):
 
 class _Operations(LayerKernels):
     def turned(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-        """Rotate the halves of ``x`` by the tables ``cos`` and ``sin``; ``back`` is the transposed rotation."""
+        """Rotate the halves of ``x`` ``(..., e)`` by the tables ``cos`` and ``sin``, into a new tensor; ``back`` is
+        the transposed rotation.
+        """
         if back:
             turning = (x * sin).chunk(2, -1)
             return x * cos + torch.cat((turning[1], -turning[0]), -1)
@@ -136,7 +138,9 @@ class HostLayerKernels(LayerKernels):
         self._parallel = Team().parallel
 
     def turned(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-        """Rotate the halves of ``x`` ``(b, h, s, e)`` by tables ``(s, e)``, in one pass; other shapes by the reference."""
+        """Rotate the halves of ``x`` ``(b, h, s, e)`` by tables ``(s, e)``, in one pass, into a new tensor; other
+        shapes by the reference. ``back`` is the transposed rotation.
+        """
         if x.dim() != 4 or cos.dim() != 2:  # not a layer's heads: whoever looks at one of them
             return REFERENCE.turned(x, cos, sin, back=back)
         if x.stride(-1) != 1:
@@ -189,7 +193,9 @@ def _shares(width: int, rows: int) -> tuple[int, int]:
 
 
 def layer_kernels(*tensors: Tensor) -> LayerKernels:
-    """The compiled kernels if they take ``tensors``, and have the reference's bits on this machine; else the reference."""
+    """Return the compiled kernels if all ``tensors`` are plain fp32 ones and the kernels have the reference's bits on
+    this machine; else the reference.
+    """
     if all(
         type(tensor) in (Tensor, torch.nn.Parameter) and tensor.dtype == torch.float32 for tensor in tensors
     ):
@@ -214,7 +220,9 @@ def _tried() -> LayerKernels:
 
 
 def same_bits(kernels: LayerKernels, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """True if ``kernels`` have the reference's bits on these numbers: ``x`` ``(b, s, h, e)``, of which heads are turned, and tables ``(s, e)``."""
+    """Return True if all ``kernels`` have the reference's bits on these numbers: ``x`` ``(b, s, h, e)``, of which
+    heads are turned, and tables ``(s, e)``.
+    """
     heads, rows = x.transpose(1, 2), x.flatten(0, 2)
     gradient, inverse, along, weight = rows.flip(0), rows[:, :1].abs(), rows[:, 1:2], rows[0]
 

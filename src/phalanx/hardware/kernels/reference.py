@@ -67,7 +67,7 @@ class Kernels(Protocol):
         squares: list[Tensor],
         factors: UpdateFactors,
     ) -> None:
-        """One update of weights and both moments, in place; the n-th tensors of all lists belong together."""
+        """Update weights and both moments in place by one step; the n-th tensors of all lists belong together. ``grads`` are unchanged."""
 
     @abstractmethod
     def peak(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -97,7 +97,9 @@ class TorchKernels(Kernels):
         squares: list[Tensor],
         factors: UpdateFactors,
     ) -> None:
-        """Update ``weights``, ``means`` and ``squares`` in place by one step of AdamW, with PyTorch's operations."""
+        """Update ``weights``, ``means`` and ``squares`` in place by one step of AdamW, one PyTorch operation at a
+        time, which defines the bits. ``grads`` are unchanged.
+        """
         grads = list(torch._foreach_mul(grads, factors.gradient_scale))
         torch._foreach_mul_(means, factors.keep_mean)
         torch._foreach_add_(means, torch._foreach_mul(grads, factors.new_mean))
@@ -125,7 +127,7 @@ class TorchKernels(Kernels):
     def extracted_sums(
         self, tensors: Sequence[Tensor], constants: tuple[float, float], device: torch.device
     ) -> Tensor:
-        """Return the sums of both exact pieces of all squares, fp64 ``(2,)``."""
+        """Return the sums of both exact pieces of all squares, fp64 ``(2,)`` on ``device``, in chunks of bounded memory."""
         chunk = _CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else _GPU_SUM_CHUNK
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         rest_buffer = torch.empty(chunk, dtype=torch.float64, device=device)

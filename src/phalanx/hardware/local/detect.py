@@ -59,7 +59,7 @@ class KnownPeak:
 
 
 def accelerator_named(device_name: str) -> KnownPeak | None:
-    """The catalog's peak for a driver's device name such as "NVIDIA H200", or ``None``."""
+    """Return the catalog's bf16 peak (FLOP/s) for a driver's device name such as "NVIDIA H200"; ``None`` if it is not in the catalog."""
     entry = _entry_named(device_name)
     if entry is None:
         return None
@@ -108,7 +108,8 @@ def reasons_in_words(bits: int) -> list[str]:
 
 
 def throttled_gpus() -> list[str]:
-    """Return a sentence on each GPU whose clocks are low at this moment; may hang where a driver does.
+    """Return a sentence on each GPU whose clocks are lowered at this moment, with reasons and clock. Blocks if the
+    driver hangs.
 
     Empty without NVML. GPUs that do not answer are left out.
     """
@@ -156,7 +157,7 @@ class CpuThrottles:
         self._before = _read(self._places)
 
     def new(self) -> list[str]:
-        """Return a sentence on the processors whose clocks were lowered for heat since the last call; empty if there are none."""
+        """Return at most one sentence: the processors whose clocks were lowered for heat since the last call; empty if there are none."""
         now = _read(self._places)
         grown = {place: count - self._before.get(place, count) for place, count in now.items()}
         self._before = now
@@ -175,7 +176,7 @@ def _read(places: Iterable[Path]) -> dict[Path, int]:
 
 
 def _spans(numbers: set[int]) -> str:
-    """Numbers in words: ``0-3, 8``."""
+    """Return numbers as text with ranges, ascending: ``0-3, 8``."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
@@ -217,9 +218,10 @@ _OLD_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 def set_for_rank(environ: MutableMapping[str, str] = os.environ, *, survives: bool = False) -> None:
-    """Set the variables of this process's CUDA libraries that ``environ`` does not set yet.
+    """Set the variables of this process's CUDA libraries in ``environ``; those that are set, also by an older name,
+    stay.
 
-    With ``survives``, for a process that goes on when its process groups break.
+    With ``survives``, also those for a process that continues when its process groups break.
     """
     for name, value in (RANK | (SURVIVING_RANK if survives else {})).items():
         if _OLD_NAMES.get(name, name) not in environ:

@@ -76,10 +76,10 @@ def wait_for_stream(device: torch.device) -> None:
 
 
 def answers(device: torch.device) -> bool:
-    """True if ``device`` can still compute.
+    """Return True if ``device`` can still compute. Waits for the work queued there.
 
-    After an illegal access, an uncorrectable memory error and the like, a process gets the same error from every later call to
-    its GPU; only a new process helps.
+    After an illegal access, an uncorrectable memory error and the like, a process gets the same error from every
+    later call to its GPU; only a new process helps.
     """
     try:
         wait_for_device(device)
@@ -100,7 +100,9 @@ def forget_peak_memory(device: torch.device) -> None:
 
 
 def held_memory_bytes(device: torch.device) -> int:
-    """The memory that this process has: on a GPU the most that its tensors have taken so far, on a CPU what is resident now."""
+    """Return the bytes of memory of this process: on a GPU the most that its tensors have taken so far, on a CPU what
+    is resident now (the peak where that is unknown).
+    """
     on_device = peak_memory_bytes(device)
     if on_device is not None:
         return on_device
@@ -110,7 +112,7 @@ def held_memory_bytes(device: torch.device) -> int:
 
 
 def most_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has had so far: on a GPU that of its tensors, on a CPU what was resident."""
+    """Return the most bytes that this process has had so far: on a GPU those of its tensors, on a CPU resident ones."""
     on_device = peak_memory_bytes(device)
     if on_device is not None:
         return on_device
@@ -119,7 +121,9 @@ def most_memory_bytes(device: torch.device) -> int:
 
 
 def temperature_c(device: torch.device) -> float | None:
-    """The temperature of a GPU; ``None`` of a CPU, and where NVML is missing (package ``nvidia-ml-py``, optional) or does not know it."""
+    """Return the temperature of a GPU in degrees Celsius; ``None`` for a CPU, or without NVML (package
+    ``nvidia-ml-py``, optional) or its answer.
+    """
     if not on_gpu(device):
         return None
     try:
@@ -131,9 +135,10 @@ def temperature_c(device: torch.device) -> float | None:
 
 
 def gpu_use(device: torch.device) -> dict[str, float]:
-    """Use of a GPU: ``gpu``, the share of the last moments in which it computed (0 to 1), and ``gpu_watts``, its power.
+    """Return the use of a GPU: ``gpu``, the share of the last moments in which it computed (0 to 1), and
+    ``gpu_watts``, its power.
 
-    Empty for a CPU, and where NVML is missing or does not know them.
+    Empty for a CPU, and without NVML or its answer.
     """
     if not on_gpu(device):
         return {}
@@ -158,11 +163,12 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def brought(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host on ``device``; on a CPU, ``tensor`` itself.
+    """Return a small tensor of the host on ``device``, without waiting for a GPU; on a CPU, ``tensor`` itself.
 
-    By way of page-locked memory: a copy to a GPU from any other memory keeps the host until all that was queued before it is done.
-    PyTorch keeps such memory for the next time, and does not give it out again before the copy is done. A tensor with gaps between its
-    elements would be page-locked with them, and then copied by way of ordinary memory after all (ATen's ``copy_requires_temporaries``).
+    It is copied by way of page-locked memory: a copy to a GPU from any other memory keeps the host until all that was
+    queued before it is done. PyTorch keeps such memory for the next time, and does not give it out again before the
+    copy is done. A tensor with gaps between its elements is made contiguous first, else it would be copied by way of
+    ordinary memory after all (ATen's ``copy_requires_temporaries``).
     """
     if not on_gpu(device):
         return tensor.to(device)
@@ -187,10 +193,10 @@ _NEVER, _NONE, _PAD_BYTES = -1, 0, 64 << 20
 
 
 def keep_freed_memory(device: torch.device) -> bool:
-    """Make this process keep what it frees for its own later tensors, if it computes on a CPU; return ``True`` if it
+    """Make this process keep freed memory for its own later tensors, if it computes on a CPU; return ``True`` if it
     will.
 
-    It then never has less than at its peak. Not where the C library is another than glibc.
+    Its memory then never falls below its peak. Only with glibc as the C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if on_gpu(device) or mallopt is None:
@@ -270,7 +276,7 @@ class QueueTimes:
 
 
 def queue_times(device: torch.device) -> QueueTimes | None:
-    """The times of the queue that this thread puts its work in; ``None`` for a CPU, where the host's clock measures the same."""
+    """Return the times of the queue that this thread's work goes to; ``None`` for a CPU, where the host's clock measures the same."""
     if not on_gpu(device):
         return None
 
@@ -292,12 +298,15 @@ _FIRST_CPU_SIZE, _CPU_SIZE = 256, 2048
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype, budget_s: float = _BUDGET_S) -> float:
-    """The best rate, in FLOP/s, at which this process multiplies two square matrices of ``dtype`` on ``device``.
+    """Return the best rate, in FLOP/s, at which this process multiplies two square matrices of ``dtype`` on
+    ``device``.
 
-    8,192 rows and columns on a GPU, on a CPU up to 2,048: sizes grow for as long as a product takes less than an eighth of ``budget_s``, so that
-    few threads, which reach their plateau with small matrices, measure small ones, and a CPU without kernels for ``dtype`` (bf16 on processors
-    with AVX2 alone: 1 GFLOP/s) does not take minutes. The best of as many rounds as fit into the budget (two at least, after one to
-    warm up), because noise only ever slows down.
+    8,192 rows and columns on a GPU, on a CPU up to 2,048. On a CPU sizes double while a product takes less than an
+    eighth of ``budget_s``: few threads, which reach their plateau with small matrices, measure small ones. A CPU
+    without kernels for ``dtype`` (bf16 on processors with AVX2 alone: 1 GFLOP/s) does not take minutes.
+
+    It is the best of as many rounds as fit into the budget (two at least, after one to warm up), because noise only
+    ever slows down.
     """
     size = _FIRST_CPU_SIZE if device.type == "cpu" else 8192
     best = _best_s(device, dtype, size, 0.0)
@@ -310,7 +319,9 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype, budget_s: flo
 
 
 def _best_s(device: torch.device, dtype: torch.dtype, size: int, budget_s: float) -> float:
-    """The shortest time of a product of two matrices ``(size, size)``, in s."""
+    """Return the shortest time, in seconds, of a product of two random matrices ``(size, size)``, over rounds of
+    ``budget_s`` seconds, at least two.
+    """
     # Random numbers, as a training step has: a GPU at its power limit multiplies constants more than a tenth faster.
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
@@ -336,7 +347,9 @@ _ROUNDS = 4
 
 
 def measure_copy_bytes_per_s(device: torch.device) -> float:
-    """The best rate, in bytes read and written a second, at which this process copies memory of ``device``; a few milliseconds."""
+    """Return the best rate, in bytes read and written per second, at which this process copies memory of ``device``;
+    takes a few milliseconds.
+    """
     size = (256 << 20) if on_gpu(device) else (32 << 20)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -41,7 +41,7 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def resolved(host: str) -> list[str]:
-    """The addresses of a host, in the resolver's order; empty if it has none here."""
+    """Return the IP addresses of a host, each once, in the resolver's order; empty if it has none here."""
     with suppress(OSError, UnicodeError):
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos))
@@ -67,7 +67,7 @@ def listening_address(host: str) -> str:
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on its route to ``host``; empty if there is no route. Sends nothing."""
+    """Return this machine's address on its route to ``host``; empty if there is no route. Sends nothing."""
     with suppress(OSError), socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
         return str(probe.getsockname()[0])
@@ -80,9 +80,9 @@ def default_addresses() -> list[str]:
 
 
 def interface_for(addresses: Iterable[str], interfaces: Sequence[Interface], *, shared: bool) -> str:
-    """The name of the interface that has the first of ``addresses`` that any has; empty if none has one.
+    """Return the name of the interface with the first of ``addresses`` that any has; empty if none has one.
 
-    ``shared``: other machines are to connect to it, so that no loopback address counts.
+    ``shared``: other machines are to connect to it, so loopback addresses are skipped.
     """
     for address in addresses:
         if is_loopback(address):
@@ -104,8 +104,9 @@ NEXT_ADDRESS_S = 0.25
 def dial(host: str, port: int, within_s: float) -> socket.socket:
     """Connect to the first of a host's addresses that accepts (Happy Eyeballs, RFC 8305).
 
-    A name may resolve to an IPv6 address that leads nowhere and an IPv4 address that works. The next address is tried as soon as one fails, or
-    has not accepted for ``NEXT_ADDRESS_S``. The socket has the timeout ``within_s``. Raises OSError.
+    A name may resolve to an IPv6 address that leads nowhere and an IPv4 address that works. The next address is tried
+    as soon as one fails, or has not accepted for ``NEXT_ADDRESS_S``. The socket has the timeout ``within_s``. Raises
+    TimeoutError after ``within_s``, or the last address's OSError.
     """
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     remaining = _families_in_turn([(info[0], info[4]) for info in infos])
@@ -144,14 +145,14 @@ _Address = tuple[object, ...]
 def _families_in_turn(
     addresses: Sequence[tuple[socket.AddressFamily, _Address]],
 ) -> list[tuple[socket.AddressFamily, _Address]]:
-    """The addresses, those of the first one's family and the others in turn."""
+    """Return the addresses in which those of the first one's family and the others alternate."""
     first = [address for address in addresses if address[0] == addresses[0][0]]
     others = [address for address in addresses if address[0] != addresses[0][0]]
     return [address for pair in zip_longest(first, others) for address in pair if address is not None]
 
 
 def _attempt(family: socket.AddressFamily, address: _Address) -> socket.socket:
-    """A socket that begins to connect. Raises OSError."""
+    """Return a non-blocking socket that has begun to connect. Raises OSError."""
     attempt = socket.socket(family, socket.SOCK_STREAM)
     try:
         attempt.setblocking(False)
@@ -164,7 +165,7 @@ def _attempt(family: socket.AddressFamily, address: _Address) -> socket.socket:
 
 
 def _decided(attempts: Sequence[socket.socket], within_s: float) -> list[socket.socket]:
-    """The first attempts of which it is known within that time whether they have succeeded."""
+    """Wait up to ``within_s`` seconds until an attempt has succeeded or failed; return all that have."""
     poll = select.poll()
     for attempt in attempts:
         poll.register(attempt, select.POLLOUT)
@@ -215,7 +216,7 @@ _InterfaceAddress._fields_ = [
 
 
 def local_interfaces() -> list[Interface]:
-    """The interfaces of this machine with their IPv4 and IPv6 addresses; empty where the system cannot list them."""
+    """Return the interfaces of this machine with each of their IPv4 and IPv6 addresses; empty if the system cannot list them."""
     library, first = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)):
         return []
@@ -232,7 +233,7 @@ def local_interfaces() -> list[Interface]:
 
 
 def _address_at(pointer: int | None) -> str:
-    """The address of a ``struct sockaddr``; empty for another family than IPv4 and IPv6."""
+    """Return the address of a ``struct sockaddr`` as text; empty for a null pointer, or another family than IPv4 and IPv6."""
     if not pointer:
         return ""
     head = ctypes.string_at(pointer, 2)

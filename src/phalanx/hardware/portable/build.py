@@ -30,9 +30,10 @@ _NOTICE = "compiling the portable kernels, once for this user and machine (about
 
 
 def library_file() -> Path:
-    """Return the path of the library, compiled if need be.
+    """Return the path of the library for the installed PyTorch, compiled if it is not cached. A notice is printed
+    before the compiler starts.
 
-    Raises ``NoHostKernelsError``. A notice is printed before the compiler starts.
+    Raises ``NoHostKernelsError`` if PyTorch is missing or compilation fails.
     """
     package = importlib.util.find_spec("torch")
     if package is None or package.origin is None:
@@ -49,7 +50,7 @@ def library_file() -> Path:
 
 
 def unfit_processor() -> str:
-    """Why this processor has no portable numerics, as a clause; empty if it has."""
+    """Return why this processor has no portable numerics, as a clause; empty if it has: 64-bit Arm, or x86-64 with AVX2 and FMA."""
     machine = platform.machine()
     if machine in ("aarch64", "arm64"):
         return ""

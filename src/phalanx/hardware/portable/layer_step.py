@@ -53,7 +53,7 @@ class LayerWeights:
     eps: float
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all weights."""
+        """Yield all matrices, biases and norms of the layer that exist."""
         for name in _LINEARS:
             linear: LinearWeights = getattr(self, name)
             yield linear.matrix
@@ -98,14 +98,18 @@ class CachedRows:
     """Keys and values of the rows of a step, whose attention the kernel computes, with scores that are multiplied by ``scale``."""
 
     def __init__(self, positions: Sequence[int], scale: float) -> None:
-        """A row of each of ``positions`` in its text sees itself and all rows before it."""
+        """Make one row for each of ``positions`` in its text; a row sees itself and all rows before it. Scores are
+        multiplied by ``scale``.
+        """
         self.scale = scale
         self._rows = (_CachedRow * len(positions))()
         for row, position in zip(self._rows, positions, strict=True):
             row.position = position
 
     def point(self, texts: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-        """Set a layer's keys and values, each ``(kv_heads, capacity, width)``, of texts with so many rows each, in turn."""
+        """Set a layer's keys and values: ``texts`` has those of each text, each ``(kv_heads, capacity, width)``, and
+        its number of rows, in the order of rows. Addresses are stored, not data.
+        """
         number = 0
         for keys, values, count in texts:
             first, second, stride = keys.data_ptr(), values.data_ptr(), keys.stride(0)

@@ -24,7 +24,9 @@ _TESTED = "phalanx_portable"
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Return the library, compiled if need be and loaded once. Raises ``NoHostKernelsError`` or ``OSError`` if it cannot be had."""
+    """Return the library, compiled if it is not cached, and loaded once per process. Raises ``NoHostKernelsError`` or
+    ``OSError`` if that fails.
+    """
     library = ctypes.CDLL(str(library_file()))
     library.kernel_name.argtypes = [ctypes.c_int64]
     library.kernel_name.restype = ctypes.c_char_p
@@ -59,9 +61,10 @@ def kernel_names() -> list[str]:
 
 
 def register(namespace: str) -> Callable[[], None]:
-    """Register the kernels for the operations of ``namespace`` on CPUs; return a function that withdraws them.
+    """Register the kernels for the operations of ``namespace`` on CPUs, for the whole process; return a function that
+    withdraws them.
 
-    Raises ``NoHostKernelsError``.
+    Raises ``NoHostKernelsError`` if the library is missing or PyTorch refuses a kernel.
     """
     library = load()
     registered = library.register_kernels(namespace.encode())
@@ -72,7 +75,9 @@ def register(namespace: str) -> Callable[[], None]:
 
 @functools.cache
 def operations() -> Any:
-    """Return the kernels as operations of a namespace of their own, with PyTorch's schemas: what PyTorch computes itself stays as it is."""
+    """Return the kernels as operations of a separate namespace, with PyTorch's schemas, for tests: PyTorch's own
+    operations are unchanged.
+    """
     definitions = torch.library.Library(_TESTED, "DEF")  # type: ignore[no-untyped-call]
     for name in kernel_names():
         packet, _, overload = name.partition(".")
@@ -108,7 +113,7 @@ Kernel = Callable[..., Tensor]
 
 
 def _in_place(compute: Kernel) -> Kernel:
-    """The form of ``compute`` that writes its result to its first operand."""
+    """Return the form of ``compute`` that writes its result to its first operand and returns that."""
 
     def write(first: Tensor, *others: object, **factors: object) -> Tensor:
         return first.copy_(compute(first, *others, **factors))
@@ -117,7 +122,7 @@ def _in_place(compute: Kernel) -> Kernel:
 
 
 def _into(compute: Kernel) -> Kernel:
-    """The form of ``compute`` that writes its result to ``out``."""
+    """Return the form of ``compute`` that writes its result to ``out``, which is resized if its shape differs, and returns ``out``."""
 
     def write(*operands: object, out: Tensor, **factors: object) -> Tensor:
         result = compute(*operands, **factors)
@@ -129,7 +134,9 @@ def _into(compute: Kernel) -> Kernel:
 
 
 def _wide(compute: Kernel) -> Kernel:
-    """``compute`` on operands of fp32 or fp64: those of bf16 and fp16 are widened, and the result is rounded to their dtype."""
+    """Return ``compute`` for operands of any format: if they are bf16 or fp16 by promotion, they are widened to fp32
+    and the result is rounded to that dtype.
+    """
 
     def widened(*operands: object, **factors: object) -> Tensor:
         tensors = [operand for operand in operands if isinstance(operand, Tensor)]
@@ -145,7 +152,9 @@ def _wide(compute: Kernel) -> Kernel:
 
 
 def _added_product(multiply: Callable[[Tensor, Tensor], Tensor]) -> Kernel:
-    """``beta total + alpha left right``; without ``total``, even a NaN of it, where ``beta`` is 0."""
+    """Return a function for ``beta total + alpha left right``, with ``multiply`` as the product. If ``beta`` is 0,
+    ``total`` is not used, even if it is NaN.
+    """
 
     def compute(total: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
         product = multiply(left, right)
@@ -208,7 +217,9 @@ def _broadcast(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _simple_power(base: Tensor, exponent: float) -> Tensor | None:
-    """Return powers that are products, quotients or roots; None for any other."""
+    """Return ``base`` to the power of 1, 2, 3, -1, -2, 0.5 or -0.5 by products, reciprocals and roots, as a new
+    tensor; None for any other exponent.
+    """
     square = base * base
     if exponent == 2:
         return square
@@ -226,9 +237,9 @@ def _simple_power(base: Tensor, exponent: float) -> Tensor | None:
 
 
 def _integer_power(base: Tensor | float, exponent: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Return integer powers by repeated squaring.
+    """Return integer powers in ``dtype`` by repeated squaring, which overflows silently.
 
-    Raises ``RuntimeError`` where an exponent is negative, as PyTorch does for a scalar.
+    Raises ``RuntimeError`` if an exponent is negative, as PyTorch does for a scalar.
     """
     bases, exponents = _broadcast(_tensor(base, dtype), _tensor(exponent, torch.int64))
     if bool((exponents < 0).any()):
@@ -266,7 +277,9 @@ def _vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the ``ord``-norm over ``dim`` (None: all), in the dtype of ``x`` or ``dtype``; bf16 and fp16 are computed in fp32."""
+    """Return the ``ord``-norm (0, infinite or any other order) over ``dim`` (None or empty: all), in the dtype of
+    ``x`` or ``dtype``; bf16 and fp16 are computed in fp32.
+    """
     numbers = x if dtype is None else x.to(dtype)
     _require_real(numbers.dtype)
     wide = numbers.float() if numbers.dtype in (torch.bfloat16, torch.float16) else numbers

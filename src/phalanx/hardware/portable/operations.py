@@ -68,7 +68,7 @@ def begun() -> bool:
 
 
 def end() -> None:
-    """Restore PyTorch's own kernels in this process, which computes natively from now on."""
+    """Restore PyTorch's own kernels and oneDNN in this process, which computes natively from now on; does nothing if it already does."""
     if _ended:
         torch.backends.mkldnn.set_flags(True)  # type: ignore[no-untyped-call]
     while _ended:
@@ -116,7 +116,7 @@ DIGESTS = {
 
 
 def computations() -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The computations of the check, by name."""
+    """Yield the computations of the check: the name, and a function that returns its results on fixed numbers."""
     spread, narrow = _numbers(48, 517, 0) / 2**6, _numbers(48, 517, 0).bfloat16()
     positive, weights = spread.abs() + 2**-12, _numbers(70, 517, 1) / 2**7
     heads = [_numbers(2 * 4 * 70, 24, seed).view(2, 4, 70, 24) / 2**7 for seed in (2, 3, 4)]
