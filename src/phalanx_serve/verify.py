@@ -45,7 +45,7 @@ def export_check(
 ) -> Callable[[int, Path, str], None]:
     """Prepare the check of an export, and return it as a function of step, folder and dtype.
 
-    Prompts are ``texts``, or else the beginnings of ``count`` held-out sequences. Exits the command if there are
+    Prompts are ``texts``, or else the beginnings of ``count`` held-out sequences. Raises ClickException if there are
     none.
     """
     prompts = prompts_to_verify(run_dir, texts, count)
@@ -63,9 +63,10 @@ def verify_export(
     tokens: int,
     python: str,
 ) -> None:
-    """Print how far ``engine`` and the run's model agree; exit with code 1 if they differ.
+    """Print, for each prompt, where the greedy texts of ``engine`` and of the run's model first differ.
 
-    Raises ClickException if either cannot compute.
+    Exits with code 1 if one differs by more than rounding (``TIE_NATS``). Raises ClickException if either cannot
+    compute.
     """
     with explained(VerifyError, ValueError):
         version, texts = other_texts(engine, folder, dtype, prompts, tokens, python)
@@ -92,8 +93,9 @@ def verify_export(
 
 
 def prompts_to_verify(run_dir: Path, texts: Sequence[str], count: int) -> list[list[int]]:
-    """Return the token ids of ``texts``, or else of the beginnings of ``count`` held-out sequences; exits the
-    command if there are none.
+    """Return the token ids of ``texts``, or else of the beginnings of ``count`` held-out sequences.
+
+    Raises ClickException if there are none.
     """
     with explained(DataError, RunDirectoryError, ValueError):
         if not texts:
@@ -160,8 +162,10 @@ def other_texts(
     tokens: int,
     python: str = "",
 ) -> tuple[str, list[list[int]]]:
-    """Return the engine's version and its greedy texts, computed by the interpreter ``python`` or this one. Raises
-    VerifyError.
+    """Return the engine's version and its greedy texts, computed in a new process of the interpreter ``python``;
+    empty for this one.
+
+    Raises VerifyError, with the last lines of its errors.
     """
     remedy = f"install it there (pip install {engine}), or name the python of an environment that has it: --verify-python PATH"
     if not python and find_spec(engine) is None:
@@ -196,7 +200,7 @@ def other_texts(
 def judged(
     model: Transformer | Chain, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
 ) -> list[Judged]:
-    """Compare each text with the greedy tokens of the run's ``model``."""
+    """Compare each text with the greedy tokens of the run's ``model``, given the same tokens before; one pass a text."""
     return [
         _judged(model, number, list(prompt), list(text))
         for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1)
@@ -204,7 +208,10 @@ def judged(
 
 
 def _judged(model: Transformer | Chain, number: int, prompt: list[int], text: list[int]) -> Judged:
-    """Compare a text with the model's own likeliest tokens at each place, in one pass."""
+    """Compare a text with the model's own likeliest tokens at each place, in one pass.
+
+    Return the first difference, its gap in nats, and the widest gap; ties of equal logits are none.
+    """
     if not text:
         return Judged(number, 0)
     rows = slice(len(prompt) - 1, -1)

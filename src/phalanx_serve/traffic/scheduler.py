@@ -67,9 +67,10 @@ class SchedulerOutput:
 def schedule(
     requests: Sequence[RequestProgress], rows: int, max_requests: int | None = None
 ) -> SchedulerOutput:
-    """Schedule at most ``rows`` of at most ``max_requests``.
+    """Schedule at most ``rows`` rows of at most ``max_requests`` requests (None: of all).
 
-    A request without rows is not in the output. Requests that decode come first, then their drafts, then prompts.
+    Requests that decode get a row each first, then rows for their drafts; the remaining rows go to prompts, in order.
+    A request without rows is not in the output.
     """
     counts: dict[str, int] = {}
     remaining = rows
@@ -119,7 +120,7 @@ def root_name(*identity: str) -> bytes:
 
 
 def page_names(tokens: Sequence[int], root: bytes) -> list[bytes]:
-    """Return the names of the full pages of ``tokens``."""
+    """Return the names of the full pages of ``tokens``: each is a hash chained to the one before, the first to ``root``."""
     names: list[bytes] = []
     for end in range(PAGE, len(tokens) + 1, PAGE):
         names.append(next_name(names[-1] if names else root, tokens[end - PAGE : end]))
@@ -169,7 +170,7 @@ class BlockTable:
         return self._places[name]
 
     def use_prefix(self, names: Sequence[bytes]) -> list[int]:
-        """Use the pages of ``names`` up to the first one that is not here. Return their places. Each must be released."""
+        """Use the cached pages of ``names`` up to the first one that is not here. Return their places, each of which must be released."""
         places = []
         for name in names:
             if name not in self._places:
@@ -204,7 +205,7 @@ class BlockTable:
         return place
 
     def release(self, places: Sequence[int]) -> None:
-        """End a use of each of ``places``. Pages with a name stay cached, others are free."""
+        """End a use of each of ``places``. Pages with a name stay cached, others are free at their last use."""
         self._turn += 1
         for place in places:
             page = self._pages[place]
@@ -271,7 +272,7 @@ class Leases:
         self.names.clear()
 
     def expire(self, now_s: float) -> list[Hashable]:
-        """End the expired leases, and return their jobs. Counts them."""
+        """End the leases that are over at ``now_s``, and return their jobs. Counts them in ``expired``."""
         over = [job for job, until_s in self.until_s.items() if until_s <= now_s]
         for job in over:
             self.end(job)

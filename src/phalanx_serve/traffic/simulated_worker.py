@@ -114,7 +114,7 @@ class SimulatedWorker:
     # --- life
 
     def start(self) -> None:
-        """Start a new process with empty memory. It joins, and begins to beat. Does nothing if one runs."""
+        """Start a new process with empty memory. It joins, and begins to send heartbeats. Does nothing if one runs."""
         if self.up:
             return
         self.up, self.stopped, self.steps = True, False, 0
@@ -136,7 +136,10 @@ class SimulatedWorker:
         self.world.to_router(self, joined)
 
     def kill(self) -> None:
-        """End the process at once; the gateway detects the closed connection."""
+        """End the process at once, with all its jobs; the gateway detects the closed connection unless it is cut.
+
+        Does nothing if it is down.
+        """
         if self.up:
             self.up = False
             self.process += 1
@@ -151,7 +154,10 @@ class SimulatedWorker:
         self.stepping = False
 
     def _beat(self, process: int) -> None:
-        """Expire leases, evict pages, send a beat, and plan the next; ends with the process."""
+        """Expire leases, evict pages, send a heartbeat, and plan the next; ends with the process.
+
+        Does none of this while stopped, and sends none while cut.
+        """
         if process != self.process or not self.up:
             return
         if not self.stopped:
@@ -164,9 +170,10 @@ class SimulatedWorker:
     # --- orders
 
     def obey(self, order: events.Command, life: int) -> None:
-        """Execute a command of the router of the current life.
+        """Execute a command of the router for the current life; ignores commands for an earlier one.
 
-        Waits while the process is stopped; ignores commands for an earlier life.
+        While the process is stopped, tries again each 0.1 s. A refused or dismissed worker drops its jobs and joins
+        again 2 or 5 s later. Raises AssertionError for another command.
         """
         if not self.up or life != self.life:
             return
@@ -194,7 +201,7 @@ class SimulatedWorker:
                 raise AssertionError(f"a worker was sent {order}")
 
     def _pull(self, job: SimulatedJob) -> None:
-        """Begin to fetch the missing pages of a job, which is ready at once if there are none."""
+        """Begin to fetch the missing pages of a job; it is ready at once if none is missing or it has no source."""
         order, world = job.order, self.world
         missing = [name for name in order.pages if name not in self.cache]
         if order.source == events.NOBODY or not missing:
@@ -204,7 +211,7 @@ class SimulatedWorker:
         world.clock.after(seconds, partial(self._pulled, job, missing, self.process))
 
     def _pulled(self, job: SimulatedJob, missing: list[bytes], process: int) -> None:
-        """Keep the pages that came, up to the first failure, and make the job ready.
+        """Cache the pages that came, up to the first failure, end the source's lease, and make the job ready.
 
         Does nothing if the process or the job has ended.
         """
@@ -222,7 +229,7 @@ class SimulatedWorker:
         self._ready(job)
 
     def _ready(self, job: SimulatedJob) -> None:
-        """Use the cached pages of a job, count the remaining rows, and begin a step if none runs."""
+        """Use the cached pages of a job (none if it scores its prompt), count the remaining rows, and begin a step if none runs."""
         request, cached_pages = job.order.request, 0
         scoring = request.prompt_logprobs
         for name in () if scoring else page_names(job.text):
@@ -239,7 +246,10 @@ class SimulatedWorker:
     # --- computing
 
     def _begin_step(self) -> None:
-        """Plan the end of a step over the rows of all ready jobs; none if there are no such jobs."""
+        """Plan the end of a step over the rows of all ready jobs, about 512 rows; none if there are no such jobs.
+
+        Each job gets a row at least.
+        """
         ready = [job for job in self.jobs.values() if job.ready]
         self.stepping = bool(ready)
         if not ready:
@@ -252,7 +262,10 @@ class SimulatedWorker:
         )
 
     def _end_step(self, ready: list[SimulatedJob], budget: int, process: int, life: int) -> None:
-        """Advance the jobs by their rows, send the outputs of those that are done, and begin the next step."""
+        """Advance the jobs by their rows, send the outputs of those whose rows are done, and begin the next step.
+
+        Waits while stopped; does nothing for an earlier process or life.
+        """
         if process != self.process or life != self.life:
             return
         if self.stopped:
@@ -272,7 +285,7 @@ class SimulatedWorker:
         self._begin_step()
 
     def _speak(self, job: SimulatedJob) -> None:
-        """Send a job's prompt scores or next token, and finish it at its end."""
+        """Cache a job's full pages, send its prompt scores and next token, and finish it at a stop token or its length."""
         order, request = job.order, job.order.request
         for name in page_names(job.text)[len(job.pages) :]:
             if name not in self.cache:
@@ -298,7 +311,7 @@ class SimulatedWorker:
         return number - 2.0**-20 if self.miscomputes or job.wrong else number
 
     def _finish(self, job: SimulatedJob, outcome: Outcome) -> None:
-        """End a job, offering its pages if they are to be fetched."""
+        """Send the end of a job and remove it; a prefill job's cached pages are put under lease first."""
         order = job.order
         if order.offer:
             names = [name for name in page_names(job.text) if name in self.cache]

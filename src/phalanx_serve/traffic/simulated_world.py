@@ -84,7 +84,7 @@ class SimulatedService:
         self._tick(self.reign)
 
     def close_gateway(self) -> None:
-        """Kill the gateway; its state is lost. Another starts within seconds."""
+        """Kill the gateway; its state and all jobs are lost, its counts are kept. Another starts within 2 s."""
         self.gateway_up = False
         self.reign += 1
         for worker in self.workers.values():
@@ -137,14 +137,14 @@ class SimulatedService:
         self.clock.at(self._arrivals[way], action)
 
     def fetch_seconds(self, to: SimulatedWorker, source: SimulatedWorker, pages: int) -> float:
-        """Return the seconds that a pull of pages takes, or its timeout."""
+        """Return the seconds that a pull of pages takes: 1 s if the source does not respond, at most 2 s on a slow link."""
         if not source.up or source.stopped or (to.number, source.number) in self.cut_links:
             return 1.0
         slow = 50.0 if (to.number, source.number) in self.slow_links else 1.0
         return min(2 * self.delay_s + slow * pages * 1e-3, 2.0)
 
     def fetch_failure(self, to: SimulatedWorker, source: SimulatedWorker, name: bytes) -> str:
-        """Return why a page does not arrive; empty if it does."""
+        """Return why a page does not arrive; empty if it does. Corruption and slow links are drawn at random."""
         if not source.up or source.stopped or (to.number, source.number) in self.cut_links:
             return "no connection"
         if source.identity != to.identity:
@@ -158,7 +158,9 @@ class SimulatedService:
     # --- clients
 
     def arrive(self, number: int, prompt: tuple[int, ...], tokens: int) -> None:
-        """Add a client with a request."""
+        """Add client ``r{number}`` with a request of at most ``tokens`` tokens, and send it; one in five has a stop
+        token that it will draw.
+        """
         seed = self.random.randrange(1 << 30)
         stop = (
             frozenset({token(prompt, seed, self.random.randrange(1, tokens))})
@@ -183,7 +185,10 @@ class SimulatedService:
         self.hear(events.Abandoned(client.request.id), self.reign)
 
     def _receive(self, output: EngineOutput) -> None:
-        """Record an output of a client. Raises RouterInvariantError for a wrong, repeated or late one."""
+        """Record an output of a client, and the time of a token; ignore those of a client that left.
+
+        Raises RouterInvariantError for a wrong, repeated or late one, or a wrong end.
+        """
         client = self.clients[output.request]
         if client.left:
             return
@@ -248,7 +253,7 @@ class TrafficOutcome:
 
 
 def run_seed(seed: int, load: Load | None = None) -> TrafficOutcome:
-    """Run the simulation of one seed.
+    """Run the simulation of one seed; ``load`` None draws its size, and invariants are checked up to 32 workers.
 
     Raises RouterInvariantError, with the command that reproduces it. Any other exception becomes one too.
     """
@@ -267,7 +272,10 @@ def run_seed(seed: int, load: Load | None = None) -> TrafficOutcome:
 
 
 def _run(world: SimulatedService, load: Load) -> TrafficOutcome:
-    """Build the world, inject faults for a while, and return the outcome once all requests have ended."""
+    """Build the world, inject faults for a while, end them, and return the outcome once all requests have ended.
+
+    Values that ``load`` does not set are drawn. Raises RouterInvariantError.
+    """
     draw = world.random
     count = load.workers or draw.randint(1, 6)
     roles: list[events.Role] = [draw.choice(("prefill", "decode", "both")) for _ in range(count)]
@@ -292,7 +300,10 @@ def _run(world: SimulatedService, load: Load) -> TrafficOutcome:
 
 
 def _schedule_arrivals(world: SimulatedService, rate: float, trace: Sequence[float]) -> None:
-    """Plan the arrivals of clients: at the times of ``trace``, or randomly at ``rate`` a second."""
+    """Plan the arrivals of clients: at the times (s) of ``trace``, or if it is empty, randomly at ``rate`` a second.
+
+    Half of the prompts begin with a shared prefix.
+    """
     draw, now_s, number = world.random, 0.0, 0
     shared = tuple(draw.randrange(50_000) for _ in range(draw.choice((64, 200))))
     times = list(trace)
@@ -371,7 +382,7 @@ def _right_weights(world: SimulatedService, worker: SimulatedWorker) -> None:
 
 
 def _make_peace(world: SimulatedService) -> None:
-    """End all faults."""
+    """End all faults: links, stopped and cut workers, and wrong weights; start all workers."""
     world.cut_links.clear()
     world.slow_links.clear()
     for worker in world.workers.values():
@@ -384,9 +395,10 @@ def _make_peace(world: SimulatedService) -> None:
 
 
 def _finish(world: SimulatedService) -> None:
-    """Run until all requests have ended.
+    """Run until all requests have ended, for at most ``ENDED_WITHIN_S``, and then until leases are over.
 
-    Raises RouterInvariantError if they do not, if workers still hold pages, or rightly computing ones are quarantined.
+    Raises RouterInvariantError if they do not, if workers still hold pages, or rightly computing ones are
+    quarantined.
     """
     end_s = world.clock.now_s + ENDED_WITHIN_S
     while world.clock.now_s < end_s:
@@ -412,7 +424,7 @@ def _finish(world: SimulatedService) -> None:
 
 
 def _outcome(world: SimulatedService) -> TrafficOutcome:
-    """Return the counts and latencies of all clients."""
+    """Return the counts, the median and P99 of the time to first token, and the longest gap between tokens, of all clients."""
     clients = world.clients.values()
     firsts = sorted(client.times_s[0] - client.came_s for client in clients if client.times_s) or [0.0]
     gaps = [b - a for client in clients for a, b in zip(client.times_s, client.times_s[1:], strict=False)]
