@@ -99,7 +99,11 @@ def least_bytes(index: PackIndex, dtype: str) -> int:
 
 
 def divide_memory(index: PackIndex, dtype: str, memory_bytes: int, buffers: int = 3) -> Residency:
-    """Divide ``memory_bytes`` for a streamed model. Raises TooLargeError with the least that suffices."""
+    """Divide ``memory_bytes`` for a streamed model: buffers of the ring, resident layers, and slots for experts.
+
+    Experts get what the layers leave, and ``LEAST_EXPERTS`` in any case. Without streamed layers there are no
+    buffers. Raises TooLargeError with the least that suffices.
+    """
     bodies = {section.layer: section for section in index.sections if section.kind == "block"}
     experts = sum(section.kind == "expert" for section in index.sections)
     sizes = _sizes(index, dtype)
@@ -125,7 +129,7 @@ def divide_memory(index: PackIndex, dtype: str, memory_bytes: int, buffers: int 
 
 
 def _resident(bodies: Mapping[int, int], room: int, for_buffers: int) -> set[int]:
-    """Return the layers whose bodies stay resident, evenly spaced."""
+    """Return the layers whose bodies stay resident, evenly spaced; all if they fit without the ``for_buffers`` bytes."""
     if sum(bodies.values()) <= room:
         return set(bodies)
     largest = max(bodies.values(), default=0)
@@ -192,8 +196,10 @@ class MemoryBudget:
 
 
 def text_bytes(spec: ModelSpec, dtype: str, context: int) -> int:
-    """Return the bytes of a text of ``context`` tokens in an engine: its pages, and its contiguous keys and
-    values, which grow by doubling.
+    """Return the bytes of a text of ``context`` tokens in an engine: its pages of 64, and its contiguous keys and
+    values.
+
+    The latter grow by doubling, so may take twice the context.
     """
     heads, key, value = attention_kind(spec).cache_row(spec)
     most = max(BLOCK, 2 * context)
@@ -217,9 +223,10 @@ def divide_budget(
     most_texts: int,
     fewer: str = "fewer tokens at once (--rows, --context), ",
 ) -> MemoryBudget:
-    """Divide ``total`` for a streamed model that computes up to ``most_texts`` texts.
+    """Divide ``total`` bytes for a streamed model that computes up to ``most_texts`` texts.
 
-    Raises TooLargeError with the least that suffices, and with ways to make a pass smaller (``fewer``).
+    Texts get at most a share ``1 / _TEXTS_SHARE``, and what the weights do not use; at least one text. Raises
+    TooLargeError with the least that suffices, and with ways to make a pass smaller (``fewer``).
     """
     remaining, least = total - process - computing, least_bytes(index, dtype)
     if remaining < least + of_text:

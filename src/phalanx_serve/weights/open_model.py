@@ -74,7 +74,7 @@ def open_model(
 def packed(place: Path, step: int | None, dtype: torch.dtype) -> PackFile:
     """Return the pack at ``place``, or of a run's ``step`` in ``dtype``, which is made if missing, as an open file.
 
-    Raises the errors of ``open_model``.
+    ``step`` None takes any pack, or the newest step. Raises the errors of ``open_model``.
     """
     file = open_pack(place if is_pack(place) else _pack_of(place, step, dtype))
     if step is not None and file.index.step != step:
@@ -131,10 +131,11 @@ def resident_memory() -> int:
 
 
 def _pack_of(run_dir: Path, step: int | None, dtype: torch.dtype) -> Path:
-    """Return the pack of a run's step, made, with a warning, if missing.
+    """Return the pack of a run's step in the format of ``dtype``; if missing, log a warning and write it into the run
+    directory.
 
-    Without ``step``, of the newest. Raises MismatchError if it has other weights, and RunDirectoryError if no run with
-    checkpoints is there.
+    Without ``step``, of the newest. Raises MismatchError if it has other weights, and RunDirectoryError for a
+    published model, or if no run with checkpoints is there.
     """
     run = RunDirectory(run_dir)
     if (folder := published_folder(run)) is not None:
@@ -201,7 +202,7 @@ def empty_model(
 
 
 def _fill(model: nn.Module, file: PackFile, dtype: torch.dtype) -> None:
-    """Read all sections of a pack into the model, except those of multi-token prediction."""
+    """Read all sections of a pack into the model, except those of multi-token prediction; experts of a layer are stacked."""
     layers = set()
     for number, section in enumerate(file.index.sections):
         if section.kind == "expert":
@@ -247,11 +248,11 @@ def scorer_of(
     stream: bool,
     memory_bytes: int | None,
 ) -> Scorer:
-    """Return the scorer of a pack, or of a run that is packed for streaming, computing in ``compute`` or the run's
-    own format.
+    """Return the scorer of a pack, or of a run that is packed for streaming, computing in ``compute``; None for the
+    run's own format.
 
-    With ``stream`` the process takes at most ``memory_bytes``, by default four fifths of the free memory. Raises the
-    errors of ``open_model``.
+    With ``stream`` the process takes at most ``memory_bytes``, by default four fifths of the free memory. Weights
+    rounded to 8 bits are noted. Raises the errors of ``open_model``.
     """
     dtype = DTYPES[compute] if compute else None
     if dtype is None and not is_pack(place):
@@ -276,7 +277,10 @@ def scorer_of(
 def _weights_bytes(
     index: PackIndex, spec: RunSpec, model: ModelSpec, dtype: torch.dtype, memory_bytes: int | None
 ) -> int:
-    """Return the process's memory that remains for weights while a micro-batch is scored."""
+    """Return the bytes of ``memory_bytes`` that remain for weights while a micro-batch is scored.
+
+    None means what the process has plus four fifths of what is free. Raises TooLargeError.
+    """
     train, name = spec.train, dtype_name(dtype)
     rows = (train.micro_batch_size or train.batch_size // train.slots) * train.seq_len
     computing = budget.Computing(rows, min(rows, train.loss_chunk or rows), train.seq_len).nbytes(model, name)

@@ -50,7 +50,7 @@ class ReadPool:
             thread.start()
 
     def submit(self, urgency: Urgency, read: Callable[[], None]) -> Future[None]:
-        """Queue a read. The future raises the errors of the read."""
+        """Queue a read; the lowest ``urgency`` is first. The future raises the errors of the read."""
         future: Future[None] = Future()
         with self._change:
             heapq.heappush(self._queue, (urgency, self._submitted, read, future))
@@ -59,7 +59,7 @@ class ReadPool:
         return future
 
     def close(self) -> None:
-        """End the threads after the running reads; waiting reads are canceled."""
+        """End the threads, and wait for the running reads; waiting reads are canceled."""
         with self._change:
             self._closed = True
             waiting, self._queue = self._queue, []
@@ -128,9 +128,7 @@ def read_ahead(
 
 
 def wait(futures: Sequence[Future[None]], name: str) -> float:
-    """Wait for the reads of ``name``; return the seconds. Raises their errors, and logs a warning if they take
-    long.
-    """
+    """Wait for the reads of ``name``; return the seconds. Raises the first error, and logs a warning every ``_PATIENCE_S``."""
     began = time.perf_counter()
     for future in futures:
         while True:
@@ -155,7 +153,7 @@ class Ring:
         buffers: int,
         statistics: StreamStatistics,
     ) -> None:
-        """``sections`` are those of a pass, in order."""
+        """Allocate ``buffers`` buffers of the largest section, and begin to read. ``sections`` are those of a pass, in order."""
         self._pack, self._pool, self._sections, self._statistics = pack, pool, list(sections), statistics
         size = max(padded_bytes(pack.index.sections[number].nbytes) for number in sections)
         self._free = [page_aligned(size) for _ in range(buffers)]
@@ -188,7 +186,10 @@ class Ring:
             self._fill()
 
     def _move_to(self, section: int) -> None:
-        """Start again at a section, after a pass was aborted or for another order of layers."""
+        """Start again at a section, after a pass was aborted or for another order of layers.
+
+        Waits for the reads under way, and drops them.
+        """
         for _, buffer, futures in self._ahead:
             for future in futures:
                 future.exception()
@@ -243,7 +244,7 @@ class ExpertFrequency:
     def least(
         self, cached: Iterable[ExpertName], spared: Collection[ExpertName], turn: int
     ) -> ExpertName | None:
-        """Return the expert to evict, among ``cached`` without ``spared``."""
+        """Return the expert of least value among ``cached`` without ``spared``, to evict; None if all are spared."""
         return min(
             (expert for expert in cached if expert not in spared),
             key=lambda expert: (self.value(expert, turn), expert),
@@ -287,9 +288,10 @@ class ExpertCache:
         """Every expert that was needed, in turn, if it is a list."""
 
     def need(self, layer: int, experts: Collection[int], turn: int) -> None:
-        """Begin to read a layer's chosen ``experts`` that are not cached, as many as fit.
+        """Begin to read a layer's chosen ``experts`` that are not cached, as many as fit beside each other.
 
-        Prefetches under way become urgent. Counts uses, hits and misses, and evicts other experts.
+        Prefetches that have not begun are queued again as urgent. Counts uses, hits and misses, and evicts other
+        experts.
         """
         names = [(layer, expert) for expert in experts]
         for name in names:
@@ -314,7 +316,10 @@ class ExpertCache:
                 break
 
     def prefetch(self, layer: int, experts: Iterable[int], spared: Collection[ExpertName], turn: int) -> None:
-        """Begin to read experts that a layer will probably choose, without evicting ``spared``. At most a quarter of the slots."""
+        """Begin to read experts that a layer will probably choose, at most a quarter of the slots.
+
+        Stops if only ``spared`` experts could be evicted. Counts those that it begins.
+        """
         names = [(layer, expert) for expert in experts][: max(1, self.slots // 4)]
         kept = {*spared, *names}
         for name in names:
@@ -326,7 +331,8 @@ class ExpertCache:
     def get(self, expert: ExpertName, still_needed: Collection[ExpertName], turn: int) -> ByteArray:
         """Return the bytes of an expert, valid until the next call.
 
-        Raises the errors of reading it. Reads it first if it is not cached, and waits.
+        Reads it first if it is not cached, also in place of a needed one, and waits; the wait is counted. Raises the
+        errors of reading it, and then drops it.
         """
         if expert not in self._cached and not self._read(expert, still_needed, turn, _NOW):
             # This layer still needs all cached experts: evict the one that it needs last, and read it again.
@@ -355,7 +361,7 @@ class ExpertCache:
         return True
 
     def _drop(self, expert: ExpertName) -> None:
-        """Remove an expert, after its running reads, and free its slot."""
+        """Remove an expert: cancel its waiting reads, wait for running ones, and free its slot."""
         cached = self._cached.pop(expert)
         for future in cached.reading:
             if not future.cancel():

@@ -78,7 +78,9 @@ class _Wide:
 
 
 def load_resident(model: nn.Module, pack: PackFile, number: int, compute: torch.dtype) -> None:
-    """Read a section other than an expert's into memory of its own, and set it in the model."""
+    """Read a section other than an expert's into memory of its own, widened to ``compute`` where it is narrow, and
+    set it in the model.
+    """
     section = pack.index.sections[number]
     stored = torch.from_numpy(read_section(pack, number))
     for place in section.tensors:
@@ -88,7 +90,7 @@ def load_resident(model: nn.Module, pack: PackFile, number: int, compute: torch.
 
 
 def load_stack(model: nn.Module, pack: PackFile, layer: int, compute: torch.dtype) -> None:
-    """Read all experts of a layer into stacks of their own, and set them in the model."""
+    """Read all experts of a layer into stacks ``(experts, ...)`` in ``compute``, and set them in the model."""
     stacks: dict[str, Tensor] = {}
     numbers = [
         number
@@ -181,7 +183,7 @@ class StreamedWeights:
         return self._turn
 
     def expert_matrix(self, layer: int, data: ByteArray, name: str) -> Tensor:
-        """Return the matrix ``name`` in an expert's bytes."""
+        """Return the matrix ``name`` in an expert's bytes, in the compute dtype; the next call may overwrite it."""
         number = self._pack.index.find("expert", layer, 0)
         assert number is not None, "the layer has experts"
         places = self._pack.index.sections[number].tensors
@@ -212,7 +214,10 @@ class _StreamedMixture:
         self._tokens = inputs[0].flatten(0, -2)
 
     def _before(self, experts: nn.Module, inputs: tuple[Tensor, Groups]) -> None:
-        """Begin to read the chosen experts and the likely ones of the next mixture, and multiply by them."""
+        """Hook before the experts: begin to read the chosen ones and the likely ones of the next mixture.
+
+        The next mixture's router guesses from this one's tokens. Replaces the experts' product by ``_multiply``.
+        """
         assert isinstance(experts, Experts)
         counts: list[int] = inputs[1].counts.sum(1).tolist()
         needed = [expert for expert, count in enumerate(counts) if count]
@@ -233,8 +238,9 @@ class _StreamedMixture:
         self._tokens = None
 
     def _multiply(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-        """``GroupedProduct`` of one expert after another, in reverse every second time, so that cached experts
-        come first.
+        """Multiply ``rows`` by the matrices of one expert after another; a ``GroupedProduct`` with the same results.
+
+        The order is reversed every second time, so that cached experts come first.
         """
         name = next(
             attribute
