@@ -168,7 +168,7 @@ TO_WORKER: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
 
 
 def encode_output(job: int, output: EngineOutput) -> JobOutput:
-    """Return the message of an engine output."""
+    """Convert an engine output of job ``job`` to its message."""
     if isinstance(output, Token):
         return TokenOutput(job, output.index, output.id, output.logprob, output.top, output.weights)
     if isinstance(output, PromptScored):
@@ -177,7 +177,7 @@ def encode_output(job: int, output: EngineOutput) -> JobOutput:
 
 
 def decode_output(message: JobOutput) -> EngineOutput:
-    """Return the engine output of a message, without the request, which the job identifies."""
+    """Convert a message to its engine output, whose request is empty: the job identifies it."""
     if isinstance(message, TokenOutput):
         return Token("", message.index, message.id, message.logprob, message.top, message.weights)
     if isinstance(message, PromptOutput):

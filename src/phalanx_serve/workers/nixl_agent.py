@@ -140,7 +140,7 @@ class _Readings:
         self._link.send_message(Begun(NixlAgent(name, self._agent.get_agent_metadata(), self._address)))
 
     def begin(self, request: Read) -> None:
-        """Begin a read of another agent's memory; a failure is reported at once."""
+        """Begin a read of another agent's memory into the staging memory; a failure is reported to the worker at once."""
         try:
             self._meet(request.source)
             size = request.piece_bytes
@@ -156,7 +156,10 @@ class _Readings:
         self.going_on.append(_Transfer(request, handle, time.monotonic() + request.within_s))
 
     def look(self) -> None:
-        """Report all reads that have ended. Reads that have taken too long are failures."""
+        """Report all reads that have ended, without waiting; one that has taken longer than it may is a failure.
+
+        Ends the process if NIXL cannot release such a read, whose memory it could still write.
+        """
         self._agent.get_new_notifs()  # there are none, but the call makes progress on other agents' reads
         for transfer in list(self.going_on):
             try:
@@ -177,7 +180,7 @@ class _Readings:
             self._end(transfer.request, failure)
 
     def _meet(self, source: NixlAgent) -> None:
-        """Make a source known to the agent, and forget the least recently used beyond a limit.
+        """Register a source with the agent, and forget the least recently used beyond ``_MOST_SOURCES``.
 
         Raises RuntimeError for metadata of another agent.
         """
@@ -193,7 +196,7 @@ class _Readings:
             self._part(next(iter(self._sources)))
 
     def _end(self, request: Read, failure: str) -> None:
-        """Report the end of a read; a source whose reads failed is forgotten."""
+        """Report the end of a read; a source whose read failed is forgotten if no other read of it is running."""
         name = request.source.name
         if failure and not any(other.request.source.name == name for other in self.going_on):
             self._part(name)  # its process may have ended; if not, the next read connects again
@@ -210,7 +213,10 @@ class _Readings:
 
 
 def main() -> None:
-    """Run the agent process on the descriptors in its arguments, until the worker ends."""
+    """Run the agent process on the descriptors in its arguments, until the worker ends or closes the link.
+
+    Exits with code 1 after reporting why NIXL cannot begin. Polls often only while reads run.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     connection = socket.socket(fileno=int(sys.argv[1]))

@@ -65,7 +65,7 @@ class Staging:
     """Shared staging memory, for all threads of a worker. The system allocates its pages on the first write."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raise OSError if the system has no such memory."""
+        """Allocate ``nbytes`` of memory that another process can map. Raises OSError if the system has no such memory."""
         self.nbytes = nbytes
         self.descriptor = os.memfd_create("phalanx-staging", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
@@ -137,8 +137,9 @@ class AgentProcess:
     """Client of the NIXL agent process, for all threads of a worker."""
 
     def __init__(self, staging_bytes: int = STAGING_BYTES) -> None:
-        """Start the process and wait until its agent is ready. Raises NixlError with the reason if it cannot
-        start.
+        """Start the thread that keeps the process running, and wait up to ``_BEGIN_S`` until its agent is ready.
+
+        Raises NixlError with the reason if it cannot start, and then closes.
         """
         try:
             self.staging = Staging(staging_bytes)
@@ -187,7 +188,8 @@ class AgentProcess:
     ) -> None:
         """Read ``pieces`` consecutive pieces at ``address`` of ``source`` into a range, and wait until that is done.
 
-        Raises NixlError if they do not arrive in time.
+        Raises NixlError if they do not arrive within ``within_s`` seconds, or there is no agent. Kills a process that
+        does not answer.
         """
         request = nixl_agent.Read(
             next(self._numbers), source, address, into.start, pieces, piece_bytes, max(0.0, within_s)
@@ -237,7 +239,7 @@ class AgentProcess:
     # The keeper's thread.
 
     def _keep(self, outcomes: queue.SimpleQueue[str]) -> None:
-        """Run the process again and again until closed, with a pause between starts; put each outcome into ``outcomes``."""
+        """Run the process again and again until closed, at most once per ``_AGAIN_S``; put each outcome into ``outcomes``."""
         while not self._closed.is_set():
             started_s = time.monotonic()
             try:
@@ -248,7 +250,10 @@ class AgentProcess:
             self._closed.wait(max(0.0, started_s + _AGAIN_S - time.monotonic()))
 
     def _live(self, outcomes: queue.SimpleQueue[str]) -> None:
-        """Run the process once, from its start to its end. Fails all reads at its end."""
+        """Run the process once, from its start to its end; put an empty outcome when its agent is ready.
+
+        Passes results to the waiting reads; at its end, records the reason and fails the others.
+        """
         near, far = socket.socketpair()
         with near:
             with far:
@@ -280,7 +285,7 @@ class AgentProcess:
                 self._tell(number, self._trouble)
 
     def _tell(self, number: int, failure: str) -> None:
-        """Give a pending read its outcome, if it is still waiting."""
+        """Give a pending read its outcome (empty for success), if it is still waiting."""
         with self._lock:
             over = self._pending.pop(number, None)
         if over is not None:
@@ -310,7 +315,7 @@ class Laying:
     def lay(self, pages: Sequence[tuple[bytes | memoryview, bytes]]) -> Laid | NotLaid:
         """Write pages, each with its digest, into the range that is not being read.
 
-        Returns their place, or the reason why they cannot be laid.
+        Returns their place and digests, or the reason why they cannot be laid.
         """
         if self._process is None:
             return NotLaid("it offers nothing over NIXL")
@@ -327,7 +332,7 @@ class Laying:
         return Laid(agent, agent.address + stretch.start, tuple(digest for _, digest in pages))
 
     def close(self) -> None:
-        """Free the ranges."""
+        """Free the ranges, and count this reader as gone in the agent's process."""
         if self._turns and self._process is not None:
             self._process.serve(-1)
             for stretch in self._turns:
@@ -335,9 +340,10 @@ class Laying:
             self._turns.clear()
 
     def _turn(self, nbytes: int) -> StagingRange:
-        """Return the range that is not being read, large enough for ``nbytes``.
+        """Return the range that is not being read, large enough for ``nbytes``; a new one replaces it if it is too
+        small.
 
-        The larger new range replaces an older one. Raises NixlError if there is no room.
+        The first one counts this reader in the agent's process. Raises NixlError if there is no room.
         """
         assert self._process is not None
         if len(self._turns) == 2 and self._turns[0].nbytes >= nbytes:
@@ -368,10 +374,10 @@ CopiedPage = tuple[bytearray, bytes, bytes]
 def read_pages(
     wire: SealedConnection, process: AgentProcess, offer: Offer, until_s: float
 ) -> Generator[CopiedPage]:
-    """Yield the pages of an offer, in order.
+    """Yield the pages of an offer, in order, with the expected and the computed digest, which are not compared here.
 
-    Raises NixlError if the remaining pages need another transport, and WireError if the connection fails. Digests are
-    computed meanwhile, and not compared here.
+    Reading, hashing and yielding overlap. Raises, after the pages that came, NixlError if the remaining ones need
+    another transport, and WireError if the connection fails.
     """
     most = max(1, _RUN_BYTES // offer.page_bytes)
     runs = [range(first, min(first + most, len(offer.names))) for first in range(0, len(offer.names), most)]
@@ -405,9 +411,9 @@ def _read_runs(
     turns: Sequence[StagingRange],
     until_s: float,
 ) -> Iterator[tuple[bytes, ...]]:
-    """Read each run into its range, and yield its digests.
+    """Read each run of pages into its range, in turn, and yield its digests; the sender lays the next run meanwhile.
 
-    The next run is laid meanwhile. Raises NixlError if pages cannot be laid or read.
+    Raises NixlError if pages cannot be laid or read, and leaves no reply unread on the connection.
     """
     wire.send_message(Lay(runs[0].start, len(runs[0])))
     for number, run in enumerate(runs):
@@ -428,7 +434,7 @@ def _read_runs(
 
 
 def _heard(wire: SealedConnection, pages: int) -> Laid | NotLaid:
-    """Receive the answer to a request of ``pages`` pages. Raises WireError for another."""
+    """Receive the reply to a request of ``pages`` pages. Raises WireError for another message or number of pages."""
     laid = wire.receive_message(MESSAGES)
     if isinstance(laid, NotLaid) or (isinstance(laid, Laid) and len(laid.digests) == pages):
         return laid
@@ -436,7 +442,10 @@ def _heard(wire: SealedConnection, pages: int) -> Laid | NotLaid:
 
 
 def _copied(memory: memoryview, page_bytes: int, digests: Sequence[bytes]) -> list[CopiedPage]:
-    """Copy pages out of the staging memory. The copy is hashed, because a late read can still change the original."""
+    """Return each page copied out of the staging memory, its expected and its computed digest.
+
+    The copy is hashed, because a late read can still change the original.
+    """
     pages = []
     for number, right in enumerate(digests):
         page = bytearray(memory[number * page_bytes : (number + 1) * page_bytes])

@@ -89,10 +89,11 @@ def pull(
     nixl: AgentProcess | None = None,
 ) -> Pulled:
     """Pull the pages ``names`` that are offered under ``job``, within ``within_s`` seconds; ``page_bytes`` is the
-    expected page size.
+    expected page size (None: any).
 
-    ``nixl`` reads pages over NIXL, and then precedes all other transports. ``only`` allows a single transport. Returns
-    what came; if the connection fails, the reason is its ``failure``.
+    ``nixl`` reads pages over NIXL, and then precedes all other transports. ``only`` allows a single transport.
+    Returns what came, and the seconds it took; if the connection fails, the reason is its ``failure``, and nothing is
+    raised.
     """
     pulled = Pulled()
     until_s = time.monotonic() + within_s
@@ -117,10 +118,11 @@ class _Pull:
     nixl: AgentProcess | None
 
     def run(self, request: OpenPages, page_bytes: int | None) -> None:
-        """Request pages and receive those that are offered, into ``self.pulled``.
+        """Request pages, receive those that are offered into ``self.pulled``, and release the lease.
 
-        A refusal, or pages that are not offered, is a ``failure`` of ``pulled``. Raises WireError for an invalid message
-        or page, or if a page is not of ``page_bytes`` (None: any size).
+        A refusal, or pages that are not offered, is a ``failure`` of ``pulled``. Pages that no other transport brings
+        come through the socket, unless ``only`` excludes it. Raises WireError for an invalid message or page, or if a
+        page is not of ``page_bytes`` (None: any size).
         """
         self.wire.send_message(request)
         offer = self.wire.receive_message(MESSAGES)
@@ -143,15 +145,17 @@ class _Pull:
             self.pulled.failure = f"{missing} pages are not offered: evicted, or their lease is over"
 
     def _bring(self, offer: Offer) -> bool:
-        """Read the pages from memory or over NIXL; return True if all arrived. Raises WireError for a damaged
-        page.
+        """Read the pages over NIXL if there is a process for it, else from shared memory, as ``only`` permits.
+
+        Return True if all arrived, False if the socket must bring the rest. Raises WireError for a damaged page.
         """
         if self.nixl is not None and self.only in (None, "nixl"):
             return self._read(offer, self.nixl)
         return self.only in (None, "memory") and self._take(offer)
 
     def _read(self, offer: Offer, nixl: AgentProcess) -> bool:
-        """Read the pages over NIXL; return False if the remaining ones need another transport.
+        """Read the pages over NIXL; return False, with the reason in ``unreached``, if the remaining ones need
+        another transport.
 
         Raises WireError for a damaged page.
         """
@@ -168,8 +172,10 @@ class _Pull:
         return True
 
     def _take(self, offer: Offer) -> bool:
-        """Read the pages from shared memory; return False if that is not possible. Raises WireError for a damaged
-        page.
+        """Read the pages from shared memory; return False if that is not possible: another machine, no such memory,
+        or no access.
+
+        Raises WireError for a damaged page, or an offer without digests.
         """
         place = offer.place
         if place is None or place.machine != this_machine():
@@ -189,7 +195,7 @@ class _Pull:
         return True
 
     def _fetch(self, offer: Offer) -> None:
-        """Receive the remaining pages through the socket. Raises WireError for damaged ones."""
+        """Receive the remaining pages through the socket; they are hashed in a thread meanwhile. Raises WireError for damaged ones."""
         self.pulled.way = "socket"
         names = offer.names[len(self.pulled.pages) :]
         self.wire.send_message(Fetch(len(self.pulled.pages), len(names)))
@@ -255,7 +261,7 @@ class _Batch:
         return len(self._numbers)
 
     def offer(self, names: Sequence[bytes]) -> Offer:
-        """Offer the leading ``names`` that are here."""
+        """Offer the leading ``names`` that are here, with place, numbers and fast digests if they are in shared memory."""
         available = tuple(itertools.takewhile(self._numbers.__contains__, names))
         if self._shared is None:
             return Offer(available, self._page_bytes)
@@ -264,7 +270,7 @@ class _Batch:
         return Offer(available, self._page_bytes, self._shared.place, numbers, digests)
 
     def fetched(self, names: Sequence[bytes]) -> list[tuple[bytes | memoryview, bytes]]:
-        """Return the bytes and the SHA-256 of offered pages. Each page is hashed once."""
+        """Return the bytes and the SHA-256 of offered pages. Shared pages are mapped and hashed at the first call."""
         with self._lock:
             if self._shared is not None and not self._pages:
                 self._pages = cut(self._shared.mapped(), range(len(self)), self._page_bytes)
@@ -294,7 +300,8 @@ class OfferedPages:
         self._share, self._is_failure_logged = share, False
 
     def offer(self, job: int, pages: dict[bytes, bytes]) -> None:
-        """Keep ``pages`` (name -> bytes, all of one size) until they are fetched or their lease expires.
+        """Keep ``pages`` (name -> bytes, all of one size) under a lease of ``job``, until they are fetched or it
+        expires.
 
         In shared memory, where possible.
         """
@@ -304,10 +311,10 @@ class OfferedPages:
             self._leases.offer(job, tuple(pages), time.monotonic())
 
     def offered(self, job: int, names: Sequence[bytes]) -> _Batch:
-        """Return the pages under the lease of ``job``.
+        """Return the pages under the lease of ``job``; empty if there are none, or the lease has expired.
 
-        The caller may still read them after the lease has ended. Pages of other jobs may be looked up without a lease;
-        empty if there are none.
+        The caller may still read them after the lease has ended. Under the job ``UNLEASED``, cached pages are looked
+        up by ``names``.
         """
         if job == UNLEASED and self._look_up is not None:
             return self._batch(self._look_up(names))
@@ -386,7 +393,11 @@ class PageServer:
         self._port.close()
 
     def _converse(self, wire: SealedConnection) -> None:
-        """Offer pages to a client of the same identity and send them as it requests, until it is done. Raises WireError."""
+        """Offer pages to a client and send them as it requests, through the socket or over NIXL, until it is done.
+
+        A client of another identity is refused. The end releases the lease. Raises WireError for a silent or
+        misbehaving client.
+        """
         wire.raw.set_timeout(_SILENT_S)
         request = wire.receive_message(MESSAGES)
         if not isinstance(request, OpenPages):

@@ -72,7 +72,7 @@ class SharedPages:
     """Consecutive pages of equal size in a sealed file of this process; freed with the object and its readers."""
 
     def __init__(self, pages: Iterable[bytes]) -> None:
-        """Copy ``pages`` into a sealed file. Raises OSError if the system lacks such memory."""
+        """Copy ``pages`` into a sealed anonymous file, which only this user can open. Raises OSError if the system lacks such memory."""
         machine = this_machine()
         if not machine or not hasattr(os, "memfd_create"):
             raise OSError(errno.ENOSYS, "this system has no anonymous files")
@@ -110,7 +110,7 @@ def opened(place: SharedMemoryPlace, nbytes: int) -> memoryview:
     used.
 
     Raises OSError if this process cannot open it: on another machine, in another container, of another user, or
-    freed.
+    freed. Also if the file is another one, is not sealed, or is shorter.
     """
     if place.machine != this_machine():
         raise OSError(errno.EXDEV, "the pages are in the memory of another machine")

@@ -111,7 +111,7 @@ class RequestRouter:
             self._hear(events.Abandoned(request_id))
 
     def fail_all(self, reason: str) -> None:
-        """End all requests with an error, later ones too: another thread may be about to submit one."""
+        """End all requests with an error, and let every later one end with it: another thread may be about to submit one."""
         self._failed = reason
         for name, sink in list(self._sinks.items()):
             sink([Ended(name, "error", reason)])
@@ -136,7 +136,10 @@ class RequestRouter:
         writer.close()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Check a newcomer's proof and converse with it. Beyond a number of newcomers the oldest is dropped."""
+        """Check a newcomer's proof and converse with it until its connection ends; a stranger is dropped silently.
+
+        Beyond ``_NEWCOMERS`` unproven connections the oldest is dropped.
+        """
         if len(self._newcomers) >= _NEWCOMERS:
             oldest = next(iter(self._newcomers))
             del self._newcomers[oldest]
@@ -159,7 +162,11 @@ class RequestRouter:
             self._disconnect(peer, reason)
 
     def _disconnect(self, peer: Peer, reason: str) -> None:
-        """Remove a peer, and report why to the traffic and the watcher; nothing while the service ends."""
+        """Remove a peer, add its counts to the past ones, and report why to the traffic and the watcher; nothing
+        while the service ends.
+
+        A refusal's reason is reported in place of ``reason``. A peer that was replaced leaves the traffic as it is.
+        """
         if self._ending:
             return  # it was dismissed, and is no loss: a reported loss kills the process at once
         reason = self._refusals.pop(peer.life, reason)
@@ -171,7 +178,10 @@ class RequestRouter:
         self.watcher.left(peer, reason)
 
     async def _converse(self, peer: Peer) -> None:
-        """Pass a worker's messages on until its connection ends. Raises WireError. A worker without a number gets the next one."""
+        """Pass a worker's messages on until its connection ends, and raise WireError then.
+
+        A worker without a number gets the next one.
+        """
         while True:
             match await peer.stream.receive_message(m.TO_ROUTER):
                 case m.Opening(number, pid):
@@ -197,9 +207,10 @@ class RequestRouter:
                     self.drain(peer.number)
 
     def _admit(self, peer: Peer, ready: m.WorkerReady) -> None:
-        """Add a ready worker, in place of an earlier one of its number; the first one sets page names and size.
+        """Add a ready worker, in place of an earlier one of its number, which is closed; the first one sets page
+        names and size.
 
-        Raises WireError.
+        Raises WireError if it has not sent its number. The watcher is not called for one that the traffic refuses.
         """
         if peer.number < 0:
             raise WireError("it is ready before it has sent its number")
@@ -233,7 +244,7 @@ class RequestRouter:
     # The core.
 
     async def _tick(self) -> None:
-        """Send ticks, and report late workers, for ever."""
+        """Send a tick to the traffic every ``tick_s``, and report each late worker once, for ever."""
         while True:
             await asyncio.sleep(self.settings.tick_s)
             self._hear(events.ClockTick())
@@ -252,7 +263,10 @@ class RequestRouter:
                 self.watcher.late(peer, reason)
 
     def _hear(self, event: events.Event) -> None:
-        """Pass an event to the traffic's decisions, and carry out their commands."""
+        """Pass an event to the traffic's decisions, and carry out their commands: outputs to sinks, jobs to workers.
+
+        A refused worker gets the reason, and its connection is closed.
+        """
         self.traffic, commands = dispatch.step(self.traffic, event, time.monotonic())
         for command in commands:
             match command:
@@ -290,7 +304,7 @@ class RequestRouter:
             peer.stream.send_message(message)
 
     async def end(self) -> None:
-        """Send all workers away. Each ends after its step; ``Watcher.left`` is not called."""
+        """Send all workers away, and end their connections. Each ends after its step; ``Watcher.left`` is not called."""
         self._ending = True
         for peer in self.peers.values():
             peer.stream.send_message(m.Go())

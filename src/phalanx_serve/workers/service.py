@@ -88,10 +88,10 @@ class RouterClient:
     """A ``WorkerPort`` of many workers."""
 
     def __init__(self, service: ServiceConfig, report: Callable[[Notice], None]) -> None:
-        """Start the workers and wait until they are ready.
+        """Start router and workers, and wait until all are ready, for at most ``_BEGIN_S``.
 
-        Raises ServeError with the reason if one cannot serve, or takes too long. ``report`` is called with notices, in
-        a thread.
+        Raises ServeError with the reason if one cannot serve, or takes too long, and then closes. ``report`` is
+        called with notices, in a thread.
         """
         self._service = service
         self._notices: queue.SimpleQueue[Notice | threading.Event | None] = queue.SimpleQueue()
@@ -121,7 +121,7 @@ class RouterClient:
     # ``WorkerPort``.
 
     async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
-        """Yield the outputs of a request; leaving earlier cancels it. Only an error once the service has failed."""
+        """Yield the outputs of a request; leaving earlier cancels it. Once the service has failed, yield its error only."""
         server_loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[Sequence[EngineOutput]] = asyncio.Queue()
 
@@ -153,7 +153,7 @@ class RouterClient:
             self._loop.call_soon_threadsafe(self._router.abandon, request_id)
 
     def load(self) -> WorkerLoad:
-        """Return counts of texts, pages and workers, summed over all workers."""
+        """Return counts of texts, pages and workers, summed over all workers, and for counts also over those that left."""
         peers = list(self._router.peers.values())
         waiting, counted = len(self._first), self._counted(peers)
         counts = {name: int(counted.get(name, 0)) for name in ("pulled", "shared", "over_nixl", "not_pulled")}
@@ -183,7 +183,10 @@ class RouterClient:
         self._reporter.join(1.0)
 
     def _workers(self) -> tuple[WorkerFacts, ...]:
-        """Return the state of each worker, also of those that are not connected."""
+        """Return role, state, jobs and ends of each worker, also of those that are not connected.
+
+        A connected one is late, draining or ready; others have the state of their process.
+        """
         pool, peers = self._router.traffic.pool, dict(self._router.peers)
         facts = []
         for seat in self._processes.seats:
@@ -246,7 +249,7 @@ class RouterClient:
         await self._processes.end()
 
     def _ready(self, peer: Peer) -> None:
-        """Record and report a worker that serves; with the last of them the service is ready."""
+        """Record and report a worker that serves; with the last of them the service is ready, with the least context of all."""
         ready = peer.ready
         assert ready is not None
         self._processes.ready(peer.number)
@@ -286,7 +289,7 @@ class RouterClient:
         self._notice("worker-slow", text, worker=number, role=role, seconds=seconds)
 
     def _left(self, peer: Peer, reason: str) -> None:
-        """Kill a worker whose connection ended, for good if it is quarantined."""
+        """Kill a worker whose connection ended, for good if it is quarantined, which is reported. Fails all requests if none remains."""
         if peer.number in self._router.traffic.pool.quarantined:
             self._processes.set_aside(peer.number, reason)
             self._notice(
@@ -299,7 +302,11 @@ class RouterClient:
         self._end_without_workers()
 
     def _happened(self, happened: WorkerEnded) -> None:
-        """Report the end of a process. Before the service is ready, it fails with that."""
+        """Report the end of a process, and when it starts again. Before the service is ready, the service fails with
+        that.
+
+        Fails all requests if no worker remains.
+        """
         seat, again_s = happened.seat, happened.again_s
         number = seat.task.number
         if not self._identity.done():
@@ -331,7 +338,10 @@ class RouterClient:
         self._notices.put(Notice(event, text, {"at": round(time.time(), 3), **facts}))
 
     def _report_all(self, report: Callable[[Notice], None]) -> None:
-        """Report notices until the end, in a thread of its own."""
+        """Call ``report`` with each notice until the end, in a thread of its own. Errors of writing are ignored.
+
+        An event in the queue is set instead: all notices before it are reported then.
+        """
         # In a thread of its own: the reader of the printed lines may be slow, or gone.
         while (notice := self._notices.get()) is not None:
             if isinstance(notice, threading.Event):
@@ -409,8 +419,9 @@ def open_service(
 def devices_of(
     served: ServedRun, workers: int, divisions: Mapping[Role, WorkerDivision] | None = None
 ) -> list[torch.device]:
-    """Return the distinct devices of ``workers`` workers of ``open_service``, assigned round-robin. Raises
-    ServeError.
+    """Return the distinct devices of ``workers`` workers of ``open_service``, assigned round-robin.
+
+    Raises ServeError for a device that is missing or cannot compute the run.
     """
     served = _of_one_kind(served, divisions or {})
     return list(dict.fromkeys(opened.device_of(served, number) for number in range(workers)))
@@ -433,9 +444,9 @@ def _of_one_kind(served: ServedRun, divisions: Mapping[Role, WorkerDivision]) ->
 
 
 def _settled(served: ServedRun) -> ServedRun:
-    """Resolve ``served`` for all workers and restarts: a fixed step of the run, or a pack.
+    """Resolve ``served`` for all workers and restarts: a fixed step of the run (the newest by default), or a pack.
 
-    The pack of a streamed run is made here, once. Raises ServeError, and the errors of packing.
+    The pack of a streamed run is made here, once. Raises ServeError for drafts of a pack, and the errors of packing.
     """
     require_drafts(served)  # before packing, which takes long
     path = served.path.resolve()

@@ -111,7 +111,10 @@ class ServingWorker:
     # The engine's thread.
 
     def _take_all(self) -> None:
-        """Take all messages that are there; wait for one if the engine has nothing to do."""
+        """Take all messages that are there; wait for one if the engine has nothing to do.
+
+        Raises _OverError, with the reason, when the router sends the worker away or the link has ended.
+        """
         block = not self._engine.busy
         while True:
             try:
@@ -138,7 +141,7 @@ class ServingWorker:
             block = block and not self._engine.busy
 
     def _begin(self, order: m.RunJob) -> None:
-        """Submit a job, after its missing pages are pulled in a thread, if they are offered."""
+        """Record a job, and submit it once its missing pages are pulled in a thread; at once if none is missing or offered."""
         self._orders[order.job] = order
         cached = set(self._engine.held_pages(order.pages))
         missing = [name for name in order.pages if name not in cached]
@@ -167,7 +170,11 @@ class ServingWorker:
         self._inbox.put(_Came(order.job, pulled, len(names)))
 
     def _keep(self, arrived: _Came) -> None:
-        """Cache and count pulled pages, and begin their job, which computes the missing ones. Does nothing for a canceled job."""
+        """Cache and count pulled pages, and submit their job, which computes the missing ones. Does nothing for a
+        canceled job.
+
+        Stops at the first page that is unknown or finds no room.
+        """
         order = self._orders.get(arrived.job)
         if order is None:
             return
@@ -209,7 +216,7 @@ class ServingWorker:
             self._send_outputs([events.Ended(str(order.job), "error", str(error))])
 
     def _step(self) -> None:
-        """Compute a step and send its outputs; after an error all jobs end with it. Raises PartLostError."""
+        """Compute a step and send its outputs; after an error all jobs are canceled and end with it. Raises PartLostError."""
         try:
             outputs = self._engine.step()
         except events.PartLostError:
@@ -223,7 +230,10 @@ class ServingWorker:
         self._send_outputs(outputs)
 
     def _send_outputs(self, outputs: Sequence[events.EngineOutput]) -> None:
-        """Send the outputs of known jobs; offers the pages of those that continue on another worker."""
+        """Send the outputs of known jobs in one message; an end removes its job.
+
+        The prompt's pages of a prefill job are offered before its end is sent.
+        """
         messages = []
         for output in outputs:
             job = int(output.request)
@@ -240,7 +250,7 @@ class ServingWorker:
             self._link.send_message(m.OutputBatch(tuple(messages)))
 
     def _read_pages(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the pages of ``names`` that are here, from the first one up to a gap. Or up to what device memory allows."""
+        """Return the pages of ``names`` that are here, from the first one up to a gap, or up to what device memory allows."""
         cached = set(self._engine.held_pages(names))
         pages = {}
         with suppress(events.DeviceMemoryError):  # the other worker computes the rest
@@ -253,7 +263,7 @@ class ServingWorker:
     # Other threads.
 
     def _look_up(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return pages by name from another thread; empty if the engine's thread does not answer in time."""
+        """Return pages by name from another thread; empty if the engine's thread does not answer within ``_LOOK_UP_S``."""
         answer: queue.SimpleQueue[dict[bytes, bytes]] = queue.SimpleQueue()
         self._inbox.put(_Asked(names, answer))
         try:
@@ -270,7 +280,7 @@ class ServingWorker:
             self._inbox.put(_Over(str(error)))
 
     def _beat(self) -> None:
-        """Send beats and expire leases until the end, or a part of the engine is lost."""
+        """Send a heartbeat and expire leases every ``BEAT_S``, until the end, or a part of the engine is lost, which ends the worker."""
         while not self._over.wait(BEAT_S):
             self.offered.expire()
             if self._trouble is not None and (reason := self._trouble()):
@@ -298,7 +308,7 @@ class ServingWorker:
 def measured_rate(engine: Engine, rows: int) -> float:
     """Return the prefill rate in rows per second for a prompt of ``rows`` tokens, after one warmup.
 
-    Computes it twice, and drops the pages.
+    Computes two different prompts, times the second, and drops all cached pages.
     """
     seconds = 1.0
     for token in range(2):

@@ -59,7 +59,10 @@ class WorkerTask(Struct, frozen=True):
 
 
 def main() -> None:
-    """Run the worker process by the task on standard input; exit with code 1 and a message if it ends for an error."""
+    """Run the worker process by the task on standard input; exit with code 1 and a message if it ends for an error.
+
+    Ignores SIGINT, and dies with its parent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command that serves
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerTask)
     die_with_parent()
@@ -74,10 +77,10 @@ def main() -> None:
 
 
 def work(task: WorkerTask) -> str:
-    """Serve as one worker.
+    """Connect to the router and serve as one worker.
 
-    Return the reason why it ended, empty if nothing is wrong. Raises WireError if there is no router. The router
-    receives the reason too if the worker cannot serve.
+    Return the reason why it ended, empty if nothing is wrong. The router receives the reason too if the worker cannot
+    serve. Raises OSError and WireError if there is no router.
     """
     with socket.create_connection((task.host, task.port), _CONNECT_S) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -107,7 +110,11 @@ def _reason(error: Exception) -> str:
 
 
 def _serve(task: WorkerTask, link: SealedConnection) -> str:
-    """Open the engine, measure its rate, offer its pages, and work until the end; return the reason. Raises ServeError."""
+    """Open the engine, measure its rate, offer its pages, and work until the end; return the reason, empty if nothing
+    is wrong.
+
+    SIGTERM makes it leave. Raises ServeError for a custom model, and the errors of opening.
+    """
     from phalanx_serve.engine.engine import Engine
     from phalanx_serve.served.of_run import open_engine
     from phalanx_serve.served.opened import device_of
@@ -153,7 +160,7 @@ class _Leaving:
         self._worker, self._is_leaving = worker, False
 
     def __call__(self, _signal: int, _frame: FrameType | None) -> None:
-        """Leave on the first signal, end at once on the second."""
+        """Begin to leave on the first signal; exit at once with code 1 on the second."""
         if self._is_leaving:
             os._exit(1)
         self._is_leaving = True
@@ -248,7 +255,7 @@ class WorkerProcesses:
             _kill(seat)
 
     def kill(self, number: int) -> None:
-        """Kill a worker that may hang; it is restarted."""
+        """Kill a worker that may hang; it is restarted by the policy. Nothing for an unknown number."""
         if number < len(self.seats):
             seat = self.seats[number]
             if seat.state == "ready":
@@ -260,9 +267,9 @@ class WorkerProcesses:
         return any(seat.state != "left" for seat in self.seats)
 
     async def end(self) -> None:
-        """Wait a few seconds for ready workers to leave.
+        """Wait up to ``_LEAVE_S`` for ready workers to leave, and kill those that do not; others are killed at once.
 
-        Kill those that do not, and those that are not ready. Returns when no process is left.
+        Returns when no process is left.
         """
         self.closing = True
         for seat in self.seats:
@@ -280,7 +287,8 @@ class WorkerProcesses:
     async def _keep(self, seat: Seat) -> None:
         """Run a worker again and again, with the pauses of the policy, until it is given up or all are closed.
 
-        Each end is reported.
+        Each end is reported. One that was ready and left with code 0 starts again at once; a long service resets the
+        pauses.
         """
         while not self.closing and seat.state != "left":
             seat.state, seat.ready_s = "starting", 0.0
