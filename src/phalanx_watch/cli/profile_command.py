@@ -95,7 +95,7 @@ def command(
 
 
 def _ranks(text: str) -> tuple[int, ...] | str:
-    """Return "auto", "all", or the ascending ranks in ``text``. Raises ``click.BadParameter``."""
+    """Return "auto", "all", or the ascending distinct ranks in ``text``. Raises ``click.BadParameter`` for another text."""
     if text in ("auto", "all"):
         return text
     parts = [part.strip() for part in text.split(",")]
@@ -143,7 +143,7 @@ def print_report(console: Console, directory: RunDirectory, summary: Mapping[str
 
 
 def _report(console: Console, directory: RunDirectory, summary: Mapping[str, Any]) -> None:
-    """Print findings, notes and tables of a summary, and the path of its trace."""
+    """Print the verdict, up to four findings, notes and tables of a summary, and the path of its trace."""
     from rich.text import Text
 
     step_s = float(summary["step_s"])
@@ -175,7 +175,11 @@ def _report(console: Console, directory: RunDirectory, summary: Mapping[str, Any
 
 
 def _where(console: Console, table: Mapping[str, Any], step_s: float) -> None:
-    """Print a column for each rank, those with the shortest waits first if there are too many. Small rows are added up."""
+    """Print where a step goes in ms, a column for each rank; those with the shortest waits if there are over
+    ``_MOST_RANKS``.
+
+    Rows below ``_LEAST_SHARE`` of a step on all ranks are added up.
+    """
     from rich.table import Table
 
     words, rows = table["columns"], table["rows"]
@@ -207,7 +211,7 @@ def _cell(seconds: float) -> str:
 
 
 def _who(console: Console, summary: Mapping[str, Any], step_s: float) -> None:
-    """Print who waits for whom, and the shares of the critical path."""
+    """Print up to six pairs of who waits for whom over 0.5 % of a step, and the five largest shares of the critical path."""
     pairs = [pair for pair in summary["waits"] if pair["seconds"] > 0.005 * step_s][:6]
     if pairs:
         console.print("who waits for whom, a step:")
@@ -233,7 +237,7 @@ def _who(console: Console, summary: Mapping[str, Any], step_s: float) -> None:
 
 
 def _operations(console: Console, summary: Mapping[str, Any]) -> None:
-    """Print the table of operations by kind, and the longest layers."""
+    """Print operations by kind for a mean rank (ms, calls, GFLOP/s, GB/s, roofline), and the five longest layers."""
     from rich.table import Table
 
     ranks = max(len(summary["ranks"]), 1)

@@ -105,7 +105,10 @@ def reproduce_command(
 
 
 def _fitting(ranks: int) -> int:
-    """Return the run's number of ranks, if it fits one machine. Raises ``RunDirectoryError``."""
+    """Return the number of ranks to train with, at least 1.
+
+    Raises ``RunDirectoryError`` for more than ``_MOST_RANKS`` or this machine's cores, whichever is larger.
+    """
     if ranks > max(_MOST_RANKS, usable_cores()):
         raise RunDirectoryError(
             f"the run had {ranks:,} ranks, which are not for one machine: give --ranks N; the bits do not depend on it"
@@ -129,7 +132,7 @@ def _probes(spec: RunSpec) -> dict[str, str]:
 
 
 def _lines(recording: RunRecording, differ: list[reproduce.Changed]) -> Iterator[str]:
-    """Yield lines on what differs between then and now, with its weight and remedy."""
+    """Yield lines on the run's state and on each difference between then and now, with its effect on bits and its remedy."""
     yield f"{recording.row.name}: {recording.row.state}, step {recording.row.step:,} of {recording.row.steps:,}, weights {recording.row.weights_sha256[:12] or 'not final'}"
     if not differ:
         yield "nothing differs between then and now: code, packages, machine, data, and the bits of its kernels are as they were"
@@ -157,9 +160,10 @@ def _again(
     *,
     as_json: bool,
 ) -> int:
-    """Train the run again and compare; print the verdict and return the exit code: 0 if all bits are the same.
+    """Train the run again, in ``into`` or a free directory beside it, and compare; print the verdict.
 
-    Raises ``TroubleError`` if the training fails, or there is nothing to compare.
+    Return the exit code: 0 if all bits are the same, else 1. ``steps`` None trains to the end. Raises
+    ``TroubleError`` if the training fails, or there is nothing to compare.
     """
 
     place = into or reproduce.free_directory(run_dir)
@@ -197,7 +201,11 @@ def _again(
 
 
 def _verdict(parts_at: int | None, finals: list[str], steps: int, *, same: bool) -> str:
-    """Return a sentence on the comparison: same hash, same logged steps, other hashes, or the step at which they part."""
+    """Return a sentence on the comparison: same hash, same logged steps, other hashes, or the step at which they
+    part.
+
+    ``finals`` are the hashes of those of the two runs that have finished.
+    """
     if same and len(finals) == 2:
         return f"same hash: {finals[0]} (and the same numbers in all {steps:,} logged steps)"
     if same:
@@ -282,7 +290,7 @@ def diff_command(
 
 
 def comparison_lines(comparison: runs.RunComparison, run_a: Path, run_b: Path) -> Iterator[str]:
-    """Yield the lines of a comparison of two run directories."""
+    """Yield the lines of a comparison of two run directories: fields, records, logged numbers, tensors, notes and the verdict."""
     yield f"A  {run_a}"
     yield f"B  {run_b}"
     yield _kinship(comparison)
@@ -330,7 +338,7 @@ def _kinship(comparison: runs.RunComparison) -> str:
 
 
 def verdict_lines(verdict: runs.Verdict) -> Iterator[str]:
-    """Yield the lines of the result of both replays."""
+    """Yield the lines of the result of both replays: their steps, the verdict, unconfirmed numbers, and what was left out."""
     origin = f"from the checkpoint of step {verdict.from_step}" if verdict.from_step else "from the beginning"
     yield f"replayed {origin} to step {verdict.to_step}: {verdict.compared.observations:,} tensors compared"
     yield verdict.sentence

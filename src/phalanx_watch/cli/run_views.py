@@ -135,7 +135,11 @@ def _headline(stream: RankStream, column: str, windows: range) -> str:
 def _print_table(
     column: str, layout: Layout, latenesses: Sequence[comparison.RankLateness], nodes: dict[int, str]
 ) -> None:
-    """Print the ranks that are slower than their peers with their places in the mesh, or that none is."""
+    """Print the ranks that are slower than their peers, or stand out, with their places in the mesh; or that none
+    does.
+
+    ``nodes`` maps ranks to nodes; empty leaves the column out. Only computing time is called slow.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -186,6 +190,7 @@ def _as_json(
     latenesses: Sequence[comparison.RankLateness],
     nodes: dict[int, str],
 ) -> dict[str, object]:
+    """Return the windows and ranks of a comparison for JSON, with node and place in the mesh of each rank that stands out."""
     first, last = stream.head(windows[0]), stream.head(windows[-1])
     return {
         "column": column,
@@ -217,7 +222,10 @@ _LEAST_RANGE = 0.1
 
 
 def text_map(picture: HeatMap, unit: float, width: int) -> Iterator[str]:
-    """Yield the lines of ``picture``: the legend, then its rows, at most ``width`` wide if possible. Numbers are in ``unit``."""
+    """Yield the lines of ``picture``: the legend, a row of bars for each group of ranks, and the steps.
+
+    At most ``width`` wide if possible; numbers are divided by ``unit``. One line if nothing is known.
+    """
     values_seen = picture.values[~np.isnan(picture.values)]
     if not values_seen.size:
         yield "nothing is known"

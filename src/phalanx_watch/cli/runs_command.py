@@ -131,7 +131,7 @@ def _print(rows: list[RunRow], shown: list[str]) -> None:
 
 
 def _cell(row: RunRow, name: str, now: float) -> str:
-    """Format a column of a run; empty if it has no value."""
+    """Format a column of a run; empty if it has no value. Times are ages, hashes have 12 digits, MFU and goodput are per cent."""
     value = index.value_of(row, name)
     if value is None:
         return ""
@@ -167,7 +167,10 @@ def origin(row: RunRow) -> str:
 
 
 def _list_jobs(name: str, namespace: str, *, as_json: bool) -> None:
-    """Print the runs in an engine's queue, or that there are none. Raises ``click.ClickException``."""
+    """Print the runs in an engine's queue as text or JSON, or that there are none.
+
+    Raises ``click.ClickException`` for an unknown or failing engine, or a namespace that it does not take.
+    """
     from phalanx.launch.engines.engine import engine_named
     from phalanx.launch.engines.order import EngineError
 
@@ -237,7 +240,7 @@ def remove_command(run_dirs: tuple[Path, ...], yes: bool, force: bool, beside: t
 
 
 def _print_removal(removal_plan: index.Removal) -> None:
-    """Print what the removal of a run would delete: its state, files, sizes, weights and labels."""
+    """Print what the removal of a run would delete: its state, size, the largest ``_MOST`` entries, weights and labels."""
     row = removal_plan.row
     click.echo(
         f"{row.path}: {row.state}, step {row.step:,} of {row.steps:,}, {removal_plan.files:,} files, {size(removal_plan.size_bytes)}"

@@ -83,7 +83,7 @@ def _lines(recording: RunRecording) -> Iterator[str]:
 
 
 def _results(recording: RunRecording) -> Iterator[str]:
-    """Yield the lines of the run's results, weights, times and ranks."""
+    """Yield the lines of the run's results, final weights, times and ranks; results without a value are left out."""
     row = recording.row
     numbers = {
         "loss": _shown("{:.4f}".format, row.loss),
@@ -118,7 +118,7 @@ def _shown(words: Callable[[float], str], value: float | None) -> str:
 
 
 def _code(recording: RunRecording) -> Iterator[str]:
-    """Yield the lines of command, code with its changes, packages and variables."""
+    """Yield the lines of command, code with its changes, packages and variables; unknown ones are called so or left out."""
     environment = recording.environment
     if environment.get("command"):
         yield f"command        {environment['command']}"
@@ -149,7 +149,10 @@ def _code(recording: RunRecording) -> Iterator[str]:
 
 
 def _machines(recording: RunRecording) -> Iterator[str]:
-    """Yield a line for each machine, the first few, and for each difference between them."""
+    """Yield a line for each machine, at most ``_MOST_NODES``, and for each difference between them.
+
+    Without a list of machines, one line of the host that started the run.
+    """
     if not recording.machines:
         host = _table(recording.environment.get("host"))
         yield f"machine        {host.get('name', 'unknown')}: {host.get('cpu_model', '')}, {host.get('cores', '?')} cores"
@@ -244,7 +247,7 @@ def _comparison_lines(comparison: ComparedRuns) -> Iterator[str]:
 
 
 def _bits(comparison: ComparedRuns, names: Sequence[str]) -> Iterator[str]:
-    """Yield lines on whether equal bits are expected, and where the logged numbers part."""
+    """Yield lines on whether equal bits are expected, where the logged numbers part, and the command that finds the cause."""
     same = comparison.same_bits
     if same.expected:
         yield "the same run and the same data: every bit should be equal"
@@ -280,7 +283,7 @@ def _comparison_table(
 
 
 def _result(name: str, value: object) -> object:
-    """Return a result in the unit of ``phalanx runs list``."""
+    """Format a result as ``phalanx runs list`` does: MFU and goodput in per cent, tokens with commas; others unchanged."""
     if not isinstance(value, int | float):
         return value
     match name:

@@ -82,7 +82,7 @@ def command(options: SpikeOptions) -> None:
 
 
 def spike_lines(report: SpikeReport) -> Iterator[str]:
-    """Yield the lines of a report."""
+    """Yield the lines of a report: cause, remedy, exactness, figures, sources, slots, documents and layers."""
     findings = report.findings
     yield click.style(f"step {report.step:,} of {report.run}: {findings.cause}", bold=True)
     yield f"  {findings.sentence}"
@@ -117,7 +117,11 @@ def _exactness(report: SpikeReport) -> str:
 
 
 def _figures(findings: SpikeFindings) -> Iterator[str]:
-    """Yield lines on the step's loss and norm beside the usual ones, the batch before, and the step in fp32."""
+    """Yield lines on the step's loss and norm beside the usual ones, its deviations, the batch before, and the step
+    in fp32.
+
+    Figures that were not found are left out.
+    """
     usual = "" if findings.usual_loss is None else f" (usual {findings.usual_loss:.4g})"
     spike = findings.spike
     of_norm = "" if spike is None else f" (usual {spike.typical_grad_norm:.4g})"
@@ -134,7 +138,7 @@ def _figures(findings: SpikeFindings) -> Iterator[str]:
 
 
 def _slots(findings: SpikeFindings) -> Iterator[str]:
-    """Yield the slots with the largest losses, and their deviations from the usual one."""
+    """Yield the ``_SLOTS`` slots with the largest losses, and their deviations from the usual one, if that is known."""
     if findings.usual_slot is not None:
         usual, deviation = findings.usual_slot
         count = findings.slot_steps
@@ -161,7 +165,7 @@ def _document(document: SpikeDocument) -> Iterator[str]:
 
 
 def _layers(findings: SpikeFindings) -> Iterator[str]:
-    """Yield the gradient norms of the first few layers, and how much they rose."""
+    """Yield the gradient norms of the first ``_LAYERS`` layers, and their ratio to the step before, if that was replayed."""
     layers = findings.layers[:_LAYERS]
     if layers and layers[0].rise is None:
         yield "gradient norm by layer (the step before was not replayed: no checkpoint is far enough back):"
