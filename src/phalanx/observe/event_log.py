@@ -59,7 +59,7 @@ class EventLog:
         self._lock = threading.Lock()
 
     def append(self, body: Body) -> Event:
-        """Write one event and return it, stamped with the time and the attempt.
+        """Write one event and return it, stamped with the time and the attempt; a step also goes to the index.
 
         Raises EventLogError if it cannot be written whole, as on a full disk; the file stays readable.
         """
@@ -95,9 +95,10 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """All events in the file, in the order written. An unfinished last line is left out.
+    """Yield all events in the file, in the order written. An unfinished last line counts only if it is a complete
+    object.
 
-    Raises EventLogError if there is no such file.
+    Raises EventLogError if there is no such file, or it shrinks meanwhile.
     """
     return follow(path, stop=lambda: True, poll_s=0.0)
 
@@ -122,13 +123,11 @@ def newest_event(path: Path, counts: Callable[[Event], bool], block_bytes: int =
 def lines_from_the_end(
     file: BinaryIO, block_bytes: int, most_bytes: int | None = None, most_line_bytes: int = MOST_LINE_BYTES
 ) -> Iterator[bytes]:
-    """Yield the lines of a file that are not empty, the last one first, read in blocks: of a long file only as much as is used.
+    """Yield the lines of a file that are not empty, the last one first, reading ``block_bytes`` at a time as
+    needed.
 
-    Args:
-        file: The file.
-        block_bytes: Of a block.
-        most_bytes: Nothing farther from the end is read; ``None`` sets no limit.
-        most_line_bytes: A longer line is no event and is left out. At most that much of it is in memory.
+    Nothing farther from the end than ``most_bytes`` is read; ``None`` sets no limit. A line longer than
+    ``most_line_bytes`` is left out, and at most that much of it is in memory.
     """
     position = file.seek(0, os.SEEK_END)
     lowest = 0 if most_bytes is None else max(0, position - most_bytes)
@@ -159,8 +158,9 @@ def _line_of(pieces: Sequence[bytes], nbytes: int, most_line_bytes: int) -> Iter
 def follow(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterator[Event]:
     """Yield the events in the file, then those appended to it, until ``stop()`` and nothing new is there.
 
-    The file may not exist yet: it is waited for. ``stop`` is called before each look at the file, at most
-    every ``poll_s`` seconds once all is read. Raises EventLogError if the file is missing at the end, or shrinks.
+    The file is awaited if it does not exist. ``stop`` is called before each look at the file, ``poll_s`` seconds
+    apart once all is read. Unreadable lines become ``Torn``. Raises EventLogError if the file is missing at the
+    end, or shrinks.
     """
     tail = FileTail(path, most_line_bytes=MOST_LINE_BYTES, instead_of_long=_NO_EVENT)
     number, last = 0, Event(0.0, 0, Unknown("", {}))
@@ -182,7 +182,11 @@ def follow(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterato
 
 
 def _next_lines(tail: FileTail, *, missing_is_error: bool) -> list[bytes]:
-    """Return the lines that were appended since the last call. Raises EventLogError if the file is unreadable, shrank, or was removed."""
+    """Return the lines that were appended since the last call; of a file that never existed, none.
+
+    Raises EventLogError if it is unreadable, shrank, was replaced or removed; with ``missing_is_error`` also if it
+    never existed.
+    """
     block = tail.read_bytes
     try:
         batch = tail.next_batch()
@@ -201,7 +205,10 @@ def _next_lines(tail: FileTail, *, missing_is_error: bool) -> list[bytes]:
 
 
 def _complete(rest: bytes) -> list[bytes]:
-    """Return a last line without its newline if it is an event, else nothing; a prefix of an object never parses."""
+    """Return ``rest``, a last line without its newline, in a list if it is an event, else nothing.
+
+    A prefix of an object never parses.
+    """
     try:
         decode(rest)
     except ValueError:
@@ -306,7 +313,9 @@ class LoggedStep(Protocol):
 
 
 def row_of(step: LoggedStep, t: float, attempt: int, offset: int, has_ledger: bool) -> Row | None:
-    """Return the row of a logged step; ``None`` if its numbers cannot be those of a run."""
+    """Return the row of a logged step at byte ``offset`` of the file; ``None`` if its numbers cannot be those of a
+    run.
+    """
     if not (0 <= step.step <= MOST_STEP and abs(attempt) <= MOST_STEP and 0 <= step.tokens <= MOST_WHOLE):
         return None
     memory = step.peak_memory_bytes
@@ -325,7 +334,10 @@ def _share(part: float | str, total: float | str) -> float | None:
 
 
 def encode_record(row: Row, length: int) -> bytes:
-    """The record of a row whose line has ``length`` bytes. Raises ``ValueError``, ``TypeError`` or ``struct.error`` for what is no number."""
+    """Return the index record of a row whose line has ``length`` bytes, with a checksum.
+
+    Raises ``ValueError``, ``TypeError`` or ``struct.error`` for what is no number.
+    """
     step, attempt, offset, t, tokens, loss, *fine, has_ledger = row
     fields = _FIELDS.pack(
         *(offset, t, length, step, int(float(has_ledger or 0)), attempt, tokens, _number(loss or 0.0)),
@@ -357,7 +369,9 @@ class StepIndexWriter:
     """Writer of records to an index; it is opened at the first group. Nothing raises: after a failure the index is left as it is."""
 
     def __init__(self, path: Path, *, is_empty: bool = False) -> None:
-        """``is_empty``: the stream is empty, so that an existing index belongs to another one."""
+        """Set up the writer; the file is opened at the first write. ``is_empty``: the stream is empty, so an
+        existing index is emptied.
+        """
         self.path = path
         self._is_empty = is_empty
         self._waiting = bytearray()
@@ -365,8 +379,10 @@ class StepIndexWriter:
         self._given_up = False
 
     def add(self, body: Step, t: float, attempt: int, offset: int, length: int) -> None:
-        """Queue the row of a step's line, of ``length`` bytes at ``offset``, and write a full group. Steps with impossible numbers
-        are left out."""
+        """Queue the row of a step's line, of ``length`` bytes at ``offset``; write once a group is full.
+
+        Steps with impossible numbers are left out. Does nothing after the index was given up.
+        """
         if self._given_up:
             return
         with suppress(TypeError, ValueError, OverflowError, struct.error):
@@ -384,8 +400,10 @@ class StepIndexWriter:
             self._descriptor = -1
 
     def _write(self) -> None:
-        """Append what is waiting, aligned to records. After a failure or a short write the index is given up, silently: it can be
-        made again."""
+        """Append what is queued, behind the file's title or padding to whole records.
+
+        After a failure or a short write the index is given up, without an error: it can be made again.
+        """
         try:
             if self._descriptor < 0:
                 flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK

@@ -212,6 +212,7 @@ class TaskEvaluated:
     """Seconds of this task's evaluation."""
 
     def __post_init__(self) -> None:
+        """Raise ``TypeError`` for a figure that is no int or float: no reader would take the line for this event."""
         # Figures of a user's observer are of any type. Written as they are, no reader would take the line for this event.
         for name, value in self.figures.items():
             if not isinstance(value, int | float):
@@ -573,10 +574,10 @@ class Event:
 
 
 def encode(event: Event) -> bytes:
-    """The event as one line of strict JSON in UTF-8, newline included.
+    """Return the event as one line of strict JSON in UTF-8, newline included; floats that are not finite become
+    words.
 
-    Raises TypeError if a free-form field (``result``, ``environment``) holds something JSON has no
-    word for.
+    Raises TypeError if a free-form field (``result``, ``environment``) holds something that JSON cannot express.
     """
     body = event.body
     record = {"t": event.t, "attempt": event.attempt, "kind": kind_of(body), **fields_of(body)}
@@ -589,7 +590,7 @@ def kind_of(body: Body) -> str:
 
 
 def fields_of(body: Body) -> Mapping[str, object]:
-    """Return the other keys of an event's line, with their values."""
+    """Return the keys of an event's line beside the envelope, with their values."""
     if isinstance(body, Unknown):
         return body.fields
     if isinstance(body, msgspec.Struct):
@@ -609,7 +610,8 @@ class _Envelope:
 def decode(line: bytes) -> Event:
     """Return the event in ``line``. Raises ValueError if it is no event: torn, not ours, or of an impossible time.
 
-    A kind that is not in ``KINDS``, or whose fields do not have the types of its class, becomes ``Unknown``.
+    A kind that is not in ``KINDS``, or whose fields do not have the types of its class, becomes ``Unknown``. Fields
+    that the class lacks are dropped.
     """
     record = plain_json(line, exact=True)
     envelope = msgspec.convert(record, _Envelope)

@@ -109,8 +109,12 @@ class AttemptAccount:
 
 
 def attempt_accounts(events: Iterable[run_events.Event]) -> list[AttemptAccount]:
-    """Return the account of each attempt that held its machines, in order, with the reason of its end; together they are all of
-    ``goodput(events)``."""
+    """Return the account of each attempt that held its machines, in order, with the reason of its end, or "" if
+    none is recorded.
+
+    Together they are all of ``goodput(events)``. An epoch's reason comes from the coordinator's event about the
+    last living attempt.
+    """
     attempts: dict[int, list[run_events.Event]] = {}
     reasons: dict[int, str] = {}
     lived = 0
@@ -130,6 +134,7 @@ def attempt_accounts(events: Iterable[run_events.Event]) -> list[AttemptAccount]
 
 
 def _described(account: _Account, reason: str) -> AttemptAccount:
+    """Return an account with its attempt, reason, seconds, ranks, and first and last logged step (0 if none)."""
     steps = [event.body.step for event in account.events if isinstance(event.body, run_events.Step)]
     ranks = [event.body.ranks for event in account.events if isinstance(event.body, run_events.RunStarted)]
     return AttemptAccount(
@@ -192,9 +197,9 @@ def _lived(events: list[run_events.Event]) -> list[run_events.Event]:
 
 
 def _account(events: list[run_events.Event]) -> _Account:
-    """Return an attempt's account by its last ledger; the time after that is unattributed. Without a ledger, by its step times.
+    """Return an attempt's account by its last ledger; the time after that, up to the last event, is unattributed.
 
-    It ends with the last event in which the attempt lived, of which there must be one (``ValueError``).
+    Without a ledger, by its step times. Raises ``ValueError`` if the attempt lived in no event.
     """
     end_ns = max(_ns(event.t) for event in _lived(events))
     entries = [(_ns(event.t), ledger) for event in events if (ledger := ledger_of(event))]
@@ -230,7 +235,7 @@ def _account_from_step_times(events: list[run_events.Event], end_ns: int) -> _Ac
 
 
 def ledger_of(event: run_events.Event) -> Mapping[str, float]:
-    """The ledger of the event's attempt up to the event; empty if the event carries none."""
+    """Return the ledger (seconds by bucket) of the event's attempt up to the event; empty if the event carries none."""
     return (
         event.body.ledger
         if isinstance(event.body, (run_events.Step, run_events.Stopped, run_events.Finished))
@@ -282,7 +287,11 @@ class _Line:
     nonfinite_ns: int = 0
 
     def live_through(self, account: _Account) -> None:
-        """Take over an attempt: it continues from the step that it restored, or from 0. Steps that it does again count as lost before."""
+        """Add an attempt: it continues from the step that it restored, or from 0. Earlier work on steps that it
+        repeats is lost.
+
+        A saved checkpoint makes its step durable, and the run's end the last one.
+        """
         cursor, seen, skipped = 0, _InSteps(0, 0), 0
         for event, in_steps in zip(account.events, account.in_steps, strict=True):
             match event.body:
@@ -303,14 +312,14 @@ class _Line:
                     cursor, seen, skipped = step, in_steps, 0
 
     def _do(self, first: int, last: int, done: _InSteps, skipped: int) -> None:
-        """Add the steps ``first`` to ``last``; the share of ``skipped`` ones counts as not finite."""
+        """Add the steps ``first`` to ``last`` with their time; the share of ``skipped`` ones counts as not finite."""
         steps = last - first + 1
         nonfinite_ns = done.rest_ns * min(skipped, steps) // steps
         self.nonfinite_ns += nonfinite_ns
         self.pieces.append(_Piece(first, last, done.rest_ns - nonfinite_ns, done.waiting_ns))
 
     def _go_back_to(self, step: int) -> None:
-        """Take off the steps after ``step``, whose time counts as rolled back."""
+        """Remove the steps after ``step``; their time counts as rolled back. Also bounds the durable step by it."""
         if not self.pieces or self.pieces[-1].last <= step:
             return
         self.pieces, lost = _cut(self.pieces, step)
@@ -434,8 +443,11 @@ class MetaEttr:
 
 
 def google_goodput(ours: Goodput) -> GoogleGoodput:
-    """Return our account in Google's terms. Lost steps are waste with all that was in them, so a part of the waiting for data is
-    there."""
+    """Return our account in Google's terms: elapsed, productive and badput nanoseconds by kind.
+
+    Lost steps are waste with all that was in them, so a part of the waiting for data is there. Gaps between
+    attempts count.
+    """
     badput: dict[str, int] = {}
     for name, value in ours.buckets_ns.items():
         kind = BADPUT_OF_BUCKET.get(name, "" if name.startswith(STEP) else "OTHER")
@@ -453,7 +465,7 @@ def google_goodput(ours: Goodput) -> GoogleGoodput:
 
 
 def meta_ettr(ours: Goodput) -> MetaEttr:
-    """Our account in the terms of Meta's effective training time ratio."""
+    """Return our account in the terms of Meta's effective training time ratio, in nanoseconds."""
     overhead_ns = sum(value for name, value in ours.buckets_ns.items() if name.startswith(_OVERHEAD))
     return MetaEttr(
         productive_ns=ours.held_ns - overhead_ns - ours.rollback_ns,

@@ -105,7 +105,9 @@ class Ledger:
         self._closed: dict[str, int] = dict.fromkeys((bucket.value for bucket in Bucket), 0)
 
     def switch(self, bucket: Bucket) -> None:
-        """Close the open bucket and open ``bucket``. A clock that goes back counts as standing."""
+        """Add the time since the last switch to the open bucket, and open ``bucket``. A clock that goes back counts
+        as standing.
+        """
         # A clock that steps back would break the sum: time then stands still until it catches up.
         now_ns = max(self._clock(), self._since_ns)
         self._closed[self._open] += now_ns - self._since_ns
@@ -125,10 +127,11 @@ class Ledger:
             self.switch(outer)
 
     def reassign(self, source: Bucket, target: Bucket, duration_ns: int) -> None:
-        """Move time that turns out to belong elsewhere; the sum stays as it is.
+        """Move ``duration_ns`` that turns out to belong elsewhere from ``source`` to ``target``; the sum stays as
+        it is.
 
-        An accelerator reports only after the step how much of it was exposed communication.
-        Raises LedgerError if ``source`` does not have that much.
+        An accelerator reports only after the step how much of it was exposed communication. Raises LedgerError if
+        ``source`` does not have that much, or it is negative.
         """
         self.switch(self._open)
         if not 0 <= duration_ns <= self._closed[source]:
@@ -169,8 +172,11 @@ def _position(name: str) -> int:
 
 
 def format_ledger(seconds: Mapping[str, float], bar_width: int = 24) -> str:
-    """Format a ledger as a table of plain text: bucket, seconds, share, bar. Empty buckets are left out; groups are in the order of
-    a run's life."""
+    """Format a ledger (seconds by bucket) as a table of plain text: bucket, seconds, share, bar, and a last line
+    with the total.
+
+    Empty buckets are left out; groups are in the order of a run's life.
+    """
     total = sum(seconds.values())
     names = sorted((name for name in seconds if seconds[name]), key=_position)
     width = max(map(len, [*names, "total"]), default=0)
@@ -220,7 +226,10 @@ class Recovery:
 
 
 def recoveries(events: Iterable[Event], first_attempt: int) -> list[Recovery]:
-    """Return all recoveries after ``first_attempt``, in order; epochs that ended before their first logged step are left out."""
+    """Return all recoveries after ``first_attempt``, in order: source step, lost steps, and seconds by phase.
+
+    Epochs that ended before their first logged step are left out.
+    """
     listed: list[Recovery] = []
     restored: dict[int, Restored] = {}
     done, seen = 0, {first_attempt}

@@ -54,12 +54,10 @@ class FileTail:
         block_bytes: int = _BLOCK_BYTES,
         instead_of_long: bytes | None = None,
     ) -> None:
-        """
-        Args:
-            path: The file; it need not be there yet.
-            most_line_bytes: A longer line is dropped, and counted.
-            block_bytes: So much is read at a time.
-            instead_of_long: A line that is given in place of one that was dropped; ``None`` for none.
+        """Set up a tail from the start of ``path``, which need not exist yet; nothing is opened.
+
+        A line longer than ``most_line_bytes`` is dropped and counted, or replaced by ``instead_of_long``.
+        ``block_bytes`` are read at a time.
         """
         self.path = path
         self._most_line_bytes, self._block_bytes = most_line_bytes, block_bytes
@@ -108,7 +106,7 @@ class FileTail:
     def skip_to(self, offset: int) -> None:
         """Continue from the line that begins at ``offset``, up to which another reader has read the present file.
 
-        Raises ``OSError``.
+        The counts are kept unless the file is another one. Raises ``OSError``.
         """
         with open_regular(self.path) as file:
             stat = os.fstat(file.fileno())
@@ -118,10 +116,10 @@ class FileTail:
             self.read_bytes, self.size_bytes, self._rest = offset, stat.st_size, b""
 
     def next_batch(self) -> LineBatch:
-        """Read the next block of the file and return its complete lines; of a missing file, nothing. Another file of that name is
-        read from its start.
+        """Read the next block of the file and return its complete lines. Of a missing file the batch is empty.
 
-        Raises ``OSError`` if it exists and cannot be read, or is no file.
+        Another file of that name is read from its start, and the batch is marked as restarted. Raises ``OSError``
+        if it exists and cannot be read, or is no regular file.
         """
         try:
             file = open_regular(self.path)
@@ -158,7 +156,10 @@ class FileTail:
         return os.pread(descriptor, len(self._head), 0) != self._head  # cut, and written again
 
     def _lines(self, block: bytes) -> list[tuple[int, bytes]]:
-        """Return the lines that ``block`` completes, each with its offset; blank ones are left out, long ones counted and replaced."""
+        """Return the lines that ``block`` completes, each with its offset; keep the rest for the next block.
+
+        Blank lines are left out; long ones are counted, and replaced if there is a replacement.
+        """
         at = self.read_bytes - len(self._rest)
         self.read_bytes += len(block)
         *complete, rest = (self._rest + block).split(b"\n")
@@ -212,11 +213,11 @@ class AppendedFile:
             raise
 
     def append(self, line: bytes) -> int:
-        """Write a line, which ends in a newline, and return the offset at which it begins. After a torn line, a newline is written
-        first.
+        """Write a line, which ends in a newline, and return the offset at which it begins. After a torn line, write
+        a newline first.
 
-        Raises ``OSError`` if not all of it could be written. The offset is right while all writers of the file append,
-        on a file system that appends in one move; over NFS it may not be.
+        Raises ``OSError`` if not all of it could be written. The offset is right while all writers of the file
+        append, on a file system that appends atomically; over NFS it may not be.
         """
         block = b"\n" + line if self._torn and self._ends_torn() else line
         self._torn = True  # unless all of it is written; of what was before an error, the file tells

@@ -74,9 +74,8 @@ def write_request(directory: RunDirectory, request: ProfileRequest) -> None:
 def read_request(directory: RunDirectory, now_s: float) -> ProfileRequest:
     """Return the request in the run directory. The file stays.
 
-    Raises:
-        ProfileRequestError: It is stale at ``now_s``, or no request at all.
-        OSError: It cannot be read.
+    Raises ``ProfileRequestError`` if it is stale at ``now_s`` (Unix seconds), no regular file or malformed, and
+    ``OSError`` if it cannot be read, also for a link.
     """
     descriptor = os.open(request_path(directory), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -111,7 +110,9 @@ def _checked(content: bytes, now_s: float) -> ProfileRequest:
 
 
 def _ranks(value: object) -> tuple[int, ...] | str:
-    """Return the field ``ranks``: "auto", "all", or ascending ranks. Raises ``ProfileRequestError``."""
+    """Return the field ``ranks``: "auto", "all", or distinct ranks in ascending order. Raises
+    ``ProfileRequestError``.
+    """
     if value in ("auto", "all"):
         return str(value)
     if not isinstance(value, list) or not 0 < len(value) <= MOST_RANKS:
@@ -147,7 +148,10 @@ class ProfileDesk:
         self._waiting: ProfileRequest | None = None
 
     def pending(self) -> bool:
-        """True if a request waits to be taken. Looks at the disk once in ``look_pause_s`` at most."""
+        """Return True if a request waits to be taken. Looks at the disk once in ``look_pause_s`` seconds at most.
+
+        A request is read and its file deleted; one that is refused is reported by ``warn``.
+        """
         if self._waiting is not None:
             return True
         now_s = time.monotonic()
@@ -169,7 +173,10 @@ class ProfileDesk:
         return taken
 
     def _read(self, seen: tuple[int, int]) -> ProfileRequest | None:
-        """Return the request and delete its file. One that cannot be read is reported, and not looked at again."""
+        """Return the request and delete its file. If it cannot be read, warn and return None.
+
+        If the file cannot be deleted, it is remembered and not read again.
+        """
         try:
             request = read_request(self._directory, time.time())
         except (ProfileRequestError, OSError) as error:

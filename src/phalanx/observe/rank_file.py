@@ -107,7 +107,7 @@ def column_bytes(ranks: int) -> int:
 
 
 def encode_frame(frame: RankFrame) -> bytes:
-    """Return the bytes of a frame. Raises ``ValueError`` for too many ranks, or columns of another length."""
+    """Return the bytes of a frame. Raises ``ValueError`` for no or too many ranks, or a column of another length."""
     if not 1 <= frame.ranks <= MOST_RANKS:
         raise ValueError(f"a frame of {frame.ranks} ranks: 1 to {MOST_RANKS} can be kept")
     columns = [encode_column(name, frame.columns[name], frame.ranks) for name in RANK_COLUMNS]
@@ -124,7 +124,9 @@ def join_frame(ranks: int, attempt: int, steps: int, step: int, t: float, column
 
 
 def decode_head(head: bytes) -> FrameHead | None:
-    """Return the head of a frame; ``None`` if these ``HEAD_BYTES`` bytes are none, or damaged."""
+    """Return the head of a frame; ``None`` if the bytes are not ``HEAD_BYTES`` long, no head, or damaged by their
+    checksum.
+    """
     if len(head) != HEAD_BYTES or not head.startswith(MAGIC):
         return None
     (own,) = _OWN_SUM.unpack_from(head, HEAD_BYTES - _OWN_SUM.size)
@@ -137,8 +139,11 @@ def decode_head(head: bytes) -> FrameHead | None:
 
 
 def encode_column(name: str, values: NDArray[np.float32], ranks: int) -> Codes:
-    """Return the numbers of one column as half-precision codes in its unit; NaN is unknown. Raises ``ValueError`` if they are not
-    ``(ranks,)``."""
+    """Return the numbers of one column as half-precision codes (int16) in its unit, clipped to 0 and the largest;
+    NaN is unknown.
+
+    Raises ``ValueError`` if they are not ``(ranks,)``.
+    """
     if values.shape != (ranks,):
         raise ValueError(f"column {name} of a frame of {ranks} ranks has the shape {values.shape}")
     scaled = np.clip(values / np.float32(UNITS[name]), 0.0, _MOST) + np.float32(0.0)  # no minus zero
@@ -174,8 +179,10 @@ class RankStreamError(Exception):
 
 
 def open_for_reading(path: Path) -> int | None:
-    """Open the file and return its descriptor; ``None`` if there is none. Raises ``RankStreamError`` if it is unreadable, too
-    large, or no file."""
+    """Open the file and return its descriptor, which the caller closes; ``None`` if there is none.
+
+    Raises ``RankStreamError`` if it is unreadable, too large, or no regular file.
+    """
     try:
         descriptor = os.open(
             path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -210,7 +217,11 @@ class FrameIndex:
         """Where the next frame is to begin: all before it is indexed."""
 
     def extend(self) -> None:
-        """Index the frames that have come since the last call. Raises ``RankStreamError`` if this is no file of ranks' numbers."""
+        """Index the complete frames that have come since the last call.
+
+        Raises ``RankStreamError`` if this is no file of ranks' numbers, has too many frames, or is damaged in too
+        many places.
+        """
         size = os.fstat(self._descriptor).st_size
         if self.position == 0:
             self._read_title(size)
@@ -222,9 +233,10 @@ class FrameIndex:
             self.position = offset + head.nbytes
 
     def codes(self, number: int, place: int, *, verified: bool = False) -> Codes | None:
-        """Return column ``place`` of the frame at index ``number`` as it is in the file; ``None`` if it is damaged.
+        """Return column ``place`` of the frame at index ``number`` as codes ``(ranks,)``; ``None`` if it is cut or
+        damaged.
 
-        ``verified``: its checksum was verified right before. Raises ``OSError``.
+        ``verified``: its checksum was verified before and is skipped. Raises ``OSError``.
         """
         head = self.heads[number]
         length, offset = column_bytes(head.ranks), self.offsets[number] + head.column_at(place)

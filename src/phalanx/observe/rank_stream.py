@@ -80,6 +80,7 @@ class RankStream:
     """
 
     def __init__(self, path: Path) -> None:
+        """Open the file, if there is one, and index it. Raises ``RankStreamError``."""
         self.path = path
         self._descriptor = -1
         self._index: FrameIndex | None = None
@@ -89,9 +90,10 @@ class RankStream:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Index what was written since the last call, also in a new file of that name. Return True if there is anything new.
+        """Index what was written since the last call. Return True if there is anything new.
 
-        A file that was coarsened since is indexed again: its frames have other numbers then. Raises ``RankStreamError``.
+        Another file of that name, also a coarsened one, is indexed from its start; a missing one is empty. Raises
+        ``RankStreamError``.
         """
         before, descriptor = len(self), open_for_reading(self.path)
         if descriptor is None or not self._same_file(descriptor):
@@ -163,11 +165,12 @@ class RankStream:
         order: NDArray[np.int64] | None = None,
         part: slice = slice(None),
     ) -> HeatMap:
-        """Return the heat map of the frames of steps ``first`` to ``last`` (all without them), in at most so many columns and rows.
+        """Return the heat map of the frames of steps ``first`` to ``last`` (None: unlimited), in at most so many
+        columns and rows.
 
-        A cell has the largest value of its ranks and frames; damaged frames are left out. Each frame is read once, one
-        at a time. ``order`` has all ranks in the order in which they are drawn, by default by number, and ``part``
-        selects places of it.
+        A cell has the largest value of its ranks and frames; damaged frames are left out. ``order`` has all ranks
+        in the order in which they are drawn, by default by number, and ``part`` selects places of it. Frames are
+        read one at a time.
         """
         chosen, place = self._between(first, last), RANK_COLUMNS.index(column)
         ranks = max((self._opened().heads[number].ranks for number in chosen), default=0)
@@ -198,7 +201,11 @@ class RankStream:
     def rank(
         self, column: str, rank: int, first: int | None = None, last: int | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the history of one rank: steps and values ``(frames,)``, of the frames that have the rank."""
+        """Return the history of one rank between steps ``first`` and ``last``: steps and values, both
+        ``(frames,)``.
+
+        Frames without the rank are left out; a damaged value is NaN.
+        """
         place = RANK_COLUMNS.index(column)
         chosen = [
             number for number in self._between(first, last) if 0 <= rank < self._opened().heads[number].ranks
@@ -257,7 +264,10 @@ class RankStream:
         return codes
 
     def _one(self, number: int, place: int, rank: int) -> int:
-        """Return one number as it is in the file. The column around it is read only the first time, to be verified."""
+        """Return one number's code as it is in the file, ``UNKNOWN`` if it is damaged.
+
+        The column around it is read only the first time, to be verified.
+        """
         if (number, place) not in self._verified:
             codes = self._codes(number, place)
             return UNKNOWN if codes is None else int(codes[rank])

@@ -55,6 +55,10 @@ class RankStreamWriter:
         most_frames: int = MOST_FRAMES,
         hurry: Callable[[], bool] = lambda: False,
     ) -> None:
+        """Open the file ``path``, making it if it is missing. Raises ``RankStreamError``.
+
+        Beyond ``most_bytes`` or ``most_frames`` it is coarsened; not while ``hurry()`` is True.
+        """
         self.path = path
         self._most_bytes, self._most_frames, self._hurry = most_bytes, most_frames, hurry
         self._bytes_at, self._frames_at = most_bytes, most_frames
@@ -93,8 +97,11 @@ class RankStreamWriter:
         self.close()
 
     def _open(self) -> None:
-        """Open the file for appending, making it if need be. One that is damaged is renamed to ``.damaged`` first. Raises
-        ``RankStreamError``."""
+        """Open the file for appending, making it if need be. One that is no stream is first renamed to
+        ``.damaged``.
+
+        Raises ``RankStreamError`` if it cannot be opened, ``OSError`` if it cannot be renamed.
+        """
         try:
             self._open_as_it_is()
         except rank_file.RankStreamError:
@@ -120,15 +127,17 @@ class RankStreamWriter:
             self._next = rank_file.unfinished(self._descriptor, max(index.position, len(rank_file.TITLE)))
 
     def _replaced(self) -> bool:
-        """True if the name leads to another file by now, or to none: of a rank that took over, or of somebody who cleans up."""
+        """Return True if the name leads to another file or none: another rank took over, or somebody removed it."""
         try:
             return not os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
         except OSError:
             return True
 
     def _write(self, data: bytes) -> None:
-        """Write a frame at an aligned offset, after zeros in place of a torn one. Raises ``RankStreamError`` if not all of it could
-        be written."""
+        """Write a frame at an aligned offset, after zeros in place of a torn one.
+
+        Raises ``RankStreamError`` if not all of it could be written, or the file is beyond twice its bound.
+        """
         try:
             size = os.fstat(self._descriptor).st_size
             begin = max(self._next, _whole(size))  # another process may have written here before it was ended
@@ -151,7 +160,9 @@ class RankStreamWriter:
     # --- bounds ---
 
     def _coarsen(self) -> None:
-        """Replace the file by a smaller one; if that fails, try again when the file has grown by an eighth of its bounds."""
+        """Replace the file by a coarser, smaller one, and open that. If it fails, or ``hurry`` stops it, retry
+        after it has grown by an eighth of its bounds.
+        """
         beside = self.path.with_name(f"{self.path.name}.new")
         try:
             with _indexed(self.path) as index, beside.open("wb") as file:
@@ -169,7 +180,7 @@ class RankStreamWriter:
         self._frames_at = self._most_frames if is_complete else self._frames + self._most_frames // 8
 
     def _write_coarsened(self, index: rank_file.FrameIndex, file: BinaryIO) -> bool:
-        """Write the frames of ``index``, coarsened. Return False if there was no time for it."""
+        """Write title and coarsened frames of ``index`` to ``file``. Return False as soon as ``hurry()`` is True."""
         file.write(rank_file.TITLE)
         for group in coarser(index.heads, _WORTH_IT * self._most_bytes, _WORTH_IT * self._most_frames):
             if self._hurry():
@@ -182,7 +193,8 @@ class RankStreamWriter:
 
 
 def coarser(heads: Sequence[rank_file.FrameHead], most_bytes: float, most_frames: float) -> list[range]:
-    """Return the frames that become one: neighbors of the older half by two, each of the newer half alone.
+    """Return the groups of frames that become one: alike neighbors of the older half in pairs, each of the newer
+    half alone.
 
     The oldest are left out if there would still be more than ``most_bytes`` or ``most_frames``; the newest never.
     """
@@ -203,7 +215,9 @@ def _alike(head: rank_file.FrameHead, other: rank_file.FrameHead) -> bool:
 
 
 def _largest(index: rank_file.FrameIndex, group: range, place: int) -> rank_file.Codes:
-    """Return the larger number of each rank in the frames of ``group``; damaged columns are ignored."""
+    """Return the codes of column ``place``: of each rank the largest in the frames of ``group``; damaged columns
+    are ignored.
+    """
     most = np.full(index.heads[group[-1]].ranks, rank_file.UNKNOWN, np.int16)
     for number in group:
         codes = index.codes(number, place)
@@ -254,10 +268,9 @@ class RankRecorder:
         self._thread: threading.Thread | None = None
 
     def record(self, frame: rank_file.RankFrame) -> str:
-        """Queue a frame for the writing thread, which the first one starts. Return a warning the first time that there is one, else
-        "".
+        """Queue a frame for the writing thread, which the first call starts; a full queue drops the frame.
 
-        A full queue drops the frame.
+        Return a warning the first time that frames were lost, else "".
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="ranks.bin", daemon=True)
@@ -269,7 +282,9 @@ class RankRecorder:
         return self._warning()
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> str:
-        """Write what waits, within a bounded time; return a warning as ``record`` does."""
+        """Write what is queued, waiting at most twice ``timeout_s``, and end the thread; return a warning as
+        ``record`` does.
+        """
         thread, self._thread = self._thread, None
         if thread is not None:
             self._ending.set()

@@ -126,8 +126,9 @@ def read_rank_trace(path: Path) -> RankTrace:
 
 
 def _check(trace: RankTrace) -> None:
-    """Raise ``ValueError`` unless tables have their columns, numbers of names and marks are those of the lists, and times are
-    plausible."""
+    """Raise ``ValueError`` unless tables have their columns, events refer to existing names and marks, and times
+    are plausible.
+    """
     events, allocations = trace.events, trace.allocations
     if events.dtype != EVENT or allocations.dtype != ALLOCATION or events.ndim != 1 or allocations.ndim != 1:
         raise ValueError("its tables have other columns")

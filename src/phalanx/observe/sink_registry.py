@@ -39,12 +39,11 @@ _SEARCHED = 120
 def missing_points(
     path: Path, holds: Callable[[Event], bool], *, most_lines: int = _MOST_LINES
 ) -> Iterator[Event]:
-    """Yield the steps and evaluations that a tracker lacks, in the order written; nothing if the stream cannot be read.
+    """Yield the steps and evaluations that a tracker lacks, in the order written; nothing if the stream cannot be
+    read.
 
-    Args:
-        path: The event stream.
-        holds: Return True if the tracker has the point of an event.
-        most_lines: Largest number of missing lines that are kept in memory.
+    Reads back from the end to the newest step for which ``holds`` is true. If more than ``most_lines`` points come
+    after that, the stream is read again from its start, so that they need no memory.
     """
     lines: list[bytes] = []
     with suppress(OSError), open_regular(path) as file:
@@ -99,7 +98,8 @@ def open_sinks(
     run: str,
     vendors: Mapping[str, Vendor] | None = None,
 ) -> list[Background]:
-    """The sinks called ``names``, each on its thread.
+    """Return the sinks called ``names``, each running on its thread, which first sends the points that its tracker
+    lacks.
 
     Raises SinkError, before any is opened, if a name is unknown or a package is not installed.
     """
@@ -122,10 +122,11 @@ def fill_sink(
     events: Iterable[Event],
     vendors: Mapping[str, Vendor] | None = None,
 ) -> int:
-    """Send a run's ``events`` to the sink ``name``, and return the number sent: each point that it lacks once, all other events every time.
+    """Send a run's ``events`` to the sink ``name``, and return the number sent: each point that it lacks once,
+    others every time.
 
-    A tracker that is a folder of the run is made again. Blocks until the tracker has taken everything. Raises SinkError as ``open_sinks``
-    does, and if the tracker fails; nothing is lost then.
+    Blocks until the tracker has taken everything. A tracker that is a folder of the run is made again. Raises
+    SinkError as ``open_sinks`` does, and if the tracker fails; the folder is then as before.
     """
     vendor = require_sinks([name], vendors)[name]
     with _remade(run_directory / vendor.folder) if vendor.folder else nullcontext():
@@ -167,7 +168,8 @@ def _remade(folder: Path) -> Iterator[None]:
 
 
 def require_sinks(names: Sequence[str], vendors: Mapping[str, Vendor] | None = None) -> Mapping[str, Vendor]:
-    """Return the vendors of these names, by default those that installed packages offer (group ``phalanx.sinks``).
+    """Return the vendors of these names by name, by default those that installed packages offer (group
+    ``phalanx.sinks``).
 
     Raises SinkError if a name is unknown or its tracker is not installed; no tracker is imported.
     """

@@ -42,7 +42,11 @@ class Sink(Protocol):
 
 
 def scalars(event: run_events.Event) -> dict[str, float]:
-    """Return the numbers in an event under the tags that every sink uses; empty for events without any."""
+    """Return the numbers in an event under the tags that every sink uses ("train/loss"); empty for events without
+    any.
+
+    Unknown numbers are left out.
+    """
     match event.body:
         case run_events.Step() as body:
             named = {
@@ -80,8 +84,8 @@ def texts(event: run_events.Event) -> dict[str, str]:
 
 
 def hyperparameters(run_directory: Path) -> dict[str, Setting]:
-    """Return the fields of the resolved run file by dotted path, as trackers take them, without secrets; empty where there is none
-    yet.
+    """Return the fields of the resolved run file by dotted path, as trackers take them, without secrets; empty if
+    it cannot be read.
 
     Lists are written as text: no tracker can plot against one.
     """
@@ -94,6 +98,9 @@ def hyperparameters(run_directory: Path) -> dict[str, Setting]:
 
 
 def _settings(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, Setting]]:
+    """Yield (dotted path, value) of each field of a table, recursively; other values than numbers and text become
+    text.
+    """
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _settings(value, f"{prefix}{name}.")
@@ -111,10 +118,11 @@ GOODPUT_COLUMNS = ("part", "seconds", "share")
 
 
 def goodput_rows(event: run_events.Event, run_directory: Path) -> list[tuple[str, float, float]]:
-    """Return the run's time over all of its attempts, when ``event`` ends one: part, seconds, share of the time it held machines.
+    """Return (part, seconds, share of the held time) over all attempts of the run, if ``event`` ends one; else
+    empty.
 
-    First the buckets, whose shares sum to 1; then the outcomes of the steps. Read from the run's own events, since a
-    tracker may have been opened in a later attempt. Empty for other events, and where there are none to read.
+    First the buckets, whose shares sum to 1; then the outcomes of the steps. Read from the run's own events, since
+    a tracker may have been opened in a later attempt. Empty if these cannot be read.
     """
     if not isinstance(event.body, run_events.Finished | run_events.Stopped):
         return []
@@ -166,7 +174,7 @@ def kind_of_tag(tag: str) -> str | None:
 
 
 def step_of(event: run_events.Event) -> int | None:
-    """The step an event belongs to: the x-axis of every tracker."""
+    """Return the step of an event with numbers or text, the x-axis of every tracker; ``None`` for other events."""
     points = (
         run_events.Step
         | run_events.Evaluated
@@ -230,7 +238,11 @@ class Background:
         queue_events: int = QUEUE_EVENTS,
         missing: Callable[[Callable[[run_events.Event], bool]], Iterable[run_events.Event]] = none_missing,
     ) -> None:
-        """``missing`` yields the events of earlier starts that the sink lacks, given its ``holds``; they are sent first."""
+        """Start the writing thread, which opens the sink and first sends it the ``missing`` events of earlier
+        starts.
+
+        ``missing`` yields them, given the sink's ``holds``. ``queue_events`` bounds the queue.
+        """
         self.name = name
         self._open_sink, self._missing = open_sink, missing
         self._resent: set[tuple[str, int]] = set()
@@ -246,7 +258,9 @@ class Background:
         self._thread.start()
 
     def offer(self, event: run_events.Event) -> bool:
-        """Hand over an event; False if it was dropped: the queue is full, or the sink gone."""
+        """Queue an event. Return False, and count it as dropped, if the queue is full, or the sink is closing or
+        was given up.
+        """
         with self._changed:
             if self._given_up or self._closing or len(self._queue) >= self._room:
                 self._dropped += 1
@@ -256,6 +270,7 @@ class Background:
             return True
 
     def health(self) -> SinkHealth:
+        """Return the sink's counters as of now."""
         with self._changed:
             return SinkHealth(
                 self.name,
@@ -268,7 +283,7 @@ class Background:
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> SinkHealth:
-        """Let the sink finish what is queued, for at most ``timeout_s``; then leave it behind."""
+        """Let the sink finish what is queued, for at most ``timeout_s``, then give it up; return its counters."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -278,7 +293,11 @@ class Background:
         return self.health()
 
     def _run(self) -> None:
-        """Open the sink and write to it until closed. Give up if it cannot be opened or fails many times in a row."""
+        """Open the sink and write to it until closed, then close it. Any error of the sink is counted or gives it
+        up, not raised.
+
+        It is given up if it cannot be opened or closed, or fails many times in a row.
+        """
         try:
             sink = self._open_sink()
         except Exception as error:
@@ -333,7 +352,7 @@ class Background:
         return not problem
 
     def _give_up(self, reason: str) -> None:
-        """Drop the queue, counted, and refuse later events."""
+        """Drop the queue, counted as dropped, and refuse later events; ``reason`` becomes the last error."""
         with self._changed:
             self._given_up = True
             self._last_error = reason

@@ -21,10 +21,11 @@ def typical(values: Sequence[float], recent: int = RECENT_STEPS) -> float | None
 
 
 def time_left_s(steps_left: int, step_s: Sequence[float], step_share: float = 1.0) -> float | None:
-    """Return the seconds until the last step, from the recent step times; None before the first.
+    """Return the seconds for ``steps_left`` steps of the typical recent time ``step_s``; None without any step
+    time.
 
-    ``step_share`` (0 to 1] is the part of wall time spent in steps: 0.5 doubles the estimate. Raises ``ValueError`` for another
-    one.
+    ``step_share`` in (0, 1] is the part of wall time spent in steps: 0.5 doubles the estimate. Raises
+    ``ValueError`` for another value.
     """
     if not 0 < step_share <= 1:
         raise ValueError(f"{step_share=} is no share of wall time: it must be above 0 and at most 1")
@@ -33,10 +34,10 @@ def time_left_s(steps_left: int, step_s: Sequence[float], step_share: float = 1.
 
 
 def smooth(values: Sequence[float], half_span: int) -> list[float]:
-    """Return the mean of each value and up to ``half_span`` neighbors on either side, all finite.
+    """Return the mean of each value and up to ``half_span`` neighbors on either side; all values must be finite.
 
-    Centered, so that it does not lag behind a falling loss as an exponential average does. Near the
-    start, where the loss is steep, both sides shrink alike; near the end only the later side does.
+    Centered, so that it does not lag behind a falling loss as an exponential average does. Near the start both
+    sides shrink alike; near the end only the later side does.
     """
     sums = [0.0, *accumulate(values)]
     result = []
@@ -62,7 +63,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_count(number: float) -> str:
-    """Format a number with three digits and a letter: 999, 12.3 k, 4.56 M, 7.89 G, 1.2 T."""
+    """Format a number with three digits and a letter: 999, 12.3 k, 4.56 M, 7.89 G, 1.2 T. Not finite: "nan", "inf"."""
     if not math.isfinite(number):
         return str(number)
     for power, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):

@@ -53,7 +53,11 @@ class Scale:
 
 
 def padded(values: Iterable[float], margin: float) -> tuple[float, float]:
-    """Return the range of ``values``, not empty, with the share ``margin`` of it added on either side; wider than a point."""
+    """Return (low, high) of ``values`` with the share ``margin`` of the range added on either side; always low <
+    high.
+
+    ``values`` must not be empty. Equal values get 5 % of their size, or 1 around 0.
+    """
     values = list(values)
     low, high = min(values), max(values)
     more = margin * (high - low) or 0.05 * abs(high) or 1.0
@@ -194,8 +198,11 @@ def svg_curve(events: Iterable[Event]) -> str:
 
 
 def gather(events: Iterable[Event]) -> Series:
-    """Return the points of the surviving line of steps: what a restart did again is in it once. Losses that are not finite are left
-    out."""
+    """Return the points of the surviving line of steps: after a restore, later points are dropped until computed
+    again.
+
+    Losses that are not finite are left out. Events must be in order.
+    """
     train: dict[int, float] = {}
     held_out: dict[int, Evaluated] = {}
     restarts: list[int] = []
@@ -228,7 +235,9 @@ def gather(events: Iterable[Event]) -> Series:
 
 
 def _factor(score: Evaluated) -> float | None:
-    """Return bits per byte for one nat per token, on this text with this tokenizer; ``None`` if it is unknown or implausible."""
+    """Return bits per byte for one nat per token, on this text with this tokenizer; ``None`` if it is unknown or
+    implausible.
+    """
     if score.bits_per_byte is None or not score.loss:
         return None
     factor = score.bits_per_byte / score.loss
@@ -269,7 +278,9 @@ def _axes_of(series: Series, smoothed: Sequence[PlotPoint]) -> Axes:
 
 
 def _baseline(series: Series) -> float | None:
-    """Return the loss of ``xz -9`` in nats per token; ``None`` if it is not known, or too large to draw."""
+    """Return the loss of ``xz -9`` on the held-out text in nats per token; ``None`` if it is not known, or too
+    large to draw.
+    """
     if series.xz_bits_per_byte is None or series.bits_per_byte_per_nat is None:
         return None
     baseline = series.xz_bits_per_byte / series.bits_per_byte_per_nat
@@ -290,7 +301,11 @@ def envelope(points: Sequence[PlotPoint], columns: int) -> list[PlotPoint]:
 
 
 def _smoothed(train: Sequence[PlotPoint]) -> list[PlotPoint]:
-    """Return the points with smoothed losses, thinned to the columns of the drawing, with the last one."""
+    """Return the points with smoothed losses (a centered average over a share of them), thinned to about
+    ``COLUMNS``.
+
+    The last point is kept.
+    """
     losses = smooth([loss for _, loss in train], max(2, round(SMOOTHING * len(train))))
     points = [(step, loss) for (step, _), loss in zip(train, losses, strict=True)]
     every = max(1, len(points) // COLUMNS)
@@ -350,7 +365,7 @@ def _grid(axes: Axes, factor: float | None) -> list[str]:
 
 
 def _restarts(axes: Axes, steps: Sequence[int]) -> list[str]:
-    """Return a line for each restart; labels only if there are few."""
+    """Return a vertical line for each restart step; with labels only if there are few."""
     marks = []
     for step in steps:
         x = axes.x(min(step, axes.x.high))
@@ -378,7 +393,9 @@ def _xz(axes: Axes, series: Series) -> list[str]:
 
 
 def _legend(series: Series) -> list[str]:
-    """Return the legend's marks, laid out from the right edge to the left on the title's line; entries without points are left out."""
+    """Return the legend's marks on the title's line, from the right edge to the left; kinds without points are left
+    out.
+    """
     entries: list[tuple[str, Callable[[float], str]]] = []
     if series.held_out:
         entries.append(("held out", lambda x: dot(x + 11, 28, 4, look_of("held"))))
@@ -394,7 +411,9 @@ def _legend(series: Series) -> list[str]:
 
 
 def _summary(series: Series) -> str:
-    """Return the line of steps, tokens, attempts and last held-out loss."""
+    """Return the text under the title: steps, tokens, attempts if several, and last held-out loss. Needs at least
+    one point.
+    """
     last_step = max(step for step, _ in [*series.train, *series.held_out])
     parts = [f"{last_step:,.0f} steps"]
     parts += [f"{format_count(series.tokens)} tokens"] if series.tokens else []
@@ -408,6 +427,7 @@ def _summary(series: Series) -> str:
 
 
 def _style() -> str:
+    """Return the CSS of the drawing, with the dark colors for a dark scheme."""
     # Plain colors, not CSS variables, which many viewers outside browsers do not know.
     layout = (
         'text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}'
@@ -420,6 +440,7 @@ def _style() -> str:
 
 
 def _colors(palette: Mapping[str, str]) -> str:
+    """Return the CSS rules of a palette: names of roles to colors."""
     rules = (
         "text{{fill:{soft}}}.title{{fill:{ink}}}.ground{{fill:{ground};stroke:{frame}}}"
         ".grid{{stroke:{grid}}}.axis,.restart{{stroke:{mark}}}.raw,.smooth{{stroke:{train}}}"
@@ -453,11 +474,10 @@ def keep_drawn(
     clock: Callable[[], float] = time.monotonic,
     draw: Callable[[Path, Path], None] = draw_run,
 ) -> Iterator[Event]:
-    """Yield ``events``, and draw the run in the event file ``file`` to ``curve`` at intervals, by ``draw``.
+    """Yield ``events``, and after a step at intervals call ``draw(file, curve)``, which draws the run's event file.
 
-    If it has drawn at all, it draws once more at the end: a drawing may have come after that of the run itself, with fewer events.
-    Errors of
-    ``draw`` are not caught.
+    The interval is at least ``EVERY_S``, longer if drawing is slow. If it has drawn at all, it draws once more at
+    the end, since the run itself may have drawn before. Errors of ``draw`` are raised.
     """
     due_s, drawn = clock() + EVERY_S, False
     for event in events:

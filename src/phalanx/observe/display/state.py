@@ -80,7 +80,10 @@ class State:
         return time_left_s(self.step.steps - self.step.step, self.recent_step_s, self._step_share())
 
     def _step_share(self) -> float:
-        """Return the part of recent wall time that was spent in steps; 1 without enough data, or if it would be below a tenth."""
+        """Return the part of recent wall time that was spent in steps, at most 1.
+
+        It is 1 without enough data, or if it would be below a tenth: then one event stands for many steps.
+        """
         if len(self.recent_t) < 2 or self.recent_t[-1] <= self.recent_t[0]:
             return 1.0
         share = sum(self.recent_step_s[1:]) / (self.recent_t[-1] - self.recent_t[0])
@@ -89,7 +92,11 @@ class State:
 
 
 def reduce(state: State, event: run_events.Event) -> State:
-    """Return the state after ``event``. Kinds that the display does not show leave all but notes and time as they are."""
+    """Return the state after ``event``. Every event updates time and notes; kinds that are not shown change nothing
+    else.
+
+    Another attempt resets speeds and endings but keeps curve and checkpoint. Events from outside change neither.
+    """
     new = notes(state, event)
     if isinstance(event.body, run_events.FROM_OUTSIDE):
         # Their attempt is the coordinator's own, whichever the ranks are in.
@@ -132,6 +139,7 @@ def reduce(state: State, event: run_events.Event) -> State:
 
 
 def _with_step(state: State, t: float, body: run_events.Step) -> State:
+    """Return the state after a logged step: the curve, the recent times, and no evaluation in progress."""
     return replace(
         state,
         step=body,
@@ -144,7 +152,10 @@ def _with_step(state: State, t: float, body: run_events.Step) -> State:
 
 
 def notes(state: State, event: run_events.Event) -> list[Note]:
-    """Return the log lines to show when ``event`` comes after ``state``, with one for an attempt that ended without an event."""
+    """Return the log lines to show when ``event`` comes after ``state``: its own, if it has one.
+
+    Before it, a warning if the earlier attempt ended without an event that explains it.
+    """
     lines = []
     ended = event.attempt != state.attempt and not isinstance(event.body, run_events.FROM_OUTSIDE)
     if ended and state.started is not None and not state.done and not state.explained:
@@ -299,9 +310,10 @@ def groups_of(body: run_events.LayerStatistics, figure: str) -> list[str]:
 
 
 def first_nonfinite(body: run_events.LayerStatistics) -> tuple[str, str] | None:
-    """Return the layer and the figure in which the step was first not finite; ``None`` if all figures are finite.
+    """Return (layer, figure) in which the step was first not finite; ``None`` if all figures are finite.
 
-    Weights and the forward pass come first, in the order of the model. Then come gradients, from the last layer to the first.
+    Weights and the forward pass come first, in the order of the model; of one layer the weights. Then come
+    gradients, from the last layer to the first.
     """
     cells = list(_nonfinite_cells(body))
     forward = [cell for cell in cells if not cell[1].endswith(_BACKWARD)]
@@ -329,7 +341,11 @@ def described_layer(layer: str) -> str:
 
 
 def describe_statistics(body: run_events.LayerStatistics) -> str:
-    """Return the largest gradient, residual stream and logit, or the first layer that was not finite, as one line."""
+    """Return the largest gradient, residual stream and logit with their layers, as one line; empty without these
+    figures.
+
+    If a figure is not finite, return only the layer and figure where that began.
+    """
     bad = first_nonfinite(body)
     if bad is not None:
         return f"{described_layer(bad[0])} is the first that is not finite ({bad[1]})"

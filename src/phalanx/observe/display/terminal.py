@@ -47,8 +47,8 @@ def show_events(
 ) -> None:
     """Show the events as they come, until there are no more.
 
-    ``live`` shows the panel, which needs a terminal; without one, or without ``live``, plain lines
-    are printed: see ``plain_lines``. Colors follow the console, and so NO_COLOR.
+    With ``live`` on a terminal, show the panel, redrawn on a timer. Otherwise print ``plain_lines`` with
+    ``every_s``. Colors follow the console, and so NO_COLOR.
     """
     if live and console.is_terminal and not console.is_dumb_terminal:
         state = State()
@@ -69,7 +69,7 @@ def show_events(
 
 
 def render(state: State, width: int = 80) -> RenderableType:
-    """Return the state as a panel of at most ``width`` columns."""
+    """Return the state as a panel of at most ``width`` columns and never wider than ``WIDEST``."""
     inner = min(width, WIDEST) - 4
     parts: list[RenderableType] = [_progress(state, inner), Text("")]
     parts += [_loss(state, inner), _numbers(state, inner), _facts(state)]
@@ -91,6 +91,7 @@ def render(state: State, width: int = 80) -> RenderableType:
 
 
 def _subtitle(state: State) -> Text:
+    """Return attempt (from the second on), number of ranks and device, as far as they are known."""
     device = state.started.device if state.started else ""
     parts = [f"attempt {state.attempt + 1}"] if state.attempt else []
     parts += [f"{state.ranks:,} rank{'' if state.ranks == 1 else 's'}"] if state.ranks else []
@@ -131,6 +132,7 @@ def _ending(state: State) -> str:
 
 
 def _loss(state: State, width: int) -> RenderableType:
+    """Return the row of the last loss and a sparkline of all losses."""
     value = UNKNOWN if state.step is None else _number(state.step.loss)
     row = _grid((11, 10, width - 21))
     row.add_row(
@@ -140,6 +142,7 @@ def _loss(state: State, width: int) -> RenderableType:
 
 
 def _numbers(state: State, width: int) -> RenderableType:
+    """Return the grid of the last step's numbers, in two columns; placeholders before the first step."""
     cells = [*_step_cells(state.step)]
     half = (width - 22) // 2
     grid = _grid((11, half, 11, half))
@@ -149,7 +152,7 @@ def _numbers(state: State, width: int) -> RenderableType:
 
 
 def _step_cells(step: run_events.Step | None) -> Iterator[tuple[str, str]]:
-    """Label and value of each number, left column and right column in turn."""
+    """Yield (label, value) of each number, left column and right column in turn; placeholders without a step."""
     if step is None:
         yield from ((name, UNKNOWN) for name in ("grad norm", "tokens/s", "lr", "MFU"))
         return
@@ -201,6 +204,7 @@ def _figures(result: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
 
 def _note_line(note: Note) -> Text:
+    """Return a note as a line with its time of day, in the color of its level."""
     return Text.assemble(
         (clock(note.t) + "  ", "dim"),
         (printable(note.text), NOTE_STYLES.get(note.level, "")),
@@ -220,8 +224,11 @@ def _label(text: str) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the values as at most ``width`` blocks, each the mean of its share; a gap without a value that can be drawn, empty
-    without any."""
+    """Return the values as at most ``width`` block characters, each the mean of its share, scaled from lowest to
+    highest.
+
+    A share without a value that can be drawn is a space; without any the text is empty.
+    """
     count = min(width, len(values))
     bins = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
     means = [_mean([value for value in part if abs(value) < LARGEST_DRAWN]) for part in bins]
@@ -268,9 +275,11 @@ def clock(t: float) -> str:
 
 
 def plain_lines(events: Iterable[run_events.Event], every_s: float) -> Iterator[str]:
-    """Yield a line for the first and the last step, one for a step every ``every_s`` seconds between them, and one for
-    each other event worth reading. Seconds are those of the events, not of the reader. A step is always shown before
-    the event that follows it."""
+    """Yield a line for the first and the last step, one for a step every ``every_s`` seconds between them, and one
+    for each other event worth reading.
+
+    Seconds are those of the events, not of the reader. A step that another event follows is yielded before it.
+    """
     state, printed_t, pending = State(), -math.inf, ""
     for event in events:
         before, state = state, reduce(state, event)
@@ -289,6 +298,7 @@ def plain_lines(events: Iterable[run_events.Event], every_s: float) -> Iterator[
 
 
 def _step_line(state: State, t: float, step: run_events.Step) -> str:
+    """Return the line of a logged step: time of day, numbers, and time left if that is known."""
     parts = [
         f"{clock(t)}  step {step.step:,}/{step.steps:,}",
         f"loss {_number(step.loss)}",
@@ -314,7 +324,11 @@ def _other_lines(before: State, state: State, event: run_events.Event) -> list[s
 
 
 def _milestone(state: State, event: run_events.Event) -> str | None:
-    """Return the line of an event that the panel shows by other means than notes; ``None`` for other events."""
+    """Return the line of an event that the panel shows by other means than notes (a start, evaluation, checkpoint,
+    end).
+
+    ``None`` for other events.
+    """
     at = clock(event.t)
     match event.body:
         case run_events.RunStarted() as body:
@@ -346,6 +360,7 @@ def _ranks(body: run_events.RunStarted) -> str:
 
 
 def _start_line(event: run_events.Event, body: run_events.RunStarted) -> str:
+    """Return the line of an attempt's start: date, run, attempt from 1, ranks, device, parameters, steps."""
     day = time.strftime("%Y-%m-%d", time.gmtime(event.t))
     parts = [f"run {printable(body.run)}", f"attempt {event.attempt + 1}", _ranks(body)]
     parts += [printable(body.device)] if body.device else []

@@ -68,8 +68,10 @@ class Assembler:
         return bool(self._partial or self._open_lines)
 
     def add(self, text: str) -> list[Record]:
-        """Take a piece of text and return the records that it completes. A line longer than ``MOST`` gives one record; its rest is
-        dropped."""
+        """Take a piece of text and return the records that it completes, which a traceback in progress delays.
+
+        A line longer than ``MOST`` is given at once as one record; its rest is dropped.
+        """
         records: list[Record] = []
         *ended, rest = text.split("\n")
         for line in ended:
@@ -165,6 +167,7 @@ class Assembler:
         )
 
     def _ends(self, line: str) -> bool:
+        """Return True if a line is the last one of the open record: an exception's, or the end of a key."""
         if self._kind == _KEY:
             return line.startswith("-----END")
         return (
@@ -179,7 +182,11 @@ class Assembler:
         self._hold(line)
 
     def _hold(self, line: str) -> None:
-        """Add a line to the open record. If it is too long, drop lines from its first half."""
+        """Add a line to the open record. If that is too long, replace the lines of its first half but the first by
+        "...".
+
+        The innermost frames come last and matter most.
+        """
         # The innermost frames come last and say most: of what is too long the middle is left out when it is given.
         self._open_lines.append(line)
         self._held_characters += len(line) + 1
@@ -190,7 +197,7 @@ class Assembler:
             self._open_lines[1:1] = ["  ..."]
 
     def _close(self, records: list[Record]) -> None:
-        """Append the open record to ``records``, if there is one: an error, or "info" for a key."""
+        """Append the open record to ``records``, if there is one: at level error, or info for a private key."""
         if not self._open_lines:
             return
         text, kind = "\n".join(self._open_lines).rstrip("\n"), self._kind
@@ -200,7 +207,9 @@ class Assembler:
         records.append(Record(shortened(text), level, self._held_goes_on))
 
     def _give(self, line: str, records: list[Record], *, goes_on: bool = False) -> None:
-        """Append a line as a record, without the time at its beginning, at the level of its words. Blank ones are dropped."""
+        """Append a line as a record, without the time at its beginning, at the level that its words imply. Blank
+        ones are dropped.
+        """
         text = shortened(clean(line))
         if match := _TIME.match(text):
             text = text[match.end() :]  # the record has its own
@@ -209,7 +218,11 @@ class Assembler:
 
 
 def clean(line: str) -> str:
-    """Return a line as it was last drawn: without colors, shortened, with other control characters escaped."""
+    """Return a line as a terminal would show it last: text after the last carriage return, without colors, and
+    shortened.
+
+    Other control characters are escaped.
+    """
     if line.isprintable():
         return line
     line = line.rstrip("\r")
@@ -220,7 +233,9 @@ def clean(line: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a text of at most about ``MOST`` characters: its beginning and its end, with the number left out."""
+    """Return the text; if it is longer than ``MOST`` characters, its first quarter and last three, with the number
+    left out.
+    """
     if len(text) <= MOST:
         return text
     head, tail = text[: MOST // 4], text[-3 * MOST // 4 :]

@@ -36,7 +36,10 @@ class Capture:
     """The log of this process."""
 
     def __init__(self, order: LogOrder, *, tee: bool) -> None:
-        """``tee``: what is caught is also written where it would have gone."""
+        """Set up the log of ``order`` for this process; nothing is caught before ``install``.
+
+        ``tee``: what is caught is also written where it would have gone.
+        """
         self.place = Place()
         if order.place is not None:
             with suppress(OSError, ValueError):
@@ -48,8 +51,11 @@ class Capture:
         self._forked, self._tee = False, tee
 
     def install(self) -> None:
-        """Catch everything from now on: output streams, logging, warnings, uncaught errors and crashes. Write a first record with
-        the command line."""
+        """Catch everything from now on: output streams, logging, warnings, uncaught errors and crashes.
+
+        Write a first record with process id and command line. In a forked child, output passes to its standard
+        error.
+        """
         out, err = sys.stdout, sys.stderr
         for stream in (out, err):
             with suppress(OSError, ValueError):
@@ -88,7 +94,9 @@ class Capture:
                     self._recorder.put(record)
 
     def leaves_out(self, text: str) -> bool:
-        """Return True if a long text is left out, and counted: the process writes more than its log takes in."""
+        """Return True if a text is left out, and count it: the process writes more than its log accepts. False
+        after a fork.
+        """
         if self._forked or not self._recorder.floods(text):
             return False
         self._recorder.leave_out(text.count("\n"), len(text))
@@ -105,7 +113,7 @@ class Capture:
         return self._lock
 
     def _complain(self, words: str) -> None:
-        """Print a warning about the log itself on standard error."""
+        """Print a warning about the log itself on standard error, or pass it on there to the parent."""
         if self.passes_on:
             pass_on(2, f"warning: {words}\n")
         elif sys.__stderr__ is not None:
@@ -131,7 +139,11 @@ class Capture:
     def _uncaught_in_thread(
         self, shown: Callable[[threading.ExceptHookArgs], object]
     ) -> Callable[[threading.ExceptHookArgs], object]:
-        """Return a hook that writes a thread's uncaught error as a record with the thread's name. ``SystemExit`` is ignored."""
+        """Return a hook that writes a thread's uncaught error as a record with the thread's name, and with ``tee``
+        calls ``shown``.
+
+        ``SystemExit`` is ignored.
+        """
 
         def hook(args: threading.ExceptHookArgs) -> None:
             if args.exc_type is SystemExit:
@@ -209,8 +221,11 @@ class CaughtStream(io.TextIOBase):
         """Every line is written at once already."""
 
     def write(self, text: str) -> int:
-        """Take text; each line that ends in it is in the log when this returns. Long text is left out, and counted, if the log is
-        flooded."""
+        """Take text and return its length; each line that ends in it is in the log when this returns, except in a
+        traceback.
+
+        Long text is left out, and counted, if the log is flooded. Raises ``TypeError`` for no text.
+        """
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         if self._shown is not None:
@@ -225,8 +240,9 @@ class CaughtStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Write what is complete. If the output goes on to a parent, pass a line that has not ended on too, so that it survives
-        this process."""
+        """Write the records that are complete. If a parent also captures the output, pass it a line that has not
+        ended, so that it survives this process.
+        """
         if self._shown is not None:
             with suppress(OSError, ValueError):
                 self._shown.flush()
@@ -251,6 +267,7 @@ def pass_on(descriptor: int, text: str) -> None:
 
 
 def _level(number: int) -> Level:
+    """Return our level for a number of ``logging``: the next lower of error, warning and info, else debug."""
     if number >= logging.ERROR:
         return "error"
     if number >= logging.WARNING:
@@ -261,7 +278,8 @@ def _level(number: int) -> Level:
 def capture_output(environment: MutableMapping[str, str]) -> Place:
     """Catch this process's output if its parent has ordered so, and take the order out of ``environment``.
 
-    Return its place, which the caller keeps up to date; without an order or a usable one, a place of its own.
+    Return the place in the run (rank, step) that records carry, which the caller keeps up to date; without a usable
+    order one that nothing reads.
     """
     order = taken_from(environment)
     if order is None:

@@ -42,14 +42,11 @@ class ChildOutput:
         secrets: Mapping[str, str],
         on_trouble: Callable[[str], None] = lambda _words: None,
     ) -> None:
-        """
-        Args:
-            order: The child's log.
-            secrets: Its environment: values of secret variables are masked.
-            on_trouble: Called once, from another thread, if the log cannot be written.
+        """Open the pipes for one child's output; ``order`` is its log. Nothing is read before ``started``.
 
-        Raises:
-            OSError: There is no run directory any more, or there are no descriptors left.
+        ``secrets`` is its environment: values of secret variables are masked. ``on_trouble`` is called once, from
+        another thread, if the log cannot be written. Raises ``OSError`` if there is no run directory or no
+        descriptor left.
         """
         with suppress(FileExistsError):
             order.path.parent.mkdir()  # somebody may have removed it
@@ -96,8 +93,10 @@ class ChildOutput:
             os.close(descriptor)
 
     def ended(self, how: str = "", level: Level = "error") -> None:
-        """Wait until the child's remaining output is in its log, five seconds at most, write ``how`` it ended behind it, and close
-        the log."""
+        """Wait until the child's remaining output is in its log, five seconds at most; then close the log.
+
+        ``how`` it ended is written last, at ``level``; empty writes nothing.
+        """
         self._over = True
         os.write(self._wake, b".")
         self._drained.wait(_DRAIN_S)
@@ -121,7 +120,10 @@ class ChildOutput:
     # --- the thread ------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Read until all writers have closed the pipe; settle incomplete lines after a pause, and after the child's end."""
+        """Read until all writers have closed the pipe, then close the log. Runs in the thread.
+
+        Incomplete lines are written after a pause without output, and after the child's end.
+        """
         poll = select.poll()
         poll.register(self._reading, select.POLLIN)
         poll.register(self._wake_reading, select.POLLIN)
@@ -140,7 +142,9 @@ class ChildOutput:
         self._drained.set()
 
     def _read_what_is_there(self) -> bool:
-        """Read until the pipe is empty. Return False if no process has it open any more."""
+        """Read until the pipe is empty, or for a few seconds after the child's end. Return False if no process has
+        it open any more.
+        """
         until_s = time.monotonic() + _DRAIN_S
         while True:
             try:
@@ -155,7 +159,10 @@ class ChildOutput:
                 return True  # something that the child has started writes for ever
 
     def _take(self, piece: bytes) -> None:
-        """Assemble a piece into records if the log has room, errors more readily; else count it as left out and keep its end."""
+        """Write a piece as records if the log has room; a piece with words of errors may use more room.
+
+        Otherwise count it as left out, and keep the last bytes of what was left out.
+        """
         lines = piece.count(b"\n")
         loud = any(word in piece for word in _LOUD)
         if self._recorder.has_room(len(piece) + PER_LINE * lines) or (
@@ -171,7 +178,7 @@ class ChildOutput:
             self._thrown_ended = self._thrown_ended or lines > 0
 
     def _rescue(self) -> None:
-        """Write the end of what was left out, from its first full line."""
+        """Write the kept end of what was left out, from its first complete line, if anything was."""
         thrown, self._thrown = self._thrown, b""
         ended, self._thrown_ended = self._thrown_ended, False
         if thrown:

@@ -111,7 +111,7 @@ def encode(line: LogLine) -> bytes:
 
 
 def decode(raw: bytes) -> LogLine | None:
-    """Return the line in ``raw``; ``None`` if there is none, or one of an impossible time."""
+    """Return the line in ``raw``; ``None`` if it cannot be decoded, or has an impossible time."""
     try:
         line = _decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -120,7 +120,9 @@ def decode(raw: bytes) -> LogLine | None:
 
 
 def decode_lines(block: bytes) -> list[LogLine]:
-    """Return the lines of a block, which begins and ends between two lines; what is no line is left out."""
+    """Return the lines of a block, which begins and ends between two lines; those that ``decode`` refuses are left
+    out.
+    """
     try:
         lines = _decoder.decode_lines(block)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -138,7 +140,9 @@ def severity(level: str) -> int:
 
 
 def level_of(text: str) -> Level:
-    """Return the level of a text by the words of its first line."""
+    """Return the level of a text by words in its first line: a warning that mentions an error is a warning; "info"
+    by default.
+    """
     head = text[:_SEEN].partition("\n")[0]
     lowered = head.lower()
     if not any(hint in lowered for hint in _HINTS) and not _GLOG.match(head):
@@ -225,10 +229,11 @@ def comes_of_another(text: str) -> bool:
 
 
 def first_failure(lines: Iterable[LogLine]) -> FirstFailure | None:
-    """Return the first failure of the newest burst among the errors of all processes of a run, in any order; ``None`` if nothing
-    failed.
+    """Return the first failure of the newest burst among the errors of all processes of a run, in any order;
+    ``None`` if nothing failed.
 
-    Errors that do not come of losing another process are first, then the earliest.
+    One failure counts for each process. Causes and kills come before ends without a message, and those before what
+    follows from another failure; then the earliest. Other processes' failures and the evidence are attached.
     """
     failures = _newest_burst(sorted((line for line in lines if _is_failure(line)), key=lambda line: line.t))
     if not failures:
@@ -249,7 +254,9 @@ def first_failure(lines: Iterable[LogLine]) -> FirstFailure | None:
 
 
 def _guilt(line: LogLine) -> int:
-    """0 for an error that is a cause, or a kill; 1 for an end without a word; 2 for what comes of another failure."""
+    """Return 0 for an error that may be a cause, or a kill; 1 for a bare end with an exit code; ``_INNOCENT`` for
+    what follows from another failure.
+    """
     if comes_of_another(line.text):
         return _INNOCENT
     # matched text: written by ended_text below; a line of a log has no other field for it
@@ -261,7 +268,7 @@ def _is_failure(line: LogLine) -> bool:
 
 
 def _newest_burst(failures: Sequence[LogLine]) -> Sequence[LogLine]:
-    """Return the failures after the last quiet period, or all; ``failures`` are in order of time."""
+    """Return the failures after the last gap longer than ``_QUIET_S``, or all; ``failures`` are in order of time."""
     for number in range(len(failures) - 1, 0, -1):
         if failures[number].t - failures[number - 1].t > _QUIET_S:
             return failures[number:]
@@ -269,7 +276,9 @@ def _newest_burst(failures: Sequence[LogLine]) -> Sequence[LogLine]:
 
 
 def _evidence(first: LogLine, others: Sequence[LogLine]) -> Iterable[str]:
-    """Yield sentences on why ``first`` is taken for the cause of ``others``."""
+    """Yield sentences on why ``first`` is taken for the cause: its kind, how many others failed by themselves and
+    how much later, and how many followed.
+    """
     if comes_of_another(first.text):
         yield "every error speaks of a lost peer, a timeout or an order to end; this one is the earliest, and its cause has left no word"
     else:

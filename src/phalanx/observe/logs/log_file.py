@@ -51,7 +51,9 @@ def aside(path: Path, number: int) -> Path:
 
 
 def set_aside(path: Path) -> list[tuple[int, Path]]:
-    """Return number and path of the files of the log ``path`` that were set aside, oldest first; none if the folder cannot be read."""
+    """Return (number, path) of the full files of the log ``path`` that were renamed, oldest first; empty if the
+    folder cannot be read.
+    """
     stem = path.name.removesuffix(".jsonl")
     paths = []
     with suppress(OSError):
@@ -72,13 +74,10 @@ class LogFile:
         on_trouble: Callable[[str], None] = lambda _words: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            path: ``NAME.jsonl``.
-            bounds: How much is kept.
-            lost: Returns the line that reports how many lines were lost, and why.
-            on_trouble: Called once, with a sentence, when lines are being lost.
-            clock: Of the pause between two attempts.
+        """Set up the log ``NAME.jsonl``; it is opened at the first line.
+
+        ``lost`` returns the line that reports how many lines were lost, and the reason. ``on_trouble`` is called
+        once, with a sentence, when lines are being lost. ``clock`` times the pause between two attempts.
         """
         self.path, self._bounds, self._make_lost, self._on_trouble, self._clock = (
             path,
@@ -92,8 +91,10 @@ class LogFile:
         self._missed, self._reason, self._again_s, self._is_reported = 0, "", 0.0, False
 
     def write(self, line: bytes) -> None:
-        """Append a line, which ends in a newline. After a failure, lines are counted as lost for a while, and the loss is written
-        before the next."""
+        """Append a line, which ends in a newline; never raises ``OSError``.
+
+        After a failure, lines are counted as lost for a while. Then the loss is written before the next line.
+        """
         if self._missed and self._clock() < self._again_s:
             self._missed += 1
             return
@@ -131,7 +132,9 @@ class LogFile:
         return self._file
 
     def _turn(self) -> AppendedFile:
-        """Set the full file aside, delete those that are too many, but never the first, and open a new one."""
+        """Rename the full file, delete those beyond the bounds but never the first, and return a new one. Raises
+        ``OSError``.
+        """
         before = set_aside(self.path)
         if self._number is None:
             self._number = before[-1][0] + 1 if before else 0
@@ -164,7 +167,10 @@ def last_lines(path: Path, most: int) -> list[LogLine]:
 
 
 def _last(path: Path) -> list[LogLine]:
-    """Return the lines at the end of a log, or if it has none yet, of the newest file set aside; empty if neither can be read."""
+    """Return the lines in the last block of a log, or if it has none yet, of the newest file set aside.
+
+    Empty if neither can be read.
+    """
     files = [path, *(file for _, file in reversed(set_aside(path)))]
     for file in files[:2]:  # a log that was set aside a moment ago is empty
         with suppress(OSError), open_regular(file) as opened:
@@ -179,7 +185,11 @@ def _last(path: Path) -> list[LogLine]:
 
 
 def last_text(path: Path, lines: int) -> list[str]:
-    """Return the last ``lines`` lines of text of the newest process that wrote the log ``path``, those of tracebacks too."""
+    """Return the last ``lines`` lines of text that the newest process wrote into the log ``path``, tracebacks line
+    by line.
+
+    The records about a process's begin and end are left out.
+    """
     tail = last_lines(path, lines + 2)
     beginning = max((number for number, line in enumerate(tail) if says_its_beginning(line)), default=-1)
     tail = [line for line in tail[beginning + 1 :] if not says_its_end(line)]
@@ -224,14 +234,17 @@ class LogOrder:
 def order_for(
     path: Path, process: str, attempt: int, observe: ObserveSpec, node: str | None = ""
 ) -> LogOrder:
-    """The order for a process of a run; without a node's name it is the machine's."""
+    """Return the order for the log of a process. ``node`` "" is the name of this machine; ``None`` is no node."""
     bounds = Bounds(observe.log_mib << 20, observe.log_files)
     return LogOrder(path, process, attempt, host_name() if node == "" else node, bounds)
 
 
 def taken_from(environment: MutableMapping[str, str]) -> LogOrder | None:
-    """Return the order for this process, or ``None``, and remove it from ``environment``, so that no program that it starts takes
-    it for its own."""
+    """Return the order for this process, and remove its variable from ``environment``, so that no child takes it
+    for its own.
+
+    ``None`` if there is none, or it cannot be decoded.
+    """
     text = environment.pop(VARIABLE, "")
     if not text:
         return None
@@ -269,7 +282,9 @@ class Recorder:
         self._looked_s, self._seen = 0.0, dict[str, int]()
 
     def put(self, record: Record) -> None:
-        """Write a record, or leave it out and count it if there are too many; errors have a reserve."""
+        """Write a record if its size fits the allowed rate, for which errors have a reserve; else leave it out and
+        count it.
+        """
         text = record.text
         if self.has_room(len(text) + PER_LINE, loud=record.level == "error"):
             self.write(record)
@@ -285,7 +300,9 @@ class Recorder:
         return not self._bucket.has(len(text)) and not any(word in text for word in _LOUD)
 
     def write(self, record: Record) -> None:
-        """Write a record, masked, however many there are; before it, the count of those left out."""
+        """Write a record, with secrets masked, whatever the rate. Before it, write the count of those left out, if
+        any.
+        """
         if self._left_out:
             self._tell_left_out()
         self._learn_tokens()
@@ -312,6 +329,7 @@ class Recorder:
         return self._line(f"{lines:,} lines are lost here: {reason}", "warning")
 
     def _line(self, text: str, level: Level, *, goes_on: bool = False) -> bytes:
+        """Return a line of the log with the present time and the place (node, rank, epoch, step) of the process."""
         order, place = self._order, self._place
         return encode(
             LogLine(
@@ -331,7 +349,9 @@ class Recorder:
         )
 
     def _learn_tokens(self) -> None:
-        """Mask the tokens in the run directory's files, which may be made or changed while it runs. Looks at intervals."""
+        """Add the tokens in the run directory's files to the mask, as they may change while it runs. Looks at
+        intervals.
+        """
         now_s = time.monotonic()
         if now_s < self._looked_s:
             return
@@ -394,7 +414,10 @@ class Place:
     """Rank, epoch and step of a process; ``None`` is not known, or none."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """``descriptor``: of a place that another process made; it stays the caller's. Raises ``OSError`` or ``ValueError`` if it is none."""
+        """Make an empty place, or map that of another process by ``descriptor``, which the caller still closes.
+
+        Raises ``OSError`` or ``ValueError`` if the descriptor is not one of a place.
+        """
         self._shared = None if descriptor is None else mmap.mmap(descriptor, _BYTES)
         self._values = memoryview(self._shared or bytearray(_BYTES)).cast("q")
         if descriptor is None:

@@ -104,7 +104,7 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def secret_values(environment: Mapping[str, str]) -> set[str]:
-    """The values of variables whose names speak of a secret, those long enough to be one; a path is none."""
+    """Return the values of variables whose names mark a secret, if they are long enough and no absolute path."""
     return {
         value
         for name, value in environment.items()
@@ -136,7 +136,10 @@ class SecretMask:
         return cls(secret_values(environment))
 
     def add(self, *secrets: str) -> None:
-        """Mask further secrets, each also quoted and by lines; those that are too short or too common are left out."""
+        """Mask further secrets, each also URL-quoted, as a Python literal, and by its long lines.
+
+        Those that are too short or too common are left out.
+        """
         for secret in secrets:
             for part in {secret, *(line for line in secret.split("\n") if len(line) > 2 * _SHORTEST)}:
                 if len(part) >= _SHORTEST and not _HARMLESS.fullmatch(part):
@@ -146,7 +149,7 @@ class SecretMask:
             self._pattern = re.compile("|".join(map(re.escape, longest_first)))
 
     def __call__(self, text: str) -> str:
-        """Return the text with known secrets, and what has the shape of one, masked."""
+        """Return the text with known secrets, and what has the form of a credential, replaced by a mark."""
         if self._pattern is not None:
             text = self._pattern.sub(MASKED, text)
         lowered = text.lower()

@@ -58,8 +58,11 @@ class Stream:
 
 
 def streams(directory: RunDirectory, attempt: int | None = None) -> list[Stream]:
-    """Return all writers of a run's logs, or of one attempt, by attempt and process; none without the folder, or if it leads out of
-    the run."""
+    """Return all writers of a run's logs, or of one attempt, by attempt and process, each with its files oldest
+    first.
+
+    Empty without the folder, or if it is a link that leads out of the run.
+    """
     files_of: dict[tuple[int, str, str], list[tuple[int, Path]]] = defaultdict(list)
     names: list[str] = []
     with suppress(OSError):
@@ -111,7 +114,11 @@ class LineBounds:
 
 
 def forward(stream: Stream, span: LineBounds, block_bytes: int = BLOCK) -> Iterator[LineBlock]:
-    """Yield the writer's lines in blocks, oldest first. Files that end before ``span`` and files that cannot be read are skipped."""
+    """Yield the writer's lines in blocks, oldest first, until one is later than ``span``; earlier lines may come
+    too.
+
+    Keys are times that never go back. Files that ended before ``span``, or cannot be read, are skipped.
+    """
     key = 0.0
     for path in stream.files:
         if _is_older(path, span.since):
@@ -130,7 +137,11 @@ def forward(stream: Stream, span: LineBounds, block_bytes: int = BLOCK) -> Itera
 
 
 def backward(stream: Stream, span: LineBounds, block_bytes: int = BLOCK) -> Iterator[LineBlock]:
-    """Yield the writer's lines in blocks, newest first, until they are before ``span``. Files that cannot be read are skipped."""
+    """Yield the writer's lines in blocks, newest first, until one is before ``span``. Files that cannot be read are
+    skipped.
+
+    Keys are times that never go forward.
+    """
     key = float("inf")
     for path in reversed(stream.files):
         if _is_older(path, span.since):
@@ -169,8 +180,11 @@ def joined(lines: Sequence[LogLine]) -> list[LogLine]:
 
 
 def raw_lines(stream: Stream, path: Path) -> list[LogLine]:
-    """Return the records of a text file's end. Times at the beginning of lines are of the day of the file, or the day before.
-    Raises ``OSError``."""
+    """Return the records of the end of a text file, with tracebacks joined; at most ``_MOST_RAW`` bytes are read.
+
+    Times at the beginning of lines are of the day of the file, or the day before; before the first it is the
+    file's. Raises ``OSError``.
+    """
     written = path.stat().st_mtime
     with open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_RAW))
@@ -205,7 +219,11 @@ def _block(lines: Sequence[LogLine], before: float = 0.0) -> LineBlock:
 
 
 def _is_older(path: Path, since: float) -> bool:
-    """Return True if a file was last written before ``since`` (Unix seconds, 0: never), or cannot be looked at."""
+    """Return True if a file was last written before ``since`` (Unix seconds, with some tolerance), or cannot be
+    examined.
+
+    False for ``since`` 0.
+    """
     if not since:
         return False
     try:
@@ -215,8 +233,11 @@ def _is_older(path: Path, since: float) -> bool:
 
 
 def _first_of(file: BinaryIO, since: float, near_bytes: int) -> int:
-    """Return the offset of a line before ``since``, within ``near_bytes`` of the first that is not; lines are in the order of time,
-    or nearly."""
+    """Return the offset of the beginning of a line before ``since``, by bisection, at most about ``near_bytes``
+    before the first that is not.
+
+    0 without ``since``. Assumes that lines are about in the order of time.
+    """
     low, high = 0, file.seek(0, os.SEEK_END)
     while since and high - low > near_bytes:
         middle = (low + high) // 2
@@ -235,7 +256,10 @@ def _first_of(file: BinaryIO, since: float, near_bytes: int) -> int:
 
 
 def _pieces(file: BinaryIO, span: LineBounds, block_bytes: int) -> Iterator[list[LogLine]]:
-    """Yield the decoded lines of a file from its position, block by block; lines that are too long are dropped."""
+    """Yield the decoded lines of a file from its position, block by block, also a last one without its newline.
+
+    Lines longer than ``_MOST_LINE`` are dropped.
+    """
     rest, dropping = b"", False
     while piece := file.read(block_bytes):
         if dropping:
@@ -251,7 +275,10 @@ def _pieces(file: BinaryIO, span: LineBounds, block_bytes: int) -> Iterator[list
 
 
 def _pieces_back(path: Path, span: LineBounds, block_bytes: int) -> Iterator[list[LogLine]]:
-    """Yield the decoded lines of a file block by block from its end; each block's lines in the order of the file."""
+    """Yield the decoded lines of a file block by block from its end; each block's lines in the order of the file.
+
+    Lines longer than ``_MOST_LINE`` are dropped. Raises ``OSError``.
+    """
     with open_regular(path) as file:
         end, rest, dropping = file.seek(0, os.SEEK_END), b"", False
         while end > 0:
@@ -270,7 +297,11 @@ def _pieces_back(path: Path, span: LineBounds, block_bytes: int) -> Iterator[lis
 
 
 def _decoded(block: bytes, span: LineBounds) -> list[LogLine]:
-    """Return the lines of a block; for warnings or errors alone, those of level "info" are not decoded, but for the last."""
+    """Return the lines of a block. If only warnings or errors are wanted, "info" lines are skipped undecoded, but
+    the last.
+
+    The last line shows how far in time the block goes.
+    """
     if span.at_least not in ("warning", "error"):
         return _whole(block)
     *lines, last = block.rstrip(b"\n").split(b"\n")

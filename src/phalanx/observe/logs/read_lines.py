@@ -82,7 +82,9 @@ def normalized(text: str) -> str:
 
 
 def grouped(lines: Iterable[LogLine]) -> list[LogGroup]:
-    """Group lines of one text and level, in the order of their first lines."""
+    """Group lines of one level whose texts are equal apart from numbers and identifiers, in the order of their
+    first lines.
+    """
     groups: dict[tuple[str, str], LogGroup] = {}
     for line in lines:
         key = (line.level, normalized(line.text))
@@ -94,7 +96,7 @@ def grouped(lines: Iterable[LogLine]) -> list[LogGroup]:
 
 
 def ranges(numbers: Iterable[int], most: int = 6) -> str:
-    """Format numbers as ``0-7, 9``; of more than ``most`` ranges, the number left out."""
+    """Format numbers as ``0-7, 9``, sorted; beyond ``most`` ranges, add how many more there are."""
     spans: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
         if spans and number == spans[-1][1] + 1:
@@ -147,6 +149,7 @@ class LogQuery:
     _pattern: re.Pattern[str] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
+        """Compile ``grep``, which ignores case. Raises ``LogQueryError`` if it is no regular expression."""
         if self.grep:
             try:
                 object.__setattr__(self, "_pattern", re.compile(self.grep, re.IGNORECASE))
@@ -161,7 +164,9 @@ class LogQuery:
         )
 
     def selects(self, line: LogLine) -> bool:
-        """True if the line is wanted."""
+        """Return True if the line has at least the level, and matches each of ranks, nodes, times and pattern that
+        is given.
+        """
         return (
             severity(line.level) >= severity(self.level)
             and (not self.ranks or line.rank in self.ranks)
@@ -184,7 +189,9 @@ def read_lines(
     *,
     block_bytes: int = BLOCK,
 ) -> list[LogLine]:
-    """The newest ``last`` lines that ``query`` selects (all, if it is ``None``), oldest first; empty if the run has no logs."""
+    """Return the newest ``last`` lines that ``query`` selects (``None``: all), oldest first; empty if the run has
+    no logs.
+    """
     if last is None:
         return list(all_lines(directory, query, block_bytes))
     return list(islice(newest_lines(directory, query, block_bytes), last))[::-1] if last > 0 else []
@@ -193,7 +200,9 @@ def read_lines(
 def all_lines(
     directory: RunDirectory, query: LogQuery = LogQuery(), block_bytes: int = BLOCK
 ) -> Iterator[LogLine]:
-    """The lines that ``query`` selects, oldest first; ``block_bytes`` of a file are read at once."""
+    """Yield the lines that ``query`` selects, of all processes, oldest first; ``block_bytes`` of a file are read at
+    once.
+    """
     span, selected = query.span, streams(directory, query.attempt)
     return _merged([forward(stream, span, block_bytes) for stream in selected], query, sign=1)
 
@@ -201,7 +210,10 @@ def all_lines(
 def newest_lines(
     directory: RunDirectory, query: LogQuery = LogQuery(), block_bytes: int = BLOCK
 ) -> Iterator[LogLine]:
-    """The lines that ``query`` selects, newest first; ``block_bytes`` of a file are read at once, or less where there are many files."""
+    """Yield the lines that ``query`` selects, of all processes, newest first.
+
+    ``block_bytes`` of a file are read at once, or less where there are many files.
+    """
     span, selected = query.span, streams(directory, query.attempt)
     block_bytes = block_bytes if len(selected) < _MANY else min(block_bytes, _SMALL_BLOCK)
     return _merged([backward(stream, span, block_bytes) for stream in selected], query, sign=-1)
@@ -211,6 +223,7 @@ class _Buffer:
     """The selected lines of one process that were read and not yet handed out."""
 
     def __init__(self, blocks: Iterator[LineBlock], query: LogQuery, sign: int) -> None:
+        """Read the first block. ``sign`` is 1 for reading forward, -1 for backward."""
         self._blocks, self._query, self._sign = blocks, query, sign
         self._keys: Sequence[float] = ()
         self._lines: Sequence[LogLine] = ()
@@ -268,8 +281,10 @@ def first_failure(directory: RunDirectory) -> LogLine | None:
 
 
 def told_failure(directory: RunDirectory) -> FirstFailure | None:
-    """Return the first failure of the newest attempt, with its evidence and what failed because of it; ``None`` if no log has an
-    error."""
+    """Return the first failure in the logs of the newest attempt, with its evidence and what failed because of it.
+
+    ``None`` if no log has an error near its end.
+    """
     logs = streams(directory)
     newest = max((stream.attempt for stream in logs), default=0)
     errors: list[LogLine] = []
@@ -280,7 +295,10 @@ def told_failure(directory: RunDirectory) -> FirstFailure | None:
 
 
 def recovered_step(directory: RunDirectory, failure: LogLine) -> int | None:
-    """Return the newest step if it ended well after a failure, from which the run has recovered then; else ``None``."""
+    """Return the newest logged step if it ended at least ``_RECOVERED_S`` after a failure: the run has recovered.
+
+    Otherwise ``None``, also if the events cannot be read.
+    """
     try:
         newest = newest_event(directory.events, lambda event: isinstance(event.body, Step))
     except EventLogError:
@@ -291,7 +309,7 @@ def recovered_step(directory: RunDirectory, failure: LogLine) -> int | None:
 
 
 def _end_of(stream: Stream, most: int = 400) -> list[LogLine]:
-    """Return at most ``most`` lines from the end of a writer's logs, errors among them; none if it cannot be read."""
+    """Return at most ``most`` lines from the end of a writer's logs, errors among them; empty if it cannot be read."""
     try:
         if stream.raw:
             return raw_lines(stream, stream.files[-1])[-most:]
@@ -312,7 +330,7 @@ class Follower:
     """The new lines in the logs of a run at each look."""
 
     def __init__(self, directory: RunDirectory, query: LogQuery) -> None:
-        """Lines that exist now do not count as new."""
+        """Remember the present sizes of the logs: lines that exist now do not count as new."""
         self._directory, self._query = directory, query
         self._read: dict[tuple[int, int], int] = {}
         for path in self._paths():
@@ -325,7 +343,10 @@ class Follower:
         return [str(path) for stream in logs if not stream.raw for path in stream.files]
 
     def look(self) -> list[LogLine]:
-        """Return the selected lines that have come since the last look, by time. Lines that have not ended wait for the next."""
+        """Return the selected lines that were appended since the last look, by time, also of new files.
+
+        Lines that have not ended wait for the next look. At most ``_MOST`` bytes of a file are read at once.
+        """
         lines: list[LogLine] = []
         for path in self._paths():
             with suppress(OSError), open(path, "rb") as file:

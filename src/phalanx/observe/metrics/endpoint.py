@@ -83,10 +83,10 @@ class MetricsServer:
     def __init__(
         self, pages: Mapping[str, Page], host: str, port: int, *, request_timeout_s: float = _REQUEST_S
     ) -> None:
-        """Listen at ``host`` and ``port``, 0 for a free one, and serve ``pages`` by path on threads. Raises ``OSError`` if it
-        cannot listen.
+        """Listen at ``host`` and ``port`` (0: a free one), and serve ``pages`` by path on threads of this process.
 
-        A connection whose request is not complete after ``request_timeout_s`` is closed.
+        A connection whose request is not complete after ``request_timeout_s`` is closed. Raises ``OSError`` if it
+        cannot listen.
         """
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self._pages, self._request_timeout_s = pages, request_timeout_s
@@ -113,9 +113,11 @@ class MetricsServer:
         self._socket.close()
 
     def _accept(self) -> None:
-        """Keep connections until their clients send something: a client with a thousand silent ones delays no other.
+        """Accept connections, and queue each for the serving threads once its client sends something. Runs in a
+        thread.
 
-        Silent ones are closed after the time of a request, or if there are too many.
+        Silent ones are closed after the time of a request, or the oldest if there are too many: they delay no other
+        client.
         """
         silent: dict[socket.socket, float] = {}
         with selectors.DefaultSelector() as selector:
@@ -142,7 +144,7 @@ class MetricsServer:
             self._ready.put(None)
 
     def _take(self, selector: selectors.BaseSelector, silent: dict[socket.socket, float]) -> None:
-        """Accept a connection and watch it as silent. After an error, pause."""
+        """Accept a connection and watch it as silent. After an error, which is dropped, pause."""
         try:
             connection, _ = self._socket.accept()
         except OSError:  # closed, or no descriptor is left for now
@@ -208,7 +210,10 @@ def _request(connection: socket.socket, timeout_s: float) -> tuple[str, str, Hea
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
-    """Send all of ``data`` within the time of an answer. Raises ``OSError`` if the client does not take it."""
+    """Send all of ``data`` within ``_ANSWER_S``, then close the sending half and wait a moment for the client.
+
+    Raises ``OSError`` if the client does not take it.
+    """
     deadline_s, view = time.monotonic() + _ANSWER_S, memoryview(data)
     while view:
         connection.settimeout(max(0.001, deadline_s - time.monotonic()))
@@ -235,7 +240,11 @@ class Endpoint:
         host: str,
         log: Callable[[str], None],
     ) -> None:
-        """``node`` is empty for the coordinator; ``host`` is this machine, as others reach it."""
+        """Set up the endpoint; nothing listens yet.
+
+        ``node`` is empty for the coordinator, ``host`` is this machine as others reach it, and ``log`` takes lines
+        for people.
+        """
         self._directory, self._observe, self._attempt = directory, observe, attempt
         self._node, self._host, self._log = node, host, log
         self._bound = observe.metrics_host.strip("[]")
@@ -251,7 +260,11 @@ class Endpoint:
             threading.Thread(target=self._start, args=(sources,), name="metrics-start", daemon=True).start()
 
     def _start(self, sources: Mapping[str, Collect]) -> None:
-        """Serve the metrics of ``sources`` and write the target file, unless closed or no port is free."""
+        """Serve the metrics of ``sources`` (for the coordinator also /targets), log the address and write the
+        target file.
+
+        Does nothing once closed. If no port is free, that is logged and nothing is served.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -270,7 +283,7 @@ class Endpoint:
             self._announce(Target(address, self.run, self._node, self._attempt))
 
     def _announce(self, target: Target) -> None:
-        """Write the target file; the coordinator removes those of earlier starts first. A failure is logged."""
+        """Write the target file; the coordinator first removes those of earlier starts. An ``OSError`` is logged."""
         try:
             if not self._node:
                 withdraw_earlier(self._directory, self._attempt)
@@ -291,8 +304,10 @@ class Endpoint:
                 exporter.close()
 
     def _listening(self, pages: Mapping[str, Page]) -> MetricsServer | None:
-        """Return a server on the first free port: that of the run file, the agents' range after it, else any. Log and return
-        ``None`` if none is."""
+        """Return a server on the first free port: that of the run file, for agents the range after it, else any.
+
+        If none is free, log the first error and return ``None``.
+        """
         first = self._observe.metrics_port
         own = range(first + 1, first + 1 + AGENTS) if self._node else (first,)
         trouble = ""
@@ -361,7 +376,7 @@ def withdraw(directory: RunDirectory, target: Target) -> None:
 
 
 def withdraw_earlier(directory: RunDirectory, attempt: int) -> None:
-    """Remove the target files that an earlier start of the run has left. Raises ``OSError``."""
+    """Remove the target files of starts before ``attempt``. Raises ``OSError``."""
     for path in sorted(directory.targets.glob("*.json")):
         for entry in _entries(path):
             labels = entry.get("labels")

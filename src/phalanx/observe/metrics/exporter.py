@@ -49,6 +49,7 @@ class _Collector:
     """One source, computed on a thread of its own at a request."""
 
     def __init__(self, name: str, collect: Collect) -> None:
+        """Start the thread that calls ``collect`` at each request."""
         self.name, self._collect = name, collect
         self._requested, self.done = threading.Event(), threading.Event()
         self.done.set()
@@ -61,7 +62,7 @@ class _Collector:
         self._thread.start()
 
     def ask(self) -> bool:
-        """Start the source's computation; False if the one before is still running."""
+        """Request the source's computation, and return True; False if the one before is still running."""
         if not self.done.is_set():
             return False
         self.done.clear()
@@ -100,7 +101,11 @@ class Exporter:
         patience_s: float = 2.0,
         share: float = 0.05,
     ) -> None:
-        """``labels`` are those of the endpoint's own metrics; ``log`` takes a line when a source begins to fail."""
+        """Start a thread for each source.
+
+        ``labels`` are those of the exporter's own metrics; ``log`` takes a line when a source begins to fail. A
+        source has ``patience_s`` seconds; ``share`` is the processor time that all may use.
+        """
         self._collectors = [_Collector(name, collect) for name, collect in sources.items()]
         self._labels, self._log, self._patience_s, self._share = labels, log, patience_s, share
         self._lock = threading.Lock()
@@ -111,8 +116,10 @@ class Exporter:
         self._complaints: dict[str, str] = {}
 
     def text(self, *, open_metrics: bool = False, zipped: bool = False) -> bytes:
-        """Return the metrics as text; compressed by gzip if ``zipped``. Cached as long as computing them again would exceed the
-        share of time."""
+        """Return the metrics as text, with the present time; compressed by gzip if ``zipped``.
+
+        Samples and text are cached until computing them again stays below the exporter's share of processor time.
+        """
         with self._lock:
             if time.monotonic() >= self._due_s:
                 self._texts = {}
@@ -139,8 +146,11 @@ class Exporter:
             collector.close()
 
     def _gathered(self) -> list[Sample]:
-        """Return the samples of all sources within the patience, and of this exporter itself. Late or failing sources are left out
-        and counted."""
+        """Return the samples of all sources within the patience, and of this exporter itself; set when they are due
+        again.
+
+        Late or failing sources are left out, counted and logged.
+        """
         began_s = time.monotonic()
         started = {collector.name: collector.ask() for collector in self._collectors}
         samples: list[Sample] = []
@@ -207,15 +217,19 @@ class RunSampler:
         """The file was gone when it was last looked at: what it said last counts until another one says something."""
 
     def samples(self, patience_s: float = 1.0) -> list[Sample]:
-        """Return the run's samples as of now; reads for at most ``patience_s``. None for a run without events."""
+        """Return the run's samples as of now, after reading new events for at most ``patience_s``; empty for a run
+        without events.
+        """
         self.catch_up(patience_s)
         if not self.facts.counts:
             return []
         return collect(RUN_METRICS, self.facts, self._labels, self._failed)
 
     def catch_up(self, patience_s: float) -> bool:
-        """Take what was appended since the last call, for at most ``patience_s``. Return True if that was all of it, or the file is
-        unreadable."""
+        """Read the events that were appended since the last call, for at most ``patience_s`` seconds, with pauses.
+
+        Return True if that was all of them, or the file is unreadable. A replaced file begins from nothing.
+        """
         deadline_s = time.monotonic() + patience_s
         while True:
             began_s, before = time.thread_time(), self._tail.read_bytes

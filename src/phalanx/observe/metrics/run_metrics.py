@@ -142,7 +142,10 @@ class RunFacts:
             self.counts[run_events.Torn.__name__] += 1
 
     def _take_step(self, line: bytes) -> None:
-        """Take a step's line without decoding most of it."""
+        """Take a step's line, of which only position, time and ledger are decoded.
+
+        With a ledger that JSON cannot express, it is decoded as a whole.
+        """
         try:
             step = _step_line.decode(line)
         except msgspec.ValidationError:  # a ledger with numbers that JSON lacks
@@ -152,7 +155,10 @@ class RunFacts:
         self._stepped(run_events.Event(step.t, step.attempt, body), body, line)
 
     def _take_event(self, event: run_events.Event) -> None:
-        """Count an event, and take its facts if it is of the newest attempt. Raises ``ValueError`` for a step."""
+        """Count an event that is no step, and update the facts by it if it is of the newest attempt.
+
+        Events from outside are only counted, but for copies of checkpoints. Raises ``ValueError`` for a step.
+        """
         body = event.body
         if isinstance(body, run_events.Step):
             raise ValueError("a step whose ledger is no table of numbers")
@@ -196,8 +202,9 @@ class RunFacts:
         self.step = body.step
 
     def _enter(self, attempt: int) -> bool:
-        """Return True if ``attempt`` is the newest, which it may become by this: its ledger begins empty then. Late events of older
-        ones count for nothing."""
+        """Return True if ``attempt`` is the newest so far. A newer one begins with an empty ledger; the old one's
+        is added up.
+        """
         if not self.attempts or attempt > self.attempt:
             self.attempts += 1
             self.ended_buckets.update(self.buckets)
@@ -205,7 +212,10 @@ class RunFacts:
         return attempt == self.attempt
 
     def _stepped(self, event: run_events.Event, body: run_events.Step, line: bytes) -> None:
-        """Take a step: position, ledger and recent lines; the first of a later attempt is a recovery."""
+        """Take a step of the newest attempt: position, ledger and recent lines; older ones are only counted.
+
+        The first step of a later attempt is a recovery.
+        """
         self.counts[run_events.Step.__name__] += 1
         self.first_t, self.last_t = self.first_t or event.t, max(self.last_t, event.t)
         if not self._enter(event.attempt):
@@ -221,7 +231,7 @@ class RunFacts:
         self._keep(event)
 
     def _keep(self, event: run_events.Event) -> None:
-        """Keep an event, since goodput follows from all of them, and thin the older half when there are many."""
+        """Keep an event, since goodput follows from all of them; when there are too many, thin the older half."""
         self._ledgers.append(event)
         if len(self._ledgers) > self._most_ledgers:
             old, new = self._ledgers[: -self._most_ledgers // 2], self._ledgers[-self._most_ledgers // 2 :]
@@ -258,6 +268,7 @@ def _derived(
     compute: Computed,
     *labels: str,
 ) -> Derived[RunFacts]:
+    """Return a metric ``phalanx_NAME`` of a run's events, computed by ``compute``."""
     return Derived(Metric(f"phalanx_{name}", kind, text, _EVENTS, labels), compute)
 
 
@@ -310,6 +321,7 @@ def _memory(facts: RunFacts) -> Found:
 
 
 def _tasks(facts: RunFacts) -> Found:
+    """Return the figures of each task's last evaluation, labeled by task and figure."""
     return [
         ({"task": body.task, "figure": name}, value)
         for body in facts.tasks.values()
@@ -332,7 +344,11 @@ def _state(facts: RunFacts) -> Found:
 
 
 def _software(facts: RunFacts) -> Found:
-    """Return an info sample with device, commit and PyTorch version; ``None`` before the start."""
+    """Return an info sample with device, first 12 digits of the commit, and PyTorch version; ``None`` before the
+    start.
+
+    Parts that are unknown are empty.
+    """
     if facts.started is None:
         return None
     environment = facts.started.environment

@@ -113,9 +113,10 @@ _UNITS = ("seconds", "bytes", "ratio")
 
 
 def render(samples: Iterable[Sample], *, open_metrics: bool = False) -> bytes:
-    """Return the samples as text, those of one metric together, in the order in which the metrics first came.
+    """Return the samples as UTF-8 text, those of one metric together, in the order in which the metrics first came.
 
-    Of several samples of one series the last one counts: a scraper would refuse all the rest for a series that comes twice.
+    Of several samples of one series the last one counts, since a scraper refuses duplicates. OpenMetrics ends with
+    "# EOF".
     """
     families: dict[str, tuple[Metric, dict[str, str]]] = {}
     last, series = "", dict[str, str]()

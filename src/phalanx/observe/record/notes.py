@@ -129,7 +129,11 @@ def installed_packages() -> str:
 
 
 def _name_and_version(distribution: metadata.Distribution) -> tuple[str, str] | None:
-    """From the head of its metadata alone: ``importlib.metadata`` parses the whole text, readme and all, for each of the two."""
+    """Return a distribution's name (lower case, hyphens) and version from the head of its metadata; None without
+    both.
+
+    ``importlib.metadata`` would parse the whole text, readme included, for each of the two.
+    """
     head = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[
         0
     ]
@@ -138,7 +142,10 @@ def _name_and_version(distribution: metadata.Distribution) -> tuple[str, str] | 
 
 
 def nvidia_accelerators(driver: Path = Path("/proc/driver/nvidia")) -> tuple[str, ...]:
-    """Return the names of the GPUs that the kernel's driver lists, without starting CUDA."""
+    """Return the names of the GPUs that the kernel's driver lists, without starting CUDA; empty if there are none.
+
+    A GPU without a model is "unknown".
+    """
     names = []
     for place in sorted(driver.glob("gpus/*/information")):
         with suppress(OSError):
@@ -157,7 +164,11 @@ def nvidia_driver(version: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 
 def leave_machine(directory: RunDirectory, node: str, attempt: int) -> None:
-    """Write this process's machine, and its list of packages, into the run directory. Raises ``OSError``."""
+    """Write this process's machine, in place of the node's earlier file, and its list of packages into the run
+    directory.
+
+    Raises ``OSError``.
+    """
     machine, listed = this_machine(node, attempt)
     directory.machines.mkdir(exist_ok=True)
     directory.code.mkdir(exist_ok=True)
@@ -175,7 +186,9 @@ def place_of(directory: RunDirectory, node: str) -> Path:
 
 
 def read_machines(directory: RunDirectory, attempt: int | None = None) -> list[Machine]:
-    """Return the machines of a run by node, or those of one start of it; files that cannot be read are left out."""
+    """Return the machines of a run, in order of their files, or only those of start ``attempt``; unreadable files
+    are left out.
+    """
     machines = []
     with suppress(OSError):
         for name in sorted(os.listdir(directory.machines)):
@@ -212,7 +225,9 @@ def machine_differences(machines: Sequence[Machine]) -> list[MachineDifference]:
 
 
 def _without_echo(differences: list[MachineDifference]) -> list[MachineDifference]:
-    """Without the hash of all packages where a package that differs is named with the same nodes."""
+    """Return the differences, without that in the hash of all packages if another fact differs on just the same
+    nodes.
+    """
     named = [difference.odd.values() for difference in differences if difference.fact != "installed packages"]
     nodes = {frozenset(node for group in groups for node in group) for groups in named}
     return [
@@ -272,11 +287,10 @@ class ServingNote:
     """Writer of a server's note, at intervals until it is closed."""
 
     def __init__(self, directory: RunDirectory, name: str, look: Callable[[], Serving]) -> None:
-        """
-        Args:
-            directory: Of the run that is served.
-            name: Of this server among all that serve the run, such as its machine and port.
-            look: Returns the state of the server.
+        """Set up the note of a server of the run in ``directory``; nothing is written yet.
+
+        ``name`` distinguishes this server from others of the run, by machine and port for example. ``look`` returns
+        its state.
         """
         plain = re.sub(r"[^\w.-]", "_", name)
         self._path = directory.serving / f"{plain}.json"
@@ -295,14 +309,16 @@ class ServingNote:
         write_atomically(self._path, msgspec.json.encode(asdict(self._look())), durable=False)
 
     def close(self) -> None:
-        """Stop writing, and delete the note."""
+        """Stop writing, waiting a limited time for the thread, and delete the note."""
         self._over.set()
         self._thread.join(2 * TOLD_EVERY_S)
         with suppress(OSError):
             self._path.unlink()
 
     def _tell(self) -> None:
-        """Write the note at intervals until closed. Failures are logged, the first in a row as a warning."""
+        """Write the note at intervals until closed; the thread's loop. Failures are logged, the first in a row as a
+        warning.
+        """
         failed = False
         while not self._over.is_set():
             try:
@@ -392,6 +408,7 @@ class ThrottlingWatch:
         self._over.set()
 
     def _watch(self) -> None:
+        """Look at intervals until closed; the thread's loop. Errors are logged for debugging only."""
         while not self._over.is_set():
             try:
                 self.once()
@@ -400,7 +417,10 @@ class ThrottlingWatch:
             self._over.wait(LOOK_S)
 
     def once(self) -> None:
-        """Look once: write the note if the machine is slowed down, and delete it once it has not been for a while. Raises ``OSError``."""
+        """Look once: write the note if the machine is slowed down, and delete it ``OVER_S`` after it last was.
+
+        The first note of a period is also logged as a warning. Raises ``OSError``.
+        """
         reasons, now = self._look(), self._clock()
         note = self._note
         if reasons:

@@ -90,7 +90,10 @@ def command_line(words: Sequence[str] | None = None, mask: SecretMask | None = N
 
 
 def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment variables that libraries and we act by, sorted. If a name looks like a secret's, the value is masked."""
+    """Return the environment variables that libraries and this package act by, sorted, at most ``_MOST_VARIABLES``.
+
+    If a name looks like a secret's, the value is masked; long values are cut.
+    """
     environment = os.environ if environment is None else environment
     mask = SecretMask.of_environment(environment)
     names = sorted(name for name in environment if _VARIABLES.fullmatch(name) and name not in _OF_ONE_PROCESS)
@@ -109,9 +112,9 @@ def own_code() -> Mapping[str, object]:
 def code_version(package: Path | None = None, *, dirty: bool = True) -> dict[str, object]:
     """Return the version of our package, and its git commit where it runs from a checkout.
 
-    ``git_dirty`` is True if tracked files differ from the commit or untracked ones are beside the package: such a run
-    cannot be repeated from the commit alone. Without ``dirty`` this is not looked at, which costs less for many
-    machines on one file system. An installed package has neither key, but the hash of its wheel's list of files.
+    ``git_dirty`` is True if tracked files differ from the commit, or untracked ones outside runs/ exist, or git
+    fails: such a run cannot be repeated from the commit alone. Without ``dirty`` that is not examined. An installed
+    package has the hash of its wheel's list of files instead.
     """
     package = package or OWN_PACKAGE
     version: dict[str, object] = {"version": of_package.__version__}
@@ -144,7 +147,7 @@ def installed_from(package: Path, name: str = DISTRIBUTION) -> dict[str, object]
 
 
 def git(directory: Path, *arguments: str) -> str | None:
-    """Return the output of git; None if it is not installed, refuses, or takes too long."""
+    """Return the standard output of git in ``directory``; None if it is not installed, fails, or takes too long."""
     try:
         done = subprocess.run(
             ["git", "-C", str(directory), *arguments],
@@ -169,7 +172,9 @@ def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
 
 @functools.cache
 def _installed(name: str) -> str | None:
-    """A package's version; looked up once, because PyTorch's description alone takes milliseconds to read."""
+    """Return the version of an installed package, or None; cached, because PyTorch's metadata alone takes
+    milliseconds to read.
+    """
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -195,7 +200,7 @@ def usable_cores() -> int:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the processor's name, as the kernel or else the platform gives it."""
+    """Return the processor's name: as the kernel lists it, else of an Arm core by its numbers, else the platform's."""
     fields: dict[str, str] = {}
     if cpuinfo.exists():
         for line in cpuinfo.read_text(errors="replace").splitlines():
@@ -289,10 +294,11 @@ class CodePatch:
 def code_patch(
     package: Path | None = None, secrets: Collection[str] | None = None, *, max_bytes: int = MOST_BYTES
 ) -> CodePatch | None:
-    """Return the changes of the checkout that the package runs from; ``None`` if there are none, or it runs from none.
+    """Return the changes of the checkout that the package runs from; ``None`` if there are none, or it runs from
+    none.
 
-    Files of secrets are left out, and what looks like one is masked. ``secrets``: values that are masked too; those of
-    this process's environment variables if not given. ``max_bytes``: Length after which the patch is cut.
+    Files of secrets are left out, and ``secrets`` (by default those in this process's environment) and credentials
+    are masked. The patch is cut after ``max_bytes``. Untracked files are listed by name.
     """
     package = package or OWN_PACKAGE
     if not is_checkout(package):
@@ -350,7 +356,11 @@ def _masked(text: str, secrets: Collection[str]) -> str:
 
 
 def _masked_file(patch: str) -> str:
-    """Return the patch of one file, masked. Settings, notes and scripts have secrets without quotes, so they are masked as logs are."""
+    """Return the patch of one file, masked: tokens and quoted secrets in all, and in a file that is no code as in
+    logs.
+
+    Settings, notes and scripts have secrets without quotes.
+    """
     name = _NAME_OF_PATCH.match(patch)
     is_code = name is None or _CODE_FILE.search(name[1] or name[2]) is not None
     if not is_code and "\nGIT binary patch\n" not in patch:
