@@ -26,7 +26,10 @@ from phalanx.run.rules import NotPortableError
 
 @contextmanager
 def explained(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds, and mistakes in run files and their models, into a message with exit code 1."""
+    """Context that turns errors of these kinds into ``click.ClickException``: a message with exit code 1.
+
+    Always included are mistakes in run files, errors of a user's model, and numerics that are not portable.
+    """
     try:
         yield
     except Exception as error:
@@ -49,7 +52,9 @@ class TroubleError(click.ClickException):
 
 @contextmanager
 def trouble(*kinds: type[Exception]) -> Iterator[None]:
-    """Handle errors as ``explained``, with exit code 2, for commands whose exit code 1 means that a comparison found a difference."""
+    """As ``explained``, but with exit code 2: for commands whose exit code 1 means that a comparison found a
+    difference.
+    """
     try:
         with explained(*kinds):
             yield
@@ -87,7 +92,7 @@ def demand_folder(run_dir: Path, error: type[click.ClickException] = click.Click
 
 
 def full_disk(run_dir: Path) -> str:
-    """Return a sentence if the disk of a run directory is full; empty if there is room."""
+    """Return a sentence if the disk of a run directory is full; empty if there is room, or it cannot be determined."""
     try:
         disk = shutil.disk_usage(run_dir)
     except OSError:
@@ -99,7 +104,10 @@ def full_disk(run_dir: Path) -> str:
 
 
 def newest_runs(folder: Path) -> list[Path]:
-    """Return the run directories in ``folder`` that were created or changed last, the newest first; empty if it cannot be read."""
+    """Return a few run directories in ``folder``, the last changed first; empty if it cannot be read.
+
+    Only the first ``_MOST_LOOKED_AT`` entries are looked at.
+    """
     candidates: list[tuple[float, Path]] = []
     try:
         with os.scandir(folder) as entries:
@@ -125,10 +133,10 @@ TrustCode = Annotated[
 
 
 def require_trusted_code(run_dir: Path, *, trust_code: bool, place: Path | None = None) -> None:
-    """Raise FactoryError if computing with the run in ``run_dir`` runs code that the user has not explicitly
-    chosen. Without a run file, or with ``trust_code``, do nothing.
+    """Raise FactoryError if the run in ``run_dir`` has a model of the user's code, which is not yet trusted.
 
-    ``place`` is the pack that the run directory was taken from.
+    ``place`` is the pack that the run directory was taken from. Without a run file, or with ``trust_code``, do
+    nothing.
     """
     from phalanx.run.directory.paths import RunDirectory, read_resolved
 
@@ -167,7 +175,7 @@ class DeviceName(click.ParamType[str]):
     name = "device"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the name; fail if it is not one."""
+        """Return the name: auto, cpu, cuda or cuda:N. Fail for another one; whether it exists is not checked."""
         if not re.fullmatch(r"auto|cpu|cuda(:(0|[1-9]\d{0,3}))?", str(value)):
             self.fail(
                 f"{value!r} is no device: write auto, cpu, cuda, or cuda:1 for one of several GPUs",
@@ -186,7 +194,7 @@ class Bytes(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the number of bytes; fail if it is not one."""
+        """Return the number of bytes of a number with an optional unit, "2GiB"; fail for another form."""
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value))
@@ -209,7 +217,11 @@ class HostName(click.ParamType[str]):
         self._for_others = for_others
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the host without brackets; fail for another form, or one that this command cannot use."""
+        """Return the host without brackets; fail for a malformed one.
+
+        An address to listen at must resolve here. One ``for_others`` must not mean every interface; its name may be
+        unknown here.
+        """
         try:
             host = read_host(str(value))
         except AddressError as error:

@@ -140,7 +140,11 @@ class _Lazy(CommandGroup):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command; unknown names are looked up among installed packages, ``None`` if none has it."""
+        """Import and return a command. Other names are looked up among plugins, ``None`` if none has it.
+
+        While completing words, a command whose package is not installed is None too; else ``ModuleNotFoundError``
+        is raised.
+        """
         if cmd_name not in _COMMANDS:
             other: click.Command | None = load_plugin("phalanx.commands", cmd_name)
             return other
@@ -170,7 +174,7 @@ class _Lazy(CommandGroup):
 
 
 def load_command(name: str) -> click.Command:
-    """Import and return a command of this project."""
+    """Import and return a command of this project. Raises ``KeyError`` for another name."""
     package, _, function = _COMMANDS[name][0].partition(":")
     module = importlib.import_module(package if function else f"{package}.{name}_command")
     command: click.Command = getattr(module, function or "command")
@@ -201,10 +205,10 @@ def phalanx_command() -> None:
 
 
 def main() -> None:
-    """Run the command line of this process.
+    """Run the command line of this process, and exit with its code.
 
-    SIGTERM, which Slurm sends at the end of a job's time, ends a command as an exception does, so that
-    incomplete files are removed. Commands that can stop at a better place install handlers of their own.
+    SIGTERM ends a command as an exception does, so that incomplete files are removed, unless it is ignored. Opens
+    missing standard streams, and records the command in ``PHALANX_COMMAND`` for the ranks.
     """
     _open_missing_streams()
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
@@ -233,16 +237,21 @@ def _open_missing_streams() -> None:
 
 
 def exit_code(words: Sequence[str]) -> int:
-    """Run ``phalanx`` with these words. Errors that a user can act on are printed without a traceback.
+    """Run ``phalanx`` with these words, with safe output, and return its exit code.
 
-    Raises ``SystemExit`` as commands do, and any other exception of a defect.
+    Errors that a user can act on are printed without a traceback. Raises ``SystemExit`` as commands do, and any
+    other exception of a defect.
     """
     with safe_output():
         return _exit_code(words)
 
 
 def _exit_code(words: Sequence[str]) -> int:
-    """Run the command of ``words`` and return its exit code. Known errors, missing packages and failed output become messages."""
+    """Run the command of ``words`` and return its exit code. Known errors, missing packages and failed output
+    become messages.
+
+    An interruption returns 130, and a closed pipe 0. Other errors are raised.
+    """
     try:
         phalanx_command(list(words), standalone_mode=False)
         return 0

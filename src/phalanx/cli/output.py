@@ -45,7 +45,9 @@ class SafeStream:
         return getattr(self.raw, name)
 
     def write(self, text: str) -> int:
-        """Write ``text``, with control characters but styles as escapes; return its length."""
+        """Write ``text`` with control characters as escapes, except styles and a leading carriage return; return
+        its length.
+        """
         start, body = ("\r", text[1:]) if text.startswith("\r") else ("", text)
         # Every second part is a style.
         parts = _STYLE.split(body)
@@ -56,7 +58,7 @@ class SafeStream:
 
 @contextmanager
 def safe_output() -> Iterator[None]:
-    """Context in which standard output and standard error are safe streams."""
+    """Context in which standard output and standard error are safe streams; nested, it changes nothing."""
     before = sys.stdout, sys.stderr
     if isinstance(sys.stdout, SafeStream):
         yield
@@ -87,7 +89,10 @@ def data_output() -> TextIO:
 def text_console(
     *, stderr: bool = False, file: TextIO | None = None, soft_wrap: bool = False, highlight: bool = False
 ) -> Console:
-    """Return a console without markup and without emoji codes; ``file`` instead of stdout or stderr."""
+    """Return a console without markup and emoji codes, which writes control characters in texts as escapes.
+
+    It writes to ``file``, else to standard output, or with ``stderr`` to standard error.
+    """
     from rich.console import Console
     from rich.segment import Segment
 
@@ -168,7 +173,9 @@ def number_text(value: float | None) -> str:
 
 
 def left_out_lines(compared: Compared) -> Iterator[str]:
-    """Yield a line for the modules that two replays could not be compared in, if any."""
+    """Yield one line with the modules that two replays could not be compared in, each once; nothing if there are
+    none.
+    """
     # A module in lanes is called once for each, and may have several results; the line lists the module once.
     names = list(
         dict.fromkeys(re.sub(r"( \(call \d+\))?(\[\d+\])?$", "", name) for name in compared.left_out)

@@ -38,10 +38,9 @@ class CheckpointPlace:
 
 
 def checkpoint_place(path: Path, step: int | None = None) -> CheckpointPlace:
-    """Find the checkpoints that ``path`` names: ``RUN_DIR``, ``RUN_DIR/checkpoints`` or
-    ``.../step-00000100``.
+    """Return the checkpoints that ``path`` names: ``RUN_DIR``, ``RUN_DIR/checkpoints`` or ``.../step-00000100``.
 
-    Raises ``ClickException`` if there are none, or it is a checkpoint of another step.
+    Raises ``ClickException`` with a remedy if there are none, or it is a checkpoint of another step than ``step``.
     """
     demand_folder(path)
     with explained(RunDirectoryError):
@@ -57,10 +56,10 @@ def checkpoint_place(path: Path, step: int | None = None) -> CheckpointPlace:
 
 @contextmanager
 def weights_place(path: Path, step: int | None = None) -> Iterator[CheckpointPlace]:
-    """Find checkpoints as ``checkpoint_place``, also for a Hugging Face folder.
+    """Context with the checkpoints as ``checkpoint_place`` returns them, also of a Hugging Face folder.
 
-    A Hugging Face folder is represented by a temporary run directory, whose notes are printed to standard error. Its ``step`` is
-    not checked here. A ``CheckpointError`` in the ``with`` block becomes an error of the command.
+    That is represented by a temporary run directory, whose notes are printed to standard error; its ``step`` is not
+    checked. A ``CheckpointError`` in the block then becomes ``ClickException``.
     """
     if not is_published(path):
         yield checkpoint_place(path, step)
@@ -89,10 +88,9 @@ class OpenCheckpoints:
 
 
 def open_checkpoints(place: str, step: int | None = None) -> OpenCheckpoints:
-    """Open the checkpoints at a path or in an object store. A folder that a run has copied its checkpoints to
-    is a store too.
+    """Open the checkpoints at a path or in an object store, also a folder in the form of a store.
 
-    Raises ``ClickException`` if there are none.
+    Raises ``ClickException`` if a path has none; a store is not checked yet.
     """
     if is_store(place):
         return OpenCheckpoints(open_object_tier(place), place, step)
@@ -112,7 +110,9 @@ def is_store(place: str) -> bool:
 
 
 def _chosen(steps: list[int], step: int | None, place: str) -> int:
-    """Return ``step``, or the newest of ``steps``. Raises ``ClickException`` if there are none, or not this one."""
+    """Return ``step``, or the newest of ``steps`` for None. Raises ``ClickException`` if there are none, or not
+    this one.
+    """
     if not steps:
         raise click.ClickException(f"there is no committed checkpoint in {place}")
     if step is not None and step not in steps:

@@ -356,7 +356,7 @@ def import_command(directory: Path, out: Path | None, model: str | None, as_json
 
 
 def _imported_model(place: str) -> ModelSpec:
-    """Return the model of a run file, a run directory or a preset. Raises ``RunFileError``."""
+    """Return the model of a run file ("*.toml") or of a preset's name. Raises ``RunFileError``."""
     path = Path(place)
     if path.suffix == ".toml":
         return read_run(path, PRESETS).model

@@ -99,9 +99,10 @@ def show_command(
 
 
 def _show_record(place: str, number: int, seq_len: int | None, split: str, as_json: bool) -> None:
-    """Print one record; in a dataset of conversations, learned pieces are marked.
+    """Print the text of one record, and its numbers of tokens to standard error; or all as JSON.
 
-    Raises ``DatasetError`` if there is none, ``click.UsageError`` for a joined dataset without ``seq_len``.
+    In a dataset of conversations, learned pieces are in brackets. Raises ``DatasetError`` if there is none, and
+    ``click.UsageError`` for a joined dataset without ``seq_len``.
     """
     from phalanx.data.origin import show_record
     from phalanx.data.reading.sources import open_place
@@ -164,6 +165,7 @@ def trace_command(place: str, record: int, seq_len: int | None, held_out: bool, 
 
 
 def _index(place: Workplace) -> DatasetIndex | None:
+    """Return the index of the dataset at a place; None if there is none yet."""
     try:
         return parse_index(
             place.store.get(INDEX_FILE).decode(errors="replace"), Path(f"{place.url}/{INDEX_FILE}")
@@ -173,8 +175,11 @@ def _index(place: Workplace) -> DatasetIndex | None:
 
 
 def _facts(place: Workplace) -> dict[str, object]:
-    """Return the facts of a dataset, or of a preparation under way: splits, sources, finished tasks. Raises ``DataError`` if it is
-    neither."""
+    """Return the facts of a dataset, or of a preparation under way, for printing: splits, sources, finished tasks,
+    documents.
+
+    Raises ``DataError`` if it is neither.
+    """
     index = _index(place)
     facts: dict[str, Any] = {"path": place.url}
     if index is not None:
@@ -294,7 +299,11 @@ def verify_command(place: str, write_sums: bool) -> None:
 
 
 def _progress_printer(action: str) -> Callable[[int, int], None]:
-    """Return a callback that prints the progress to standard error, once a second."""
+    """Return a callback (bytes done, bytes of all) that prints progress, rate and time left to standard error, once
+    a second.
+
+    The end is always printed.
+    """
     begin = last = time.monotonic()
 
     def show(done: int, of: int) -> None:

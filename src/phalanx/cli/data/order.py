@@ -192,7 +192,11 @@ def where_command(
 
 
 def where_lines(steps_by_record: Mapping[int, Sequence[int]]) -> Iterator[str]:
-    """Yield a line for each record that steps train on, and one for each range of unread records; one line if there are no records."""
+    """Yield a line for each record that steps train on, and one for each range of unread records; of many steps the
+    first few.
+
+    Without records, one line that it is never read.
+    """
     if not steps_by_record:
         yield "no record: it is behind the last complete sequence of its dataset, where no step reads"
     for trained, stretch in groupby(steps_by_record, key=lambda number: bool(steps_by_record[number])):
@@ -220,8 +224,10 @@ def _of_document(
 
 
 def read_data_run(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, DatasetIndex | MixtureIndex]:
-    """Return the run of a run file or directory with ``overrides``, and the index of its data. For a directory, data
-    that moved are looked up where an earlier start had them."""
+    """Return the run of a run file or directory with ``overrides``, and the index of its data.
+
+    For a directory, data that moved are looked up where an earlier start had them.
+    """
     spec = read_run(run / RUN_FILE if run.is_dir() else run, PRESETS, overrides)
     if run.is_dir():
         record = RunDirectory(run).read_record()
@@ -230,7 +236,11 @@ def read_data_run(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, Datas
 
 
 def data_origin(spec: RunSpec) -> DataOrigin:
-    """Return the run's starting place in the data, by the checkpoint that it continues from; step 0 for a run that continues none."""
+    """Return the run's starting place in the data: step and next sample of the checkpoint that it continues
+    training from.
+
+    Step 0 for a run that continues none. Reads the checkpoint on disk.
+    """
     start = Path(spec.checkpoint.init_from)
     step = step_of(start)
     if spec.checkpoint.init_with != "training" or step is None:
@@ -250,9 +260,11 @@ further."""
 
 
 def show_step(run: Path, step: int, slot: int | None, *, as_json: bool) -> None:
-    """Print the samples of ``step``, a line of text each. A child run's early steps are its parent's.
+    """Print the samples of ``step``, of one slot or of all (None), a line of text each cut to the terminal; or as
+    JSON.
 
-    Raises ``click.ClickException`` if there is no such run or step.
+    A child run's early steps are its parent's. A line reports a step that was skipped or a spike. Raises
+    ``click.ClickException`` if there is no such run or step.
     """
 
     demand_folder(run)
@@ -280,8 +292,11 @@ def show_step(run: Path, step: int, slot: int | None, *, as_json: bool) -> None:
 
 
 def _owner_of(run: Path, step: int) -> tuple[Path, RunSpec, DataOrigin]:
-    """Return the run of the lineage of ``run`` that trained ``step``, with its run file and its own starting
-    place in the data. Raises ``RunDirectoryError`` if a run of it is missing."""
+    """Return the run that trained ``step``, ``run`` or an ancestor, with its run file and its starting place in the
+    data.
+
+    Raises ``RunDirectoryError`` if a run directory of the lineage is missing.
+    """
     while True:
         if not RunDirectory(run).run_file.exists():
             raise RunDirectoryError(f"{run} is no run directory: --step is about one that has been started")
@@ -293,7 +308,9 @@ def _owner_of(run: Path, step: int) -> tuple[Path, RunSpec, DataOrigin]:
 
 
 def _fate(directory: RunDirectory, step: int) -> str:
-    """Return a sentence on a step that was a spike or not finite; empty for other steps, or without an event stream."""
+    """Return a sentence on what became of a step that was a spike or not finite; empty for other steps, or without
+    an event stream.
+    """
 
     def counts(event: Event) -> bool:
         body = event.body
@@ -344,7 +361,11 @@ def _where(sample: ShownSample) -> str:
 
 
 def _cut(sample: ShownSample, width: int) -> str:
-    """Return the text in one line: line breaks and control characters as escapes, the middle of a long text cut out."""
+    """Return the text of a sample in one line of at most ``width`` characters: the middle of a long text is cut
+    out.
+
+    Line breaks and control characters become escapes.
+    """
     text = "".join(piece.text for piece in sample.record.pieces)
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     if len(text) <= width:
@@ -354,6 +375,7 @@ def _cut(sample: ShownSample, width: int) -> str:
 
 
 def _as_json(sample: ShownSample) -> dict[str, object]:
+    """Return a sample's place in the data, documents, tokens and text, as JSON fields."""
     documents = None if sample.documents is None else list(sample.documents)
     text = "".join(piece.text for piece in sample.record.pieces)
     return {

@@ -55,8 +55,12 @@ class NamedText:
 def prepare_in_portions(
     text: NamedText, out: str, output: OutputRecipe, workers: ChosenWorkers, *, as_json: bool
 ) -> None:
-    """Prepare the text into ``out``, a folder or a URL, and print the format of each file and what was left
-    out. Raises ``click.UsageError`` for a corpus that ships with the program."""
+    """Prepare the text by ``workers`` into ``out``, a folder or a URL, and print the format of each file and what
+    was left out.
+
+    Raises ``click.UsageError`` for a corpus that ships with the program, and ``click.ClickException`` for other
+    errors.
+    """
     corpus = next((name for name in text.names if name in CORPORA and not Path(name).exists()), None)
     if corpus is not None:
         raise click.UsageError(
@@ -78,7 +82,12 @@ def prepare_in_portions(
 
 
 def prepare_here(text: NamedText, out: str, output: OutputRecipe, *, as_json: bool) -> None:
-    """Prepare the text in this process, and print the format of each file and what was left out."""
+    """Prepare the text in this process into the folder ``out``, and print the format of each file and what was left
+    out.
+
+    An interruption leaves ``out`` as it was, prints that, and is raised. Raises ``click.ClickException`` for other
+    errors.
+    """
     from phalanx.train.start.prepare import documents_of
 
     chats = output.layout == "chat"
@@ -121,7 +130,7 @@ def prepare_here(text: NamedText, out: str, output: OutputRecipe, *, as_json: bo
 
 
 def _chat_layout(output: OutputRecipe, on_bad: Literal["stop", "skip"]) -> ChatLayout:
-    """Return the layout with the template in a file, or that beside the tokenizer.
+    """Return the layout with the chat template in the named file, or else that beside the tokenizer.
 
     Raises ``TokenizerError`` if there is none.
     """
@@ -238,7 +247,11 @@ def prepare_command(options: PrepareOptions) -> None:
 
 
 def _require_options_of_layout(options: PrepareOptions, *, in_portions: bool) -> None:
-    """Raise ``click.UsageError`` for conflicting options."""
+    """Raise ``click.UsageError`` for options that do not fit the layout.
+
+    Text: --pack without --seq-len or the reverse, and chat options. Chat: no --seq-len, a tokenizer without special
+    tokens, a new tokenizer in portions, or --as-text.
+    """
     tokenizer = options.tokenizer
     if options.layout != "chat":
         if options.pack != (options.seq_len is not None):

@@ -66,7 +66,9 @@ class ChosenWorkers:
         return self.count is not None or bool(self._clusters())
 
     def require_one_kind(self) -> None:
-        """Raise ``click.UsageError`` for conflicting options."""
+        """Raise ``click.UsageError`` for two clusters, ``--workers`` with a cluster other than Slurm, or Slurm
+        without ``--workers``.
+        """
         clusters = self._clusters()
         if len(clusters) > 1:
             raise click.UsageError(f"--{clusters[0]} and --{clusters[1]} are two clusters; leave one out")
@@ -87,7 +89,11 @@ class ChosenWorkers:
             executor.close()
 
     def _executor(self) -> Executor:
-        """Return the executor of the chosen cluster; without one, processes of this machine, one for each core by default."""
+        """Return the executor of the chosen cluster; without one, processes of this machine, one for each core by
+        default.
+
+        A single process is this one.
+        """
         # Each is imported only where it is used.
         if self.dask:
             from phalanx.data.portions.clusters import DaskCluster
@@ -143,6 +149,7 @@ class PrepareCommand(Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Context | None = None, **extra: object
     ) -> Context:
+        """Return the context of ``recipe_command`` if an argument ends in ".toml", else of this command."""
         if any(arg.endswith(".toml") and not arg.startswith("-") for arg in args):
             return recipe_command.make_context(info_name, args, parent)
         return super().make_context(info_name, args, parent, **extra)
@@ -181,9 +188,10 @@ def recipe_command(options: RecipeOptions) -> None:
 
 
 def carried_out(place: Workplace, workers: ChosenWorkers, *, quiet: bool) -> PreparedDataset:
-    """Do the remaining work at a place, and print the progress unless ``quiet``.
+    """Do the remaining work at a place with ``workers``, and print the progress unless ``quiet``; return the
+    dataset.
 
-    Raises ``DataError`` and ``StoreError``.
+    At an error or interruption, print that the same command resumes. Raises ``DataError`` and ``StoreError``.
     """
     with workers.executor() as executor, resumable(), PrepareProgress(quiet=quiet) as progress:
         return carry_out(place, executor, progress)

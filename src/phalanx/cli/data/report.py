@@ -35,7 +35,11 @@ def report(
     by_recipe: bool,
     as_json: bool,
 ) -> None:
-    """Print the contents of the dataset at ``out``, with ``lines`` on its sources, or in JSON with ``facts``."""
+    """Print the contents of the dataset at ``out``, with ``lines`` on its sources; or one JSON object with
+    ``facts``.
+
+    ``by_recipe`` words the remedies for a recipe file instead of options.
+    """
     index = dataset.index
     if as_json:
         totals = {
@@ -103,7 +107,9 @@ def facts_of_files(formats: Iterable[FileFormat], files: Files) -> dict[str, obj
 
 
 def print_left_out(files: Files) -> None:
-    """Print to standard error what was left out, and the remedy for files whose rows are in one JSON array."""
+    """Print to standard error each bad file or row that was left out, and the remedy for files that are one JSON
+    array.
+    """
     report = files.report
     for bad in report.bad:
         click.echo(f"left out: {bad}", err=True)
@@ -147,7 +153,10 @@ def _lines_of_tokens(index: DatasetIndex, *, by_recipe: bool) -> Iterator[str]:
 
 
 def _lines_of_overlap(dataset: PreparedDataset, *, by_recipe: bool) -> Iterator[str]:
-    """Yield a line on the held-out documents that are in the training split, if that was counted and any are held out."""
+    """Yield a line on how many held-out documents are also in the training split, and how to avoid it.
+
+    Nothing if that was not counted or none are held out.
+    """
     shared, documents = dataset.held_out_in_training, dataset.index.held_out.documents
     if shared is None or not documents:
         return
@@ -186,7 +195,7 @@ class PrepareProgress:
     """Progress display, called with (stage, done, in all); as a context manager it ends its line."""
 
     def __init__(self, files: Files | None = None, *, quiet: bool = False) -> None:
-        """Set up the display. ``files`` are the files whose bytes are shown instead of the stage's progress."""
+        """Set up the display on standard error. With ``files``, their bytes are shown instead of the stage's items."""
         self._files, self._quiet = files, quiet
         self._terminal = sys.stderr.isatty()
         self._stage = ""
@@ -203,8 +212,10 @@ class PrepareProgress:
         self._end_line()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show the progress of a stage, at most once in a pause, and always its begin and end; nothing if quiet. A new stage begins
-        a new line."""
+        """Show the progress of a stage, at most once in a pause, and always its begin and end; nothing if quiet.
+
+        A new stage begins a new line on a terminal. Without a terminal the pauses are longer.
+        """
         now_s = time.monotonic()
         if stage != self._stage:
             self._end_line()
@@ -222,7 +233,9 @@ class PrepareProgress:
         self._width = 0
 
     def _line(self, done: int, total: int, elapsed_s: float) -> str:
-        """Return the line of progress: bytes of files if they are known, else the stage's items, with the time left."""
+        """Return the line of progress: bytes of files if they are known, else items done, with the time left from 1
+        s on.
+        """
         if self._files is not None:
             return f"{self._stage}: {in_words(self._files.report.bytes_done, self._files.bytes_in_all, elapsed_s)}"
         if not total:
@@ -243,7 +256,9 @@ class PrepareProgress:
 
 
 def in_words(done: int, in_all: int, elapsed_s: float) -> str:
-    """Return the progress in words, such as "1.2 of 4.0 GB, 35 MB/s, 80 s left"."""
+    """Return the progress of bytes in words, such as "1.2 of 4.0 GB, 35 MB/s, 80 s left"; no rate in the first
+    moments.
+    """
     unit, size = next(((name, size) for name, size in _UNITS if in_all >= size), ("bytes", 1))
     digits = 0 if size == 1 else 1
     text = f"{done / size:.{digits}f} of {in_all / size:.{digits}f} {unit}"

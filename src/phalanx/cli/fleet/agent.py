@@ -107,9 +107,12 @@ def agent_command(options: AgentOptions) -> None:
 
 
 def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
-    """Take part in a run to its end, or to that of this node's part: lead it, or wait for its coordinator and join.
+    """Take part in a run to its end, or to that of this node's part. Return the exit code, and whether this node
+    led.
 
-    Return the exit code, and whether this node led.
+    With a run file, lead or wait for the coordinator and join; if another node leads by now, join that. With a run
+    directory, join its fleet from outside, unless the node's place would slow it beyond the limit. Raises
+    ``click.ClickException``.
     """
     run = options.run
     folder = run.parent if run.name == "run.toml" and (run.parent / "record.json").exists() else run
@@ -189,7 +192,11 @@ def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:
 
 
 def _leads(lead: bool | None, coordinator: str) -> bool:
-    """Return True if this node runs the coordinator: by the option ``lead``, or if the coordinator's host is this machine."""
+    """Return True if this node runs the coordinator: by the option ``lead``, or in a Slurm step if it is the first
+    task.
+
+    Elsewhere, if the coordinator's host is an address of this machine.
+    """
     if lead is not None:
         return lead
 
@@ -206,9 +213,10 @@ def _leads(lead: bool | None, coordinator: str) -> bool:
 
 
 def _is_succeeded(folder: Path, certificates: Path | None) -> bool:
-    """Return True if another node leads this run by now, because its coordinator was lost, and answers.
+    """Return True if another node leads this run by now, because its coordinator was lost, and answers; that is
+    printed.
 
-    This node then joins it, which is printed.
+    False also if that cannot be determined.
     """
     import asyncio
 
@@ -239,11 +247,10 @@ def _coordinator_of(folder: Path) -> str:
 
 
 def _wait_for(coordinator: str, folder: Path, patience_s: float, is_succeeded: Callable[[], bool]) -> None:
-    """Block until the coordinator listens, which it does once the run directory is ready, or another node
-    leads in its place. Prints at intervals what it waits for.
+    """Block until the coordinator listens and the run directory is ready, or ``is_succeeded()``; print now and then
+    what is missing.
 
-    A different program on that port, such as another user's run or a job of another cluster on the same host,
-    does not count. Raises TimeoutError after ``patience_s``.
+    A different program on that port does not count. Raises TimeoutError after ``patience_s``.
     """
     host, port = split_address(coordinator)
     said_s, began_s = -_SAY_AGAIN_S, time.monotonic()
@@ -273,7 +280,7 @@ def _wait_for(coordinator: str, folder: Path, patience_s: float, is_succeeded: C
 
 
 def _has_begun(folder: Path) -> bool:
-    """Return True if a start of the run has locked its directory."""
+    """Return True if a start of the run is recorded in its directory, also by a damaged record."""
     try:
         return RunDirectory(folder).newest_attempt() >= 0
     except DamagedRecordError:

@@ -63,7 +63,10 @@ def operation_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def send_request(run_dir: Path, operation: OperatorRequest, certificates: Path | None) -> str:
-    """Send a request and return the coordinator's answer. Raises ``click.ClickException`` if there is none, or the run is over."""
+    """Send a request to the fleet's coordinator and return its answer.
+
+    Raises ``click.ClickException`` if it cannot be reached or authenticated, there is no fleet, or the run is over.
+    """
     with explained(FleetFileError, SecurityError, TransportError, RunDirectoryError):
         fleet = read_fleet_file(run_dir)
         if fleet.over:
@@ -259,7 +262,7 @@ def request_release(
 ) -> list[str]:
     """Have the coordinator release ``by`` nodes, or the named ones. Return their names; they have not left yet.
 
-    Raises ``click.ClickException`` with its text if it refuses, or if the run's job cannot be made smaller.
+    Raises ``click.ClickException`` with its text if it refuses, or if the run's Slurm job cannot be made smaller.
     """
     with explained(EngineError):
         run = recorded_run(run_dir)
@@ -272,9 +275,11 @@ def request_release(
 
 
 def wait_until_released(run_dir: Path, names: list[str]) -> dict[str, tuple[str, ...]]:
-    """Wait until nodes have left a fleet, or the run is over, and take them out of the run's Slurm jobs.
+    """Wait until nodes have left a fleet, or the run is over, and give them back to the run's engine. Return job ->
+    its nodes.
 
-    Return job -> its nodes. Raises ``EngineError``, and ``click.ClickException`` if a node stays in the fleet after all.
+    Prints at intervals what it waits for. Raises ``EngineError``, and ``click.ClickException`` if a node stays
+    after all.
     """
     notice_s, leaving = time.monotonic() + _TELL_S, set[str]()
     with explained(FleetFileError):
@@ -337,10 +342,11 @@ def grow(run_dir: Path, by: int, hosts: Path | None, certificates: Path | None, 
 
 
 def request_nodes(run_dir: Path, by: int, certificates: Path | None = None) -> str:
-    """Request ``by`` more nodes from the coordinator. Return the job that brings them, empty if there is
-    none.
+    """Have the coordinator expect ``by`` more nodes, and queue a job that brings them. Return the job, empty if
+    there is none.
 
-    Raises ``EngineError`` or ``click.ClickException``.
+    The job's script is checked first. Raises ``EngineError``, or ``click.ClickException`` if the coordinator
+    refuses.
     """
     run = recorded_run(run_dir)
     queue_joining = None if run is None else run.prepare_joining(by, partial(click.echo, err=True))

@@ -151,7 +151,9 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
 
 
 def _progress(summary: RunSummary, directory: RunDirectory) -> str:
-    """Return the run's progress: newest logged and saved step; the summary's state if it is finished, or has logged none."""
+    """Return the run's progress: newest logged step and newest saved step; the summary's state if it is finished or
+    logged none.
+    """
     events = directory.events
     newest = newest_event(events, lambda event: isinstance(event.body, Step)) if events.exists() else None
     if summary.finished or newest is None or not isinstance(newest.body, Step):
@@ -161,7 +163,11 @@ def _progress(summary: RunSummary, directory: RunDirectory) -> str:
 
 
 def _job_line(run_dir: Path) -> str | None:
-    """Return a line on the job of a submitted run: why it waits, or that it has ended; ``None`` if no engine has the run."""
+    """Return a line on the job of a submitted run: its state or that it has ended, its log, and its placement's
+    cost.
+
+    ``None`` if no engine has the run; a line if the engine does not answer.
+    """
     try:
         run = submission_of(run_dir)
     except EngineError as error:
@@ -192,7 +198,11 @@ def _placement_lines(run_dir: Path) -> str:
 
 
 def _data_bound(directory: RunDirectory) -> str | None:
-    """Return a line on the time that the newest steps waited for samples, with the actual and the needed rate; None if it is small."""
+    """Return a line on the share of the newest logged steps that was spent waiting for samples, with the actual and
+    needed rate.
+
+    None if it is small, or there is no step.
+    """
     events = directory.events
     newest = None
     with suppress(EventLogError):
@@ -211,7 +221,9 @@ def _data_bound(directory: RunDirectory) -> str | None:
 
 
 def _print(fleet: FleetFile, last: int) -> None:
-    """Print the fleet's state, a table of its members, its ``last`` events, and refused messages."""
+    """Print the fleet's state, a table of its members by rank, its ``last`` incidents (0: none), and counts of
+    refused messages.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -237,7 +249,9 @@ def _print(fleet: FleetFile, last: int) -> None:
 
 
 def _headline(fleet: FleetFile) -> Text:
-    """Return the fleet's phase, epoch, ranks and step, with a warning if its file is old."""
+    """Return the fleet's phase, epoch, ranks, step and recoveries, with a warning if its file is older than
+    ``_STALE_S``.
+    """
     from rich.text import Text
 
     # By the last heartbeats, which are outdated once the run is over.

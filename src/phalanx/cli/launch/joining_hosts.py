@@ -44,16 +44,12 @@ def price_with(
     fleet: FleetFile,
     joining: Sequence[str],
 ) -> tuple[T | None, T]:
-    """Return the costs of a fleet as it is (``None`` if that has no cost) and with the joining nodes, on the
-    then possible ranks.
+    """Return the costs of a fleet as it is (``None`` if that has no cost) and with the joining nodes, on the ranks
+    then possible.
 
-    Members keep their seats when nodes join. So the cost of the fleet with them, computed for the best order,
-    is a lower bound.
-
-    Raises:
-        TopologyError: A node is not in the network.
-        PlannerError, HardwareError: The run has no cost estimate.
-        ValueError: No layout is legal.
+    Members keep their seats when nodes join, so the cost with them, of the best order, is a lower bound. Raises
+    ``TopologyError`` if a node is not in the network, ``PlannerError`` or ``HardwareError`` without a cost
+    estimate, and ``ValueError`` if no layout is legal.
     """
     members, workers = members_of(fleet), spec.fleet.workers_per_node
     seats = -(-fleet.ranks // workers)
@@ -73,12 +69,11 @@ def _on(spec: RunSpec, nodes: int) -> RunSpec:
 
 
 def verified_hosts(run_dir: Path, made: Submitted, path: Path, by: int) -> tuple[LaunchOrder, list[Host]]:
-    """Return the order of a run, and the first ``by`` hosts of a file, if all can take part and are near
-    enough to the fleet.
+    """Return the order of a run, and the first ``by`` hosts of a file that are not in its fleet, if all can take
+    part.
 
-    Raises:
-        EngineError: With all reasons against them.
-        RunDirectoryError, FleetFileError: There is no run, or no fleet.
+    Checks them as at a start, and their cost in the network. Raises ``EngineError`` with all reasons against them,
+    and ``RunDirectoryError`` or ``FleetFileError`` without a run or fleet.
     """
     spec = read_resolved(RunDirectory(run_dir))
     order = order_of(replace(spec, run_dir=str(run_dir.resolve())), Path(made.working_dir))
@@ -101,10 +96,10 @@ def verified_hosts(run_dir: Path, made: Submitted, path: Path, by: int) -> tuple
 
 
 def join_refusal(run_dir: Path, node: str, domain: tuple[str, ...]) -> str:
-    """Return why an agent started by hand must not join a fleet from this place in the network; empty if it
-    may.
+    """Return why an agent started by hand must not join a fleet from this place in the network; empty if it may.
 
-    A fleet with nodes of unknown place admits all nodes. Raises ``RunDirectoryError``.
+    Only ``launch.most_lost_ms`` limits it. Without known places or prices every node may join. Raises
+    ``RunDirectoryError``.
     """
     spec = read_resolved(RunDirectory(run_dir))
     if not spec.launch.most_lost_ms:
@@ -122,7 +117,10 @@ def join_refusal(run_dir: Path, node: str, domain: tuple[str, ...]) -> str:
 
 
 def _whereabouts(run_dir: Path, fleet: FleetFile) -> list[Host]:
-    """Return the nodes of a fleet with their places in the network: from fleet.json, else from the file of hosts that started them."""
+    """Return the nodes of a fleet with their places in the network: from fleet.json, else from the record of hosts.
+
+    Nodes of unknown place have none.
+    """
     listed = {member.host.name: member.host for member in bare.started_on(run_dir)}
     reported = {
         member.name: Host(member.name, "", 0, "", member.domain) for member in fleet.members if member.domain
@@ -134,9 +132,10 @@ def _whereabouts(run_dir: Path, fleet: FleetFile) -> list[Host]:
 def _too_far(
     spec: RunSpec, order: LaunchOrder, placed: list[Host], fleet: FleetFile, hosts: list[Host]
 ) -> list[str]:
-    """Return why hosts must not join for their place in the network; empty if they may.
+    """Return why hosts must not join for their place in the network, as a list; empty if they may.
 
-    Writes the verdict into the run's folder if they may. Hosts without a price may join, unless a limit is set.
+    Then the verdict is written into the run's folder. Hosts without a price may join, unless a limit is set. Raises
+    ``OSError``.
     """
     names = [host.name for host in hosts]
     try:

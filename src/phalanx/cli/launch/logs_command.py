@@ -89,9 +89,10 @@ _LETTERS = {"error": "E", "warning": "W", "debug": "D"}
 
 
 def print_lines(options: LogsOptions) -> None:
-    """Print the lines, after the first failure if there is one. With ``follow``, print new ones until the run is finished.
+    """Print the first failure, if there is one, and the selected lines, the newest ``options.last`` (0: all).
 
-    Raises ``click.ClickException`` with the error in the options, or if there are no logs.
+    With ``follow``, print new ones until the run is finished. Raises ``click.ClickException`` for an error in the
+    options, or without logs.
     """
     directory = RunDirectory(options.run_dir)
     if not directory.logs.is_dir():
@@ -120,6 +121,7 @@ def _print_each(lines: Iterable[LogLine], options: LogsOptions) -> None:
 
 
 def _query(options: LogsOptions, now_s: float) -> LogQuery:
+    """Return the query that the options describe. Raises ``click.BadParameter``."""
     try:
         return LogQuery(
             frozenset(number for words in options.ranks for number in ranks_of(words)),
@@ -135,7 +137,7 @@ def _query(options: LogsOptions, now_s: float) -> LogQuery:
 
 
 def ranks_of(words: str) -> Iterable[int]:
-    """Parse the ranks in ``3``, ``8-15`` or ``1,4``. Raises ``click.BadParameter``."""
+    """Yield the ranks in ``3``, ``8-15`` or ``1,4``. Raises ``click.BadParameter`` for another form."""
     for part in words.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if not match:
@@ -147,7 +149,9 @@ def ranks_of(words: str) -> Iterable[int]:
 
 
 def moment(words: str, now_s: float) -> float:
-    """Parse ``10m`` (ago) or an ISO time to Unix time. Raises ``click.BadParameter``."""
+    """Return the Unix time of ``10m`` (before ``now_s``; s, m, h, d) or an ISO time, local by default. Raises
+    ``click.BadParameter``.
+    """
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", words.strip()):
         return now_s - float(match[1]) * _SECONDS[match[2]]
     try:
@@ -175,7 +179,7 @@ def _print_first_failure(directory: RunDirectory) -> None:
 
 
 def _texts(lines: Iterable[LogLine], options: LogsOptions) -> Iterator[str]:
-    """Yield the printed form of some lines."""
+    """Yield the printed form of some lines, or with ``grouped`` of their groups, as text or JSON."""
     if options.grouped:
         for group in grouped(lines):
             yield _group_as_json(group) if options.as_json else _group_as_text(group)
@@ -185,7 +189,7 @@ def _texts(lines: Iterable[LogLine], options: LogsOptions) -> Iterator[str]:
 
 
 def _line_as_text(line: LogLine) -> str:
-    """Format a line with time, level, process, rank and step."""
+    """Format a line with time, level, process, rank and step; the rank only if the process's name lacks it."""
     place = line.process or "-"
     if line.rank is not None and not place.startswith("rank-"):
         place = f"{place} r{line.rank}"
@@ -211,6 +215,7 @@ def _safe(text: str) -> str:
 
 
 def _group_as_json(group: LogGroup) -> str:
+    """Return a group as a JSON object: fields of its example, its count, first and last time, and its processes."""
     line = group.example
     return json.dumps(
         {
@@ -283,7 +288,10 @@ def command(options: LogsOptions) -> None:
 
 
 def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
-    """Print the log of a submitted run's job, or the job's state if it has none yet. Raises ``click.ClickException``."""
+    """Print the log of a submitted run's job, or the job's state if it has none yet and ``follow`` is False.
+
+    Raises ``click.ClickException`` if the run was not submitted, or has ended without output.
+    """
     with explained(EngineError):
         run = submission_of(run_dir)
         if run is None:
@@ -302,8 +310,10 @@ def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
 
 
 def _print(path: Path, run: SubmittedRun, last: int, *, follow: bool) -> None:
-    """Print a job's log, its ``last`` lines (0: all) first. With ``follow``, continue until the job has ended, in the log of the
-    node that leads."""
+    """Print a job's log, at first its ``last`` lines (0: all). With ``follow``, continue until the job has ended.
+
+    If another node leads from then on, switch to its log, which is printed from its start.
+    """
     place, asked_s, ended = 0, 0.0, not follow
     first, decoder = True, _Decoder("replace")
     while True:
@@ -326,7 +336,7 @@ def _print(path: Path, run: SubmittedRun, last: int, *, follow: bool) -> None:
 
 
 def _beginning_of_last(log: BinaryIO, lines: int) -> int:
-    """Return the offset of the last ``lines`` lines of a file, which is read in blocks from its end."""
+    """Return the offset of the last ``lines`` lines of a file, 0 if it has fewer; it is read in blocks from its end."""
     position = log.seek(0, os.SEEK_END)
     searched_end = position - 1  # the newline at the end of the last line begins no other
     while position:

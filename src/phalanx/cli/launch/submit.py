@@ -148,9 +148,9 @@ def submit_command(options: SubmitOptions) -> None:
 
 
 def _read(options: SubmitOptions) -> RunSpec:
-    """Return the run with its overrides.
+    """Return the run of the run file with its overrides and options.
 
-    Raises ``click.UsageError`` without an engine, ``RunFileError`` for an unknown one.
+    Raises ``click.UsageError`` without an engine, and ``RunFileError`` for an unknown one or a mistake in the file.
     """
     spec = read_run(options.run_file, PRESETS, [*options.overrides, *set_fields(options)])
     engines = plugin_names(GROUP)
@@ -164,7 +164,9 @@ def _read(options: SubmitOptions) -> RunSpec:
 
 
 def _refuse_unused(engine: LaunchEngine, spec: RunSpec, options: SubmitOptions) -> None:
-    """Raise ``click.UsageError`` for options that the run's engine would ignore."""
+    """Raise ``click.UsageError`` for options that the run's engine would ignore: of other engines, --out without
+    --dry-run, and --spares without a fleet.
+    """
     for field, purpose in _OF_SOME_ENGINES.items():
         if getattr(options, field) is not None and field not in engine.options:
             (option,) = written_options(options, field)
@@ -178,7 +180,11 @@ def _refuse_unused(engine: LaunchEngine, spec: RunSpec, options: SubmitOptions) 
 
 
 def _take_nodes(lender: Path, count: int) -> list[str]:
-    """Have a run give back nodes of its choice. Return their names once they have left it. Prints them to standard error."""
+    """Have the run ``lender`` give back ``count`` nodes of its choice, and wait until they have left it. Return
+    their names.
+
+    Prints them to standard error. Raises as the two requests do.
+    """
     from phalanx.cli.fleet.fleet_command import request_release, wait_until_released
 
     names = request_release(lender, count, ())
@@ -260,7 +266,8 @@ def cancel_command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, 
 
 
 def _give_back(run_dir: Path, made: Submitted) -> None:
-    """Let the run that has lent nodes to this one get as many again, if the job's own script has not done so.
+    """Have the run that lent nodes to this one get as many again, unless it lent none or the job's script has done
+    so.
 
     Prints the outcome; a failure is not raised.
     """
@@ -284,9 +291,10 @@ def _give_back(run_dir: Path, made: Submitted) -> None:
 
 
 def _request_stop(run: SubmittedRun) -> None:
-    """Have a run save and end: by its engine, or by the coordinator of its fleet.
+    """Have a run save and end: by its engine, or else by the coordinator of its fleet. Does nothing if it is
+    stopping already.
 
-    Repeated requests only save.
+    Raises as both do.
     """
     from phalanx.cli.fleet.fleet_command import send_request
     from phalanx.fleet.core.messages import StopRun
@@ -300,7 +308,9 @@ def _request_stop(run: SubmittedRun) -> None:
 
 
 def formed_fleet(run: SubmittedRun) -> FleetFile | None:
-    """Return the fleet of a run's last start; ``None`` if that start has formed no fleet yet."""
+    """Return the fleet of a run's last start; ``None`` if that start has formed no fleet yet, or the file is
+    unreadable.
+    """
     from phalanx.fleet.control.fleet_file import FleetFileError, path_in, read_fleet_file
 
     # A start writes this file first, and the fleet never changes it: an older fleet file is of an earlier
@@ -321,7 +331,10 @@ def leading_log(run: SubmittedRun) -> Path:
 
 
 def print_status(name: str, namespace: str, last: int, *, as_json: bool) -> None:
-    """Print the state of a run in the cluster; if it runs, also that of its fleet, as the leading pod sees it. Raises ``EngineError``."""
+    """Print the state of a Kubernetes job; if it runs, also that of its fleet, as the leading pod reports it.
+
+    ``last`` is the number of incidents. Raises ``EngineError``.
+    """
     from phalanx.launch.kubernetes import cluster
 
     job = _named(name, namespace)
@@ -336,7 +349,11 @@ def print_status(name: str, namespace: str, last: int, *, as_json: bool) -> None
 
 
 def cancel_job(name: str, namespace: str, *, now: bool, wait: bool) -> None:
-    """Delete a run's job, and print so; one that trains saves first, unless ``now``. Raises ``EngineError`` if there is none."""
+    """Delete a Kubernetes job, and print so; one that trains saves first, unless ``now``. ``wait`` until its pods
+    are gone.
+
+    Raises ``EngineError`` if there is none.
+    """
     from phalanx.launch.kubernetes import cluster
 
     job = _named(name, namespace)

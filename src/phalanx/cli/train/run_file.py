@@ -95,7 +95,10 @@ def _heading(name: str) -> str:
 
 
 def _rows(kind: type) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield name, type, default, owner and meaning of each field that is no section itself."""
+    """Yield (name, type, default, owner, meaning) of each field of a section that has a default.
+
+    Optional fields have the default "absent".
+    """
     docs = field_docs(kind)
     declared = field_types(kind)
     for field in dataclasses.fields(kind):

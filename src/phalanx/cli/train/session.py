@@ -73,6 +73,7 @@ class DisplayStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
+        """Flush the stream; does nothing after a failure."""
         if not self._failed:
             try:
                 self._stream.flush()
@@ -117,11 +118,10 @@ def progress_on(console: Console) -> Callable[[str, int, int], None]:
 
 
 def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool]], None]:
-    """Return a function for launchers that shows the events of this attempt until ``ended()``, and keeps the
-    loss curve drawn.
+    """Return a function for launchers that shows the events of this attempt until ``ended()``, and keeps the loss
+    curve drawn.
 
-    A broken display (for example a closed pipe) does not end a run: it prints a warning, and training
-    continues.
+    A broken display (for example a closed pipe) does not end a run: it prints a warning and returns.
     """
 
     def show(ended: Callable[[], bool]) -> None:
@@ -163,7 +163,9 @@ def print_earlier_data(run: OpenRun, console: Console) -> None:
 
 
 def print_parent(run: OpenRun, console: Console) -> None:
-    """Print which checkpoint a child run continues from, and which settings differ from its parent's."""
+    """Print which checkpoint a child run continues from, and which settings differ from its parent's; nothing for
+    other runs.
+    """
     checkpoint = run.spec.checkpoint
     if checkpoint.init_with != "training":
         return
@@ -183,7 +185,11 @@ def _print_marked(console: Console, mark: str, text: str) -> None:
 
 
 def report_finished(spec: RunSpec, run_file: Path, result: RunResult, console: Console, as_json: bool) -> int:
-    """Report a run directory whose run is complete, after checking it against its run file and data. Return the exit code 0."""
+    """Report a run that is complete, after checking that the directory is of this run file and data. Return the
+    exit code 0.
+
+    Raises as ``prepare_run`` does.
+    """
     from phalanx.train.start.prepare import prepare_run
 
     run = prepare_run(spec, run_file, progress_on(console))  # Checks that it is this run's directory.
@@ -212,7 +218,11 @@ def resume_command(run_dir: Path, words: Sequence[str], *, child: bool) -> str:
 
 
 def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, story: FleetStory | None) -> int:
-    """Report how a run ended, with the fleet's ``story`` if it had one, and the command that continues it. Return the exit code."""
+    """Print how a run ended, with the fleet's ``story`` if it had one, and the command that continues it. Return
+    the exit code.
+
+    0 finished, 1 failed, else that of a stop.
+    """
     for fault in story.faults_missed if story else ():
         _print_marked(console, "did not happen:", f"{fault}: its moment was not reached")
     if ending.status == "finished":
@@ -238,7 +248,9 @@ def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, stor
 
 
 def _program() -> list[str]:
-    """Return the words with which this program was started, as the user would write them again."""
+    """Return the words with which the user starts this program: phalanx, python -m phalanx, or the path of the
+    script.
+    """
     started = Path(sys.argv[0])
     if started.name == "__main__.py":
         return [sys.executable, "-m", "phalanx"]
@@ -251,8 +263,11 @@ def _program() -> list[str]:
 def _report(
     directory: RunDirectory, spec: RunSpec, console: Console, as_json: bool, story: FleetStory | None
 ) -> None:
-    """Print a finished run's sample, held-out loss beside xz, speed, directory and hash; also as JSON on standard output if
-    ``as_json``."""
+    """Print a finished run's sample, if a prompt is set, and the table of its result.
+
+    With ``as_json``, also one JSON object on standard output, with the story and the comparison with expected
+    weights.
+    """
     result = directory.finished_result()
     assert result is not None
     table = result.to_json() | (asdict(story) if story else {})
@@ -273,7 +288,9 @@ def _report(
 
 
 def _sample(path: Path, sample: SampleSpec, console: Console) -> str | None:
-    """Return the text at the end of a run; print the reason and return ``None`` if it cannot be computed."""
+    """Return the text that the run's weights continue ``sample`` with; print the reason and return ``None`` if that
+    fails.
+    """
     sampler = load_plugin("phalanx.samplers", "phalanx")
     if sampler is None:
         console.print(
@@ -314,11 +331,11 @@ def result_table(
     program: Sequence[str] = ("phalanx",),
     comparison: Comparison | None = None,
 ) -> Table:
-    """Return the figures by which runs are compared, in two columns, and the command that shows them beside
-    other runs'.
+    """Return the figures by which runs are compared, in two columns, and the command that shows them beside other
+    runs'.
 
-    ``program`` are the words by which this program is called, ``comparison`` is that with the weights that
-    the run file expects.
+    ``program`` are the words by which this program is called. ``comparison`` adds a row on the weights that the run
+    file expects.
     """
     from rich.table import Table
     from rich.text import Text

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 
 def resolved(spec: RunSpec, ranks: int, path: Path) -> RunSpec:
-    """Return the run as it would be on GPUs, unless its run file selects CPUs.
+    """Return the run with model, format and pipeline split filled in, as it would be on GPUs unless its run file
+    selects CPUs.
 
     Raises ``RunFileError`` with the fields that are impossible on ``ranks`` ranks.
     """
@@ -77,7 +78,9 @@ def layout_facts(spec: RunSpec, ranks: int) -> JsonObject:
 
 
 def _stage_facts(spec: RunSpec, layout: Layout, holding: Holding) -> JsonObject:
-    """Return layers, parameters, bytes of state and collectives of a step of one place in the pipeline."""
+    """Return layers, parameters, bytes of state, and collectives a step (by axis and kind), of one rank's place in
+    the pipeline.
+    """
     state = state_bytes(spec, layout, holding, 2 if spec.precision.compute == "bf16" else 4)
     calls: dict[str, dict[str, int]] = {}
     for (axis, kind), number in sorted(collectives(spec, layout, holding).items()):
@@ -97,7 +100,11 @@ def _stage_facts(spec: RunSpec, layout: Layout, holding: Holding) -> JsonObject:
 
 
 def default_ranks(spec: RunSpec, ranks: int) -> list[int]:
-    """Return a rank at the beginning, in the middle and at the end of the pipeline, each elsewhere in its stage."""
+    """Return one rank of the first, of the middle and of the last pipeline stage, each at another place in its
+    stage.
+
+    Fewer if they coincide.
+    """
     pipeline = spec.parallel.pipeline
     per_stage = ranks // pipeline
     places = ((0, 0), (pipeline // 2, per_stage // 2), (pipeline - 1, per_stage - 1))
@@ -107,7 +114,10 @@ def default_ranks(spec: RunSpec, ranks: int) -> list[int]:
 def dry_run_facts(
     spec: RunSpec, ranks: int, chosen: Sequence[int], on_rank: Callable[[int], None]
 ) -> list[JsonObject]:
-    """Return the comparison by the dry run of each chosen rank. ``on_rank`` is called before each."""
+    """Return for each chosen rank the dry run's comparison of derived with built parameters and collectives.
+
+    ``on_rank`` is called with the rank before each.
+    """
     from phalanx.train.measure.dry_run import dry_run
 
     facts = []
@@ -118,6 +128,9 @@ def dry_run_facts(
 
 
 def _comparison_facts(comparison: Comparison) -> JsonObject:
+    """Return a comparison as JSON: sums of elements, the parameters and all collectives with both numbers, and if
+    all match.
+    """
     differing = {
         name: {"derived": derived, "built": built}
         for name, (derived, built) in comparison.elements.items()
@@ -174,6 +187,7 @@ def print_layout(facts: JsonObject) -> None:
 
 
 def _add_calls(table: Table, stages: list[JsonObject]) -> None:
+    """Add a row for each kind of collective to ``table``, with its number a step in each stage's column."""
     calls = [
         {
             (axis, kind): n
@@ -188,7 +202,7 @@ def _add_calls(table: Table, stages: list[JsonObject]) -> None:
 
 
 def _alike(stages: list[JsonObject]) -> list[tuple[JsonObject, list[int]]]:
-    """Group the places of the pipeline with equal contents and calls, each group with its first."""
+    """Group the places of the pipeline with equal contents and calls: (the first one's facts, the places), in order."""
     groups: dict[str, tuple[JsonObject, list[int]]] = {}
     for stage in stages:
         contents = {key: stage[key] for key in stage if key not in ("pipeline_rank", "stages", "layers")}
@@ -287,7 +301,10 @@ def command(options: ShowOptions) -> None:
 
 
 def _dry_run(spec: RunSpec, ranks: int, chosen: tuple[int, ...], *, as_json: bool) -> list[JsonObject]:
-    """Return the comparison by the dry run of each chosen rank, or of the default ones. Printed as tables unless ``as_json``."""
+    """Return the comparison by the dry run of each chosen rank, or of the default ones if none is.
+
+    Printed as tables unless ``as_json``; progress goes to standard error.
+    """
 
     def tell(rank: int) -> None:
         click.echo(f"building and stepping rank {rank:,} of {ranks:,}", err=True)
@@ -304,7 +321,7 @@ def _dry_run(spec: RunSpec, ranks: int, chosen: tuple[int, ...], *, as_json: boo
 
 
 def _facts(spec: RunSpec) -> JsonObject:
-    """Return shape, parameters, FLOP and bytes of state of a run's model."""
+    """Return shape, parameters, FLOP and bytes of state of a run's model over the whole fleet, as JSON."""
     model = resolve(spec.model, spec.data.vocab_size)
     counts = count(model, spec.train.seq_len)
     tokens = spec.train.batch_size * spec.train.seq_len

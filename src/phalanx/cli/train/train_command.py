@@ -146,7 +146,9 @@ def command(options: TrainOptions) -> None:
 def _read_requested_run(place: Path | None, options: TrainOptions) -> tuple[RunSpec, Path]:
     """Return the run of the command line, and the path of its run file, for messages.
 
-    ``place`` is a run file or a run directory. Raises UsageError if options contradict each other, and RunFileError.
+    ``place`` is a run file, a run directory (which continues), or None with --from-model. With --from it is a child
+    run of the directory. Raises ``click.UsageError`` if options are missing or contradict each other, and
+    ``RunFileError``.
     """
     from_step, model, data = options.from_step, options.from_model, options.data
     overrides = [*options.overrides, *set_fields(options)]
@@ -208,9 +210,10 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
 
 
 def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
-    """Join the other ranks, let rank 0 prepare the run, and train. Return the exit code; after an error, exit the process at once.
+    """Join the other ranks, let rank 0 prepare the run, and train. Return the exit code: 0, or ``EXIT_STOPPED``.
 
-    Rank 0 shows the events, and prints the result if ``as_json``.
+    After an error it is printed, and the process exits at once with ``EXIT_FAILED``. Rank 0 shows the events, and
+    prints the result if ``as_json``.
     """
     set_for_rank()
     from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_from_environment
@@ -252,7 +255,10 @@ def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
 
 
 def _agree(spec: RunSpec, run_file: Path, first: bool) -> tuple[Path, int]:
-    """Return the run directory and attempt that rank 0 has prepared. If it could not, every rank exits."""
+    """Return the run directory and attempt that rank 0 (``first``) has prepared; a collective.
+
+    If it could not, it prints the error and every process exits with ``EXIT_FAILED``.
+    """
     from phalanx.parallel.process_group.typed_gather import broadcast_typed
 
     run_dir, attempt = "", 0
@@ -271,7 +277,11 @@ def _agree(spec: RunSpec, run_file: Path, first: bool) -> tuple[Path, int]:
 
 
 def _follow(run_dir: Path, attempt: int, as_json: bool) -> Callable[[], None]:
-    """Show the run's events as plain lines, from a thread. Return a function that ends it."""
+    """Show the run's events of this attempt and later as plain lines, from a thread. Return a function that ends
+    it.
+
+    That waits at most 5 s for the last lines.
+    """
     ended = False
     events = RunDirectory(run_dir).events
     events.touch()
@@ -346,7 +356,9 @@ def _side(spec: RunSpec, run_file: Path) -> _Side:
 
 
 def _other_side(spec: RunSpec, layout: str, run_file: Path) -> _Side:
-    """Return the run on the other layout. Errors in it are reported for the option, not for the file."""
+    """Return the run with the fields of ``layout``. Raises ``click.ClickException`` for errors in them, naming the
+    option.
+    """
     try:
         return _side(override(spec, list(_fields(layout)), run_file), run_file)
     except RunFileError as error:
@@ -374,7 +386,9 @@ def _fields(layout: str) -> Iterator[str]:
 def _lines(
     compared: Compared, layouts: list[Layout], numbers: list[tuple[int, str, float, float]], one_run: bool
 ) -> Iterator[str]:
-    """Yield the lines of the report: layouts, where they part, and why that may be."""
+    """Yield the lines of the report: both layouts, if and where they part, the numbers that differ, and what was
+    not compared.
+    """
     yield from (f"{name}  {_text(layout)}" for name, layout in zip("AB", layouts, strict=True))
     yield f"{compared.observations:,} tensors compared" + (
         "" if compared.parting is None else ", up to the first that differs"
@@ -393,7 +407,7 @@ def _lines(
 
 
 def _numbers(first: Replay, other: Replay) -> Iterator[tuple[int, str, float, float]]:
-    """Yield the losses and gradient norms that differ, with their steps."""
+    """Yield (step, name, first, other) of the losses and gradient norms that differ in a bit, in the steps of both."""
     for step in sorted(first.numbers.keys() & other.numbers.keys()):
         for name, left in first.numbers[step].items():
             right = other.numbers[step][name]

@@ -36,9 +36,9 @@ from phalanx.train.start.prepare import prepare_run
 def train_fleet(
     spec: RunSpec, run_file: Path, faults: tuple[str, ...], as_json: bool, lead: LeadNode | None = None
 ) -> int:
-    """Train as a local fleet, or as the node that leads one on a cluster; report a run that is complete. Return the exit code.
+    """Train as a local fleet, or with ``lead`` as the node that leads one on a cluster. Return the exit code.
 
-    Raises ``click.ClickException`` for impossible runs or faults.
+    A run that is complete is only reported. Raises ``click.ClickException`` for impossible runs or faults.
     """
     console = session.console_for(as_json)
     ranks = spec.fleet.nodes * spec.fleet.workers_per_node
@@ -77,7 +77,10 @@ def train_fleet(
 
 
 def _with_planned_halving(spec: RunSpec, console: Console) -> RunSpec:
-    """Set which degree falls first if too few ranks are left to the planner's answer, if the run file leaves it to the planner."""
+    """Return the run with ``fleet.halve_first`` set to the planner's answer, which is printed, if it is "planned".
+
+    Unchanged if fewer than two degrees can be halved, or there is no plan for this machine's accelerators.
+    """
     if spec.fleet.halve_first != "planned" or len(halves(spec)) < 2:
         return spec
     system = system_here()
@@ -101,7 +104,9 @@ def _with_planned_halving(spec: RunSpec, console: Console) -> RunSpec:
 
 
 def _faults(spec: RunSpec, arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the faults of ``arguments``, checked against the fleet's shape. Raises ``click.BadParameter``."""
+    """Return the faults of the --fault arguments as text, random ones drawn. Raises ``click.BadParameter`` for
+    impossible ones.
+    """
     fleet = spec.fleet
     shape = FleetShape(
         nodes=fleet.nodes + fleet.spares,
@@ -117,7 +122,11 @@ def _faults(spec: RunSpec, arguments: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def fleet_story(run: OpenRun, faults: tuple[str, ...]) -> session.FleetStory:
-    """Return the story of the fleet by the events of this start; almost empty without its events."""
+    """Return the story of the fleet by the events of this start: faults that happened or not, recoveries, and
+    seconds by bucket.
+
+    Without its events, only the faults.
+    """
     events: list[Event] = []
     with suppress(EventLogError):  # The file was removed: no reason to end with a traceback.
         events += (event for event in read_events(run.directory.events) if event.attempt >= run.attempt)
