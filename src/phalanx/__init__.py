@@ -88,6 +88,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    """Import a public name on its first use. Raises ``AttributeError`` for another name."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

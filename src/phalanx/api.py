@@ -164,8 +164,11 @@ def train_run(
 
 
 def _launch(run: OpenRun, path: Path, on_event: Callable[[Event], None] | None) -> Ending:
-    """Train a prepared run on this machine, as a fleet if it has nodes, and return how it ended. Events of this attempt go to
-    ``on_event``."""
+    """Train a prepared run on this machine, as a fleet if it has nodes, and return how it ended.
+
+    Events of this attempt go to ``on_event``; if it raises, the run saves and stops, and the error is raised with a
+    note.
+    """
 
     def while_running(ended: Callable[[], bool]) -> None:
         if on_event is None:
@@ -188,8 +191,11 @@ def _launch(run: OpenRun, path: Path, on_event: Callable[[Event], None] | None) 
 
 
 def _result(run: OpenRun, ending: Ending) -> RunResult:
-    """Return the result of a finished run. Raises RunStoppedError, FactoryError, CustomModelError, or RunFailedError with the
-    command that resumes."""
+    """Return the result of a finished run.
+
+    Raises RunStoppedError for a stopped one; for a failed one FactoryError, CustomModelError, or RunFailedError
+    with the remedy.
+    """
     if ending.status == "stopped":
         raise RunStoppedError(f"stopped; to go on: {_resuming(run)}")
     result = run.directory.finished_result()
@@ -259,8 +265,10 @@ def weights_sha256(place: Path | str, step: int | None = None) -> str:
 
 
 def _checkpoint(place: Path | str, step: int | None) -> tuple[ReadableTier, int]:
-    """Return the tier and step of a checkpoint: ``step``, or the newest. A published model has step 0. Raises RunDirectoryError if
-    it is not there."""
+    """Return the tier and step of a checkpoint: ``step``, or the newest; of a published model step 0 by default.
+
+    Raises RunDirectoryError if it is not there.
+    """
     if is_published(Path(place)):
         from phalanx.checkpoint.interop.huggingface.stored_folder import FolderTier
 

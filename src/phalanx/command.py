@@ -159,7 +159,9 @@ Overrides = Annotated[tuple[str, ...], Option("--set", metavar="FIELD=VALUE")]
 
 
 def command_options(section: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
-    """Return a decorator that gives a command the options of ``section``, and its function one value of it."""
+    """Return a decorator that adds the options of the dataclass ``section`` to a command, whose function gets one
+    value of it.
+    """
 
     def decorate(function: Callable[[_Options], None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -184,7 +186,10 @@ def set_fields(options: Any) -> list[str]:
 
 
 def written_options(options: Any, *fields: str) -> list[str]:
-    """Return the names of those options that have a value; of an option with a name for each truth value, the name of its value."""
+    """Return the names of the options of ``fields`` that have a value.
+
+    False, empty and None count as none, except False of an option with a name for it.
+    """
     written = []
     for field in fields:
         value = getattr(options, field)
@@ -226,7 +231,10 @@ def _nested(hint: Any) -> Any | None:
 
 
 def _parameters(section: Any, heading: str = "") -> Iterator[Callable[[Callable[..., None]], object]]:
-    """Yield click's decorator of each field; ``heading`` begins before the first option."""
+    """Yield the decorators of click for all fields of a section, and of sections nested in it.
+
+    ``heading`` begins before the first option.
+    """
     hints = _hints(section)
     for field in dataclasses.fields(section):
         plain, is_many, notes = _take_apart(hints[field.name])
@@ -272,7 +280,11 @@ def _names(field: str, notes: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _take_apart(hint: Any) -> tuple[Any, bool, tuple[Any, ...]]:
-    """Return the plain type of one value, True if there may be several, and the notes of all ``Annotated`` around it."""
+    """Return (plain type, several, notes) of a field's type: without None and ``Annotated``, of a tuple that of its
+    elements.
+
+    A tuple with a parameter type of its own is one value.
+    """
     notes: tuple[Any, ...] = ()
     is_many = False
     while True:
@@ -288,6 +300,7 @@ def _take_apart(hint: Any) -> tuple[Any, bool, tuple[Any, ...]]:
 
 
 def _click_type(plain: Any, notes: tuple[Any, ...]) -> Any:
+    """Return click's type for a field: that in its notes, a range, a choice of literals, a path, or the plain type."""
     for note in notes:
         if isinstance(note, click.ParamType):
             return note
@@ -315,6 +328,7 @@ class _DocumentedOption(click.Option):
     def __init__(
         self, *args: Any, text: Callable[[], str | None], heading: str = "", **attributes: Any
     ) -> None:
+        """``text`` is called for the help when that is shown; ``heading`` begins a group in it."""
         self._text = text
         self.heading = heading
         super().__init__(*args, **attributes)

@@ -35,7 +35,9 @@ class HelpText(NamedTuple):
 
 
 def read_help(command: click.Command) -> HelpText:
-    """Take a command's docstring apart."""
+    """Split a command's docstring into its first sentence, the example lines after a backspace mark, and other
+    paragraphs.
+    """
     first, *paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
     sentence = _FIRST_SENTENCE.fullmatch(first)
     summary, remainder = sentence.groups() if sentence else (first, "")
@@ -104,7 +106,11 @@ class DefaultGroup(CommandGroup):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Return a context of the group or of ``unnamed``; while a shell completes the first word, of the group."""
+        """Return a context of the group if the first word is --help, or is or nearly is one of its commands; else
+        of ``unnamed``.
+
+        Without words it is of ``unnamed``, but while a shell completes the first word, of the group.
+        """
         own_words = {*self.commands, *(parent.help_option_names if parent else ("--help",))}
         is_own = not own_words.isdisjoint(args[:1]) or any(map(self._is_mistyped, args[:1]))
         if not is_own and (args or not extra.get("resilient_parsing")):
@@ -112,7 +118,7 @@ class DefaultGroup(CommandGroup):
         return super().make_context(info_name, args, parent, **extra)
 
     def _is_mistyped(self, word: str) -> bool:
-        """Return True for a word, not of a file or an option, that is nearly a command's name."""
+        """Return True for a word of letters, not a file's name, that is close to a command's name."""
         if not word.isalpha() or os.path.exists(word):
             return False
         import difflib  # Its import takes longer than that of this module.
@@ -124,7 +130,9 @@ class DefaultGroup(CommandGroup):
         return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return the commands that begin with ``incomplete``, and the first words of ``unnamed``."""
+        """Return the completions of ``incomplete``: commands, values of the first argument of ``unnamed``, and its
+        options.
+        """
         first = [param for param in self.unnamed.params if isinstance(param, click.Argument)][:1]
         words = [item for param in first for item in param.shell_complete(ctx, incomplete)]
         return [
@@ -135,6 +143,7 @@ class DefaultGroup(CommandGroup):
 
 
 def _write_opening(text: HelpText, formatter: click.HelpFormatter) -> None:
+    """Write the summary, the first example and the details of a help page."""
     examples = [_UNWRAPPED + f"  {example}" for example in text.examples[:1]]
     for paragraph in (text.summary, *examples, *text.details):
         formatter.write_paragraph()

@@ -42,9 +42,11 @@ class PluginError(RuntimeError):
 
 
 def load_plugin(group: str, name: str) -> Any | None:
-    """Returns the object of a name in a group; ``None`` where no installed package has it.
+    """Import and return the object of a name in a group: our own if its package is installed, else an entry
+    point's.
 
-    Raises ``PluginError`` where another project's module cannot be imported, and what a module of ours raises at its import.
+    ``None`` where no installed package has it. Raises ``PluginError`` where another project's module cannot be
+    imported, and what a module of ours raises at its import.
     """
     place = _OWN.get(group, {}).get(name)
     if place is not None and _is_installed(place):
