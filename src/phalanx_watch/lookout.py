@@ -63,8 +63,10 @@ class RunServers:
         self._sums = Counter(dict.fromkeys(_COUNTS, 0))
 
     def samples(self, notes: Sequence[Serving], labels: Labels, now: float) -> list[Sample]:
-        """Add the servers' ``notes`` to this run's counters, and return its samples; none without notes. Servers that are silent at ``now``
-        count by state, but not among running and waiting texts."""
+        """Add the servers' ``notes`` to this run's counters, and return its samples; none without notes.
+
+        Servers that are silent at ``now`` count by state, but not among running and waiting texts.
+        """
         if not notes:
             return []
         states = Counter(state_of(note, now) for note in notes)
@@ -118,7 +120,7 @@ _WEIGHT = {"info": 1, "warning": 2, "critical": 3}
 
 
 def reason_samples(reasons: Iterable[Reason], labels: Labels, looked_s: float) -> list[Sample]:
-    """Return a sample for each kind of reason (0: none), by the worst of its severities, and the time of the look."""
+    """Return a sample for each code of a reason: the weight of its worst severity, 0 without such a reason; and the time of the look."""
     worst: dict[str, int] = dict.fromkeys(CODES, 0)
     for reason in reasons:
         worst[reason.code] = max(worst[reason.code], _WEIGHT[reason.severity])
@@ -167,7 +169,10 @@ class Lookout:
         self._first = threading.Event()
 
     def samples(self) -> list[Sample]:
-        """Return the samples of the last round; empty if the first round is not done within a moment. Raises the round's error."""
+        """Return the samples of the last round; start the thread that runs rounds if there is none.
+
+        Waits up to ``_FIRST_S`` for the first round; empty until it is done. Raises the last round's error.
+        """
         with self._lock:
             self._asked_s = time.monotonic()
             if self._thread is None:
@@ -180,7 +185,11 @@ class Lookout:
         return self._seen
 
     def _watch(self) -> None:
-        """Run rounds, with rests between them, until no samples were requested for a while; then drop all state."""
+        """Run rounds, with rests between them, until no samples were requested for ``_UNASKED_S``; then drop all
+        state and end.
+
+        An error of a round is kept for ``samples``.
+        """
         while True:
             began_s = time.thread_time()
             try:
@@ -247,7 +256,11 @@ def is_acknowledged(row: RunRow) -> bool:
 
 
 def watched(rows: Iterable[RunRow], now: float) -> list[RunRow]:
-    """Return the runs that an alert may concern, the newest first: not acknowledged, and with a recent event. At most ``MOST_RUNS``."""
+    """Return the runs that an alert may concern, the newest first, at most ``MOST_RUNS``: not acknowledged, and with
+    a recent event.
+
+    Recent is within ``OVER_S`` for a run that finished or stopped, else within ``OLD_S``.
+    """
     ages = [(row, now - row.updated) for row in rows if row.updated is not None and not is_acknowledged(row)]
     over = ("finished", "stopped")
     kept = [row for row, age_s in ages if age_s < (OVER_S if row.state in over else OLD_S)]
@@ -255,7 +268,7 @@ def watched(rows: Iterable[RunRow], now: float) -> list[RunRow]:
 
 
 def served_now(rows: Iterable[RunRow], now: float) -> dict[str, list[Serving]]:
-    """Return the servers' notes by run path, for each run that is served, however old its training."""
+    """Return the servers' notes by run path, for each run with one seen within ``OVER_S``, however old its training."""
     notes_by_path = {
         row.path: [note for note in read_serving(RunDirectory(Path(row.path))) if now - note.seen_s < OVER_S]
         for row in rows
@@ -266,8 +279,9 @@ def served_now(rows: Iterable[RunRow], now: float) -> dict[str, list[Serving]]:
 def _labelled(rows: Sequence[RunRow], before: Mapping[str, str]) -> dict[str, str]:
     """Return each run's label by path: its folder's name, as its own endpoint uses it.
 
-    If several runs have the same name, the label stays with the run that had it ``before``, or goes to the newest.
-    The newest changes with each step of concurrent runs, and an alert must not move between runs.
+    If several runs have the same name, the label stays with the run that had it ``before``, or goes to the first row;
+    the others get their ids. The newest changes with each step of concurrent runs, and an alert must not move between
+    runs.
     """
     names = {row.path: Path(row.path).resolve().name for row in rows}
     owners = {name: path for path, name in names.items() if before.get(path) == name}

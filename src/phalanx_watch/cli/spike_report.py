@@ -95,6 +95,8 @@ def examine_spike(
 ) -> SpikeReport:
     """Replay a spike and return the findings. Neither the run nor its data are written to.
 
+    A run in a narrower format is replayed a second time in fp32, from its newest state.
+
     Args:
         run: The run directory.
         step: The step; ``None`` for the newest spike or step that was not finite.
@@ -152,7 +154,8 @@ def examine_spike(
 def replay_start(states: Sequence[int], step: int) -> int:
     """Return the one of ``states``, ascending steps, from which ``step`` is replayed.
 
-    The steps between the two give the spread of slots, and the last of them the gradients to compare with.
+    The newest that leaves ``_STEPS_BEFORE`` steps between, else the oldest within ``_FAR`` steps, else the newest.
+    The steps between give the spread of slots, and the last of them the gradients to compare with.
     """
     near = [number for number in states if step - _FAR <= number < step - 1]
     enough = [number for number in near if step - number > _STEPS_BEFORE]
@@ -179,7 +182,7 @@ def newest_spike(directory: RunDirectory) -> int:
 
 
 def _require_computed(directory: RunDirectory, spec: RunSpec, log: runs.Logged, step: int) -> None:
-    """Raise ``RunDirectoryError`` for a step that the run has not computed, as far as it has recorded its steps."""
+    """Raise ``RunDirectoryError`` for a step after the run's end, or more than ``log_every_steps`` after the newest recorded one."""
     if step > spec.train.steps:
         raise RunDirectoryError(
             f"{directory.path} ends after step {spec.train.steps:,}; give a step up to that"
@@ -194,7 +197,12 @@ def _require_computed(directory: RunDirectory, spec: RunSpec, log: runs.Logged, 
 def _states_before(
     directory: RunDirectory, spec: RunSpec, origin: DataOrigin, step: int, *, from_start: bool
 ) -> list[int]:
-    """Return the steps from whose states ``step`` can be replayed, ascending. Raises ``RunDirectoryError`` if there are none."""
+    """Return the steps from whose states ``step`` can be replayed, ascending: checkpoints, and the beginning if it is
+    near or ``from_start``.
+
+    Raises ``RunDirectoryError`` if there are none, or the step is of a parent run or of a fork's child. States before
+    a fork whose child the run took do not count for steps after it.
+    """
     if step <= origin.step:
         parent = Path(spec.checkpoint.init_from).parent.parent
         raise RunDirectoryError(
@@ -235,7 +243,10 @@ def _states_before(
 
 
 def _logged(directory: RunDirectory, step: int) -> runs.Logged:
-    """Return the recorded numbers of the run. Steps that are not logged have those of their spikes."""
+    """Return the recorded numbers of the run by step.
+
+    ``step``'s loss and norm are replaced by those of its newest spike, if it has one.
+    """
     log = runs.read_logged(directory)
     spike = newest_event(
         directory.events, lambda event: isinstance(event.body, LossSpike) and event.body.step == step
@@ -267,7 +278,7 @@ class _Waiting:
 
 
 def _documents(spec: RunSpec, readings: list[Reading], scores: BatchScores) -> list[SpikeDocument]:
-    """Return the documents with the largest losses, the largest first."""
+    """Return the ``_DOCUMENTS`` documents with the largest mean losses in the scored sequences, the largest first."""
     data, places = RunData.of_run(spec), open_places(spec.data)
     documents = [
         document
@@ -290,9 +301,11 @@ def _documents_of_sequence(
     ids: NDArray[np.int64],
     losses: NDArray[np.float64],
 ) -> Iterator[SpikeDocument]:
-    """Yield the documents of a sequence with their mean losses; very short ones are left out.
+    """Yield the documents of a sequence with their mean losses; those with fewer than ``_LEAST_TOKENS`` losses are
+    left out.
 
-    ``ids`` ``(seq_len,)`` are its tokens, ``losses`` ``(seq_len,)`` those of the tokens behind the first.
+    ``ids`` ``(seq_len,)`` are its tokens, ``losses`` ``(seq_len,)`` those of the tokens behind the first; NaN means
+    not scored.
     """
     tokenizer, end = tokenizer_of(place), place.index.document_end
     end = tokenizer.end_of_document if end is None else end
@@ -347,7 +360,10 @@ def _first_words(tokenizer: Tokenizer, ids: NDArray[np.int64]) -> str:
 def _remedy(
     directory: RunDirectory, step: int, start: int, spec: RunSpec, origin: DataOrigin, findings: SpikeFindings
 ) -> str:
-    """Return the remedy for the cause, with the command."""
+    """Return the remedy for the cause (bad batch, rate, format, layer), with the command that applies it.
+
+    Other causes get a request for a spike's step.
+    """
     run, newest = directory.path, max((n for n in directory.committed_steps() if n < step), default=start)
     if findings.cause == "bad batch":
         return (
@@ -372,7 +388,10 @@ def _remedy(
 
 
 def _branch(run: Path, start: int, spec: RunSpec, origin: DataOrigin) -> str:
-    """Return the command that trains again from the state of step ``start`` of the run, or of its beginning."""
+    """Return the command that trains again from the state of step ``start`` of the run.
+
+    At its beginning, it continues the parent's step, or else trains the run file into a new directory.
+    """
     if start > origin.step:
         return f"phalanx train {run} --from {start}"
     if origin.step:

@@ -88,7 +88,11 @@ class NoticeCommand:
             del self._delivered[key]
 
     def _call(self, notice: ReasonChange) -> str:
-        """Call the command with the change as JSON on its input, and in variables. Return what is wrong with it, or an empty string."""
+        """Run the command in a shell, with the change as JSON on its input and facts in variables; its output goes to
+        standard error.
+
+        Waits at most ``_TIMEOUT_S``. Return what is wrong with it, or an empty string.
+        """
         body = {"run": self._run, "state": notice.state, "t": notice.t, "reason": asdict(notice.reason)}
         facts = {
             "PHALANX_RUN": self._run,
