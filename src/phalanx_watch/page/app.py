@@ -93,7 +93,9 @@ class KeptAnswers:
         return await asyncio.shield(making)  # a canceled request must not cancel the others
 
     async def _make(self, key: str, make: Callable[[], Response]) -> Response:
-        """Compute a response in a thread and cache it; drop old entries, and the oldest if the cache is too large."""
+        """Compute a response in a thread and cache it; drop entries older than twice ``kept_s``, and the oldest
+        beyond ``_MOST_BYTES``.
+        """
         try:
             answer = await to_thread.run_sync(make)
         finally:
@@ -125,7 +127,7 @@ class MetricsOfRuns:
         self._lock = threading.Lock()
 
     async def text(self, request: Request) -> Response:
-        """Return the metrics for Prometheus, as OpenMetrics if the client accepts it."""
+        """Return the metrics for Prometheus, as OpenMetrics if the client accepts it, and gzipped if it accepts that."""
         open_metrics = "application/openmetrics-text" in request.headers.get("accept", "")
         zipped = "gzip" in request.headers.get("accept-encoding", "")
 
@@ -163,7 +165,11 @@ ListView = Callable[[PageRuns, Parameters], object]
 
 
 def application(runs: PageRuns, access: Access, kept_s: float = KEPT_S) -> ASGIApp:
-    """Return the application over ``runs`` for clients that ``access`` admits; responses are cached for ``kept_s`` seconds."""
+    """Return the ASGI application over ``runs`` for clients that ``access`` admits; responses are cached for
+    ``kept_s`` seconds.
+
+    While it runs, viewers' runs are polled, and a change drops their cached responses. Errors become JSON.
+    """
     kept = KeptAnswers(kept_s)
     live = LiveUpdates(runs.news, lambda place: kept.changed(place.id))
     metrics = MetricsOfRuns(runs.folders)
@@ -204,6 +210,7 @@ def application(runs: PageRuns, access: Access, kept_s: float = KEPT_S) -> ASGIA
 
 
 def _views() -> dict[str, View]:
+    """Return the views of a run by the path below it."""
     return {
         "": view_run.summary,
         "/curves": curves_view,
@@ -246,7 +253,7 @@ async def _view(runs: PageRuns, kept: KeptAnswers, view: View, request: Request)
 
 
 async def _trace(runs: PageRuns, request: Request) -> Response:
-    """Return a trace file, streamed because it may be long."""
+    """Return a profile's trace file as a download, streamed because it may be long. Raises ``PageRequestError`` if there is none."""
 
     def find() -> Path:
         return trace_file(runs.place(request.path_params["id"]), request.path_params["name"])
@@ -329,9 +336,11 @@ def serve(
     open_page: bool | None,
     tell: Callable[[str], None],
 ) -> None:
-    """Serve the page until Ctrl-C; ``tell`` receives its address. Lowers this process's priority and reads runs ahead on a thread.
+    """Serve the page until Ctrl-C; ``tell`` receives its address. Lowers this process's priority and reads runs ahead
+    on a thread.
 
-    A browser is opened if ``open_page``, or by None if there is one. Raises ``ListenError``.
+    A token is required if ``demand_token``, or at an address that others can reach. A browser is opened if
+    ``open_page``, or by None if there is one. ``port`` None takes a free one. Raises ``ListenError``.
     """
     token = new_token() if demand_token or not is_private(host) else ""
     sock = listen(host, port)
@@ -371,7 +380,10 @@ def uvicorn_of(runs: PageRuns, host: str, token: str) -> uvicorn.Server:
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Return a socket that listens at ``port``; if None, at the default port or the next free one. Raises ``ListenError``."""
+    """Return a socket that listens at ``port``; if None, at the default port or the next free one of ``_TRIES``.
+
+    Raises ``ListenError``.
+    """
     first, last = (USUAL_PORT, USUAL_PORT + _TRIES - 1) if port is None else (port, port)
     for candidate in range(first, last):
         try:

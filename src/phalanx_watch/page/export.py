@@ -67,9 +67,10 @@ def export_run(run_dir: Path, file: Path, static: Path = STATIC) -> int:
 
 
 def exported(runs: PageRuns, place: RunPlace, static: Path = STATIC) -> bytes:
-    """Return the page of a run as one HTML file. Responses that do not fit are left out, and listed in it.
+    """Return the page of a run as one HTML file; reads the run for at most ``_READING_S`` first.
 
-    Raises ``ExportError`` if the page's own files are missing.
+    Responses that do not fit into ``MOST_BYTES`` are left out, and listed in it. Raises ``ExportError`` if the page's
+    own files are missing.
     """
     series = runs.series(place)
     until_s = time.monotonic() + _READING_S
@@ -93,7 +94,7 @@ def exported(runs: PageRuns, place: RunPlace, static: Path = STATIC) -> bytes:
 
 
 def _answers(runs: PageRuns, place: RunPlace) -> Iterator[tuple[str, object]]:
-    """Yield the page's responses by key, the most important first."""
+    """Yield the page's responses by key, the most important first: summary, views, curves, logs, ranks, layers, profiles."""
     base = f"/api/run/{place.id}"
     plain = Parameters({})
     # Only the run's own row of the list: a recipient of the file must not see other runs.
@@ -136,7 +137,11 @@ def _answer(key: str, make: Callable[[], object]) -> Iterator[tuple[str, object]
 
 
 def page_in_one_file(data: str, static: Path = STATIC) -> str:
-    """Return the page with its styles, scripts and ``data`` (JSON) in one text. Raises ``OSError`` if a file of the page is missing."""
+    """Return the page with its styles, scripts, icon and ``data`` (JSON) in one text, whose content policy admits
+    only these.
+
+    Raises ``OSError`` if a file of the page is missing.
+    """
     page = (static / "index.html").read_text()
     hashes: dict[str, list[str]] = {"script": [], "style": []}
 

@@ -69,7 +69,10 @@ class Access:
 
 def access_for(host: str, token: str) -> Access:
     """Return the requirements for a server at ``host``: only loopback names on a loopback address, and a token
-    elsewhere. Raises ``ValueError`` if that is missing."""
+    elsewhere.
+
+    An empty token is none. Raises ``ValueError`` if a token is missing where it is needed.
+    """
     if is_private(host):
         return Access(token, loopback_names(host))
     if not token:
@@ -115,8 +118,10 @@ class Guard:
         return self._token_refusal(scope, headers) if self._access.token else None
 
     def _token_refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        """Return the refusal of a request without the token, or None. A token in a page's URL becomes a cookie and
-        a redirect without it, because URLs are stored and shared.
+        """Return the refusal (401) of a request without the token, or None.
+
+        The token may be in the query, a bearer header or a cookie. One in a page's URL becomes a cookie and a
+        redirect without it, because URLs are stored and shared.
         """
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         tokens = [value for name, value in query if name == "token"]
@@ -171,7 +176,9 @@ def not_found(message: str) -> PageRequestError:
 
 
 def json_bytes(content: object) -> bytes:
-    """Return the content as JSON; numbers that are not finite become ``null``."""
+    """Return the content as JSON; numbers that are not finite become ``null``, invalid text is escaped, and integers
+    beyond 64 bits are null.
+    """
     try:
         return msgspec.json.encode(content, enc_hook=_plain)
     except (
@@ -217,7 +224,7 @@ class Parameters:
         return value
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
-        """Return one of ``choices``, by default the first. Raises ``PageRequestError`` for any other."""
+        """Return one of ``choices``, by default or if empty the first. Raises ``PageRequestError`` for any other."""
         value = self.text(name) or choices[0]
         if value not in choices:
             raise PageRequestError(f"{name}={value[:100]!r}: there are {', '.join(choices)}")

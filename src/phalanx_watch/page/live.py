@@ -59,7 +59,11 @@ class Viewer:
         self._woken.set()
 
     async def next_lines(self, patience_s: float) -> bytes:
-        """Return the pending notifications as lines of the protocol; after ``patience_s`` without one, a heartbeat."""
+        """Return the pending notifications as lines of the protocol, and clear them; after ``patience_s`` without
+        one, a heartbeat.
+
+        The number of dropped ones follows, if there are some.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._woken.wait()
@@ -120,7 +124,11 @@ class LiveUpdates:
         return len(self._viewers) >= MOST_VIEWERS
 
     async def watch(self) -> None:
-        """Poll the viewers' runs until canceled; notify the viewers of each run that has changed."""
+        """Poll the viewers' runs until canceled; for each run that has changed, call ``on_change`` and notify its
+        viewers.
+
+        A poll that fails by an ``OSError`` is skipped.
+        """
         pace = Pace(self._look_s)
         while True:
             await asyncio.sleep(pace.pause_s(time.thread_time()))
@@ -149,7 +157,11 @@ class LiveUpdates:
         return changed
 
     async def serve(self, places: Sequence[RunPlace], receive: Receive, send: Send) -> None:
-        """Serve events to a viewer until it leaves, or does not read for ``stalled_s``. Its runs are polled meanwhile."""
+        """Serve events to a viewer until it leaves, or does not read for ``stalled_s``. Its runs are polled
+        meanwhile.
+
+        Sends a heartbeat every ``HEARTBEAT_S`` without news.
+        """
         viewer = Viewer(places)
         for place_id, sign in (await to_thread.run_sync(_signs_of, places, self._clock())).items():
             self._signs.setdefault(place_id, sign)  # the next poll detects changes since then

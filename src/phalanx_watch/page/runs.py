@@ -62,7 +62,7 @@ class RunPlaces:
         self._looked_s = float("-inf")
 
     def all(self) -> list[RunPlace]:
-        """Return all runs, sorted by name within each folder, at most ``MOST_RUNS``. Cached for a moment."""
+        """Return all runs, sorted by name within each folder, at most ``MOST_RUNS``. Folders are read again after ``_STALE_S``."""
         with self._lock:
             if time.monotonic() - self._looked_s > _STALE_S:
                 places = [RunPlace(run_id(path), path) for path in islice(found_in(self.folders), MOST_RUNS)]
@@ -71,7 +71,7 @@ class RunPlaces:
             return list(self._places.values())
 
     def get(self, identifier: str) -> RunPlace | None:
-        """Return the run of an identifier; None if there is none."""
+        """Return the run of an identifier; None if there is none. An unknown one makes the folders be read again."""
         place = self._places.get(identifier)
         if place is not None:
             return place
@@ -179,7 +179,7 @@ class PageRuns:
     def read_ahead(self, until: Callable[[], bool], sleep: Callable[[float], None] = time.sleep) -> None:
         """Read runs that were not requested yet, the newest first, until the cache is full or ``until()``.
 
-        It takes half of the time, and pauses during requests.
+        It takes half of the time, and pauses for ``GIVES_WAY_S`` after each request.
         """
         rows = sorted(RunIndex(self.folders).rows(), key=lambda row: row.updated or 0.0, reverse=True)
         for path in (Path(row.path) for row in rows):
@@ -194,7 +194,7 @@ class PageRuns:
                     break
 
     def thinned(self, place: RunPlace) -> list[Event]:
-        """Return the events that the run's accounts depend on. Raises ``PageRequestError`` if its file cannot be read."""
+        """Return the events that the run's accounts depend on, cached. Raises ``PageRequestError`` (404) if its file cannot be read."""
         run = self.series(place)
         try:
             return self._thinned.of(place.id, run)
@@ -263,9 +263,11 @@ class SeriesCache:
         self._saved_bytes: dict[Path, int] = {}
 
     def get(self, path: Path, budget_s: float = USUAL_BUDGET_S) -> RunSeries:
-        """Return the series of the run in ``path``, refreshed for about ``budget_s`` seconds.
+        """Return the series of the run in ``path``, refreshed for about ``budget_s`` seconds, so perhaps not to its
+        end.
 
-        A new one begins from its stored content. The least recently used are dropped if all are too large.
+        A new one begins from its stored content, and is stored when read to its end. The least recently used are
+        dropped if all are too large.
         """
         with self._lock:
             series = self._by_path.get(path)
@@ -282,7 +284,7 @@ class SeriesCache:
         return series
 
     def _save(self, path: Path, run: RunSeries) -> None:
-        """Store a series on disk once it is read to the end, if much was parsed."""
+        """Store a series on disk once it is read to the end, if ``WORTH_BYTES`` and half as much again as the last time were parsed."""
         read = run.parsed_bytes  # an index can be read again as fast
         least = max(WORTH_BYTES, 1.5 * self._saved_bytes.get(path, 0))
         if self._stored is None or run.unread is not None or read < least:
@@ -334,7 +336,7 @@ class StoredSeries:
         self._folder, self._worth_bytes = folder, worth_bytes
 
     def load(self, run: RunSeries) -> None:
-        """Load the stored content of the run, if it is intact and of the current file; else do nothing."""
+        """Load the stored content into ``run``, if it is intact and of the current file; else do nothing."""
         try:
             content = self._path(run).read_bytes()
         except OSError:
@@ -347,7 +349,10 @@ class StoredSeries:
             run.resume(msgspec.msgpack.decode(body, type=SeriesState))
 
     def save(self, run: RunSeries) -> None:
-        """Store the content of the run, if its file is long, and delete the oldest entries above the size limit. Errors are ignored."""
+        """Store the content of the run, if its file is long, and delete the oldest entries above ``MOST_BYTES``.
+
+        Errors of the disk are ignored.
+        """
         state = run.state()
         if state.position.read_bytes < self._worth_bytes:
             return

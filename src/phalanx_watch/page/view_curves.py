@@ -84,11 +84,12 @@ def curves(
     points: int = 1200,
     flops_per_token: float | None = None,
 ) -> Curves:
-    """Return the curves ``names`` of a run over the axis ``x``, from ``first`` to ``last``, in about ``points``
-    points.
+    """Return the curves ``names`` of a run over the axis ``x``, from ``first`` to ``last`` (None: no bound), in about
+    ``points`` points.
 
-    The last computation of a step counts. ``time`` is in seconds since the start of the run, ``flops`` in model FLOP,
-    by ``flops_per_token``. Raises ``NoSuchCurveError``.
+    The last computation of a step counts. Beyond ``points``, each point has a range of minimum and maximum. ``time``
+    is in seconds since the start of the run, ``flops`` in model FLOP, by ``flops_per_token``. Marks have places on
+    the axis. Raises ``NoSuchCurveError``.
     """
     points = min(max(points, LEAST_POINTS), MOST_POINTS)
     with run.lock:
@@ -140,7 +141,7 @@ def _axis(run: RunSeries, rows: Integers, x: Axis, flops_per_token: float | None
 
 
 def began(run: RunSeries) -> float:
-    """Return the start time of the run: its first start or first step, whichever is earlier."""
+    """Return the start of the run in Unix seconds: its first start or first step, whichever is earlier; 0 without either."""
     times = [event.t for event in list(run.starts)[:1]]
     if run.table.rows:
         times.append(float(run.table.column("t")[0]))
@@ -155,7 +156,10 @@ def _inside(along: Floats, first: float | None, last: float | None) -> slice:
 
 
 def _values(run: RunSeries, name: str, rows: Integers) -> Floats:
-    """Return a curve's value in each row, NaN where it has none. Raises ``NoSuchCurveError`` for an unknown curve."""
+    """Return a curve's value in each row, NaN where it has none.
+
+    Raises ``NoSuchCurveError`` for an unknown curve, except that figures of memory, machine and tasks may be absent.
+    """
     if name in NAMES:
         return run.table.column(name)[rows].astype(np.float64)
     sparse = run.table.sparse.get(name)
@@ -172,8 +176,11 @@ def _values(run: RunSeries, name: str, rows: Integers) -> Floats:
 def _marks(
     run: RunSeries, along: Floats, first: float | None, last: float | None
 ) -> tuple[list[PlacedMark], int]:
-    """Return the marks in the range, in the order of the run, and the number left out. Of too many, the most important and newest
-    are kept."""
+    """Return the marks in the range, in the order of the run, and the number left out.
+
+    Of more than ``MOST_MARKS``, the most important and newest are kept. A mark's place is that of its step or the
+    next row.
+    """
     steps = run.table.column("step")[run.table.alive()]
     marks = list(run.marks)
     at = np.searchsorted(steps, [mark.step for mark in marks], "left")
@@ -225,7 +232,7 @@ def curves_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict
 
 
 def answer(result: Curves) -> dict[str, object]:
-    """Return curves as plain values."""
+    """Return curves as plain values: null for what is not finite, and fewer digits if reduced."""
     return {
         "x": rounded(result.x, 12)
         if result.reduced
@@ -274,8 +281,8 @@ def layers_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict
     """Return a figure (``column``, by default the residual stream's RMS) of each layer in each measured step.
 
     ``values`` has a row for each layer. A value is null where the layer lacks the figure or it was not finite;
-    ``nonfinite`` lists the cells (row, column) of the latter. All are empty without measurements. Raises
-    ``PageRequestError`` for an unknown figure.
+    ``nonfinite`` lists the cells (row, column) of the latter. ``left_out`` counts steps that were thinned away. All
+    are empty without measurements. Raises ``PageRequestError`` for an unknown figure.
     """
     run = runs.series(place)
     bodies = list(_measurements(run))
@@ -326,7 +333,10 @@ def exported_figures(runs: PageRuns, place: RunPlace) -> list[str]:
 
 
 def _measurements(run: RunSeries) -> Iterator[LayerStatistics]:
-    """Yield the measurements of a run by step, thinned to ``MOST_STEPS`` with the newest kept."""
+    """Yield the measurements of a run by step, at most about ``MOST_STEPS`` evenly spaced ones with the newest kept.
+
+    Lines that cannot be decoded are skipped.
+    """
     with run.lock:
         steps = sorted(run.measured)
         every = max(1, math.ceil(len(steps) / MOST_STEPS))

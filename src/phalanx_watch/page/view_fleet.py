@@ -24,7 +24,10 @@ _NODE = "node "
 
 
 def fleet_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:
-    """Return the fleet of a run; without a fleet, only its epochs, which are its attempts."""
+    """Return the fleet of a run; without a fleet file, only its epochs, which are its attempts, and ``missing``.
+
+    An unreadable fleet file is the ``problem``.
+    """
     problem, fleet = "", None
     try:
         fleet = read_fleet_file(place.path)
@@ -35,7 +38,11 @@ def fleet_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict
 
 
 def story(events: Sequence[Event], fleet: FleetFile | None) -> dict[str, object]:
-    """Return the fleet's state from its file, and its history from the run's events."""
+    """Return the fleet's state from its file (None: no state), and its history from the run's events: epochs and
+    faults.
+
+    Members and incidents are limited.
+    """
     attempts = goodput.attempt_accounts(events)
     recoveries_by_attempt = {
         account.attempt: account for account in recoveries(events, attempts[0].attempt if attempts else 0)
@@ -64,6 +71,7 @@ def story(events: Sequence[Event], fleet: FleetFile | None) -> dict[str, object]
 
 
 def _now(fleet: FleetFile) -> dict[str, object]:
+    """Return the present figures of a fleet: phase, epoch, ranks, step, recoveries, leader and saved steps."""
     kept = (
         "phase",
         "reason",
@@ -86,7 +94,11 @@ def _faults(
     recoveries_by_attempt: dict[int, Recovery],
     happenings: Sequence[FleetIncident],
 ) -> list[dict[str, object]]:
-    """Return each end of an epoch that another one followed, with the duration and cost of the recovery."""
+    """Return each end of an epoch that another one followed: when, node, cause, detector, and the recovery's phases
+    and lost steps.
+
+    Without a logged end, the attempt's own end and reason count.
+    """
     ends = _left(events)
     faults: list[dict[str, object]] = []
     for before, after in pairwise(attempts):
@@ -116,7 +128,7 @@ def _faults(
 
 
 def _left(events: Sequence[Event]) -> dict[int, tuple[float, str]]:
-    """Return, by attempt of the ranks, when and why it was left, as the coordinator logged it."""
+    """Return, by attempt, the (Unix seconds, reason) with which the coordinator logged that the ranks left it; the first counts."""
     ends: dict[int, tuple[float, str]] = {}
     lived = 0
     for event in events:
@@ -172,7 +184,10 @@ def goodput_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dic
 
 
 def account(events: Sequence[Event], price: float | None) -> dict[str, object]:
-    """Return the run's time account from its events, in seconds."""
+    """Return the run's time account from its events, in seconds: buckets, outcomes, attempts and causes of loss.
+
+    With a ``price``, also its dollars; None leaves them out.
+    """
     total, attempts = goodput.goodput(events), goodput.attempt_accounts(events)
     first = attempts[0].attempt if attempts else 0
     recoveries_by_attempt = {attempt.attempt: attempt for attempt in recoveries(events, first)}
@@ -203,6 +218,7 @@ def account(events: Sequence[Event], price: float | None) -> dict[str, object]:
 
 
 def _outcomes(total: goodput.Goodput) -> dict[str, int]:
+    """Return the nanoseconds of time by outcome: committed, pending, discarded or waiting."""
     return {
         "committed": total.committed_ns,
         "pending": total.pending_ns,
@@ -219,7 +235,10 @@ def _seconds(parts: Mapping[str, int]) -> dict[str, float]:
 def _causes(
     attempts: Sequence[goodput.AttemptAccount], recoveries_by_attempt: Mapping[int, Recovery]
 ) -> list[dict[str, object]]:
-    """Return the cost of each end of an attempt until the next one trained: the gap, the new start, and steps computed again."""
+    """Return the seconds lost at each end of an attempt until the next one trained: the gap and the new start.
+
+    Steps computed again are counted, not timed.
+    """
     causes: list[dict[str, object]] = []
     for before, after in pairwise(attempts):
         recovery = recoveries_by_attempt.get(after.attempt)
@@ -248,7 +267,10 @@ def _causes(
 def _cost(
     total: goodput.Goodput, attempts: Sequence[goodput.AttemptAccount], price: float
 ) -> dict[str, object]:
-    """Return dollars by bucket and outcome. The first rank's time is used for all ranks; nodes without a rank are not counted."""
+    """Return dollars by bucket and outcome at ``price`` an accelerator-hour.
+
+    The first rank's time is used for all ranks; nodes without a rank are not counted.
+    """
     buckets: dict[str, float] = {}
     rank_s = 0.0
     for attempt in attempts:
@@ -270,6 +292,7 @@ def _cost(
 
 
 def _others(total: goodput.Goodput) -> dict[str, object]:
+    """Return the run's goodput by the definitions of Google (ml-goodput-measurement) and Meta (ETTR), in seconds."""
     google, meta = goodput.google_goodput(total), goodput.meta_ettr(total)
     return {
         "google": {

@@ -86,7 +86,11 @@ class Heat:
 
 
 def heat_map(runs: PageRuns, place: RunPlace, column: str, part: Part) -> Heat | None:
-    """Return the heat map of one column; None if the run has no rank numbers. Raises ``PageRequestError`` if they cannot be read."""
+    """Return the heat map of one column; None if the run has no rank numbers.
+
+    An unknown order becomes that of ranks, and places are clipped. Raises ``PageRequestError`` (404) if they cannot
+    be read.
+    """
     directory = RunDirectory(place.path)
     try:
         stream, lock = runs.rank_streams.of(directory.ranks)
@@ -122,7 +126,7 @@ def heat_map(runs: PageRuns, place: RunPlace, column: str, part: Part) -> Heat |
 
 
 def _worst(stream: RankStream, column: str, picture: HeatMap) -> list[int]:
-    """Return, for each row, the rank with the greatest value in the newest frame."""
+    """Return, for each row of the map, the rank with the greatest value in the newest frame shown; its first rank if none is finite."""
     if not picture.values.size:
         return []
     shown = np.flatnonzero(stream.steps == picture.column_steps[-1])
@@ -138,7 +142,7 @@ def _worst(stream: RankStream, column: str, picture: HeatMap) -> list[int]:
 
 
 def _nodes(picture: HeatMap, nodes: Mapping[int, str]) -> list[str]:
-    """Return the node of each row, or the first and last of several."""
+    """Return the node of each row, or the first and last of several; empty without ``nodes``."""
     if not nodes:
         return []
     ends = [
@@ -149,7 +153,7 @@ def _nodes(picture: HeatMap, nodes: Mapping[int, str]) -> list[str]:
 
 
 def header(heat: Heat) -> dict[str, object]:
-    """Return the JSON header of a heat map."""
+    """Return the JSON header of a heat map: its size, and the ranks, nodes, steps, times and range of what it shows."""
     picture = heat.map
     finite_values = picture.values[np.isfinite(picture.values)]
     return {
@@ -175,7 +179,7 @@ def header(heat: Heat) -> dict[str, object]:
 
 
 def heat_table(runs: PageRuns, place: RunPlace, column: str) -> dict[str, object]:
-    """Return a small heat map as JSON, for an exported file."""
+    """Return a heat map of at most 400 by 200 as JSON with base64 values, for an exported file; ``{"missing": True}`` without numbers."""
     heat = heat_map(runs, place, column, Part(columns=400, rows=200))
     if heat is None:
         return {"missing": True}
@@ -270,7 +274,10 @@ def profile_summary(place: RunPlace, name: str) -> Mapping[str, object]:
 
 
 def trace_file(place: RunPlace, name: str) -> Path:
-    """Return the path of the merged trace. Raises ``PageRequestError`` for a name or link that leads out of the run directory."""
+    """Return the resolved path of the merged trace.
+
+    Raises ``PageRequestError`` (404) if there is none, or for a name or link that leads out of the run directory.
+    """
     try:
         path = trace_path(RunDirectory(place.path), name).resolve()
     except (ProfileError, OSError) as error:

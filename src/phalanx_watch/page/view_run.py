@@ -87,7 +87,7 @@ def summary(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[st
 
 
 def has(place: RunPlace) -> dict[str, bool]:
-    """Return which views of a run have content."""
+    """Return which views of a run have content, by the existence of files and entries of folders."""
     directory = RunDirectory(place.path)
     return {
         "fleet": path_in(place.path).is_file(),
@@ -108,6 +108,7 @@ def _filled(folder: Path) -> bool:
 
 
 def _start(event: Event) -> dict[str, object]:
+    """Return a start of the run as plain values, without its environment."""
     body = event.body
     assert isinstance(body, RunStarted)
     return {"t": event.t, "attempt": event.attempt} | {
@@ -116,6 +117,7 @@ def _start(event: Event) -> dict[str, object]:
 
 
 def _evaluations(run: RunSeries) -> list[dict[str, object]]:
+    """Return the newest ``_MOST_EVALUATIONS`` evaluations, the oldest first."""
     evaluations: list[dict[str, object]] = [
         {
             "step": body.step,
@@ -130,9 +132,10 @@ def _evaluations(run: RunSeries) -> list[dict[str, object]]:
 
 
 def samples_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:
-    """Return the samples of a run by name, in the order of its run file, and the texts of each, the newest step first.
+    """Return the samples of a run by name, in the order of its run file, and the texts of each, the newest step
+    first.
 
-    A step that was evaluated again counts once.
+    At most ``_MOST_TEXTS`` texts a sample. A step that was evaluated again counts once, by its newest text.
     """
     run = runs.series(place)
     with run.lock:
@@ -180,10 +183,11 @@ _MOST_FILES = 4096
 
 
 def checkpoints_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:
-    """Return the newest committed checkpoints, the newest first, from their indexes.
+    """Return the newest ``_MOST`` committed checkpoints, the newest first, from their indexes, and the state of the
+    store's copies.
 
     ``verified`` is false for visible damage (a damaged index, a missing or short file), and null if only a full read
-    can verify it (``phalanx checkpoint verify``).
+    can verify it (``phalanx checkpoint verify``). A folder that cannot be read is the ``problem``.
     """
     directory = RunDirectory(place.path)
     try:
@@ -277,7 +281,10 @@ _MOST_FOLLOWERS = 20
 
 
 def logs_view(_runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[str, object]:
-    """Return the newest ``last`` lines that pass the filters, oldest first, and the first failure."""
+    """Return the newest ``last`` lines that pass the filters, oldest first, and the first failure, if any.
+
+    With ``grouped``, lines that are alike are one with a count. ``more`` is True if older ones pass too.
+    """
     directory = RunDirectory(place.path)
     last = parameters.integer("last", 500, 1, _MOST_LINES)
     lines = read_lines.read_lines(directory, query_of(parameters), last + 1)
@@ -305,7 +312,10 @@ def logs_view(_runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[
 
 
 def query_of(parameters: Parameters) -> read_lines.LogQuery:
-    """Return the log query of a request. Text is matched literally, because a regular expression could take forever."""
+    """Return the log query of a request. Text is matched literally, because a regular expression could take forever.
+
+    Raises ``PageRequestError`` for a rank, level or time that is none.
+    """
     ranks = [_rank(word) for word in parameters.names("rank", most=1000)]
     level = parameters.choice("level", LEVELS)
     return read_lines.LogQuery(
@@ -379,7 +389,10 @@ def settings_view(runs: PageRuns, parameters: Parameters) -> dict[str, object]:
 
 
 def _rows(runs: PageRuns, parameters: Parameters) -> tuple[list[RunRow], int]:
-    """Return the runs that pass the filter ``where``, at most ``MOST_RUNS``, and the number of all. Raises ``PageRequestError``."""
+    """Return the runs that pass the filter ``where``, at most ``MOST_RUNS``, and the number of all runs.
+
+    Raises ``PageRequestError`` for a malformed filter.
+    """
     rows = runs.rows()
     try:
         return selected(rows, read_conditions(parameters.text("where")), ())[:MOST_RUNS], len(rows)
