@@ -31,9 +31,10 @@ from phalanx.run.layout import Layout, layout_of, replica_ranks
 
 
 def layout_of_attempt(directory: RunDirectory, attempt: int, ranks: int) -> Layout:
-    """Return the layout of an attempt with ``ranks`` ranks, from its first event, or else from the run file.
+    """Return the layout of an attempt with ``ranks`` ranks, from its newest start, or else from the run file.
 
-    Raises ``RunDirectoryError`` or ``EventLogError`` if the directory is not that of a run.
+    If neither has as many ranks, they are all replicas. Raises ``RunDirectoryError`` or ``EventLogError`` if the
+    directory is not that of a run.
     """
     parallel = read_resolved(directory).parallel
     started = newest_event(
@@ -130,7 +131,11 @@ class RankLateness:
 
 
 def newest_windows(stream: RankStream, last: int, attempt: int | None = None) -> range:
-    """Return the indexes of the newest ``last`` frames of an attempt, by default the newest one; all have the same ranks."""
+    """Return the indexes of the newest frames, at most ``last``, of an attempt (None: the newest); all have the same
+    ranks.
+
+    Empty if there are none.
+    """
     end = len(stream)
     while attempt is not None and end and stream.head(end - 1).attempt != attempt:
         end -= 1
@@ -147,6 +152,8 @@ def _of_one_epoch(stream: RankStream, first: int, second: int) -> bool:
 
 def slowest(column: str, values: NDArray[np.float32], layout: Layout, most: int) -> list[RankLateness]:
     """Return the ``most`` ranks that exceed their peers by the largest fraction; slow ranks come first.
+
+    Peers have the same role in the layout.
 
     Args:
         column: Compared column, one of ``RANK_COLUMNS``.

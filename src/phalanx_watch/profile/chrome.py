@@ -69,8 +69,12 @@ class MemoryLine:
 
 
 def memory_line(trace: RankTrace, cut: StepPieces) -> MemoryLine | None:
-    """Return the memory of a rank in its recorded steps: curves by kind, peak, and what was live then. None without a step or an
-    allocation."""
+    """Return the memory of a rank in its recorded steps: curves by kind (bytes over seconds), peak, and what was live
+    then.
+
+    Memory that was there before adds to the peak only. On a GPU only its allocations count. None without a step or an
+    allocation.
+    """
     rows = trace.allocations
     if trace.meta.get("device") == "cuda":
         rows = rows[rows["device"] > 0]
@@ -109,8 +113,10 @@ def memory_line(trace: RankTrace, cut: StepPieces) -> MemoryLine | None:
 
 
 def _lifetimes(rows: NDArray[np.void], end_ns: int) -> NDArray[np.void]:
-    """Return begin, end and bytes of each recorded allocation; one that is not freed lives to ``end_ns``. Frees of earlier ones are
-    ignored."""
+    """Return (from, to, bytes) of each recorded allocation, in ns; one that is not freed lives to ``end_ns``.
+
+    Frees of allocations from before the recording are ignored.
+    """
     open_at: dict[int, tuple[int, int]] = {}
     lifetimes = []
     for t_ns, address, size, _ in rows.tolist():
@@ -124,7 +130,11 @@ def _lifetimes(rows: NDArray[np.void], end_ns: int) -> NDArray[np.void]:
 
 
 def _kinds(cut: StepPieces, allocated: NDArray[np.intp], freed: NDArray[np.intp]) -> NDArray[np.int_]:
-    """Return the kind of each allocation, an index of ``KINDS``, by where it was made and whether it outlived the phase."""
+    """Return the kind of each allocation, an index of ``KINDS``.
+
+    Communication, optimizer and data are by the place where it was made; others by the pass, and whether it outlived
+    that.
+    """
     phase, category = cut.pieces["phase"], cut.pieces["category"]
 
     def is_one(word: str) -> NDArray[np.bool_]:
@@ -151,7 +161,7 @@ def _live(
     allocated: NDArray[np.intp],
     kinds: NDArray[np.int_],
 ) -> list[LiveAllocations]:
-    """Return the largest live allocations, added up by kind, layer and the operation that made them."""
+    """Return the ``_MOST_LIVE`` largest live allocations, added up by kind, layer and the operation that made them."""
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for size, piece, kind in zip(spans["bytes"].tolist(), allocated.tolist(), kinds.tolist(), strict=True):
         event = int(cut.pieces["event"][piece])
@@ -180,8 +190,11 @@ def merged(
     *,
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the merged trace as one JSON object; times are microseconds since the earliest event. Of too many events the longest
-    are kept."""
+    """Return the merged trace as one JSON object, with arrows for waits and curves of memory; times are microseconds
+    since the first event.
+
+    Of too many events the longest of each rank are kept; the number left out is in ``otherData``.
+    """
     starts = {
         trace.rank: clocks[trace.rank].to_common(
             trace.events["begin_ns"] + int(trace.meta.get("base_unix_ns", 0))
@@ -217,7 +230,9 @@ def packed(trace: Mapping[str, Any]) -> bytes:
 
 
 def _first_step(trace: RankTrace, starts: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
-    """Return the begin of the first step, in nanoseconds; of the first event if there is none."""
+    """Return the common time in ns at which the first recorded step begins; that of the first event if there is none,
+    0 without events.
+    """
     for place in np.flatnonzero(trace.events["mark"] >= 0).tolist():
         mark = trace.mark(place)
         if mark is not None and mark["kind"] == "step":
@@ -290,7 +305,7 @@ def _track(event: np.void) -> tuple[int, bool]:
 
 
 def _range(trace: RankTrace, place: int, start_ns: int, length_ns: int) -> dict[str, Any]:
-    """Return a trace event of an event of the recording, with the arguments of its mark, or its FLOP and bytes."""
+    """Return the Chrome event of an event of the recording, with the arguments of its mark, or its FLOP and bytes if it has some."""
     event, mark = trace.events[place], trace.mark(place)
     name, category, arguments = trace.names[int(event["name"])], "operation", {}
     if mark is not None:
@@ -314,7 +329,7 @@ def _range(trace: RankTrace, place: int, start_ns: int, length_ns: int) -> dict[
 
 
 def _arrows(traces: Sequence[RankTrace], waits: Waits, origin: int) -> Iterator[dict[str, Any]]:
-    """Yield arrows from the last rank of a collective to the ranks that waited, the longest waits first if there are too many."""
+    """Yield arrows from the last rank of a collective to each rank that waited; the ``_MOST_ARROWS`` longest waits."""
     thread = {
         (trace.rank, place): _track(trace.events[place])[0]
         for trace in traces
@@ -339,6 +354,7 @@ def _arrows(traces: Sequence[RankTrace], waits: Waits, origin: int) -> Iterator[
 
 
 def _counters(line: MemoryLine, start_ns: int) -> Iterator[dict[str, Any]]:
+    """Yield the counter events of a rank's memory by kind; ``start_ns`` is the begin of its steps."""
     for place, time_s in enumerate(line.times_s):
         values = {kind: curve[place] for kind, curve in line.bytes.items()}
         yield {

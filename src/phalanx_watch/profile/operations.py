@@ -58,8 +58,11 @@ def kinds(
     peak_flops: float,
     copy_bytes_per_s: float,
 ) -> list[KindRow]:
-    """Return the table of kinds in a step, added up over ranks, the longest first. The roofline is the share of the least possible
-    time."""
+    """Return the table of kinds of operations in a step, added up over ranks, the longest first.
+
+    FLOP, bytes and calls are those of the innermost operations. The roofline is the least possible time over the
+    measured; None without FLOP or bytes.
+    """
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
     for trace, cut in zip(traces, cuts, strict=True):
         steps = max(len(cut.steps), 1)
@@ -103,7 +106,10 @@ class LayerRow:
 
 
 def by_layer(cuts: Sequence[partition.StepPieces]) -> list[LayerRow]:
-    """Return the layers in order of first use, each of the rank on which it takes longest; at most ``_MOST_LAYERS``."""
+    """Return the layers in order of first use, each with the seconds of a step on the rank on which it takes longest.
+
+    At most ``_MOST_LAYERS``; time outside of the model is one row.
+    """
     rows: dict[str, LayerRow] = {}
     for cut in cuts:
         pieces, steps = cut.pieces, max(len(cut.steps), 1)
@@ -177,7 +183,8 @@ class Prediction:
 
 
 def predict(spec: RunSpec, ranks: int, cluster_name: str) -> Prediction:
-    """Return the planner's estimate of the run's own layout on ``ranks`` ranks of a cluster.
+    """Return the planner's estimate of the run's own layout on ``ranks`` ranks of a cluster, its terms grouped into
+    the rows of a profile.
 
     Raises ``ValueError`` with the reason if there is none.
     """
@@ -197,7 +204,10 @@ def measured(
     waits: Waits,
     passages: Mapping[int, Sequence[Passage]],
 ) -> dict[str, float]:
-    """Return the seconds of a step by row, as means over ranks. They sum to the step's wall time."""
+    """Return the seconds of a step by row, as means over ranks. They sum to the step's wall time; 0 is left out.
+
+    Waits for later ranks are a row of their own, and what no row names is "other".
+    """
     count = max(len(cuts), 1)
     steps = max(max((len(cut.steps) for cut in cuts), default=1), 1)
     rows: dict[str, float] = defaultdict(float)
@@ -242,7 +252,7 @@ def _row_of_axis(axis: str) -> str:
 
 
 def _gathers(passages: Mapping[int, Sequence[Passage]], axis: str) -> float:
-    """Return the fraction of an axis's collectives that gathers weights, by time."""
+    """Return the fraction of an axis's collectives that gathers weights, by time; 0 unless the axis shards weights."""
     if axis.partition(" ")[0] not in ("shard", "expert_shard"):
         return 0.0
     all_ns = gather_ns = 0
@@ -255,7 +265,7 @@ def _gathers(passages: Mapping[int, Sequence[Passage]], axis: str) -> float:
 
 
 def term_rows(prediction: Prediction | None, measured_s: Mapping[str, float]) -> list[TermRow]:
-    """Return predicted and measured seconds side by side, the planner's rows first."""
+    """Return predicted and measured seconds side by side, the planner's rows first. Without a prediction, predicted is NaN."""
     planned = {} if prediction is None else prediction.terms
     order = [row for row in _GROUPS if row in planned or row in measured_s]
     order += sorted((planned.keys() | measured_s.keys()) - set(order))
@@ -264,7 +274,7 @@ def term_rows(prediction: Prediction | None, measured_s: Mapping[str, float]) ->
 
 
 def what_would_pay(rows: Sequence[TermRow], step_s: float) -> list[str]:
-    """Return sentences on the terms that most exceed the planner's estimate."""
+    """Return sentences on the three terms that most exceed the planner's estimate, by over 2 % of the step."""
     over = sorted(
         (row for row in rows if row.measured_s - row.predicted_s > 0.02 * step_s),
         key=lambda row: row.predicted_s - row.measured_s,

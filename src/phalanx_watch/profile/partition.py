@@ -61,7 +61,9 @@ def category_of_mark(kind: str, name: str, axis: str) -> str | None:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a PyTorch operation or kernel, by name."""
+    """Return the kind of a PyTorch operation or kernel by name: attention, matrix products, copies, lookups, else
+    elementwise and sums.
+    """
     if "attention" in name or "flash" in name or "fmha" in name:
         return "attention"
     if _PRODUCTS.match(name) or "gemm" in name or "cutlass" in name or "nvjet" in name:
@@ -236,7 +238,7 @@ class _Cut:
         return begin, end, frame.category, frame.layer, frame.phase, frame.event, step
 
     def _inside(self, around: _Frame, place: int, end: int) -> _Frame:
-        """Return the frame of an event within another."""
+        """Return the frame of an event within another, and record its category, layer and phase for the device work that it launches."""
         mark = self.trace.mark(place)
         if mark is not None:
             frame = self._of_mark(around, mark, place, end)
@@ -268,7 +270,9 @@ class _Cut:
         return _Frame(end, place, self.categories.number(word), layer, phase, settled=False)
 
     def _axis_within(self, place: int, end: int) -> str | None:
-        """Return the axis of the collective in a stopwatch's range, which may have one name for several axes."""
+        """Return the axis of the first collective in a stopwatch's range, whose name may serve several axes; None if
+        there is none near.
+        """
         for inner in range(place + 1, min(place + _LOOK_INSIDE, len(self.events))):
             mark = self.trace.mark(inner)
             if mark is not None and mark["kind"] == "collective" and self.events["begin_ns"][inner] < end:
@@ -276,7 +280,12 @@ class _Cut:
         return None
 
     def _of_operation(self, around: _Frame, place: int, end: int) -> _Frame:
-        """Return the frame of an operation. A backward one has the layer of its forward operation, by sequence number."""
+        """Return the frame of an operation. A backward one has the layer of its forward operation, by sequence
+        number.
+
+        ATen operations compute or copy; others keep the category around them. Marks the innermost ones with FLOP or
+        bytes as leaves.
+        """
         name = self.trace.names[int(self.events["name"][place])]
         seq, layer = int(self.events["seq"][place]), around.layer
         if name.startswith("autograd::engine::evaluate_function"):
@@ -297,7 +306,7 @@ class _Cut:
     # --- a device ---
 
     def device_pieces(self, host: NDArray[np.void]) -> NDArray[np.void]:
-        """Return the pieces of a device's time; idle time gets the host's."""
+        """Return the pieces of a device's time; idle time gets the host's. Computing wins over collectives, and these over copies."""
         events = self.events
         launched = {
             int(link): place
@@ -316,7 +325,11 @@ class _Cut:
         return self._painted(host, layers)
 
     def _enclosing(self) -> dict[int, int]:
-        """Return, for each launch and host operation, the innermost enclosing event with a known category."""
+        """Return, for each launch and host event, the innermost event around it, or itself, with a known category; -1
+        for none.
+
+        Backward events on other threads get theirs first.
+        """
         enclosing: dict[int, int] = {}
         events = self.events
         for thread in np.unique(events["thread"][events["kind"] != KERNEL]).tolist():
@@ -349,7 +362,11 @@ class _Cut:
         self._inside(frame, place, end)
 
     def _settle_kernel(self, place: int, parent: int) -> None:
-        """Set the category of a kernel or device copy by its name and the host event that launched it; layer and phase by that event."""
+        """Record the category of a kernel or device copy, and take layer and phase from the host event that launched
+        it.
+
+        Collective kernels have the axis of that event, or "shard" if it is unknown.
+        """
         name = self.trace.names[int(self.events["name"][place])]
         around = self.categories.words[int(self.category_at[parent])] if parent >= 0 else ""
         if is_collective_kernel(name):
@@ -364,7 +381,11 @@ class _Cut:
             self.layer_at[place], self.phase_at[place] = self.layer_at[parent], self.phase_at[parent]
 
     def _painted(self, host: NDArray[np.void], layers: list[list[tuple[int, int, int]]]) -> NDArray[np.void]:
-        """Cut the host's pieces at the device's events, and assign each moment to the device's activity."""
+        """Cut the host's pieces at the device's events, and assign each moment to the first of ``layers`` that is
+        active.
+
+        Idle moments keep the host's category, except that a host that computes or communicates then counts as a gap.
+        """
         edges = np.unique(
             np.concatenate(
                 [host["begin_ns"], host["end_ns"]]

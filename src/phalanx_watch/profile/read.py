@@ -52,7 +52,7 @@ class ProfileSummary:
 
 
 def profiles(directory: RunDirectory) -> list[ProfileSummary]:
-    """Return the readable profiles of a run that have a summary, the newest last."""
+    """Return the readable profiles of a run that have a summary and a trace, the newest last; others are skipped."""
     try:
         names = sorted(
             path.name for path in directory.profiles.iterdir() if profile_request.is_profile_name(path.name)
@@ -112,7 +112,7 @@ def read_order(directory: RunDirectory, name: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path, most_bytes: int) -> dict[str, Any]:
-    """Return the JSON object in a profile's file. Raises ``ProfileError``."""
+    """Return the JSON object in a profile's file. Raises ``ProfileError`` if it is missing, over ``most_bytes`` or no object."""
     try:
         content = plain_json(read_small(path, most_bytes))
     except FileNotFoundError as error:
@@ -125,7 +125,7 @@ def _read_json(path: Path, most_bytes: int) -> dict[str, Any]:
 
 
 def _missing(path: Path) -> str:
-    """Return why a profile's file is missing, and list the existing profiles."""
+    """Return why a profile's file is missing: the profile was not recorded to its end, or does not exist; then lists existing ones."""
     folder, run = path.parent, path.parent.parent.parent
     if folder.is_dir():
         return f"profile {folder.name} of {run} has no {path.name}: it was not recorded to its end"
@@ -156,7 +156,7 @@ def missing_ranks(directory: RunDirectory, name: str, order: Mapping[str, Any]) 
 
 
 def make_summary(directory: RunDirectory, name: str, cluster: str | None = None) -> dict[str, Any]:
-    """Analyze the ranks' recordings, and write ``summary.json`` and ``trace.json.gz``.
+    """Analyze the ranks' recordings, write ``summary.json`` and ``trace.json.gz``, and return the summary.
 
     Args:
         directory: Of the run.
@@ -164,7 +164,7 @@ def make_summary(directory: RunDirectory, name: str, cluster: str | None = None)
         cluster: Cluster of the plan; by default that of ``phalanx calibrate``, else a CPU or none.
 
     Raises:
-        ProfileError: No rank has a readable recording.
+        ProfileError: No rank has a readable recording of a full step.
         OSError: The files cannot be written.
     """
     folder, order = folder_of(directory, name), read_order(directory, name)
@@ -188,7 +188,7 @@ def make_summary(directory: RunDirectory, name: str, cluster: str | None = None)
 def _traces(
     directory: RunDirectory, name: str, order: Mapping[str, Any]
 ) -> tuple[list[recorded_step.RankTrace], list[str]]:
-    """Return the readable recordings, and notes on the others."""
+    """Return the readable recordings by rank, and notes on missing and unreadable ones."""
     traces, notes = [], []
     missing = missing_ranks(directory, name, order)
     if missing:
@@ -212,7 +212,10 @@ def _traces(
 def _prediction(
     directory: RunDirectory, order: Mapping[str, Any], cluster: str | None
 ) -> tuple[Prediction | None, str]:
-    """Return the planner's step on ``cluster``, by default the calibrated one or a CPU; else None and the reason."""
+    """Return the planner's step and "", or None and the reason as a note.
+
+    ``cluster`` None takes this machine as calibrated, else a CPU if the run was on one.
+    """
     from phalanx.hardware.catalog import this_machine
 
     name = cluster or ("this" if this_machine().is_file() else "cpu" if order.get("device") == "cpu" else "")
@@ -247,6 +250,8 @@ def request_profile(
 ) -> str:
     """Request a profile of the next ``steps`` steps. Return its name once its ranks have written, or no more will.
 
+    A request that the run does not take is removed.
+
     Args:
         directory: Of the run.
         steps: Number of steps.
@@ -255,7 +260,7 @@ def request_profile(
         progress: Callback for progress messages.
 
     Raises:
-        ProfileError: The run does not receive the request, or refuses it; the message has the remedy.
+        ProfileError: The run does not receive the request, refuses it, or is finished; the message has the remedy.
         OSError: The request cannot be written.
     """
     if directory.result.exists():
@@ -297,7 +302,11 @@ def _inode(path: Path) -> int | None:
 def _await_order(
     directory: RunDirectory, name: str, since_s: float, wait_s: float, inode: int | None
 ) -> None:
-    """Wait until rank 0 has taken the request. Raises ``ProfileError`` if it is refused, replaced, or not taken within ``wait_s``."""
+    """Wait until rank 0 has taken the request.
+
+    Raises ``ProfileError`` if it is refused, replaced, or not taken within ``wait_s``; earlier if no process holds
+    the run.
+    """
     path = folder_of(directory, name) / recorded_step.ORDER_FILE
     while not path.exists():
         now_s = time.time()
@@ -332,7 +341,7 @@ def _warning(directory: RunDirectory, since_s: float) -> str | None:
 
 
 def _silence(directory: RunDirectory, wait_s: float) -> str:
-    """Return why the request may not have been received."""
+    """Return why the request may not have been received within ``wait_s``, by the age of the newest step, and the remedy."""
     newest = None
     if directory.events.exists():
         newest = newest_event(directory.events, lambda event: isinstance(event.body, Step))
@@ -345,7 +354,11 @@ def _silence(directory: RunDirectory, wait_s: float) -> str:
 
 
 def _await_files(directory: RunDirectory, name: str, steps: int, wait_s: float) -> None:
-    """Wait for the files of all ranks; return without them after a timeout, or once the attempt has ended."""
+    """Wait for the files of all ranks; return without them after a timeout, or ``_WRITES_S`` after the attempt has
+    ended.
+
+    The timeout grows with the length of the recorded steps.
+    """
     began_s, ended_s = time.time(), None
     patience_s = max(wait_s, _LEAST_FOR_FILES_S) + 3 * steps * _step_s(directory)
     order = read_order(directory, name)

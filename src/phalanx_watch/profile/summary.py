@@ -52,7 +52,10 @@ class Finding:
 
 
 def findings(cuts: Sequence[partition.StepPieces], waits: wait_times.Waits) -> list[Finding]:
-    """Return the findings that cost a noticeable share of the step, the most costly first; a healthy one if none costs much."""
+    """Return the findings that cost a noticeable share of the step, the most costly first; empty without ranks.
+
+    A healthy one is first if none costs ``_CULPRIT`` of the step.
+    """
     if not cuts:
         return []
     step_s = sum(cut.step_s for cut in cuts) / len(cuts)
@@ -73,7 +76,10 @@ def findings(cuts: Sequence[partition.StepPieces], waits: wait_times.Waits) -> l
 def _late(
     seconds: Mapping[int, Mapping[str, float]], waits: wait_times.Waits, steps: int, step_s: float
 ) -> list[Finding]:
-    """Return a finding for each rank that others wait for, net of its own waits; none if moving bytes is the cause."""
+    """Return a finding for each rank that others wait for, with its cause; none if moving bytes is the cause.
+
+    The cost is the mean wait of the others, less their waits in return, but at least the rank's own excess.
+    """
     late_ranks = []
     for late, waiting in waits.charged.items():
         # Ranks of other groups waited less or not at all; the cost is the wait of the most delayed ones.
@@ -98,7 +104,7 @@ def _late(
 def _without_waits(
     rank: int, seconds: Mapping[int, Mapping[str, float]], waits: wait_times.Waits, steps: int
 ) -> dict[str, float]:
-    """Return a rank's seconds of a step by category, without waits for later ranks."""
+    """Return a rank's seconds of a step by category, without waits for later ranks and without pipeline bubbles."""
     return {
         word: value
         - (waits.waited.get((rank, axis), 0.0) / steps if (axis := partition.axis_of(word)) else 0.0)
@@ -110,8 +116,10 @@ def _without_waits(
 def _why(
     late: int, mine: Mapping[str, float], others: Sequence[Mapping[str, float]]
 ) -> tuple[str, float] | None:
-    """Return the cause of a late rank, by comparison with its peers, and its seconds per step. Return None if the
-    cause is moving bytes.
+    """Return the cause of a late rank, by comparison with the median of its peers, and its excess in seconds per
+    step.
+
+    It is computing or the largest idle category. Return None if the cause is moving bytes.
     """
     words = {word for rank_seconds in (mine, *others) for word in rank_seconds}
     usual = {word: median(rank_seconds.get(word, 0.0) for rank_seconds in others) for word in words}
@@ -140,8 +148,10 @@ def _why(
 
 
 def _links(waits: wait_times.Waits, steps: int, step_s: float) -> list[Finding]:
-    """Return the collectives of each axis by their time with all ranks present, the slowest group of each, and how it compares with
-    the others."""
+    """Return a finding for the collectives of each axis: their time with all ranks present in the slowest group.
+
+    If its calls take over ``_UNLIKE`` times as long as in other groups, the link among its ranks is named.
+    """
     by_axis: dict[str, dict[str, wait_times.Transfer]] = {}
     for (axis, group), transfer in waits.moved.items():
         by_axis.setdefault(axis, {})[group] = transfer
@@ -176,7 +186,11 @@ def _links(waits: wait_times.Waits, steps: int, step_s: float) -> list[Finding]:
 
 
 def _common(seconds: Mapping[int, Mapping[str, float]], step_s: float) -> list[Finding]:
-    """Return the non-compute time that all ranks have: the minimum over ranks, since the excess is one rank's lateness."""
+    """Return the non-compute time that all ranks have: the minimum over ranks, since the excess is one rank's
+    lateness.
+
+    Pipeline bubbles are the mean instead.
+    """
     texts = {
         partition.BETWEEN: ("host gap", "between steps no rank computes"),
         partition.INSIDE: ("host gap", "between operations no rank computes, the host is behind"),
@@ -249,7 +263,9 @@ def analyze(
     prediction: op_times.Prediction | None,
     notes: Sequence[str] = (),
 ) -> Analysis:
-    """Analyze the recordings of at least one rank.
+    """Analyze the recordings of at least one rank: the summary and the merged trace.
+
+    Ranks without a full step are left out.
 
     Args:
         name: Of the profile.
@@ -318,7 +334,7 @@ def analyze(
 
 
 def _transfers(waits: wait_times.Waits, steps: int) -> list[dict[str, Any]]:
-    """Return the bytes and time of each group of ranks in a step, the longest first."""
+    """Return calls, bytes and seconds in a step of the ``_MOST_PAIRS`` longest groups of ranks."""
     longest = sorted(waits.moved.items(), key=lambda pair: -pair[1].seconds)[:_MOST_PAIRS]
     return [
         {
@@ -360,7 +376,7 @@ def _critical_path(
 def _plan(
     prediction: op_times.Prediction | None, rows: Sequence[op_times.TermRow], step_s: float
 ) -> dict[str, Any]:
-    """Return the planner's step beside the measured one, term by term."""
+    """Return the planner's step beside the measured one, term by term, and what would pay; None where there is no prediction."""
     return {
         "cluster": None if prediction is None else prediction.cluster,
         "step_s": None if prediction is None else prediction.step_s,
@@ -397,6 +413,7 @@ def _table(
 
 
 def _pairs(charged: Mapping[int, Mapping[int, float]], steps: int) -> list[dict[str, Any]]:
+    """Return the ``_MOST_PAIRS`` longest (late, waiting) pairs of ranks with the seconds of a step, the longest first."""
     pairs = [
         {"late": late, "waiting": waiting, "seconds": seconds / steps}
         for late, others in charged.items()

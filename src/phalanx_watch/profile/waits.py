@@ -75,7 +75,8 @@ def fit_clocks(traces: Sequence[RankTrace]) -> dict[int, ClockFit]:
 def fitted(passed: Mapping[int, tuple[tuple[Times, Times], tuple[Times, Times]]]) -> dict[int, ClockFit]:
     """Return ``fit_clocks`` from barrier times: for each rank those before and after the steps, as (entered, left).
 
-    A rank without a barrier has an infinite error.
+    Offsets are to the first rank's clock, as the middle of their bounds. Bounds that exclude each other give one
+    constant offset. A rank without a barrier has an infinite error.
     """
     first = next(iter(passed.values()), None)
     fits = {}
@@ -99,7 +100,11 @@ def fitted(passed: Mapping[int, tuple[tuple[Times, Times], tuple[Times, Times]]]
 
 
 def _ahead(mine: tuple[Times, Times], reference: tuple[Times, Times]) -> tuple[float, float, float]:
-    """Return the most and the least offset of a clock from the reference, and the time by its own clock."""
+    """Return the most and the least offset (ns) of a clock from the reference, and the mean time by its own clock.
+
+    Nobody leaves a barrier before all have entered it. Without common barriers the bounds are infinite, and for the
+    reference 0.
+    """
     count = min(len(mine[0]), len(reference[0]))
     if not count:
         return np.inf, -np.inf, 0.0
@@ -183,7 +188,10 @@ class Transfer:
 
 
 def passages(trace: RankTrace, clock: ClockFit, steps: Sequence[tuple[int, int, int]]) -> list[Passage]:
-    """Return a rank's collectives and messages within its steps, in order."""
+    """Return a rank's collectives and messages that lie within its steps, in order, in common time.
+
+    Those on a device have the times of its kernels. Collectives that wait for nobody are left out.
+    """
     passages_of_rank, base = [], int(trace.meta.get("base_unix_ns", 0))
     on_device = _kernels(trace)
     windows = [(begin, end) for _, begin, end in steps]
@@ -256,7 +264,7 @@ def _kernels(trace: RankTrace) -> dict[int, tuple[int, int]]:
 
 
 def meet(all_passages: Mapping[int, Sequence[Passage]]) -> Waits:
-    """Match the passages of ranks, and charge each wait to the last rank to arrive."""
+    """Match the passages of ranks by their keys, and charge each wait to the last rank to arrive. Those of a single rank are dropped."""
     together: dict[tuple[str, int, str], list[Passage]] = defaultdict(list)
     for rank_passages in all_passages.values():
         for passage in rank_passages:
@@ -273,7 +281,7 @@ def meet(all_passages: Mapping[int, Sequence[Passage]]) -> Waits:
 
 
 def _account(waits: Waits, meeting: Meeting) -> None:
-    """Add the waits of a meeting, charged to its last rank, and the time and bytes of its transfer."""
+    """Add the waits of a meeting, charged to its last rank; of a collective, also the mean time after all had arrived, and its bytes."""
     for passage in meeting.passages:
         waited_s = meeting.waited_ns(passage) / 1e9
         if waited_s:
@@ -312,7 +320,8 @@ def critical_path(
 ) -> list[PathPart]:
     """Return the critical path, from the end of the recorded steps back to their start.
 
-    ``windows`` are the begin and end of the steps of each rank, in common time.
+    From a collective it continues on the last rank to arrive. ``windows`` are the begin and end of the steps of each
+    rank, in common time (ns).
     """
     if not windows:
         return []
