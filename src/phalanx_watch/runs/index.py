@@ -65,9 +65,9 @@ class RunIndex:
         self._cache = _Cache(cache_path or default_cache())
 
     def rows(self) -> list[RunRow]:
-        """Return the existing runs, sorted by name within each folder. Unchanged ones come from a cache, which is updated.
+        """Return the existing runs, sorted by name within each folder, with their states as of now.
 
-        A missing folder has none.
+        Unchanged ones come from a cache on disk, which is updated. A missing folder has none.
         """
         now, locks = time.time(), KernelLocks()
         paths = list(dict.fromkeys(found_in(self.folders)))
@@ -91,7 +91,10 @@ class RunIndex:
 
 
 def found_in(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the run directories in some folders, sorted by name within each."""
+    """Yield the run directories in some folders, sorted by name within each; a folder that is one yields itself.
+
+    Unreadable folders and removed runs are skipped.
+    """
     for folder in folders:
         if is_run(folder):
             yield folder
@@ -108,7 +111,7 @@ def is_run(path: Path) -> bool:
 
 
 def _signature(path: Path) -> str:
-    """Return the size and time of every file that ``read_facts`` reads."""
+    """Return a text that changes with the size, time or inode of every file that ``read_facts`` reads."""
     directory = RunDirectory(path)
     files = (
         *(directory.run_file, directory.record, directory.events, directory.result, directory.checkpoints),
@@ -133,7 +136,7 @@ class _Cache:
         self._path = path
 
     def read(self, keys: Iterable[str]) -> dict[str, tuple[str, RowFacts]]:
-        """Return signature and facts of the cached runs."""
+        """Return signature and facts of the cached runs among ``keys``; damaged entries are left out."""
         paths, facts_by_path = set(keys), {}
         for key, signature, facts in self._selected(paths):
             if key in paths:
@@ -142,7 +145,10 @@ class _Cache:
         return facts_by_path
 
     def _selected(self, paths: Collection[str]) -> list[tuple[str, str, bytes]]:
-        """Return the cached rows of the present version, for few ``paths`` only theirs. A damaged cache is deleted."""
+        """Return the cached rows of the present version; for up to ``_MOST_NAMED`` paths only theirs, else all.
+
+        Empty if the cache is busy. A damaged cache is deleted.
+        """
         if not self._path.exists():
             return []
         query, values = "SELECT path, signature, facts FROM runs WHERE shape = ?", [_SHAPE]
@@ -252,7 +258,10 @@ class Condition:
     value: str
 
     def holds(self, row: RunRow) -> bool:
-        """Return True if the run satisfies the condition: ``~`` is a substring, numbers compare as such. False without a value."""
+        """Return True if the run satisfies the condition; False without a value.
+
+        ``~`` is a substring, numbers compare as such, other values only for equality, without case.
+        """
         actual = value_of(row, self.name)
         if actual is None:
             return False
@@ -270,7 +279,10 @@ class Condition:
 
 
 def read_condition(text: str) -> Condition:
-    """Parse a condition. Raises ``SelectionError``."""
+    """Parse a condition such as ``loss<2``, with one of < <= > >= = != ~.
+
+    Raises ``SelectionError`` for another form, an unknown name, or a condition that no run can satisfy.
+    """
     match = _CONDITION.fullmatch(text)
     if match is None or not match[3]:
         raise SelectionError(f"{text!r} is no condition: write NAME<VALUE, with one of < <= > >= = != ~")
@@ -288,7 +300,7 @@ def read_conditions(text: str) -> list[Condition]:
 
 
 def _require_sense(condition: Condition) -> None:
-    """Raise SelectionError for a condition that no run can satisfy."""
+    """Raise SelectionError for an order of what is no number, or a state that does not exist."""
     name, operator, value = condition.name, condition.operator, condition.value
     kind = _KINDS.get(name)
     if operator.rstrip("=") in ("<", ">"):
@@ -345,7 +357,10 @@ def selected(rows: Iterable[RunRow], conditions: Sequence[Condition], tags: Sequ
 
 
 def ordered(rows: Sequence[RunRow], name: str, *, falling: bool) -> list[RunRow]:
-    """Return the runs sorted by a column or run-file field; those without a value come last. Raises ``SelectionError``."""
+    """Return the runs sorted by a column or run-file field; those without a value come last in either direction.
+
+    Numbers sort by size if all are numbers, else values by their text. Raises ``SelectionError``.
+    """
     name = checked_name(name)
     having = [
         (value, row) for row in rows if (value := value_of(row, name)) not in (None, "") and value == value
@@ -401,7 +416,7 @@ class Removal:
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """Reasons not to remove the run."""
+        """Reasons not to remove the run: it may be running, others continue from it, or are inside it. Empty if there are none."""
         obstacles = []
         if self.row.state in ("running", "silent", "waiting"):
             obstacles.append(f"it may be running on another machine: its state is {self.row.state}")
@@ -413,11 +428,12 @@ class Removal:
 
 
 def removal(run_dir: Path, beside: Sequence[Path], together: Sequence[Path] = ()) -> Removal:
-    """Return the consequences of removing a run. Descendants are searched in its own folder and in the folders
-    ``beside``.
+    """Return the consequences of removing a run, and remove nothing.
 
-    Runs in ``together`` are removed too, and do not count. Raises ``RunDirectoryError`` if it is no run directory, or
-    is being trained on this machine.
+    Descendants are searched in its own folder and in the folders ``beside``.
+
+    Runs in ``together`` are removed too, and do not count. Raises ``RunDirectoryError`` if it is a link or no run
+    directory, or it or a run inside is being trained on this machine.
     """
     if run_dir.is_symlink():
         raise RunDirectoryError(f"{run_dir} is a link to {os.readlink(run_dir)}; name the directory itself")
@@ -447,8 +463,10 @@ def removal(run_dir: Path, beside: Sequence[Path], together: Sequence[Path] = ()
 
 
 def remove(run_dir: Path) -> None:
-    """Lock a run directory, rename it, and delete it with its content. Raises ``RunDirectoryError`` if it is being trained,
-    ``OSError``."""
+    """Lock a run directory, rename it, and delete it with its content; a link's target is deleted.
+
+    Raises ``RunDirectoryError`` if it is being trained, and ``OSError``.
+    """
     lock = take_lock(RunDirectory(run_dir).lock)
     try:
         place = Path(os.path.realpath(run_dir))  # "." has no name
@@ -473,7 +491,7 @@ def _descendants(run_dir: Path, beside: Sequence[Path], together: Sequence[Path]
 
 
 def _size(entry: os.DirEntry[str]) -> tuple[int, int]:
-    """Return the number of files and bytes below an entry; links are not followed."""
+    """Return the number of files and bytes below an entry, or of itself; links are not followed, vanished files not counted in bytes."""
     if not entry.is_dir(follow_symlinks=False):
         return 1, entry.stat(follow_symlinks=False).st_size
     files = size = 0

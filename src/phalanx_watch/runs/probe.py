@@ -44,7 +44,10 @@ class KernelLocks:
     )
 
     def holds(self, directory: RunDirectory) -> bool | None:
-        """Return True if a process of this machine holds the run directory, False if no process does, and None if unknown."""
+        """Return True if a process of this machine holds the lock of the run directory, False if no process does.
+
+        None if unknown: another machine locked it last, or locks cannot be read.
+        """
         try:
             status, text = (
                 directory.lock.stat(),
@@ -122,8 +125,11 @@ def read_tail(path: Path) -> Tail:
 
 
 def _read(file: BinaryIO) -> Tail:
-    """Return the newest events by reading backward from the end, and the start of the newest attempt; stops after a bounded number
-    of bytes."""
+    """Return the newest step, evaluation, start and end by reading backward from the end, and the first start.
+
+    Stops after about ``_MOST_BYTES``; the newest start is then found by its attempt. An end counts only if no step or
+    start follows it.
+    """
     first = next(_starts(file, 0, _MOST_BYTES), None)  # among the first events of the file
     step: Event | None = None
     evaluated: Evaluated | None = None
@@ -187,7 +193,11 @@ def _starts(file: BinaryIO, begin: int, end: int) -> Iterator[Event]:
 
 
 def _start_of(file: BinaryIO, attempt: int, first: Event) -> RunStarted | None:
-    """Return the start of ``attempt``, or the newest one before it; attempts ascend along the file, except for a few lines."""
+    """Return the start of ``attempt``, or the newest one before it, else that of ``first``, by binary search in the
+    file.
+
+    Attempts ascend along the file, except for a few lines.
+    """
     low, high = 0, file.seek(0, os.SEEK_END)
     while high - low > 4 * _BLOCK_BYTES:
         middle = (low + high) // 2
