@@ -68,7 +68,7 @@ class RunRecording:
         return self.started.environment if self.started else {}
 
     def to_json(self) -> dict[str, object]:
-        """The record as a JSON object."""
+        """Return the recording as plain values: differences as sentences, and the cost with its amount."""
         table = asdict(self)
         table["differences"] = [difference.sentence for difference in self.differences]
         if self.cost is not None:
@@ -79,7 +79,8 @@ class RunRecording:
 def read_recorded(run_dir: Path, price: float = 0.0) -> RunRecording:
     """Read the recording of a run. ``price`` is that of an accelerator hour; 0 uses that of the run file.
 
-    Raises ``RunDirectoryError`` if it is no run directory, or its events cannot be read.
+    Without a price, goodput and cost are None. Raises ``RunDirectoryError`` if it is no run directory, or its events
+    cannot be read.
     """
     directory = RunDirectory(run_dir)
     if not is_run(run_dir):
@@ -122,7 +123,10 @@ def _price(directory: RunDirectory) -> float:
 
 
 def _spent(directory: RunDirectory, price: float, row: RunRow) -> tuple[Goodput, SpentCost] | None:
-    """Return the held time of all ranks, from the run's ledger, and its price, without spares."""
+    """Return the goodput account and the accelerator-hours of all ranks with their price, without spares.
+
+    None without a price, or if the events cannot be read.
+    """
     if price <= 0:
         return None
     try:
@@ -214,7 +218,10 @@ class ComparedRuns:
 
 
 def compare(run_dirs: Sequence[Path]) -> ComparedRuns:
-    """Compare two or more runs, read-only. Raises ``RunDirectoryError`` if one cannot be compared."""
+    """Compare 2 to ``MOST_RUNS`` runs, read-only: settings, environment, results and logged bits.
+
+    Raises ``RunDirectoryError`` for another number, or if one cannot be read.
+    """
     if not 2 <= len(run_dirs) <= MOST_RUNS:
         raise RunDirectoryError(
             f"{len(run_dirs)} runs cannot be compared: give 2 to {MOST_RUNS} run directories"
@@ -235,7 +242,11 @@ def compare(run_dirs: Sequence[Path]) -> ComparedRuns:
 
 
 def _logs(directories: Sequence[RunDirectory]) -> tuple[list[Logged], list[str]]:
-    """Return the logged numbers of each run, and notes on torn lines, repeated steps, and event files that cannot be read."""
+    """Return the logged numbers of each run, and notes on torn lines, repeated steps, and event files that cannot be
+    read.
+
+    An unreadable file counts as no numbers.
+    """
     logs, notes = [], []
     for directory in directories:
         try:
@@ -285,7 +296,7 @@ def _environment(logs: Sequence[Logged], fingerprints: Sequence[str]) -> list[En
 
 
 def _facts(log: Logged) -> dict[str, object]:
-    """Return versions, machine and ranks of a run's newest start, flat; empty if it is unknown."""
+    """Return ranks, device and environment of a run's newest start, flat and without the data's fingerprint; empty if it is unknown."""
     if log.started is None:
         return {}
     kept = {key: value for key, value in log.started.environment.items() if key != "data_fingerprint"}
@@ -293,7 +304,7 @@ def _facts(log: Logged) -> dict[str, object]:
 
 
 def _outcomes(rows: Sequence[RunRow]) -> list[Outcome]:
-    """Return the results that a run has, with the index of the best one where that is defined."""
+    """Return the results that any run has, with the index of the best one where a best is defined and the numbers differ."""
     outcomes = []
     for name, better in _RESULTS.items():
         values = tuple(getattr(row, name) for row in rows)
@@ -307,7 +318,11 @@ def _outcomes(rows: Sequence[RunRow]) -> list[Outcome]:
 
 
 def _same_bits(specs: Sequence[RunSpec], fingerprints: Sequence[str], logs: Sequence[Logged]) -> SameBits:
-    """Return whether equal bits are expected, and the first step at which a run's numbers differ from the first one's."""
+    """Return whether equal bits are expected, and the first step at which a run's numbers differ from the first
+    one's.
+
+    Equal bits need equal identities and data. Steps compared are the fewest of all pairs.
+    """
     identities = [identity(spec) for spec in specs]
     why_not = []
     if len(set(identities)) > 1:

@@ -96,7 +96,11 @@ def then(recording: RunRecording, packages: str) -> RunEnvironment:
 
 
 def now(spec: RunSpec, directory: RunDirectory, probes: Mapping[str, str]) -> RunEnvironment:
-    """Return the present environment; ``probes`` are those of this machine, empty if not computed."""
+    """Return the present environment of this machine, code and data; ``probes`` are its kernels' bits, empty if not
+    computed.
+
+    Opens the data.
+    """
     machine, packages = this_machine("", 0)
     patch = code_patch()
     return RunEnvironment(
@@ -112,7 +116,7 @@ def now(spec: RunSpec, directory: RunDirectory, probes: Mapping[str, str]) -> Ru
 
 
 def _data_now(spec: RunSpec, directory: RunDirectory) -> str:
-    """Return the present fingerprint of the run's data, or a sentence on why they cannot be read."""
+    """Return the present fingerprint of the run's data; if they cannot be read, a sentence that gives the reason in its place."""
     data = found_again(spec.data, directory.read_record())
     try:
         return index_of_places(open_places(data)).fingerprint
@@ -121,7 +125,7 @@ def _data_now(spec: RunSpec, directory: RunDirectory) -> str:
 
 
 def changes(past: RunEnvironment, present: RunEnvironment) -> list[Changed]:
-    """Return the differences, those that surely change bits first."""
+    """Return the differences of data, probes, code, packages, machine and variables, those that surely change bits first."""
     differences = [
         *_data(past, present),
         *_probes(past, present),
@@ -146,7 +150,7 @@ def _data(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
 
 
 def _probes(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
-    """Yield a change if kernels compute other bits now; nothing if the bits of then or now are unknown."""
+    """Yield one change, which changes bits, that names the kernels with other bits now; nothing if those of then or now are unknown."""
     if not past.probes or not present.probes:
         return
     names = [name for name, value in past.probes.items() if present.probes.get(name, value) != value]
@@ -233,7 +237,7 @@ def parse_packages(listed: str) -> dict[str, str]:
 
 
 def requirements(listed: str) -> str:
-    """Return the list without this project and the tools that every environment has."""
+    """Return the list in pip's form, without this project and the tools that every environment has."""
     left_out = ("phalanx-train", "pip", "setuptools", "wheel")
     return "".join(
         f"{name}=={version}\n" for name, version in parse_packages(listed).items() if name not in left_out
@@ -258,10 +262,10 @@ def _text(value: object) -> str:
 
 
 def make_environment(recording: RunRecording, folder: Path, tell: Callable[[str], None]) -> Path:
-    """Make a virtual environment in ``folder`` with the recorded packages and code, and return its Python. Commands are passed to
-    ``tell``.
+    """Make a virtual environment in ``folder`` with the recorded packages and code, and return its Python.
 
-    Raises ``RunDirectoryError`` naming the step that failed, or if the folder is not empty.
+    Downloads packages with pip. Commands, and what must be done by hand, are passed to ``tell``. Raises
+    ``RunDirectoryError`` with the step that failed, or if the folder is not empty or the run has no list of packages.
     """
     if not recording.packages:
         raise RunDirectoryError(
@@ -321,7 +325,7 @@ def _code(recording: RunRecording, folder: Path, tell: Callable[[str], None]) ->
 
 
 def _python(version: str, tell: Callable[[str], None]) -> str:
-    """Return an interpreter of the recorded version, else this one; ``tell`` receives a sentence if the version differs."""
+    """Return an interpreter of the recorded minor version, else this one; ``tell`` receives a sentence if the version differs."""
     present = ".".join(map(str, sys.version_info[:3]))
     minor = ".".join(version.split(".")[:2])
     if not version or version == present:
@@ -362,7 +366,10 @@ def free_directory(run_dir: Path) -> Path:
 
 
 def again(spec: RunSpec, directory: RunDirectory, into: Path, ranks: int) -> RunSpec:
-    """Return the run's spec for training it again on this machine, without store, sinks, fleet and launcher. Its identity is the same."""
+    """Return the run's spec for training it again on this machine on ``ranks`` ranks, into the directory ``into``.
+
+    Its data are searched again; store, sinks, fleet and launcher are left out. Asserts that its identity is the same.
+    """
     data = found_again(spec.data, directory.read_record())
     spec_again = replace(
         spec,
@@ -379,8 +386,11 @@ def again(spec: RunSpec, directory: RunDirectory, into: Path, ranks: int) -> Run
 
 
 def write_run_file(spec: RunSpec, into: Path) -> Path:
-    """Write the run file beside the future directory ``into`` and return its path. Raises ``RunDirectoryError`` if ``into`` is not
-    empty."""
+    """Write the run file, with the model's fields in place of its preset, beside the future directory ``into``;
+    return its path.
+
+    Raises ``RunDirectoryError`` if ``into`` is not empty.
+    """
     if into.exists() and any(into.iterdir()):
         raise RunDirectoryError(f"{into} is not empty; give another --into")
     into.parent.mkdir(parents=True, exist_ok=True)
@@ -397,9 +407,11 @@ def train_again(
     steps: int | None,
     command: Sequence[str] = (sys.executable, "-m", "phalanx", "train"),
 ) -> int:
-    """Train until the end, or until ``steps`` are logged and the run has stopped; return the exit code.
+    """Train in a child process until the end, or until ``steps`` are logged and the run has stopped; return the exit
+    code.
 
-    Output goes to stderr. If this process is interrupted, the training saves and stops; the same command resumes it.
+    A stop after ``steps`` is 0. Output goes to stderr. If this process is interrupted, the training saves and stops;
+    the same command resumes it.
     """
     training, stopped = Child.start([*command, str(run_file)]), False
     try:

@@ -60,7 +60,10 @@ class RunLabels:
 
 
 def read_labels(run_dir: Path) -> RunLabels:
-    """Return the labels of the run in ``run_dir``: none if the file is missing; the readable part if it is damaged."""
+    """Return the labels of the run in ``run_dir``: none if the file is missing; the readable part if it is damaged.
+
+    Tags are sorted and unique; surplus tags and text are cut.
+    """
     try:
         content = plain_json(read_small(RunDirectory(run_dir).labels))
     except (OSError, ValueError, RecursionError):
@@ -186,7 +189,10 @@ def row_of(facts: RowFacts, is_locked: bool | None, now: float) -> RunRow:
 
 
 def _state(facts: RowFacts, is_locked: bool | None, now: float) -> State:
-    """Return the run's state by its end, its lock, and the age of its newest event."""
+    """Return the run's state by its end, its lock (None: unknown), and the age of its newest event.
+
+    "silent" is a run that is not known to have ended, without an event for some minutes or several steps.
+    """
     if facts.ended == "finished":
         return "finished"
     if is_locked is False and now - facts.led_s > _LED_S:
@@ -207,7 +213,10 @@ def run_id(path: Path) -> str:
 
 
 def read_facts(path: Path) -> RowFacts:
-    """Read the files of a run directory. Raises nothing: unreadable files are listed as problems of the row."""
+    """Read the files of a run directory. Raises nothing: unreadable files are listed as problems of the row.
+
+    The state in the row is a placeholder, which ``row_of`` replaces.
+    """
     directory = RunDirectory(path)
     problems: list[str] = []
     table = _run_file(directory, problems)
@@ -277,7 +286,7 @@ def read_facts(path: Path) -> RowFacts:
 
 
 def _has_ended_job(path: Path) -> bool:
-    """Return True if the job of a run's newest submission has ended."""
+    """Return True if the job of a run's newest submission has ended; False also if none was submitted."""
     try:
         return (path / ENDED).stat().st_mtime >= (path / SUBMITTED).stat().st_mtime
     except OSError:
