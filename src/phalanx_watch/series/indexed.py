@@ -111,7 +111,11 @@ class StepIndex:
             return Chunk()
 
     def _chunk(self, file: BinaryIO, stream: BinaryIO) -> Chunk:
-        """Return the next records and the lines between them; nothing, and ``over``, if they do not fit the stream."""
+        """Return the next records and the lines between them.
+
+        Nothing, and ``over``, if the index is of another stream or does not fit this one. Damaged records are left
+        out, so their lines are parsed.
+        """
         status = os.fstat(stream.fileno())
         before, self._stream = self._stream, (status.st_dev, status.st_ino)
         # A buffer for more than is there would cost ten times the reading: its memory is new, and given back.
@@ -156,7 +160,7 @@ class StepIndex:
 
 
 def _sound(raw: bytes) -> Records:
-    """Return the records with a valid checksum and plausible numbers, as ``step_row`` requires for a line."""
+    """Return the records with a valid checksum and plausible numbers, as ``step_row`` requires for a line; a cut last one is dropped."""
     raw = raw[: len(raw) - len(raw) % RECORD_BYTES]
     words = np.frombuffer(raw, "<u8").reshape(-1, RECORD_BYTES // 8)
     sound = words @ _MIXERS + np.uint64(SEED) == words[:, -1]
@@ -173,7 +177,7 @@ def _places(records: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _agree(records: Records, stream: BinaryIO) -> bool:
-    """Return True if a sample of the records, with the first and the last, equals their lines."""
+    """Return True if ``_HELD_AGAINST`` evenly spaced records, with the first and the last, equal their lines in the stream."""
     for number in np.unique(np.linspace(0, len(records) - 1, _HELD_AGAINST).astype(np.int64)).tolist():
         record = records[number]
         offset, length = int(record["offset"]), int(record["length"])

@@ -49,7 +49,7 @@ class CurveMark:
 
 
 def mark_of(event: run_events.Event, step: int) -> CurveMark | None:
-    """Return the mark of an event, or None; ``step`` is the last logged step before it."""
+    """Return the mark of an event with its text cut at ``LONGEST_TEXT``, or None; ``step`` is the last logged step before it."""
     mark = _mark(event, step)
     if mark is None:
         return None
@@ -108,6 +108,7 @@ def _mark(event: run_events.Event, step: int) -> tuple[int, str, str] | None:
 
 
 def _spike(fields: Mapping[str, object]) -> str:
+    """Return the text of a spike's mark: the figure, its value and the usual one, and what the run did."""
     action = fields.get("action")
     name, value, usual = (
         ("gradient norm", "grad_norm", "typical_grad_norm")
@@ -156,7 +157,7 @@ class RunSeries:
     """Series of one run's events. Threads must hold ``lock`` while they read it."""
 
     def __init__(self, path: Path, *, chunk_records: int = CHUNK_RECORDS) -> None:
-        """``chunk_records`` is the number of index records per read."""
+        """Begin with nothing read: the first ``refresh`` reads. ``chunk_records`` is the number of index records per read."""
         self.directory = RunDirectory(path)
         self.lock = threading.RLock()
         self._tail = FileTail(self.directory.events)
@@ -238,7 +239,7 @@ class RunSeries:
                 self.problem = f"cannot read {self._tail.path}: {error.strerror}"
 
     def _take_index(self, until_s: float) -> bool:
-        """Take the records of the index, and the lines between, within the time limit; return False if all were taken."""
+        """Take the records of the index, and the lines between; return False if all were taken, True if time ran out at ``until_s``."""
         while not self._index.over and self._tail.read_bytes == self._index.read_bytes:
             chunk = self._index.next_chunk(self._tail.path)
             if chunk.stretches:  # else there may be no stream yet
@@ -250,7 +251,7 @@ class RunSeries:
         return False
 
     def _take_chunk(self, chunk: Chunk) -> None:
-        """Take parts in order, and all their steps at once if no line between them can be a step."""
+        """Take parts in order; append all their steps at once if no line between them can be a step."""
         at_once = not any(stretch.may_hold_a_step for stretch in chunk.stretches)
         before = self.table.rows
         if at_once:
@@ -268,7 +269,7 @@ class RunSeries:
         self.last_t = float(self.table.column("t")[-1])
 
     def state(self) -> SeriesState:
-        """Return the content, to resume from in another process."""
+        """Return the position in the file, the table and the places of other events, to resume from in another process."""
         with self.lock:
             return SeriesState(
                 position=self._tail.position(),
@@ -280,7 +281,10 @@ class RunSeries:
             )
 
     def resume(self, state: SeriesState) -> None:
-        """Resume from ``state``, if the file is the same. Raises ``OSError``, ``ValueError``."""
+        """Replace the content by ``state``, if the file is the same, else do nothing; other events are read again.
+
+        Raises ``OSError``, ``ValueError``.
+        """
         with self.lock:
             if not self._tail.resume(state.position):
                 return
@@ -307,7 +311,7 @@ class RunSeries:
         self._flush(rows)
 
     def _flush(self, rows: list[Row]) -> None:
-        """Append rows to the table and clear the list; if they are refused together, one by one."""
+        """Append rows to the table and clear the list; if they are refused together, one by one, and count bad ones as torn lines."""
         if not rows:
             return
         try:
@@ -323,7 +327,11 @@ class RunSeries:
         self.ending = None
 
     def _take_other(self, line: bytes, offset: int, before: int) -> None:
-        """Take a line that the fast path does not parse, written after ``before`` rows; the table may have later ones already."""
+        """Take a line that the fast path does not parse, written after ``before`` rows; the table may have later ones
+        already.
+
+        A step goes into the table; other events set figures, marks and starts. An unreadable line counts as torn.
+        """
         try:
             event = run_events.decode(line)
         except _UNREADABLE:
@@ -366,7 +374,7 @@ class RunSeries:
             self.marks.append(mark)
 
     def _note(self, step: int, name: str, value: float | None, before: int) -> None:
-        """Set a number beside a step; ignored if it is NaN or too large, or if its group has too many curves."""
+        """Set a number beside a step; ignored if it is None, NaN or above 1e300, or if its group has too many curves."""
         if value is None or abs(value) > 1e300 or math.isnan(value):
             return
         prefix, _, _ = name.partition(".")
@@ -415,7 +423,11 @@ _MOST_WITHOUT_LEDGER = 20_000
 
 
 def thinned_events(run: RunSeries) -> list[run_events.Event]:
-    """Return the events of a run, in the order written, without steps that do not affect its accounts. Raises ``OSError``."""
+    """Return the events of a run, in the order written, without steps that do not affect its accounts. Unreadable
+    lines are skipped.
+
+    Raises ``OSError``.
+    """
     with run.lock:
         others = list(run.others)
         offsets = run.table.column("offset").astype(np.int64)
@@ -437,8 +449,10 @@ def _read(run: RunSeries, offsets: list[int]) -> dict[int, run_events.Event]:
 
 
 def _rows(run: RunSeries, places: list[int], events: list[run_events.Event]) -> Integers:
-    """Return the kept rows: at the ends of each attempt, next to each event other than a step, and next to each
-    step that may divide the accounts.
+    """Return the kept rows, ascending: at the ends of each attempt, next to each event other than a step, and next to
+    each step that may divide the accounts.
+
+    Also the newest steps without a ledger.
     """
     count = run.table.rows
     if not count:

@@ -106,7 +106,7 @@ class StepTable:
         self.append_columns({name: values[:, number] for number, name in enumerate(ROW)}, len(rows))
 
     def append_columns(self, columns: Mapping[str, npt.NDArray[np.generic]], rows: int) -> None:
-        """Add ``rows`` rows by column: ``columns`` has those of ``ROW``."""
+        """Add ``rows`` rows by column: ``columns`` has those of ``ROW``; the columns set later begin as NaN."""
         end = self.rows + rows
         self.reserve(end)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -117,7 +117,7 @@ class StepTable:
         self.rows, self._alive = end, None
 
     def reserve(self, rows: int) -> None:
-        """Allocate memory for ``rows`` rows in total."""
+        """Allocate memory for ``rows`` rows in total, and at least a quarter more than now; nothing if there is enough."""
         capacity = len(self._columns["step"])
         if rows <= capacity:
             return
@@ -152,7 +152,10 @@ class StepTable:
         return None
 
     def alive(self) -> Integers:
-        """Return the rows that no later one replaces; their steps ascend. The last computation of a step counts."""
+        """Return the rows that no later one replaces, cached until rows are added; their steps ascend.
+
+        The last computation of a step counts: a row is replaced by a later row of the same or an earlier step.
+        """
         if self._alive is None:
             steps = self.column("step")
             least_after = np.minimum.accumulate(steps[::-1])[::-1]
@@ -244,8 +247,10 @@ class Reduced:
 
 
 def reduce_series(y: Floats, columns: Columns) -> Reduced:
-    """Return the reduced values of ``y``: least and largest of each column, and a line of medians and outliers. Non-finite ones are
-    ignored."""
+    """Return the reduced values of ``y``: least and largest of each column, and a line of medians and outliers.
+
+    Values that are not finite are ignored; a column without others is NaN.
+    """
     y = np.where(np.isfinite(y), y, np.nan)
     lo = np.fmin.reduceat(y, columns.first)
     hi = np.fmax.reduceat(y, columns.first)
@@ -253,7 +258,10 @@ def reduce_series(y: Floats, columns: Columns) -> Reduced:
 
 
 def _line(y: Floats, lo: Floats, hi: Floats, columns: Columns) -> Floats:
-    """Return each column's median, or the extreme that stands out by more than the height of the bands beside it."""
+    """Return each column's median, or the extreme that stands out by more than the height of the bands beside it.
+
+    The last column has its newest finite value.
+    """
     # NaN is sorted behind all numbers of its column.
     ascending = y[np.lexsort((y, columns.number))]
     counts = np.add.reduceat(np.isfinite(y).astype(np.int64), columns.first)

@@ -37,7 +37,10 @@ class OtelSink:
     """Sink that feeds the SDK's metric and span providers."""
 
     def __init__(self, run_directory: Path, run: str, reader: Any = None, exporter: Any = None) -> None:
-        """``reader`` (of metrics) and ``exporter`` (of spans) replace those of OTLP, for tests."""
+        """Open OpenTelemetry's exporters of metrics and spans for the run.
+
+        ``reader`` (of metrics) and ``exporter`` (of spans) replace those of OTLP, for tests.
+        """
         sdk: Any = importlib.import_module("opentelemetry.sdk.trace")
         metrics: Any = importlib.import_module("opentelemetry.sdk.metrics")
         resources: Any = importlib.import_module("opentelemetry.sdk.resources")
@@ -65,7 +68,11 @@ class OtelSink:
         return False
 
     def write(self, event: run_events.Event) -> None:
-        """Add an event to the facts, and create the spans that end with it."""
+        """Add an event to the facts that metrics read, and create the spans that end with it.
+
+        A start opens a span for its epoch, which the next start or the run's end closes. Restores, warnings and steps
+        that are not finite become events of that span.
+        """
         self._facts.take(run_events.encode(event).rstrip())
         at_ns = round(event.t * _NS)
         attributes: dict[str, Any]
@@ -98,7 +105,7 @@ class OtelSink:
                 self._end_epoch()
 
     def close(self) -> None:
-        """Flush, with a timeout."""
+        """End the epoch's span, flush with a timeout, and shut the exporters down."""
         self._end_epoch()
         self._tracers.force_flush(_FLUSH_MS)
         self._tracers.shutdown()
@@ -134,7 +141,7 @@ class OtelSink:
     def _open(
         self, name: str, number: int, begin_ns: int, attributes: dict[str, Any], parent: Any = None
     ) -> Any:
-        """Start a span with a fixed identity, below ``parent``, the epoch, or the run."""
+        """Start a span with a fixed identity, below ``parent``, else the epoch, else the run; ``number`` distinguishes equal names."""
         self._ids.next_span = _identity(f"{self._key}:{self._attempt}:{name}:{number}", 8)
         above = parent or (self._epoch if name != "epoch" else None)
         context = self._api.set_span_in_context(above) if above is not None else self._root()
@@ -151,6 +158,7 @@ class OtelSink:
         attributes: dict[str, Any],
         parent: Any = None,
     ) -> None:
+        """Create a span that begins and ends at the given nanoseconds, as ``_open`` does."""
         self._open(name, number, begin_ns, attributes, parent).end(end_ns)
 
     def _root(self) -> Any:

@@ -94,9 +94,10 @@ class TensorBoardSink:
 
 
 def newest_steps(folder: Path) -> dict[str, int]:
-    """Return the newest step of each kind of point in the event files of a folder; a file that a killed writer left torn counts up to there.
+    """Return the newest step of each kind of point in the event files of a folder.
 
-    A file is a sequence of records: length (8 bytes), its checksum (4), the record, its checksum (4).
+    Reads the newest files first, until one has steps. A file that a killed writer left torn counts up to there. A
+    file is a sequence of records: length (8 bytes), its checksum (4), the record, its checksum (4).
     """
     from tensorboardX.proto.event_pb2 import Event as EventRecord
 
@@ -134,7 +135,10 @@ def _table(rows: list[tuple[str, float, float]]) -> str:
 
 class WandbSink:
     def __init__(self, run_directory: Path, run: str) -> None:
-        """Open or resume the run in Weights & Biases, offline by default, and set its config."""
+        """Open or resume the run in Weights & Biases, offline by default, and set its config.
+
+        Offline, earlier folders of this run that were not synced are deleted, since all events are written again.
+        """
         self._directory = run_directory
         wandb: Any = importlib.import_module("wandb")  # untyped: what it exports varies by version
         self._table: Any = wandb.Table
@@ -203,7 +207,10 @@ _ELSEWHERE = ("TRACKIO_DIR", "TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID")
 
 class TrackioSink:
     def __init__(self, run_directory: Path, run: str) -> None:
-        """Open or resume the run in Trackio, in the run directory unless the environment names another place."""
+        """Open or resume the run in Trackio, in the run directory unless the environment names another place.
+
+        Elsewhere its name gets a suffix of the directory. Without such a variable, sets ``TRACKIO_DIR``.
+        """
         own = run_directory.resolve()
         if not any(os.environ.get(name) for name in _ELSEWHERE):
             os.environ["TRACKIO_DIR"] = str(own / "trackio")  # read when trackio is imported
@@ -294,8 +301,10 @@ _PATIENCE = {
 
 class MlflowSink:
     def __init__(self, run_directory: Path, run: str) -> None:
-        """Open or create the run in MLflow, in the run directory by default, and log its parameters. Sets defaults of MLflow's
-        variables."""
+        """Open or create the run in MLflow, in the run directory by default, and log its parameters.
+
+        Sets defaults of MLflow's variables, and reads which points it has already.
+        """
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when mlflow is imported
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
@@ -327,7 +336,7 @@ class MlflowSink:
         return point_of(event) in self._drawn
 
     def _found_or_made(self, experiment: str, directory: Path, run: str) -> str:
-        """Return the id of the MLflow run of this run directory; create it if missing."""
+        """Return the id of the MLflow run of this run directory, set to running; create it if missing."""
         mark = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
         earlier = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{mark}'", max_results=1)
         if earlier:
