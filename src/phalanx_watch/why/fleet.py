@@ -26,7 +26,11 @@ def _live(observed: o.Observed) -> FleetFile | None:
 
 
 def straggler(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason for each rank that computes longer than its peers while the run trains, and for each node recorded as slow."""
+    """Yield a reason for each rank, up to five, that computes longer than its peers while the run trains, steadily or
+    in bursts.
+
+    Also for each node that the fleet recently recorded as slow: "info" if a spare took its place.
+    """
     if not observed.running:
         return
     for slow in [rank for rank in observed.slow_ranks if max(rank.slowdown, rank.late_share) >= o.SLOW_RANK][
@@ -108,7 +112,7 @@ def hardware(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def not_finite_nodes(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason for each node that is quarantined since a step was not finite on it; that is the cause of its absence."""
+    """Yield a reason for each node that is quarantined because a step was not finite on it."""
     fleet = _live(observed)
     if fleet is None:
         return
@@ -131,7 +135,7 @@ def not_finite_nodes(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def lost_nodes(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield one reason if nodes are lost or quarantined for other causes than hardware or numbers, and have not come back."""
+    """Yield one reason for all nodes that are lost or quarantined for other causes than hardware or numbers, and have not come back."""
     fleet = _live(observed)
     if fleet is None:
         return
@@ -177,7 +181,7 @@ def lost_nodes(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def nodes_back(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason for each node that was lost minutes ago and is back. It explains the interruption; nothing is to be done."""
+    """Yield an "info" reason for each node that was lost within ``RECOVERING_S`` and is back. It explains the interruption."""
     fleet = _live(observed)
     if fleet is None:
         return
@@ -198,7 +202,11 @@ def nodes_back(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def no_spares(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if all configured spares are used up: the next lost node makes the fleet smaller."""
+    """Yield a reason if all configured spares are used up while the fleet runs: the next lost node makes the fleet
+    smaller.
+
+    Not shortly after an incident unless nodes are away.
+    """
     fleet = _live(observed)
     if (
         fleet is None
@@ -266,7 +274,7 @@ def fewer_ranks(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def no_coordinator(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the coordinator has not written the fleet's file for a while."""
+    """Yield a critical reason if the coordinator has not written the fleet's file for ``COORDINATOR_SILENT_S``."""
     fleet = _live(observed)
     if fleet is None:
         return

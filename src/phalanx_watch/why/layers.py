@@ -19,7 +19,11 @@ _NORMS = {"gradient_norm": "gradient", "weight_norm": "weights"}
 
 
 def growing_layer(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if a norm of one layer has grown by orders of magnitude over its own past, and those of most layers have not."""
+    """Yield a reason if a norm of one layer has grown by orders of magnitude over its own past, and those of most
+    layers have not.
+
+    The layer must have a notable share of the model's norm, and there must be ``LAYER_MEASUREMENTS``.
+    """
     measurements = _measurements(observed)
     if len(measurements) < o.LAYER_MEASUREMENTS:
         return
@@ -58,8 +62,11 @@ def growing_layer(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def saturated_layer(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if attention logits are so large that the softmax has one winner, or a residual stream so large that layers
-    add nothing."""
+    """Yield a reason if attention logits are so large that the softmax has one winner, or a residual stream so large
+    that layers add nothing.
+
+    In each of the newest measurements; logits come first, and do not count if the model caps scores.
+    """
     newest = _measurements(observed)[-o.NEWEST_MEASUREMENTS :]
     capped = observed.spec is not None and observed.spec.model.score_cap
     logits = {} if capped else _lasting(newest, "attention.largest_logit", o.LARGE_LOGIT)
@@ -87,7 +94,12 @@ def saturated_layer(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def collapsed_router(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the router of a layer sends nearly all tokens to the same few experts, or leaves many experts without any."""
+    """Yield a reason if the router of a layer sends nearly all tokens to the same few experts, or leaves many experts
+    without any.
+
+    In each of the newest measurements, after ``IMBALANCE_AFTER_STEPS``; idle experts count only if each should get
+    many tokens.
+    """
     moe = observed.spec.model.moe if observed.spec else None
     newest = _measurements(observed)[-o.NEWEST_MEASUREMENTS :]
     if moe is None or observed.spec is None or moe.per_token == moe.experts:
@@ -121,7 +133,7 @@ def collapsed_router(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def dead_units(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if many hidden units of a feed-forward layer are zero for every token."""
+    """Yield a reason if many hidden units of a feed-forward layer are zero for every token, in each of the newest measurements."""
     newest = _measurements(observed)[-o.NEWEST_MEASUREMENTS :]
     shares = _lasting(newest, "feed_forward.dead_units", o.DEAD_SHARE)
     if not shares:
@@ -175,6 +187,7 @@ def _cells(body: LayerStatistics, figure: str) -> dict[tuple[str, str], float]:
 
 
 def _medians(measurements: Sequence[Measurement], figure: str) -> dict[tuple[str, str], float]:
+    """Return the median of a norm for each (layer, group) that all ``measurements`` have."""
     tables = [_cells(body, figure) for _, body in measurements]
     return {
         cell: median(table[cell] for table in tables)
@@ -195,7 +208,11 @@ def _least(measurements: Sequence[Measurement], figure: str) -> dict[tuple[str, 
 def _lasting(
     newest: Sequence[Measurement], figure: str, limit: float, *, below: bool = False
 ) -> Mapping[str, float]:
-    """Return the newest values of the layers whose figure is beyond ``limit`` in all of the newest measurements."""
+    """Return the newest values of the layers whose figure is at least ``limit`` (``below``: under it) in all of the
+    newest measurements.
+
+    Empty if there are fewer than ``NEWEST_MEASUREMENTS``; a measurement without the layer does not count against it.
+    """
     if len(newest) < o.NEWEST_MEASUREMENTS:
         return {}
     tables = [values_of(body, figure) for _, body in newest]
@@ -221,6 +238,7 @@ def _reason(
     evidence: tuple[str, ...],
     remedy: str,
 ) -> o.Reason:
+    """Return a warning since the first of the newest measurements; its remedy ends with the command to go back before it, if possible."""
     before = [step for step, _ in observed.checkpoints if step < measurements[-o.NEWEST_MEASUREMENTS][1].step]
     back = (
         f"; back with phalanx train {observed.run} --from {before[-1]}"

@@ -72,7 +72,11 @@ def spike(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def diverged(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the loss is above that of an untrained model, or far above the run's own past for a window of steps."""
+    """Yield a critical reason if the median loss is above that of an untrained model, or far above the run's own past
+    for a window of steps.
+
+    None beside a critical spike, or with too few steps.
+    """
     losses = [(t, step) for t, step in observed.settled if math.isfinite(step.loss)]
     if len(losses) < o.RECENT_STEPS or any(reason.severity == "critical" for reason in spike(observed)):
         return  # a spike that has not come back names the step and its batch
@@ -108,7 +112,7 @@ def diverged(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def not_learning(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the loss is still that of an untrained model, two windows of steps after the warmup."""
+    """Yield a reason if the loss is still that of an untrained model, two windows of steps after the warmup, and has not diverged."""
     spec = observed.spec
     losses = [(t, step) for t, step in observed.recent if math.isfinite(step.loss)]
     # The first loss is no measure: a run may begin with trained weights, or with weights that are worse than none.
@@ -136,8 +140,10 @@ def not_learning(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def growing_norm(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the gradient norm has grown by orders of magnitude over the run's past, for a window of steps. None if it
-    diverged."""
+    """Yield a reason if the gradient norm has grown ``NORM_GROWN`` times over the run's past, for a window of steps.
+
+    None if it diverged.
+    """
     norms = [(t, step) for t, step in observed.settled if math.isfinite(step.grad_norm)]
     if len(norms) < o.RECENT_STEPS or any(diverged(observed)):
         return
@@ -178,7 +184,7 @@ def _since_step(below: int, first: Step) -> str:
 
 
 def _untrained_loss(observed: o.Observed) -> float:
-    """Return the loss of a uniform prediction, or of the run's first step if that is larger; infinite if neither is known."""
+    """Return the loss of a uniform prediction in nats, or of the run's first step if that is larger; infinite if neither is known."""
     vocabulary = observed.spec.model.vocab_size if observed.spec else 0
     first = next(
         (event.body for event in (*observed.past, *observed.events) if isinstance(event.body, Step)), None
@@ -203,7 +209,7 @@ def _spike(event: Event) -> LossSpike:
 
 
 def _way_back(observed: o.Observed, worst: LossSpike, before: list[int], back: bool | None) -> str:
-    """Return the commands that explain a spike and, if the run needs it, go back before it."""
+    """Return the command that explains a spike and, if the spike stopped the run or the loss is not ``back``, the one that goes back."""
     look = f"phalanx spike {observed.run} {worst.step}"
     if worst.action == "stop":
         return f"{look}; then leave it out: phalanx train {observed.run} --from {worst.step - 1} --set train.on_spike=skip"
@@ -213,7 +219,7 @@ def _way_back(observed: o.Observed, worst: LossSpike, before: list[int], back: b
 
 
 def _is_back(observed: o.Observed, worst: LossSpike) -> bool | None:
-    """Return True if the newest loss is back at the level before the spike; None if there are too few steps since."""
+    """Return True if the median of the newest losses is back at the level before the spike; None if there are too few steps since."""
     since = [step.loss for _, step in observed.steps if step.step > worst.step and math.isfinite(step.loss)]
     if len(since) < o.RECENT_STEPS // 2:
         return None
@@ -221,7 +227,10 @@ def _is_back(observed: o.Observed, worst: LossSpike) -> bool | None:
 
 
 def not_finite(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason for the newest step that was not finite, unless the run has trained on for a while since."""
+    """Yield a reason for the newest step that was not finite: critical if the run ended before it, else a warning.
+
+    None once the run has trained on for a window and some time, or has computed that step after all.
+    """
     event_by_step = {event.body.step: event for event in observed.events if isinstance(event.body, NonFinite)}
     if not event_by_step or observed.finished:
         return
@@ -291,8 +300,10 @@ def not_finite(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def imbalance(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if nearly all tokens go to the same few experts, long after the router should have learned, and no router has
-    collapsed."""
+    """Yield a reason if nearly all tokens go to the same few experts, long after the router should have learned.
+
+    By the median balance of recent steps; none if a router has collapsed, which is reported by itself.
+    """
     moe = observed.spec.model.moe if observed.spec else None
     if not observed.running or moe is None or len(observed.recent) < o.RECENT_STEPS // 2:
         return

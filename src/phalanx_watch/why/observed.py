@@ -365,7 +365,7 @@ class Observed:
 
     @cached_property
     def after_end(self) -> str:
-        """Remainder of the run once it has ended."""
+        """Sentence on what becomes of the run once it has ended: nothing if it has finished, else the step that is saved."""
         if self.finished:
             return "nothing: it has finished"
         step = self.saved_step
@@ -395,6 +395,7 @@ class Observed:
 
     @cached_property
     def _first_start(self) -> tuple[float, run_events.RunStarted] | None:
+        """(Unix seconds, body) of the run's first start that is known; None if there is none."""
         starts = (
             (event.t, event.body)
             for event in (*self.past, *self.events)
@@ -411,7 +412,7 @@ class Observed:
 
     @cached_property
     def began_at(self) -> float | None:
-        """Time at which the newest attempt started or restored its state."""
+        """Unix seconds at which the newest attempt started or restored its state, the later; None if neither is known."""
         times = [
             event.t
             for event in self.mine

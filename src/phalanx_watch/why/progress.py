@@ -24,7 +24,11 @@ _BURST_S = 60.0
 
 
 def failed(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if a process has recorded its failure and training has not resumed since, or the fleet has given up."""
+    """Yield a critical reason if a process has recorded its failure and training has not resumed since, or the fleet
+    has given up.
+
+    None while a process holds the run, its job waits, or it has finished.
+    """
     if observed.finished or observed.is_held or (observed.job is not None and observed.job.is_waiting):
         return
     after = observed.last_t - 1.0
@@ -69,7 +73,10 @@ def _logged(observed: o.Observed) -> o.FirstFailureSeen | None:
 
 
 def gone(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the processes of the run are gone without a recorded one, or a run on another machine is silent."""
+    """Yield a critical reason if the processes of the run are gone without a recorded end.
+
+    For a run on another machine, a warning if it is silent for long. None if it has failed or its job waits.
+    """
     if observed.over or (observed.job is not None and observed.job.is_waiting) or any(failed(observed)):
         return
     silent_s = max(0.0, observed.now - observed.last_t)
@@ -106,7 +113,7 @@ def gone(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def _gone_at_start(observed: o.Observed) -> Iterator[o.Reason]:
-    """The processes of a start are gone, and it has written no event."""
+    """Yield a reason if the processes of a start are gone, and it has written no event; none for jobs of an engine."""
     if observed.is_held is not False or not observed.starts or observed.job is not None:
         return
     yield o.Reason(
@@ -142,7 +149,7 @@ def never_began(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def queued(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the run's job is held, or waits in a queue."""
+    """Yield a warning if the run's job is held, or an "info" reason if it waits in a queue."""
     job = observed.job
     if job is None or not job.is_waiting or observed.finished:
         return
@@ -234,7 +241,7 @@ def _called(process: o.ProcessSeen) -> str:
 
 
 def _ahead(observed: o.Observed) -> o.Reason | None:
-    """Return a reason if training continues, by the fleet's heartbeats, but the event stream does not grow; else None."""
+    """Return a critical reason if training continues, by the fleet's heartbeats, but the event stream does not grow; else None."""
     fleet, last = observed.fleet, observed.last_step
     if fleet is None or last is None or fleet.phase is not FleetPhase.RUNNING or fleet.step <= last[1].step:
         return None
@@ -256,7 +263,11 @@ def _ahead(observed: o.Observed) -> o.Reason | None:
 
 
 def _doing(observed: o.Observed) -> _Doing:
-    """Return the run's current activity by its newest events, and the seconds that it may take."""
+    """Return the run's current activity by its newest events, and the seconds that it may take.
+
+    In this order: the fleet's phase, starting, waiting for data, ending, evaluating, saving, computing a step.
+    Evaluations and saves may take a multiple of the last one.
+    """
     stepping_s = max(o.STALL_LEAST_S, o.STALL_STEPS * observed.step_s)
     if observed.fleet is not None and observed.fleet.phase is not FleetPhase.RUNNING:
         return _of_fleet(observed, stepping_s)
@@ -285,7 +296,7 @@ def _doing(observed: o.Observed) -> _Doing:
 
 
 def _of_fleet(observed: o.Observed, stepping_s: float) -> _Doing:
-    """Return the activity of a fleet that does not train: waiting for nodes, saving, or coming together."""
+    """Return the activity of a fleet that does not train, and its timeout: waiting for nodes, saving, or coming together."""
     assert observed.fleet is not None
     fleet = observed.fleet
     if fleet.phase is FleetPhase.WAITING:
@@ -302,7 +313,7 @@ def _of_fleet(observed: o.Observed, stepping_s: float) -> _Doing:
 
 
 def _data(observed: o.Observed) -> _Doing | None:
-    """Return the wait for an object store, if that is the newest message."""
+    """Return the wait for an object store, if such a message came after the newest step; else None."""
     texts = [
         event.body.text
         for event in observed.events
@@ -321,7 +332,7 @@ def _data(observed: o.Observed) -> _Doing | None:
 
 
 def slow_data(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the newest steps wait for their samples for much of their time."""
+    """Yield a reason if the newest steps wait for their samples for at least ``DATA_SHARE`` of their time."""
     if not observed.running or len(observed.recent) < o.RECENT_STEPS // 2:
         return
     took = sum(step.logged_s for _, step in observed.recent)
@@ -357,7 +368,11 @@ def slow_data(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def slower_than_before(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if throughput has fallen against the run's own past, in the same attempt."""
+    """Yield a reason if throughput has fallen against the run's own past, in the same attempt and with the same
+    ranks.
+
+    None with fewer than ``PAST_STEPS`` before.
+    """
     if not observed.running or len(observed.recent) < o.RECENT_STEPS:
         return
     ranks = observed.started.ranks if observed.started else 0
@@ -406,7 +421,7 @@ def _usual_speed(speeds: list[float]) -> tuple[float, float]:
 
 
 def _grown(before: list[run_events.Step], now: list[run_events.Step]) -> tuple[str, ...]:
-    """Return the bucket of a step that has grown most, from the ledgers at the two ends of a stretch."""
+    """Return a sentence on the bucket of a step that has grown most, from the ledgers at the two ends of a stretch; empty if none has."""
 
     def shares(steps: list[run_events.Step]) -> dict[str, float]:
         first, last = steps[0].ledger, steps[-1].ledger
@@ -426,7 +441,10 @@ def _grown(before: list[run_events.Step], now: list[run_events.Step]) -> tuple[s
 
 
 def low_goodput(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if little of the attempt's time is training. The evidence has the largest other cause."""
+    """Yield a reason if less than ``GOODPUT`` of the attempt's time is training, after ``GOODPUT_AFTER_S``.
+
+    The evidence has the largest other cause.
+    """
     if not observed.running or not observed.steps:
         return
     t, step = observed.steps[-1]

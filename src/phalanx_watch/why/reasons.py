@@ -104,7 +104,11 @@ _CUT = 300
 
 
 def slow_ranks(directory: RunDirectory, attempt: int) -> list[o.SlowRankSeen]:
-    """Return the ranks of ``attempt`` that were slower than their peers in its newest windows; none of an earlier attempt."""
+    """Return the ranks of ``attempt`` that were slower than their peers in its newest windows, and the one that is
+    late in bursts.
+
+    Empty if there are too few windows, the newest numbers are of another attempt, or files cannot be read.
+    """
     with (
         suppress(RankStreamError, RunDirectoryError, EventLogError, OSError, IndexError, ValueError),
         RankStream(directory.ranks) as stream,
@@ -247,7 +251,11 @@ _FAILURE = re.compile(r"attempt-(\d+)-(.+)\.failure\.json")
 
 
 def observe(directory: RunDirectory, now: float, job: JobStanding | None = None) -> o.Observed:
-    """Return all facts of the run in ``directory`` at ``now``. ``job`` is its state in the engine, if known."""
+    """Read all facts of the run in ``directory`` at ``now`` (Unix seconds). ``job`` is its state in the engine, if
+    known.
+
+    What cannot be read is left empty.
+    """
     past, events = read_ends(directory.events)
     spec: RunSpec | None = None
     with suppress(RunDirectoryError, RecursionError):
@@ -289,7 +297,11 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
 
 
 def read_ends(path: Path) -> tuple[list[Event], list[Event]]:
-    """Return samples of the stream, its beginning first, and its newest events. Both are empty if it cannot be read."""
+    """Return (samples, newest events): the beginning and evenly spaced parts of the stream, and its last
+    ``_TAIL_BYTES``.
+
+    Both are empty if it cannot be read.
+    """
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -307,7 +319,7 @@ def read_ends(path: Path) -> tuple[list[Event], list[Event]]:
 
 
 def _between(file: BinaryIO, start: int, end: int) -> Iterator[Event]:
-    """Yield the events between two offsets; lines that are cut at either end are left out."""
+    """Yield the events between two offsets; lines that are cut at either end, or cannot be decoded, are left out."""
     file.seek(start)
     lines = file.read(end - start).split(b"\n")
     for line in lines[1:] if start else lines:
@@ -374,6 +386,7 @@ def _checkpoint_bytes(directory: RunDirectory) -> int:
 
 
 def _disk(directory: RunDirectory) -> o.DiskSeen | None:
+    """Return free and total bytes of the disk with the checkpoints; None if they cannot be read."""
     place = directory.checkpoints if directory.checkpoints.is_dir() else directory.path
     with suppress(OSError):
         usage = shutil.disk_usage(place)
@@ -382,7 +395,10 @@ def _disk(directory: RunDirectory) -> o.DiskSeen | None:
 
 
 def _data_now(spec: RunSpec | None, record: dict[str, object]) -> tuple[str, str]:
-    """Return the present fingerprint of the data, or why they cannot be opened. Object stores are skipped, since they may be slow."""
+    """Return (present fingerprint of the data, reason why they cannot be opened); one of them is empty.
+
+    Both are empty without ``spec``, or for object stores, which may be slow.
+    """
     if spec is None:
         return "", ""
     try:

@@ -20,7 +20,10 @@ _URL = "://"
 
 
 def failed_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if checkpoints or their copies have failed since the newest good one."""
+    """Yield a reason if checkpoints or their copies have failed since the newest good one.
+
+    Critical for a second failure on disk, or if no checkpoint is saved.
+    """
     if observed.finished:
         return
     saved = observed.newest(CheckpointSaved)
@@ -54,7 +57,7 @@ def failed_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def old_checkpoint(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the newest checkpoint is older than the run's interval allows, so that a crash would cost more."""
+    """Yield a reason if the newest checkpoint is older, in time and steps, than the run's interval allows: a crash would cost more."""
     if not observed.running or not observed.steps or observed.spec is None:
         return
     every_s = _interval_s(observed)
@@ -86,7 +89,7 @@ def old_checkpoint(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def _interval_s(observed: o.Observed) -> float | None:
-    """Return the intended seconds between two checkpoints; None if unknown."""
+    """Return the intended seconds between two checkpoints, by the run file or the median gap; None if unknown."""
     assert observed.spec is not None
     every = observed.spec.checkpoint.every_steps
     if every:
@@ -98,7 +101,7 @@ def _interval_s(observed: o.Observed) -> float | None:
 
 
 def full_disk(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the disk has no room for the next checkpoint, or will soon have none."""
+    """Yield a critical reason if the disk has no room for the next checkpoint, or a warning if it will soon have none."""
     if observed.disk is None or not observed.running:
         return
     saved = observed.newest(CheckpointSaved)
@@ -151,7 +154,7 @@ def changed_run_file(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def other_data(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the data cannot be opened, or differ from those at the start of the run."""
+    """Yield a reason if the data cannot be opened (warning), or differ from those at the start of the run (critical)."""
     if observed.finished or not observed.data_fingerprint:
         return
     if observed.data_error:
@@ -264,7 +267,7 @@ def throttled(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def clock_skew(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the clocks that wrote the stream, or this one, differ by seconds."""
+    """Yield a reason if events are over ``SKEW_S`` in this machine's future, or one is stamped so much before the event above it."""
     if observed.finished:
         return
     ahead = max((event.t for event in observed.events), default=0.0) - observed.now
