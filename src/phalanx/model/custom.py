@@ -75,9 +75,9 @@ class Chain(nn.Module):
     """A user's model as the trainer calls it: embedding, blocks, norm, head; or a stage of a pipeline."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        """Build the model of a resolved ``spec`` on the current default device.
-
-        Raise ``CustomModelError`` or ``phalanx.run.factory.FactoryError``.
+        """Build the model of a resolved ``spec`` on the current default device, by calling the user's factory. Raises
+        ``CustomModelError``, or ``FactoryError`` if the factory cannot be imported or has another source than
+        ``spec`` names.
         """
         super().__init__()
         self.spec = spec
@@ -88,7 +88,9 @@ class Chain(nn.Module):
         self.head = model.head
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
-        """Reduce the model to a stage of a pipeline, like ``Transformer.keep``. Changes it in place."""
+        """Reduce the model in place to a stage of a pipeline: the blocks numbered ``layers``. Only the first stage
+        has the embedding; only the last has norm and head.
+        """
         self.blocks = nn.ModuleDict(
             {name: block for name, block in self.blocks.items() if int(name) in layers}
         )
@@ -151,8 +153,8 @@ class CustomFacts:
 
 
 def custom_facts(spec: ModelSpec, seq_len: int, dtype: torch.dtype = torch.float32) -> CustomFacts:
-    """Build a user's model on the meta device, check that it can be trained, and return its parameters and the training
-    FLOP per token of each block.
+    """Build a user's model on the meta device, check that it can be trained, and return its parameters and the
+    training FLOP per token of each block: three times those of its forward pass.
 
     Args:
         spec: Resolved.
@@ -176,7 +178,9 @@ def custom_facts(spec: ModelSpec, seq_len: int, dtype: torch.dtype = torch.float
 
 
 def _build(factory: Callable[..., Any], spec: ModelSpec) -> Any:
-    """Call the user's factory. Raises ``CustomModelError``."""
+    """Call the user's factory with ``spec`` and return its result. Any error in it, an exit included, is raised as
+    ``CustomModelError`` with the line.
+    """
     try:
         return factory(spec)
     except (Exception, SystemExit) as error:
@@ -187,7 +191,9 @@ def _build(factory: Callable[..., Any], spec: ModelSpec) -> Any:
 
 
 def _require_parts(model: Any, spec: ModelSpec) -> CustomModel:
-    """Return the model if it has all parts and nothing that training would lose; raise ``CustomModelError`` otherwise."""
+    """Return the model if it has embedding, ``spec.layers`` blocks, norm and head. Raise ``CustomModelError``
+    otherwise, and for modules, parameters or forward hooks outside these parts.
+    """
 
     def refuse(cause: str, remedy: str) -> CustomModelError:
         return CustomModelError(f"{spec.factory}: {cause}; {remedy}")
@@ -230,7 +236,9 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _require_head(model: nn.Module, spec: ModelSpec, refuse: _Refusal) -> None:
-    """Raise the error of ``refuse`` unless the head is a plain projection, tied or not as the spec has it."""
+    """Raise the error of ``refuse`` unless the head is an ``nn.Linear`` of ``(vocab, dim)`` without bias and hooks;
+    or None, if and only if the spec ties it to such an embedding.
+    """
     if not hasattr(model, "head"):
         raise refuse(
             "the model has no attribute head",
@@ -295,9 +303,11 @@ def _require_trainable(model: nn.Module, refuse: _Refusal) -> None:
 
 
 def _parameters(chain: Chain, model: nn.Module) -> Iterator[Parameter]:
-    """Yield the model's parameters with their kinds: stated by the model, or by shape.
+    """Yield the model's parameters with their kinds: as its ``parameter_kind`` states, or by shape if that is missing
+    or returns None.
 
-    Raises ``CustomModelError`` for a wrong kind.
+    Raises ``CustomModelError`` if it fails or returns another kind, or a matrix kind for a parameter that is not
+    2-dimensional.
     """
     stated = getattr(model, "parameter_kind", lambda _name: None)
     for name, parameter in chain.named_parameters():
@@ -320,7 +330,9 @@ def _parameters(chain: Chain, model: nn.Module) -> Iterator[Parameter]:
 
 
 def _kind_by_shape(name: str, dimensions: int) -> ParameterKind:
-    """Return the kind of a parameter that the model does not state."""
+    """Return the kind of a parameter that the model does not state. One dimension is a "bias" or else "norm", by
+    name; the embedding's is "embedding"; two is "matrix", more "filter".
+    """
     if dimensions == 1:
         return "bias" if name.rpartition(".")[2] == "bias" else "norm"
     if name.startswith("embedding."):
@@ -329,9 +341,10 @@ def _kind_by_shape(name: str, dimensions: int) -> ParameterKind:
 
 
 def _forward_costs(chain: Chain, tokens: Tensor) -> list[float]:
-    """Return the forward FLOP of each block on ``tokens``; the first includes the embedding, the last norm and head.
+    """Return the forward FLOP of each block on ``tokens`` ``(b, s)``. The first includes the embedding, the last also
+    norm and head.
 
-    Raises ``CustomModelError`` if a part returns another shape.
+    Raises ``CustomModelError`` if a part fails, or returns anything but hidden states ``(b, s, dim)``.
     """
     spec = chain.spec
     expected_shape = (*tokens.shape, spec.dim)
@@ -358,7 +371,7 @@ def _forward_costs(chain: Chain, tokens: Tensor) -> list[float]:
 
 
 def _on_meta(spec: ModelSpec, name: str, module: nn.Module, x: Tensor) -> Any:
-    """Call a module of the user's on the meta device. Raises ``CustomModelError``."""
+    """Return ``module(x)`` on the meta device. Any error is raised as ``CustomModelError`` with the ``name`` of the part and the line."""
     try:
         return module(x)
     except Exception as error:
@@ -394,6 +407,7 @@ class _TensorVersion:
     version: int
 
     def __eq__(self, other: object) -> bool:
+        """Return True if both are one tensor object without a write in between."""
         return (
             isinstance(other, _TensorVersion)
             and self.tensor is other.tensor
@@ -430,7 +444,9 @@ class _Operations(DispatchMode):
         return func(*args, **(kwargs or {}))
 
     def are_one_product(self, hidden: _TensorVersion | None, weight: Tensor, result: Any) -> bool:
-        """Return True if the operations are one product of ``hidden`` and ``weight``, and otherwise only views."""
+        """Return True if the recorded operations are one product of ``hidden`` and ``weight``, and otherwise only
+        views. False for no ``hidden``, a ``hidden`` written since, or a ``result`` that is no tensor.
+        """
         products = [operands for name, operands in self._calls if name in ("mm", "bmm", "matmul", "linear")]
         other_names = {name for name, _ in self._calls} - {"mm", "bmm", "matmul", "linear"}
         if hidden is None or len(products) != 1 or other_names - _VIEWS or not isinstance(result, Tensor):
@@ -463,7 +479,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _require_same_forward(model: nn.Module, spec: ModelSpec, tokens: Tensor) -> None:
-    """If the model defines ``forward``, call it and check that it computes the chain.
+    """If the model defines ``forward``, call it once and check that it passes each part's unchanged output to the
+    next, and returns the head's.
 
     Raises ``CustomModelError`` otherwise. Its parts keep the hooks that record the calls.
     """

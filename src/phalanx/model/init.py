@@ -42,12 +42,14 @@ def flat_indices(
 
 
 def deviation(parameter: Parameter, spec: ModelSpec) -> float:
-    """Return the standard deviation of a matrix's initial values."""
+    """Return the standard deviation of a matrix's initial values: ``init_std``, divided by sqrt(2 layers) for the outputs of blocks."""
     return spec.init_std / math.sqrt(2 * spec.layers) if parameter.kind == "output" else spec.init_std
 
 
 def _pieces(box: tuple[int, ...], chunk: int) -> Iterator[tuple[slice, ...]]:
-    """Yield indices that cut a box into pieces of at most ``chunk`` elements."""
+    """Yield indices that cut a box, in order, into pieces of at most ``chunk`` elements. Each is one slice for each
+    of the first dimensions; the last slice may cover several rows, the others one.
+    """
     row_elements = math.prod(box[1:])
     if row_elements > chunk:
         for row in range(box[0]):
@@ -61,7 +63,8 @@ def _pieces(box: tuple[int, ...], chunk: int) -> Iterator[tuple[slice, ...]]:
 def fill(out: Tensor, parameter: Parameter, offset: tuple[int, ...], spec: ModelSpec, seed: int) -> None:
     """Write the initial values of the box at ``offset`` of ``parameter`` into ``out``, which has the box's shape.
 
-    Norms are 1 (0 with an offset), biases 0, others normal. Values depend on seed, name and position only.
+    Norms are 1 (0 with an offset), biases 0, others normal with their ``deviation``. Values depend on seed, name and
+    position only.
     """
     if parameter.kind in ("norm", "bias", "balance"):
         out.fill_(1.0 if parameter.kind == "norm" and not spec.norm_offset else 0.0)
@@ -127,7 +130,8 @@ def random_words(key: int | Tensor, index: Tensor) -> Tensor:
 
 @functools.cache
 def _normal_table() -> tuple[int, ...]:
-    """Return the quantiles of the truncated normal at 4097 evenly spaced probabilities, in units of 2^-30.
+    """Return the quantiles of the normal truncated at ±3 and scaled to variance 1, at 4097 evenly spaced
+    probabilities from 0 to 1, in units of 2^-30.
 
     Entries are rounded to 30 bits, coarser than any disagreement between mathematical libraries.
     """

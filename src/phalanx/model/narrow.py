@@ -30,9 +30,11 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
-    """Quantize ``x`` ``(..., r, k)`` to an 8-bit floating-point format or int8; by block, ``k`` must be a multiple of 32.
+    """Return ``x`` ``(..., r, k)`` in an 8-bit floating-point format or int8, with power-of-two scales by tensor,
+    row, or block of 32, of which ``k`` must then be a multiple.
 
-    An element that is not finite makes all elements with its scale not finite. int8 cannot represent these: check for them before.
+    An element that is not finite makes all elements with its scale not finite. int8 cannot represent these: check for
+    them before.
     """
     # All sizes are explicit, because a view of an empty tensor cannot infer one.
     # (..., r, k / 32, 32) by block
@@ -58,7 +60,7 @@ def _scale(largest: Tensor, limit: float) -> Tensor:
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
-    """Convert back to ``dtype``, which is fp32 or bf16. The conversion is exact."""
+    """Return the numbers ``(..., r, k)`` in ``dtype``, which is fp32 or bf16. The conversion is exact."""
     values, scale = quantized
     # Each scale belongs to as many neighbors as there are columns for it.
     groups = scale.shape[-1]

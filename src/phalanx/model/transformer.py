@@ -43,6 +43,9 @@ class Block(nn.Module):
     """Layer ``layer`` of a resolved model, counted from 0."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
+        """Build attention and feed-forward layer of the kinds that ``spec`` has at ``layer``, from 0, with norms
+        before them, after them or both, as ``norm_placement`` states.
+        """
         super().__init__()
         before, after = spec.norm_placement != "after", spec.norm_placement != "before"
         self.attention_norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset) if before else None
@@ -63,7 +66,9 @@ class Block(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """``(b, s, d)`` to ``(b, s, d)``."""
+        """Return hidden states ``(b, s, d)`` plus the results of attention, then of the feed-forward layer. New keys
+        and values are added to ``cache``, if given.
+        """
         mixed = self.attention(_normed(x, self.attention_norm), cos, sin, documents, cache)
         x = x + _normed(mixed, self.attention_post_norm)
         return x + _normed(self.ffn(_normed(x, self.ffn_norm)), self.ffn_post_norm)
@@ -97,6 +102,7 @@ class PredictionAhead(nn.Module):
     """Prediction of one depth. Its block is of the same kind as the model's last block."""
 
     def __init__(self, spec: ModelSpec) -> None:
+        """Build both input norms, the projection from ``2 d`` to ``d``, a block like the last layer's, and the final norm."""
         super().__init__()
         self.hidden_norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
         self.embedding_norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
@@ -113,7 +119,8 @@ class PredictionAhead(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Hidden states of the previous depth and embeddings of the tokens further ahead, ``(b, s, d)`` each, to hidden states.
+        """Return normalized hidden states ``(b, s, d)``, from those of the previous depth and the ``embedded`` tokens
+        further ahead, ``(b, s, d)`` each.
 
         With a cache, both continue the cached tokens.
         """
@@ -128,10 +135,11 @@ def tokens_ahead(tokens: Tensor, depth: int) -> Tensor:
 
 
 def targets_ahead(targets: Tensor, depth: int, ignored: int, ends: Tensor | None = None) -> Tensor:
-    """Return the targets ``(b, s)`` of a depth, from those of the main model; the last ``depth`` are ``ignored``.
+    """Return the targets ``(b, s)`` of a depth, from those of the main model: moved by ``depth`` positions; the last
+    ``depth`` are ``ignored``.
 
-    ``ends`` ``(b, s)``, bool, marks tokens that end a document. With it, targets beyond an end, in another document, are ignored too.
-    (The main model already ignores the target right after an end.)
+    ``ends`` ``(b, s)``, bool, marks tokens that end a document. With it, targets beyond an end, in another document,
+    are ignored too. (The main model already ignores the target right after an end.)
     """
     ahead = tokens_ahead(targets, depth)
     ahead[:, targets.shape[1] - depth :] = ignored
@@ -279,7 +287,9 @@ class Transformer(nn.Module):
         return torch.stack((result, *parts))  # (1 + mtp_depth,)
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """Return the input vectors ``(..., d)`` of the first layer for ``tokens``."""
+        """Return the input vectors ``(..., d)`` of the first layer for ``tokens`` ``(...)``; times sqrt(d), rounded
+        to their dtype, with ``scale_embeddings``.
+        """
         assert self.embedding is not None, "this stage of a pipeline has no embedding"
         vectors: Tensor = self.embedding(tokens)
         # A Python number: a tensor would be copied to the GPU from pageable memory, and the host would wait.
@@ -304,7 +314,9 @@ class Transformer(nn.Module):
     def tables(
         self, positions: Tensor, dtype: torch.dtype, length: int
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return cosines and sines of ``positions`` for layers with full attention, and for those with a window."""
+        """Return cosines and sines, each ``(s, rotated elements)``, of ``positions`` for layers with full attention,
+        and for those with a window: the same unless the window has its own theta.
+        """
         full = self._rotation(positions, dtype, length)
         if not self.spec.window_rope_theta:
             return full, full
@@ -317,7 +329,7 @@ class Transformer(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
     def projection(self) -> Tensor:
-        """Return the output projection ``(vocab, d)``."""
+        """Return the output projection ``(vocab, d)``: the head's weight, or the embedding's if tied."""
         if self.head is not None:
             return self.head.weight
         assert self.embedding is not None, "a tied projection needs the embedding: do not divide this model"
@@ -331,7 +343,9 @@ class Transformer(nn.Module):
         sin: Tensor,
         documents: Documents | None,
     ) -> Iterator[Tensor]:
-        """Yield the hidden states of each prediction ahead, given the tokens ``further`` ahead."""
+        """Yield the hidden states ``(b, s, d)`` of each prediction ahead, each computed from the previous ones and
+        its entry ``(b, s)`` of ``further``.
+        """
         for tokens, module in zip(further, self.mtp, strict=True):
             hidden = module(hidden, self.embedded(tokens), cos, sin, documents)
             yield hidden

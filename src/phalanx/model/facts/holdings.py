@@ -38,9 +38,10 @@ _SUM_BYTES = 4
 
 @cache
 def held_bytes(slots: int, leaf_bytes: int) -> int:
-    """Return the most bytes of whole sums that a rank of ``slots`` slots holds beside a slot's own gradient, for each element.
+    """Return the most bytes of partial sums, for each element, that any rank with ``slots`` slots keeps beside a
+    slot's own gradient.
 
-    ``leaf_bytes`` is the size of a slot's gradient that is not added yet; 4 of all sums.
+    ``leaf_bytes`` is the size of a slot's gradient that is not added yet; all sums have 4.
     """
     sizes = [0]
     for first in range(0, _RANKS * slots, slots):
@@ -62,7 +63,9 @@ def exchanged(slots: int) -> int:
 
 
 def _levels(first: int, last: int) -> Iterator[int]:
-    """Yield the level of each node of the tree that remains of the leaves from ``first`` up to ``last``."""
+    """Yield the level, 0 for a leaf, of each node that cannot be added further if only the leaves ``first`` up to
+    ``last``, exclusive, are there.
+    """
     level = 0
     while first < last:
         if first % 2:
@@ -84,8 +87,8 @@ def _levels(first: int, last: int) -> Iterator[int]:
 def deal_matrices(
     costs: Sequence[float], whole_on: Sequence[Sequence[int]], loads: Sequence[float]
 ) -> list[int]:
-    """Return the owner of each matrix: the most expensive first, each to the rank with the least load so far, of those
-    that have it complete.
+    """Return the owner rank of each matrix: one that is complete on a rank stays there. Others go, the most expensive
+    first, to the rank with the least load so far; complete ones only to ranks that have them, before divided ones.
 
     Args:
         costs: Cost of each matrix, in an order that is the same on every rank.
@@ -163,7 +166,9 @@ def _is_whole(parameter: Parameter, layout: Layout) -> bool:
 
 
 def _experts_by_rank(experts: int, layout: Layout, ranks: int) -> list[int]:
-    """Return the number of complete experts of a layer on each rank."""
+    """Return the number of a layer's experts that each of ``ranks`` ranks has completely. Shares are rounded up, so
+    the last ranks may have fewer or none.
+    """
     local_experts = experts // layout.expert
     most = -(-local_experts // layout.expert_shard)
     shares = (rank // layout.expert for rank in range(ranks))
@@ -233,7 +238,7 @@ def place_of(layout: Layout, rank: int) -> RankPlace:
 
 
 def stages_at(parallel: ParallelSpec, rank: int) -> tuple[int, ...]:
-    """Return the stages of a pipeline rank: assigned round-robin, or down and up like a V."""
+    """Return the stages of a pipeline rank: assigned round-robin, or down and up like a V with a schedule that splits the backward pass."""
     if parallel.pipeline == 1:
         return (0,)
     turns = range(stages_per_rank(parallel))
@@ -270,7 +275,7 @@ def fullest(spec: RunSpec, layout: Layout, pipeline: int) -> Holding:
 
 
 def state_bytes(spec: RunSpec, layout: Layout, holding: Holding, compute_bytes: int) -> dict[str, int]:
-    """Return the bytes of a rank's state by kind, without activations.
+    """Return the bytes of a rank's state by kind, without activations and without kinds of 0 bytes.
 
     - weights and gradients: fp32, the rank's share.
     - moments: the optimizer's state, see ``moment_bytes``.
@@ -314,7 +319,9 @@ def moment_bytes(optimizer: OptimizerSpec, layout: Layout, holding: Holding) -> 
 
 
 def _gathered_at_once(pieces: Sequence[HeldParameter], *, keep: bool) -> int:
-    """Return the gathered elements at a time: all, or with ZeRO-3 those outside blocks and of the two largest blocks."""
+    """Return the most elements that are gathered at a time: all if ``keep``. Otherwise (ZeRO-3) those outside blocks,
+    and of the two largest blocks with their experts.
+    """
     if keep:
         return sum(piece.gathered for piece in pieces)
     blocks: Counter[str] = Counter()
@@ -336,7 +343,9 @@ def _ranks_of(parameter: Parameter, layout: Layout) -> int:
 
 
 def _piece(parameter: Parameter, layout: Layout, place: RankPlace) -> HeldParameter:
-    """Return a rank's piece of a parameter: the elements before FSDP shards it, and the shape of its share."""
+    """Return a rank's piece of a parameter: its elements before FSDP divides it, and the shape of the FSDP share.
+    Stacks of experts are divided by expert ranks first.
+    """
     shape, share = list(parameter.shape), place.fsdp
     dim = parameter.tensor_dim
     if parameter.stacked:

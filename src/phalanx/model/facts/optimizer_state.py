@@ -77,8 +77,10 @@ def state_bytes_by_name(spec: OptimizerSpec, parameters: Iterable[Parameter]) ->
 
 
 def adamw_state(spec: OptimizerSpec, shape: tuple[int, ...]) -> list[StateTensor]:
-    """Return both moments that AdamW keeps of a parameter, or of a rank's part of one, of ``shape``. fp32; for AdamW in
-    ``spec.state``, with scales for 8 bits. Vectors stay fp32.
+    """Return the tensors of both moments of AdamW for a parameter, or a rank's part of one, of ``shape``.
+
+    They are in the format ``spec.state`` if the optimizer is AdamW, with scales for 8 bits. Of other optimizers, and
+    of vectors, they are fp32.
     """
     tensors = []
     for moment in ("exp_avg", "exp_avg_sq"):
@@ -93,7 +95,9 @@ def adamw_state(spec: OptimizerSpec, shape: tuple[int, ...]) -> list[StateTensor
 
 
 def matrix_state(spec: OptimizerSpec, rows: int, columns: int) -> list[StateTensor]:
-    """Return the state tensors of Adafactor, Muon, Shampoo or SOAP for one matrix; fp32, initially zero."""
+    """Return the state tensors of Adafactor, Muon, Shampoo or SOAP for one matrix, all fp32. Adafactor has a mean of
+    gradients only if ``beta1`` is not 0.
+    """
     shape = (rows, columns)
     if spec.name == "muon":
         return [StateTensor("momentum", shape)]
@@ -172,6 +176,7 @@ class MatrixWork:
         )
 
     def __add__(self, other: MatrixWork) -> MatrixWork:
+        """Return the work of both together, field by field."""
         return MatrixWork(
             self.elements + other.elements,
             self.state_bytes + other.state_bytes,
@@ -182,9 +187,10 @@ class MatrixWork:
 
 
 def matrix_work(spec: OptimizerSpec, rows: int, columns: int) -> MatrixWork:
-    """Return the work of one step of Adafactor, Muon, Shampoo or SOAP with a matrix of ``rows x columns``.
+    """Return the elements, state bytes and FLOP of one step of Adafactor, Muon, Shampoo or SOAP with a matrix of
+    ``rows x columns``.
 
-    FLOP of decompositions are the mean over steps.
+    FLOP of decompositions are the mean over steps; Adafactor has none of either kind. Nothing crosses ranks.
     """
     products = decompositions = 0.0
     if spec.name == "muon":

@@ -30,6 +30,7 @@ _LLAMA31 = RopeScalingSpec(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0
 
 
 def _llama3(preset: str, layers: int, dim: int, heads: int, ffn_dim: int, *, tied: bool = False) -> ModelSpec:
+    """Return a Llama 3.1 model: 8 key heads, its vocabulary, theta and rotary scaling. ``tied`` ties the head to the embedding."""
     return ModelSpec(
         preset=preset,
         layers=layers,
@@ -45,6 +46,7 @@ def _llama3(preset: str, layers: int, dim: int, heads: int, ffn_dim: int, *, tie
 
 
 def _deepseek_yarn(factor: float, beta_fast: float) -> RopeScalingSpec:
+    """Return the YaRN scaling of DeepSeek's models, from a context of 4096 tokens, with equal temperatures that cancel in the tables."""
     return RopeScalingSpec(
         kind="yarn",
         factor=factor,
@@ -57,6 +59,7 @@ def _deepseek_yarn(factor: float, beta_fast: float) -> RopeScalingSpec:
 
 
 def _gpt_oss(preset: str, layers: int, experts: int) -> ModelSpec:
+    """Return a gpt-oss model: the two sizes differ only in ``layers`` and ``experts``."""
     return ModelSpec(
         preset=preset,
         layers=layers,

@@ -142,7 +142,9 @@ def fleet_state_bytes(spec: ModelSpec, optimizer: OptimizerSpec, compute_bytes: 
 
 
 def count(spec: ModelSpec, seq_len: int) -> ModelCounts:
-    """Count parameters and FLOP of a resolved model (``phalanx.run.kinds.whole_model.resolve``) at ``seq_len`` tokens."""
+    """Return the numbers of parameters and the attention FLOP of a resolved model at ``seq_len`` tokens, predictions
+    ahead included, but not in the active parameters. Raises ``FactoryError`` for a user's model.
+    """
     total = embedding = active = experts = matmul = 0
     for parameter, number in numbered_parameters(spec):
         total += number * parameter.numel
@@ -215,8 +217,8 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def layer_costs(spec: ModelSpec, seq_len: int) -> list[float]:
-    """Return the training FLOP per token of each layer of a resolved model; the last one includes the output
-    projection. The embedding costs nothing.
+    """Return the training FLOP per token of each layer of a resolved model at ``seq_len`` tokens; the last one
+    includes the output projection. The embedding costs nothing.
     """
 
     kinds = [(is_mixture(spec, layer), window_of(spec, layer)) for layer in range(spec.layers)]
@@ -230,7 +232,8 @@ def layer_costs(spec: ModelSpec, seq_len: int) -> list[float]:
 
 
 def stage_layers(spec: RunSpec, costs: Sequence[float] = ()) -> list[range]:
-    """Return the layers of each stage of a run, first stage first: those of the run file, or else balanced by FLOP.
+    """Return the layers of each stage of a run, first stage first: as many as ``parallel.pipeline_split`` has, or
+    else balanced by FLOP.
 
     ``costs`` are the costs of a custom model's layers, in any unit; if empty, they follow from ``spec.model``.
     """
@@ -252,7 +255,9 @@ def _temperature(factor: float, strength: float) -> float:
 
 
 def rotary_temperature(scaling: RopeScalingSpec | None) -> float:
-    """Return the factor of the rotary tables: 1, except for YaRN and LongRoPE (arXiv 2402.13753, as in Phi-3: arXiv 2404.14219)."""
+    """Return the factor of the rotary tables: the stated temperature, or that which YaRN or LongRoPE derives from its
+    factor (arXiv 2402.13753, as in Phi-3: arXiv 2404.14219). 1 for other kinds.
+    """
     if scaling is not None and scaling.kind == "longrope":
         return scaling.temperature or math.sqrt(
             1 + math.log(scaling.factor) / math.log(scaling.original_max_seq_len)

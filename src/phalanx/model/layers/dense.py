@@ -39,7 +39,9 @@ class Linear(nn.Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., inputs)`` to ``(..., outputs)``."""
+        """Return ``x`` ``(..., inputs)`` times the transposed weight, plus the bias if any: ``(..., outputs)``.
+        Computed by ``product``, else by ``affine``, else by PyTorch.
+        """
         if self.product is None:
             return (F.linear if self.affine is None else self.affine)(x, self.weight, self.bias)
         y = self.product(x, self.weight)
@@ -47,7 +49,9 @@ class Linear(nn.Linear):
 
 
 def note_derived_weights(module: nn.Module, names: Iterable[str]) -> None:
-    """Set ``weight_is_derived`` of the linear layers inside ``module`` whose weights are among its parameters ``names``."""
+    """Set ``weight_is_derived`` of the linear layers inside ``module`` whose weights are among its parameters
+    ``names``; other names are ignored.
+    """
     for name in names:
         owner, _, attribute = name.rpartition(".")
         layer = module.get_submodule(owner)
@@ -99,7 +103,7 @@ class _EagerRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionContext, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return the gradients of the input and the weight."""
+        """Return the gradients of the input ``(..., d)`` and the weight ``(d,)``, the latter summed over all rows."""
         x, weight, inverse = ctx.saved_tensors
         gradient = upstream[0].contiguous()
         kernels = layer_kernels(gradient, x, weight)
@@ -120,7 +124,7 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., dim)`` to the same shape and dtype."""
+        """Return ``x`` ``(..., dim)`` normalized and times the weight, or times 1 + weight with an offset: same shape and dtype."""
         if self.offset:
             # In fp32: half precision would lose most of a small weight when 1 is added.
             wide: Tensor = F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps)
@@ -136,7 +140,11 @@ class RMSNorm(nn.Module):
 
 
 def gated(spec: ModelSpec, gate: Tensor, values: Tensor) -> Tensor:
-    """Activation of a gated layer: ``silu(gate) * values``, with GELU for "geglu"; "swiglu-clamped" is gpt-oss's."""
+    """Return the activation of a gated layer: ``silu(gate) * values``, or tanh-GELU for "geglu".
+
+    "swiglu-clamped" is gpt-oss's: both are clamped to ``swiglu_limit``, the gate only from above, and 1 is added to
+    the values.
+    """
     if spec.ffn == "swiglu-clamped":
         gate = gate.clamp(max=spec.swiglu_limit)
         values = values.clamp(-spec.swiglu_limit, spec.swiglu_limit)
@@ -153,7 +161,7 @@ class FeedForward(nn.Module):
     """Names of the modules that ``by_tokens`` uses."""
 
     def __init__(self, spec: ModelSpec, inner: int) -> None:
-        """Build the layer; ``inner`` is the width between ``up`` and ``down``."""
+        """Build the layer; ``inner`` is the width between ``up`` and ``down``. A gate exists only if ``spec.ffn`` is gated."""
         super().__init__()
         self.spec = spec
         self.gate = Linear(spec.dim, inner, bias=spec.ffn_bias) if is_gated(spec) else None

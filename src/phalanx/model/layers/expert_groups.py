@@ -66,7 +66,9 @@ class Groups:
         return self.counts.shape[1]
 
     def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
-        """Multiply each of ``rows`` ``(m, i)`` by its expert's matrix of ``(experts, i, o)``: ``(m, o)``."""
+        """Return each of ``rows`` ``(m, i)`` times its expert's matrix of ``(experts, i, o)``: ``(m, o)``. If
+        ``apart``, each group is a separate product, after waiting for the sizes.
+        """
         if not self.apart:
             # The compiler supports grouped_mm for bf16 only.
             product = F.grouped_mm if rows.dtype == torch.bfloat16 else _uncompiled_grouped_mm
@@ -82,7 +84,8 @@ class Groups:
         )
 
     def gradient(self, slope: Tensor, rows: Tensor) -> Tensor | None:
-        """Return the gradient ``(experts, o, i)`` of the matrices, in the dtype of ``rows``; ``None`` if it was passed to ``take``.
+        """Return the gradient ``(experts, o, i)`` of the matrices in the dtype of ``rows``, over slots in their
+        binary tree; ``None`` if it was passed to ``take``.
 
         ``slope`` ``(m, o)`` is the gradient of their products with ``rows`` ``(m, i)``.
         """
@@ -91,7 +94,9 @@ class Groups:
         return self.add(self._leaves(slope, rows), rows.dtype)
 
     def add(self, leaves: Iterable[Leaves], dtype: torch.dtype) -> Tensor | None:
-        """Return the sum over slots of all experts' ``leaves`` in ``dtype``, ``(experts, ...)``; ``None`` if they were passed to ``take``."""
+        """Return the sum over slots of all experts' ``leaves`` in ``dtype``, ``(experts, ...)``. If there is a
+        ``take``, it is called with each of the ``leaves`` instead, and None returned.
+        """
         if self.take is None:
             return torch.cat([add_slots(gradients).to(dtype) for _, gradients in leaves])
         for experts, gradients in leaves:
@@ -99,7 +104,9 @@ class Groups:
         return None
 
     def _leaves(self, slope: Tensor, rows: Tensor) -> Iterator[Leaves]:
-        """Yield the weight gradients of some experts at a time: (experts, ``(experts, slots, o, i)``)."""
+        """Yield the weight gradients of the next experts, as many as ``max_leaf_elements`` allow but at least one:
+        their range and ``(experts, slots, o, i)``.
+        """
         experts, slots, shape = len(self.counts), self.slots, (slope.shape[1], rows.shape[1])
         at_once = max(1, self.max_leaf_elements // (slots * shape[0] * shape[1]))
         end = 0

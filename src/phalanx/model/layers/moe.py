@@ -81,6 +81,9 @@ class _Balance(torch.autograd.Function):
         counts: Tensor | None,
         token_counts: Tensor,
     ) -> Tensor:
+        """Return the ``weights`` unchanged. Keeps for backward: the ``scale`` of the losses' gradient if there are
+        ``losses``, and the ``counts`` to add to ``token_counts``, if any.
+        """
         ctx.scale, ctx.counts, ctx.token_counts, ctx.has_losses = (
             scale,
             counts,
@@ -91,7 +94,9 @@ class _Balance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _BalanceContext, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        """Add the tokens to the counts, once for each backward pass, and return the gradients of weights and losses."""
+        """Add the tokens to ``token_counts``, once for each backward pass, and return the gradients of weights
+        (unchanged) and losses (``scale``, or None).
+        """
         if ctx.counts is not None:
             ctx.token_counts.add_(ctx.counts)
         slope = upstream[0].new_full((), ctx.scale) if ctx.has_losses else None
@@ -109,6 +114,9 @@ class Router(nn.Module):
     token_counts: Tensor
 
     def __init__(self, dim: int, moe: MoeSpec) -> None:
+        """Make the weight ``(experts, dim)``, uninitialized, with ``router_bias`` a logit bias, and with
+        ``balance_bias`` a saved buffer ``bias`` of zeros. Counts are not saved.
+        """
         super().__init__()
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.experts, dim))
@@ -126,8 +134,8 @@ class Router(nn.Module):
     def forward(self, tokens: Tensor) -> Routing:
         """Return the experts ``(n, k)`` and weights ``(n, k)`` of ``tokens`` ``(n, d)``.
 
-        Weights are normalized and scaled as configured. With gradients enabled, backward counts the tokens and adds the
-        balance losses.
+        Weights are the chosen experts' scores, normalized and scaled as configured; the balance bias affects the
+        choice only. With gradients enabled, backward counts the tokens and adds the balance losses.
         """
         # Numbers refer to DeepSeek-V3's equations (arXiv 2412.19437, section 2.1.2).
         scores, logits = self.scores(tokens)  # (15): (n, experts)
@@ -165,7 +173,9 @@ class Router(nn.Module):
         return preference.topk(self.moe.per_token).indices  # (n, k)
 
     def _balanced(self, weights: Tensor, experts: Tensor, scores: Tensor, logits: Tensor) -> Tensor:
-        """Return ``weights`` with the balance losses and the token counts attached to their backward pass, if any apply."""
+        """Return ``weights`` with the balance losses and the token counts attached to their backward pass; unchanged
+        if neither is enabled.
+        """
         losing = self.auxiliary_scale != 0 and (self.moe.aux_loss or self.moe.z_loss)
         if not (losing or self.counting):
             return weights
@@ -191,9 +201,10 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def move_bias(self, counts: Tensor) -> None:
-        """Move the bias against the load of a step: ``counts`` ``(experts,)``, int64, over the fleet.
+        """Move the bias in place against the load of a step: ``counts`` ``(experts,)``, int64, over the fleet.
 
-        The bias of experts below the mean load rises by ``bias_speed``; that of experts above it falls.
+        The bias of experts below the mean load rises by ``bias_speed``; that of experts above it falls; at the mean
+        it stays.
         """
         assert self.bias is not None, "this router has no bias: set model.moe.balance_bias"
         # In integers: a floating-point mean could round to either side of a count.
@@ -226,6 +237,9 @@ class Experts(nn.Module):
     """First element of the result to which ``down_bias`` is added, if ranks divide the bias."""
 
     def __init__(self, spec: ModelSpec, moe: MoeSpec) -> None:
+        """Make uninitialized stacks ``(experts, inner, dim)`` of ``up`` and, if gated, ``gate``, and ``(experts, dim,
+        inner)`` of ``down``; with ``ffn_bias`` also their biases.
+        """
         super().__init__()
         wide, narrow = (moe.experts, moe.ffn_dim, spec.dim), (moe.experts, spec.dim, moe.ffn_dim)
         self.spec = spec
@@ -240,7 +254,7 @@ class Experts(nn.Module):
         self.up_bias, self.down_bias = bias(wide), bias(narrow)
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        """Pass ``rows`` ``(m, d)``, ordered by expert, then slot, through their experts: ``(m, d)``."""
+        """Return ``rows`` ``(m, d)``, ordered by expert, then slot, passed through their experts: ``(m, d)``."""
         if self.gate is not None:
             inner = gated(self.spec, self._project("gate", rows, groups), self._project("up", rows, groups))
         else:
@@ -248,7 +262,9 @@ class Experts(nn.Module):
         return self._project("down", inner, groups)
 
     def _project(self, name: str, rows: Tensor, groups: Groups) -> Tensor:
-        """Multiply the rows by their experts' matrices ``name``, and add the experts' biases, if any."""
+        """Return the rows ``(m, i)`` times their experts' matrices ``name``, with the experts' biases added, if any:
+        ``(m, o)``. Uses ``product`` if it is set.
+        """
         product = grouped_product if self.product is None else self.product
         products = product(rows, getattr(self, name), self._groups_of(name, groups))  # (m, o)
         bias: Tensor | None = getattr(self, f"{name}_bias")
@@ -308,6 +324,7 @@ class _Copies(torch.autograd.Function):
     def forward(
         ctx: _CopiesContext, tokens: Tensor, copies: Tensor, places: Tensor, per_token: int
     ) -> Tensor:
+        """Return the copies ``(n k, d)`` of ``tokens`` ``(n, d)`` in the order ``copies`` ``(n k,)``, numbered ``token * k + choice``."""
         ctx.save_for_backward(places)
         ctx.per_token = per_token
         return tokens.index_select(0, copies // per_token)  # (n k, d)
@@ -339,7 +356,9 @@ class LocalExchange:
     """Exchange of a rank with all experts: nothing is sent."""
 
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        """Pass ``tokens`` ``(n, d)`` through their experts: ``(n, d)``."""
+        """Return the weighted sum ``(n, d)`` of the results of each of ``tokens`` ``(n, d)`` from its experts, all of
+        which this rank has.
+        """
         order = order_by_expert(routing.experts, len(experts.up))
         # (n, d) -> (n * k, d) by expert -> through the experts -> (n, d)
         rows = experts(copies_by_expert(tokens, order), groups_of_one_slot(order.counts))
@@ -354,6 +373,9 @@ class MoE(nn.Module):
     """A feed-forward layer of routed experts and, optionally, shared experts for every token."""
 
     def __init__(self, spec: ModelSpec, moe: MoeSpec) -> None:
+        """Build router and experts, with ``moe.shared`` also one feed-forward layer as wide as that many experts, and
+        with ``shared_gate`` its gate.
+        """
         super().__init__()
         self.router = Router(spec.dim, moe)
         self.experts = Experts(spec, moe)
@@ -362,7 +384,9 @@ class MoE(nn.Module):
         self.exchange: Exchange = LocalExchange()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of routed and, if any, shared experts: ``(b, s, d)`` to ``(b, s, d)``."""
+        """Return the sum of routed and, if any, shared experts, the latter times their gate if there is one: ``(b, s,
+        d)`` to ``(b, s, d)``.
+        """
         mixed = self.routed(x)
         if self.shared is None:
             return mixed
@@ -457,10 +481,11 @@ def padded_places(groups: Groups, rows: int) -> Tensor:
 
 @uncompiled
 def independent_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-    """Multiply each of ``rows`` ``(m, i)`` by the transpose of its expert's matrix of ``(experts, o, i)``: ``(m, o)``.
+    """Return each of ``rows`` ``(m, i)`` times the transpose of its expert's matrix of ``(experts, o, i)``: ``(m,
+    o)``.
 
-    The rounding of a row does not depend on the other rows. Slots are padded for that. On a GPU without ``of_experts``
-    the padding has a fixed upper size.
+    The rounding of a row does not depend on the other rows. Slots are padded for that. On a GPU without
+    ``of_experts`` the padding has a fixed upper size.
     """
     padded, places = padded_groups(groups), padded_places(groups, len(rows))
     if rows.device.type == "cpu" or padded.of_experts:

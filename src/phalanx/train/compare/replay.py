@@ -459,7 +459,7 @@ def replay(
     Start from the checkpoint of ``order.from_step``; from 0, initialize or take over the weights. Return this rank's
     observations, or measures with ``order.is_measured``, and each step's loss and gradient norm.
 
-    Args: ``spec`` is the resolved run, ``order`` the steps, ``directory`` one for this replay alone with a record as
+    ``spec`` is the resolved run, ``order`` the steps, ``directory`` one for this replay alone with a record as
     that of a run, ``device`` this rank's. ``before_step`` is called with the number of each step and the model ahead
     of it.
 

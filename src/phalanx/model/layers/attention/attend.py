@@ -54,7 +54,9 @@ class _WholeRows(torch.autograd.Function):
         causal: bool,
         score: Score,
     ) -> Tensor:
-        """Attend with sinks; the result has the query's dtype. Saves inputs and log-sum-exp for backward."""
+        """Return the attention result ``(b, h, q, v)`` with sinks, in the query's dtype. Saves inputs, result and
+        log-sum-exp for backward.
+        """
         out, lse = with_sinks(*attend(query, key, value, score, causal=causal, bias=bias), sinks)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, sinks, bias, out, lse)
@@ -64,7 +66,7 @@ class _WholeRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _WholeContext, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of queries, keys, values and sinks, in the query's dtype."""
+        """Return the gradients of queries, keys, values and sinks; the first three in the query's dtype, none for the bias."""
         query, key, value, sinks, bias, out, lse = ctx.saved_tensors
         shares = attend_backward(
             grad_out, query, key, value, out, lse, ctx.score, causal=ctx.causal, bias=bias
@@ -99,7 +101,9 @@ def attend_whole_rows(
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Add ``sinks`` ``(h,)`` to the denominators of complete rows: results ``(b, h, q, v)`` and log-sum-exp ``(b, h, q)``."""
+    """Add ``sinks`` ``(h,)`` to the denominators of complete rows, and return results ``(b, h, q, v)`` and
+    log-sum-exp ``(b, h, q)``. Without sinks both are returned unchanged.
+    """
     if sinks is None:
         return out, lse
     # With L the log of a row's denominator and s the sink: L' = log(exp L + exp s), out' = exp(L - L') out.
@@ -120,9 +124,11 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | No
 
 
 def mask_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as a bias on the scores: from ``hidden`` ``(b, q, n)`` to ``(b, 1, q, n)``.
+    """Return a mask as a bias ``(b, 1, q, n)`` on the scores: a large negative number where ``hidden`` ``(b, q, n)``
+    is true, else 0.
 
-    The bias is finite. So a row whose keys are all hidden has a finite result without weight; infinity would make it NaN.
+    The bias is finite. So a row whose keys are all hidden has a finite result without weight; infinity would make it
+    NaN.
     """
     keys = hidden.shape[-1]
     # (b, q, n), with aligned rows
@@ -140,6 +146,7 @@ def attend(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``softmax(score(query key^T) + bias) value`` ``(b, h, q, v)`` and its log-sum-exp ``(b, h, q)``, fp32.
+    Computed by a kernel of the device, or by ``capped_attend`` if there is a cap.
 
     Args:
         query: ``(b, h, q, e)``.
@@ -229,7 +236,9 @@ def _efficient_backward(
     causal: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the memory-efficient kernel, which needs equal heads and aligned log-sum-exps."""
+    """Return the gradients of queries ``(b, h, q, w)``, and of keys and values ``(b, k, n, w)``, of the
+    memory-efficient kernel. It needs equal heads and aligned log-sum-exps, so inputs are repeated and padded.
+    """
     kv_heads = key.shape[1]
     key, value, bias = _per_query_head(query, key, value, bias)  # (b, h, n, w), (b, h, n, w), (b, h, q, n)
     # Padding rows get a denominator of infinity, so that their P is 0.
@@ -261,7 +270,9 @@ def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _per_query_head(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Repeat keys, values and bias so that each query head has its own."""
+    """Return keys and values repeated, and the bias expanded, so that each query head has its own: ``(b, h, n, .)``
+    twice and ``(b, h, q, n)`` or None.
+    """
     heads = query.shape[1]
     key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))  # (b, h, n, .)
     return key, value, None if bias is None else bias.expand(-1, heads, -1, -1)
@@ -309,7 +320,9 @@ class _Piece:
 
 
 def _pieces(queries: int, keys: int, device: torch.device, rows: int, *, causal: bool) -> Iterator[_Piece]:
-    """Yield pieces of at most ``rows`` queries; if causal, with their visible keys and the mask of the last ones."""
+    """Yield pieces of at most ``rows`` queries with their visible keys: all, or if causal the keys up to the piece's
+    last query, and the mask ``(rows, keys)`` of the keys after each query.
+    """
     for start in range(0, queries, rows):
         stop = min(start + rows, queries)
         if not causal:
@@ -323,7 +336,9 @@ def _pieces(queries: int, keys: int, device: torch.device, rows: int, *, causal:
 def _capped_scores(
     query: Tensor, key: Tensor, piece: _Piece, score: Score, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return a piece's scores with mask and bias, and ``tanh``, of which backward needs ``1 - tanh^2``: ``(b, h, rows, keys)``, fp32."""
+    """Return a piece's scores with bias, and -inf where the piece hides keys, and ``tanh``, of which backward needs
+    ``1 - tanh^2``: each ``(b, h, rows, keys)``, fp32.
+    """
     # (b, h, rows, keys)
     products = (query[:, :, piece.rows] @ key[:, :, piece.keys].transpose(-1, -2)).float()
     # Same order of operations as in Gemma 2's training: near the cap, rounding is an absolute error of the scores.
@@ -376,7 +391,8 @@ def capped_attend_backward(
     bias: Tensor | None,
     rows: int = _ROWS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values with a soft cap, fp32. See ``attend_backward``.
+    """Return the gradients of queries ``(b, h, q, e)``, keys ``(b, k, n, e)`` and values ``(b, k, n, v)`` with a soft
+    cap, fp32. See ``attend_backward``.
 
     The derivative of the cap is ``1 - tanh^2``. The scores of ``rows`` queries are in memory at once.
     """

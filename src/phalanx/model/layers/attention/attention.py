@@ -79,9 +79,10 @@ class LayerCache:
         self.length = 0
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``(batch, kv_heads, new, width)`` each and return all cached keys and values.
+        """Store keys and values ``(batch, kv_heads, new, width)`` after the cached ones; return all as views of the
+        buffers.
 
-        Raise ``ValueError`` if the buffer is full.
+        Raises ``ValueError`` if they do not fit; nothing is stored then.
         """
         end = self.length + key.shape[2]
         if end > self._keys.shape[2]:
@@ -103,7 +104,10 @@ class LayerCache:
         expand: Expand | None = None,
     ) -> Tensor:
         """Append keys and values ``(b, k, s, .)``, and return the attention of queries ``(b, h, s, e)`` to all cached
-        tokens. Raises ``ValueError`` if the buffer is full.
+        tokens, ``(b, h, s, v)``.
+
+        ``expand``, if given, computes the keys and values of attention from the cached ones. Raises ``ValueError`` if
+        the buffer is full.
         """
         key, value = self.append(key, value)
         if expand is not None:
@@ -149,7 +153,9 @@ class Documents:
 
     @classmethod
     def numbered(cls, ids: Tensor) -> Self:
-        """Compute the lengths of the documents of ``ids`` ``(b, s)``. Waits for the device if ``ids`` are not on the host."""
+        """Return the documents of ``ids`` ``(b, s)``, with the length of each run of equal ids in a sequence. Waits
+        for the device if ``ids`` are not on the host.
+        """
         first = torch.ones_like(ids, dtype=torch.bool)  # (b, s): True at the first token of each document
         first[:, 1:] = ids[:, 1:] != ids[:, :-1]
         starts = first.flatten().nonzero().flatten()  # (documents,): positions in the flattened (b s,)
@@ -169,7 +175,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def attend_by_document(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, attend: Attend
 ) -> Tensor:
-    """Apply ``attend`` to each document: ``(b, h, s, e)``, ``(b, k, s, e)`` and ``(b, k, s, v)`` to ``(b, h, s, v)``.
+    """Return the attention ``(b, h, s, v)`` of each document to itself: ``attend`` is called with each document's
+    ``(1, h, n, e)``, ``(1, k, n, e)`` and ``(1, k, n, v)``.
 
     Uncompiled, because the compiler would make another program for every batch.
     """
@@ -248,7 +255,9 @@ class CausalCore:
         return softmax(query, key, value, mask)
 
     def softmax(self, sinks: Tensor | None, *, causal: bool = True) -> Softmax:
-        """Return PyTorch's attention, or ours if there is a cap or a sink. Without a mask, and not ``causal``, each query sees all keys."""
+        """Return PyTorch's attention, or ours, ``attend_whole_rows``, if there is a cap or a sink. A mask ``(q, n)``
+        is true for visible keys; without one attention is causal, or sees all keys if not ``causal``.
+        """
         score = self.score
 
         def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -272,11 +281,12 @@ class CausalCore:
 
 
 def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, softmax: Softmax) -> Tensor:
-    """Causal attention in which a token sees only the last ``window`` tokens, fewer than the sequence has; shapes as ``Core``.
+    """Return causal attention in which a token sees only the last ``window`` tokens, itself included, fewer than the
+    sequence has; shapes as ``Core``.
 
-    The sequence is cut into blocks of ``window`` queries. The first block sees its own keys. Each other block sees its own keys and those
-    of the previous block, as a separate entry of the batch. So the work is that of the band, not of the square (block-local attention, as
-    in Longformer, arXiv 2004.05150, section 3.1).
+    The sequence is cut into blocks of ``window`` queries. The first block sees its own keys. Each other block sees
+    its own keys and those of the previous block, as a separate entry of the batch. So the work is that of the band,
+    not of the square (block-local attention, as in Longformer, arXiv 2004.05150, section 3.1).
     """
     batch, _, seq, _ = query.shape
     first = softmax(query[:, :, :window], key[:, :, :window], value[:, :, :window], None)  # (b, h, window, v)
@@ -337,7 +347,9 @@ class Attention(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` continues the cached tokens."""
+        """Return the layer's result ``(b, s, d)`` for ``x`` ``(b, s, d)`` and the rotary tables. With a cache, ``x``
+        continues the cached tokens, is added to it, and ``documents`` is not used.
+        """
         return self.by_heads(self.by_tokens(x), cos, sin, documents, cache)
 
     def by_tokens(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -352,7 +364,8 @@ class Attention(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return the result ``(b, s, d)`` of the heads whose weights the module has.
+        """Return the result ``(b, s, d)`` of the heads whose weights the module has, for the outputs of
+        ``by_tokens``.
 
         The sum over all heads is the layer's result. New keys and values are added to ``cache``, if given.
         """
@@ -365,7 +378,10 @@ class Attention(nn.Module):
         self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries ``(b, h, s, e)``, keys ``(b, k, s, e)`` and values ``(b, k, s, v)`` for the outputs of
-        ``by_tokens``. Normalized if the model does so, and queries and keys rotated unless the layer has no positions.
+        ``by_tokens``.
+
+        Queries and keys are normalized if the model does so, by head or over all heads, then rotated unless the layer
+        has no positions.
         """
         (x,) = inputs
         query, key = self.query(x), self.key(x)

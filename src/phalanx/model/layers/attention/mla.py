@@ -84,7 +84,9 @@ class MlaAttention(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` continues the cached tokens."""
+        """Return the layer's result ``(b, s, d)`` for ``x`` ``(b, s, d)`` and the rotary tables. With a cache, ``x``
+        continues the cached tokens, is added to it, and ``documents`` is not used.
+        """
         return self.by_heads(self.by_tokens(x), cos, sin, documents, cache)
 
     # Numbers are those of DeepSeek-V3's equations (arXiv 2412.19437, section 2.1.1).
@@ -117,9 +119,11 @@ class MlaAttention(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return the result ``(b, s, d)`` of the heads whose weights the module has.
+        """Return the result ``(b, s, d)`` of the heads whose weights the module has, for the outputs of
+        ``by_tokens``.
 
-        The sum over all heads is the layer's result. New latents are added to ``cache``, if given.
+        The sum over all heads is the layer's result. New latents are added to ``cache``, if given; a cache that takes
+        any form gets unabsorbed queries.
         """
         if cache is not None:
             absorbed = self.absorbed and not cache.takes_any_form
@@ -208,7 +212,7 @@ class AbsorbedUp:
         return keys, values.transpose(1, 2)
 
     def _by_head(self, x: Tensor, matrices: Tensor) -> Tensor:
-        """Multiply the rows of each head by the head's matrix."""
+        """Return the rows of each head ``(b, h, q, .)`` multiplied by the head's matrix of ``(h, ., .)``."""
         # Contiguous, so that the kernel depends neither on the number of heads nor on their order in memory.
         rows = x.transpose(0, 1).flatten(1, 2).contiguous()  # (h, b q, .)
         product = torch.bmm(rows, matrices)  # (h, b q, .)
@@ -251,10 +255,11 @@ class LatentExpansion:
         return queries * tokens * 2 * (rank + rope) + queries * rank * head < expanded
 
     def absorbed(self, query: Tensor, latent: Tensor, shared: Tensor, mask: Tensor) -> Tensor:
-        """Attention of queries ``(1, h, q, nope + rope)`` to the latents that ``mask`` makes visible: ``(1, h, q, value)``.
+        """Return the attention ``(1, h, q, value)`` of queries ``(1, h, q, nope + rope)`` to the latents that
+        ``mask`` makes visible.
 
-        With a mask ``(h q, n)``, by head, all heads are computed together; with ``(q, n)`` each separately. For many queries the second is
-        as much work and needs less memory.
+        With a mask ``(h q, n)``, by head, all heads are computed together; with ``(q, n)`` each separately. For many
+        queries the second is as much work and needs less memory.
         """
         up = AbsorbedUp(self.up.weight, self.mla)
         query, key, value = up.latent_queries(query), *latents_as_keys(latent, shared)
@@ -276,10 +281,11 @@ def attend_together(
     mask: Tensor | None,
     softmax: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
-    """Attention of all heads' queries ``(1, h, q, e)`` to keys and values ``(1, 1, n, .)`` that they share: ``(1, h, q, .)``.
+    """Return the attention ``(1, h, q, .)`` of all heads' queries ``(1, h, q, e)`` to keys and values ``(1, 1, n,
+    .)`` that they share.
 
-    All heads are computed as queries of one head: one product instead of one per head. ``mask`` ``(h q, n)`` has the visible keys of each
-    query; it is passed to ``softmax``.
+    All heads are computed as queries of one head: one product instead of one per head. ``mask`` ``(h q, n)`` has the
+    visible keys of each query; it is passed to ``softmax``.
     """
     heads, queries = query.shape[1:3]
     mixed = softmax(query.flatten(1, 2).unsqueeze(1), key, value, mask)[:, 0]  # (1, h q, .)

@@ -21,9 +21,11 @@ from phalanx.run.spec import ModelSpec, RopeScalingSpec
 def inverse_frequencies(
     spec: ModelSpec, device: torch.device, *, windowed: bool = False, length: int = 0
 ) -> Tensor:
-    """Return the radians per position of each pair, fp32: half as many as a head has rotated elements.
+    """Return the radians per position of each pair of rotated elements, fp32, scaled to longer contexts as
+    ``spec.rope_scaling`` has it.
 
-    Those of a longer context are stretched as ``spec.rope_scaling`` has it. See ``rotation``.
+    ``windowed`` layers with a theta of their own are not scaled. ``length`` in tokens selects LongRoPE's long or
+    short factors.
     """
     width = attention_kind(spec).rotated_width(spec)
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width  # (pairs,)
@@ -44,7 +46,9 @@ def inverse_frequencies(
 
 
 def _stretch(frequencies: Tensor, scaling: RopeScalingSpec) -> Tensor:
-    """Divide low frequencies by ``factor``, keep high ones, blend linearly in between (arXiv 2407.21783)."""
+    """Return the frequencies ``(pairs,)`` with low ones divided by ``factor`` and high ones unchanged, blended
+    linearly in between by turns in the original context (arXiv 2407.21783).
+    """
     # (pairs,): original context over wavelength
     turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -54,7 +58,9 @@ def _stretch(frequencies: Tensor, scaling: RopeScalingSpec) -> Tensor:
 
 
 def _stretch_by_turns(frequencies: Tensor, scaling: RopeScalingSpec, theta: float) -> Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2): like ``_stretch``, but blended linearly in the index of the pair."""
+    """Return YaRN's frequencies (arXiv 2309.00071, section 3.2): like ``_stretch``, but blended linearly in the index
+    of the pair, between those with ``beta_fast`` and ``beta_slow`` turns.
+    """
     pairs = len(frequencies)
 
     def pair_that_turns(turns: float) -> float:
@@ -72,11 +78,11 @@ def _stretch_by_turns(frequencies: Tensor, scaling: RopeScalingSpec, theta: floa
 def rotation(
     spec: ModelSpec, positions: Tensor, *, windowed: bool = False, length: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine at ``positions`` ``(seq,)``: each ``(seq, rotated elements)``, fp32; both halves are
-    equal.
+    """Return cosine and sine at ``positions`` ``(seq,)``: each ``(seq, rotated elements)``, fp32; the table's second
+    half repeats the first.
 
     ``windowed`` selects those of layers with a sliding window; ``length`` is that of the full sequence, in tokens.
-    Stretched as ``spec.rope_scaling`` has it, and times its temperature, except for windows with a theta of their own.
+    Scaled as ``spec.rope_scaling`` has it, and times its temperature, except for windows with a theta of their own.
     """
     frequencies = inverse_frequencies(spec, positions.device, windowed=windowed, length=length)
     angles = positions.float()[:, None] * frequencies[None, :]  # (seq, rotated elements / 2)
