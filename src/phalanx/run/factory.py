@@ -74,8 +74,9 @@ def _refuse_main(module: str, name: str) -> None:
 
 
 def source_sha256(factory: str) -> str:
-    """Return the SHA-256 (hex) of a factory's module and all modules that it imports from the same folder. Raises ``FactoryError``
-    without source."""
+    """Return the SHA-256 (hex) of the names, sizes and contents of a factory's module and all modules that it imports
+    from the same folder. Raises ``FactoryError`` without source.
+    """
     root = search_folder(factory)
     digest = hashlib.sha256()
     for path in sorted(_closure(_module_file(factory), root)):
@@ -85,7 +86,7 @@ def source_sha256(factory: str) -> str:
 
 
 def load_factory(factory: str, sha256: str = "") -> Callable[..., Any]:
-    """Import a factory, and append the folder of its module to ``sys.path``.
+    """Import a factory and return it; the folder of its module is appended to ``sys.path``.
 
     Args:
         factory: Its name.
@@ -123,7 +124,7 @@ def load_factory(factory: str, sha256: str = "") -> Callable[..., Any]:
 
 
 def describe_error(error: BaseException, factory: str) -> str:
-    """Describe an error that a factory's code raised, with the innermost line of its own files.
+    """Return the ``repr`` of an error that a factory's code raised, with the innermost line of its own files, if any.
 
     Ranks report an error's message without its traceback.
     """
@@ -171,8 +172,9 @@ def require_trusted(factory: str, sha256: str, run_dir: Path) -> None:
 
 
 def rank_environment(factory: str) -> dict[str, str]:
-    """Return the ``PYTHONPATH`` with which child processes import the factory from the same folder as this process; empty without a
-    factory."""
+    """Return ``PYTHONPATH``, with the factory's folder appended, with which child processes import the same factory
+    as this process; empty without a factory.
+    """
     if not factory:
         return {}
     before = os.environ.get("PYTHONPATH")
@@ -219,7 +221,9 @@ def _file_of(root: Path, module: str) -> Path | None:
 
 
 def _closure(start: Path, root: Path) -> set[Path]:
-    """Return ``start`` and its transitive imports from below ``root``; for an installed package, only from the package."""
+    """Return ``start`` and its transitive imports from below ``root``; for an installed package, only from the
+    package. Raises ``FactoryError`` for a file that cannot be parsed.
+    """
     own = start.relative_to(root).parts[0].removesuffix(".py")
     files: set[Path] = set()
     waiting = [start]
@@ -237,8 +241,9 @@ def _closure(start: Path, root: Path) -> set[Path]:
 
 
 def _imports(file: Path, root: Path) -> Iterator[str]:
-    """Yield the absolute names of all modules that a file may import, including its parent packages. Raises ``FactoryError`` if it
-    cannot be parsed."""
+    """Yield the absolute names of all modules that a file below ``root`` may import, including its own parent
+    packages. Raises ``FactoryError`` if it cannot be read or parsed.
+    """
     package = file.relative_to(root).parent.parts
     yield from (".".join(package[:depth]) for depth in range(1, len(package) + 1))
     try:

@@ -46,6 +46,7 @@ class ValueRange:
         )
 
     def __str__(self) -> str:
+        """Return the limits as words, such as "at least 1 and below 2"."""
         parts = [
             ("at least", self.at_least),
             ("above", self.above),
@@ -136,7 +137,7 @@ def listing(place: str, problems: Sequence[Problem]) -> str:
 
 
 def divisors_near(number: int, target: int) -> str:
-    """Return the divisors of ``number`` closest to ``target``, as text."""
+    """Return the up to four divisors of ``number`` closest to ``target``, in increasing order, as text with commas."""
     # For numbers too large to search, only the divisors found through small ones.
     small = [d for d in range(1, min(math.isqrt(number), 1 << 16) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)})
@@ -192,7 +193,9 @@ def _field_types(section: type) -> Mapping[str, FieldType]:
 
 
 def sections(kind: type, name: str = "", *, optional: bool = False) -> Iterator[tuple[str, type, bool]]:
-    """Yield a section and all sections within it: dotted name, class, and True if it may be absent."""
+    """Yield a section and, depth first, all sections within it: dotted name, class, and True if it or one around it
+    may be absent or is a list of tables.
+    """
     yield name, kind, optional
     for field, declared in field_types(kind).items():
         options = get_args(declared.plain) or (declared.plain,)
@@ -209,7 +212,7 @@ def is_tables(declared: FieldType) -> bool:
 
 
 def _take_apart(hint: Any) -> FieldType:
-    """Return a field's plain type, its range, and its owner, from the notes of ``Annotated``."""
+    """Return a field's plain type, its range (None without one) and its owner, from the notes of ``Annotated``."""
     if get_origin(hint) is not Annotated:
         return FieldType(hint, None, fleet_owned=False, layout_owned=False)
     plain, *notes = get_args(hint)
@@ -286,7 +289,7 @@ def _paths_of_field(root: type, key: str) -> list[str]:
 
 
 def unknown_value(path: str, raw: object, allowed: Iterable[str]) -> Problem:
-    """Return the mistake for a value ``raw`` that is not in ``allowed``, with the nearest of them."""
+    """Return the mistake for a value ``raw`` that is not in ``allowed``, with all of them and the nearest one as remedy."""
     names = list(allowed)
     nearest = difflib.get_close_matches(str(raw), names, n=1, cutoff=0.5)
     suffix = f"; did you mean {nearest[0]!r}?" if nearest else ""
@@ -300,8 +303,9 @@ def _is_utf8(text: str) -> bool:
 
 
 def _value(kind: Any, raw: object, path: str, problems: list[Problem], root: type) -> object:
-    """Return ``raw`` as a value of the type ``kind``; or ``_INVALID``, with what is wrong added to ``problems``. A single string
-    counts as a list."""
+    """Return ``raw`` as a value of the type ``kind``; or ``_INVALID``, with what is wrong added to ``problems``. A
+    single string counts as a list. None is valid for a union, whose first type counts.
+    """
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         kinds = [option for option in get_args(kind) if option is not type(None)]
@@ -334,8 +338,9 @@ def _value(kind: Any, raw: object, path: str, problems: list[Problem], root: typ
 
 
 def _nested(kind: type, raw: object, path: str, problems: list[Problem], root: type) -> object:
-    """Return ``raw`` as a section; a table is read as one. Return ``_INVALID`` if that fails, with what is wrong added to
-    ``problems``."""
+    """Return ``raw`` as a section; a table is read as one, and an instance of ``kind`` returned unchanged. Return
+    ``_INVALID`` if that fails, with what is wrong added to ``problems``.
+    """
     if isinstance(raw, kind):
         return raw
     if not isinstance(raw, Mapping):
@@ -345,8 +350,9 @@ def _nested(kind: type, raw: object, path: str, problems: list[Problem], root: t
 
 
 def _scalar(kind: Any, raw: object, path: str, problems: list[Problem]) -> object:
-    """Return ``raw`` as a ``kind``: integral floats as integers, integers as floats. Return ``_INVALID``, with a problem added, for
-    any other type."""
+    """Return ``raw`` as a ``kind``: integral floats as integers, integers as floats. Return ``_INVALID``, with a
+    problem added, for another type, a number too large, or text that is not UTF-8.
+    """
     if kind is bool and isinstance(raw, bool):
         return raw
     if kind is int and isinstance(raw, int) and not isinstance(raw, bool):

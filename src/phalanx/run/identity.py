@@ -41,10 +41,11 @@ _FLEET_IN_TILES = ("parallel.context", "parallel.context_mode", "parallel.expert
 
 
 def run_owned(spec: RunSpec) -> dict[str, object]:
-    """Return all fields that belong to the run, by dotted path. Fields added later are left out at their default, so that
-    identities stay.
+    """Return all fields that belong to the run, by dotted path. Fields added later are left out at their default, so
+    that identities stay.
 
-    Degrees of axes whose bits are fixed by lanes or context tiles belong to the fleet.
+    Degrees of axes whose bits are fixed by lanes or context tiles belong to the fleet. Preset names and unused
+    factory fields are left out.
     """
     # The preset's name is redundant to the resolved fields, and the factory's fields are unused without a factory.
     silent = (
@@ -73,7 +74,9 @@ def all_fields(spec: RunSpec) -> Iterator[tuple[str, tuple[object, str]]]:
 
 
 def _walk(section: Any, prefix: str = "") -> Iterator[tuple[str, object, FieldType, bool]]:
-    """Yield path and value of each field below ``section``, its declaration, and whether the value is the default."""
+    """Yield path, value and declaration of each field below ``section``, depth first, and whether it has the default.
+    Entries of a list of tables have their name in the path.
+    """
     declared = field_types(type(section))
     for item in fields(section):
         value = getattr(section, item.name)
@@ -93,8 +96,9 @@ def _is_tables(value: object) -> bool:
 
 
 def identity(spec: RunSpec, arithmetic: str = ARITHMETIC) -> str:
-    """Return the SHA-256 (hex) over the run's own fields, which is the same for every fleet. ``arithmetic`` is the definition of
-    portable numerics."""
+    """Return the SHA-256 (hex) over the run's own fields, which is the same for every fleet. ``arithmetic``, the
+    definition of portable numerics, is included only for portable runs.
+    """
     owned = run_owned(spec)
     # Native numerics are omitted, as in versions without a choice. Portable numerics are included by their definition.
     if owned.pop("runtime.numerics", "") == "portable":
@@ -110,7 +114,7 @@ def layout_changes(first: RunSpec, second: RunSpec) -> list[str]:
 
 
 def differences(first: RunSpec, second: RunSpec) -> list[str]:
-    """Return one line for each of the run's own fields in which two runs differ."""
+    """Return one line, sorted by path, for each of the run's own fields in which two runs differ."""
     left, right = run_owned(first), run_owned(second)
     return [
         f"{path}: {left.get(path)!r} != {right.get(path)!r}"
@@ -133,7 +137,9 @@ class FieldDifference(msgspec.Struct, frozen=True):
 
 
 def field_differences(first: RunSpec, second: RunSpec) -> list[FieldDifference]:
-    """Return all fields in which two resolved run files differ: the run's first, then the layout's and the fleet's."""
+    """Return all fields in which two resolved run files differ, by path: the run's first, then the layout's and the
+    fleet's. A field that one lacks is None there.
+    """
     left, right = dict(all_fields(first)), dict(all_fields(second))
     differing = []
     for path in left.keys() | right.keys():
@@ -150,10 +156,11 @@ def identity_record(spec: RunSpec) -> dict[str, object]:
 
 
 def changes_since(record: Mapping[str, Any], spec: RunSpec) -> list[FieldDifference]:
-    """Return the fields of the run and the layout in which ``spec`` differs from the last start that ``record`` is of.
+    """Return the fields of the run and the layout in which ``spec`` differs from the last start that ``record`` is
+    of, by path.
 
-    Earlier versions recorded the identity alone; a difference from that is returned as one of the field "identity". Empty for a run
-    without a recorded identity.
+    Earlier versions recorded the identity alone; a difference from that is returned as one of the field "identity".
+    Empty for a run without a recorded identity.
     """
     recorded = record.get("identity")
     now = identity(spec, str(record.get("arithmetic", FIRST_ARITHMETIC)))
@@ -263,7 +270,9 @@ class Origin:
 
 
 def read_lineage(record: Mapping[str, object]) -> list[Origin]:
-    """Return the origins in a run directory's ``record.json``, oldest first and the run's own last."""
+    """Return the origins in a run directory's ``record.json``, oldest first and the run's own last. Empty if there
+    are none or they are damaged.
+    """
     try:
         return msgspec.convert(record.get("lineage", []), list[Origin])
     except msgspec.ValidationError:
@@ -283,7 +292,8 @@ def reason_fixed(path: str) -> str | None:
 
 
 def taken_over_problems(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
-    """Yield the fields of ``child`` that prevent it from taking over the state selected by ``checkpoint.init_with`` from ``parent``.
+    """Yield the fields of ``child`` that prevent it from taking over the state selected by ``checkpoint.init_with``
+    from ``parent``. Only of the optimizer's unless the state is "training".
 
     Both runs are resolved.
     """
@@ -300,7 +310,8 @@ def taken_over_problems(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
 
 
 def _past_of_data(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
-    """Yield the fields with which the child's samples before the checkpoint would differ from the parent's.
+    """Yield the fields with which the child's samples before the checkpoint would differ from the parent's; none if
+    neither has sources.
 
     Later stages may differ, and sources without a weight before may be added.
     """
@@ -321,7 +332,7 @@ def _past_of_data(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
 
 
 def shares_past(parent: RunSpec, child: RunSpec, step: int) -> bool:
-    """Return True if both runs draw the same samples from their sources in the first ``step`` steps."""
+    """Return True if both runs draw the same samples from their sources in the first ``step`` steps, or neither has sources."""
     if not parent.data.sources and not child.data.sources:
         return True
     same_batches = parent.train.batch_size == child.train.batch_size
@@ -333,7 +344,7 @@ def shares_past(parent: RunSpec, child: RunSpec, step: int) -> bool:
 
 
 def _drawn_by(spec: RunSpec, step: int) -> object:
-    """Return the settings that determine the draws from sources in the first ``step`` steps."""
+    """Return the stages that begin before ``step`` and, by source with a weight in them, its weights there and its used part."""
     stages = [start for start in stages_of(spec.data) if start < step or start == 0]
     used = {
         source.name: (source.weights[: len(stages)], source.use)

@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The axes of the mesh by name, slowest first."""
+        """Return the degrees of the mesh's axes by name, slowest first; experts are not an axis of their own."""
         return {
             "pipeline": self.pipeline,
             "replicate": self.replicate,
@@ -99,7 +99,9 @@ def stages_per_rank(parallel: ParallelSpec) -> int:
 
 
 def layout_of(parallel: ParallelSpec, ranks: int) -> Layout:
-    """The layout of a run on ``ranks`` ranks; check it with ``layout_problems`` first."""
+    """Return the layout of a run on ``ranks`` ranks; check it with ``layout_problems`` first. Without sharding each
+    rank is a replica; ``shard_ranks`` 0 shards over all data ranks.
+    """
     data_ranks = ranks // (parallel.pipeline * parallel.context * parallel.tensor)
     shard = 1 if parallel.sharding == "none" else parallel.shard_ranks or data_ranks
     return Layout(
@@ -114,7 +116,8 @@ def layout_of(parallel: ParallelSpec, ranks: int) -> Layout:
 
 
 def layout_problems(spec: RunSpec, ranks: int) -> list[Problem]:
-    """Return all problems of running ``spec`` on ``ranks`` ranks, each with a remedy.
+    """Return all problems of running ``spec`` on ``ranks`` ranks, each with a remedy. Those of the number of ranks,
+    and of int8 optimizer state, are looked for only if there are no others.
 
     With ``ranks`` 0 (unknown), only problems for any number of ranks are returned.
     """
@@ -165,7 +168,7 @@ def _tensor(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _context(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the problems of a sequence that context and tensor ranks cannot divide."""
+    """Yield the problems of a sequence that context and tensor ranks cannot divide, and of a model that context ranks cannot."""
     parallel, seq_len = spec.parallel, spec.train.seq_len
     if parallel.context == parallel.tensor == 1:
         return
@@ -211,6 +214,9 @@ def _pipeline(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _split_problems(parallel: ParallelSpec, layers: int, stages: int) -> Iterator[Problem]:
+    """Yield a problem if ``pipeline_split`` does not have one number of at least 1 for each of ``stages`` stages, in
+    total ``layers``. Empty is allowed.
+    """
     split = parallel.pipeline_split
     if split and (len(split) != stages or sum(split) != layers or min(split) < 1):
         yield Problem(
@@ -242,7 +248,9 @@ def micro_batches_per_slot(spec: RunSpec) -> int:
 
 
 def _experts(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the problems of dividing experts over ranks; the first of counts and degrees only."""
+    """Yield the problems of dividing experts over ranks: experts that the model lacks, ``expert_tensor``, their
+    count, each alone; then widths and folding.
+    """
     parallel, moe = spec.parallel, spec.model.moe
     if moe is None:
         if parallel.expert > 1 or parallel.expert_tensor > 1:
@@ -307,7 +315,9 @@ def _folding(parallel: ParallelSpec, slots: int) -> Iterator[Problem]:
 
 
 def _formats(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the problems of recomputation, optimizer state and offload that do not go together."""
+    """Yield the problems of recomputation with or without compilation, and of optimizer state or offload that the
+    optimizer does not support.
+    """
     if spec.memory.recompute == "budget" and not spec.runtime.compile:
         yield Problem(
             "memory.recompute",
@@ -343,7 +353,7 @@ def _formats(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _state_blocks(spec: RunSpec) -> Iterator[Problem]:
-    """Yield a problem for each axis that would cut a block of int8 optimizer state."""
+    """Yield a problem for each axis, tensor and expert_tensor, that would cut a block of int8 optimizer state; none for a user's model."""
     parallel, optimizer = spec.parallel, spec.optimizer
     if parallel.tensor == 1 or spec.model.factory:
         return
@@ -371,7 +381,7 @@ def _state_blocks(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _sharding(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the problems of the sharding mode."""
+    """Yield the problems of ``shard_ranks`` without sharding, and of "zero1" with integer reduction, context ranks or experts."""
     parallel = spec.parallel
     if parallel.sharding == "none" and parallel.shard_ranks > 1:
         yield Problem(
@@ -405,7 +415,9 @@ def _sharding(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _ranks(spec: RunSpec, ranks: int) -> Iterator[Problem]:
-    """Yield the first problems of the number of ranks: what it does not divide into, or more data-parallel ranks than slots."""
+    """Yield the problem of ranks that axes, or else shards, do not divide; otherwise those of teams of experts, and
+    of more data-parallel ranks than slots.
+    """
     parallel, train = spec.parallel, spec.train
     model_ranks = parallel.pipeline * parallel.context * parallel.tensor
     if ranks % model_ranks:

@@ -43,7 +43,9 @@ class AddressError(ValueError):
 
 
 def read_host(text: str) -> str:
-    """Return a host's name or IP address, without the brackets of an IPv6 address. Raises AddressError."""
+    """Return a host's name or IP address, without the brackets of an IPv6 address. Raises AddressError for other
+    text, such as one with a port.
+    """
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if _is_ip_address(bare) or (bare == text and _NAME.fullmatch(text)):
         return bare
@@ -51,7 +53,7 @@ def read_host(text: str) -> str:
 
 
 def read_address(text: str) -> tuple[str, int]:
-    """Return host and port of "HOST:PORT". Raises AddressError."""
+    """Return host and port, from 1, of "HOST:PORT"; an IPv6 host is in brackets. Raises AddressError."""
     host, _, port = text.rpartition(":")
     try:
         if read_port(port) > 0:
@@ -69,6 +71,7 @@ def read_port(text: str) -> int:
 
 
 def _is_ip_address(text: str) -> bool:
+    """Return True if ``text`` is an IPv4 or IPv6 address, without brackets."""
     try:
         ipaddress.ip_address(text)
     except ValueError:

@@ -30,7 +30,9 @@ Pieces = Literal["lanes", "context_tiles"]
 
 
 def count_problems(spec: RunSpec, pieces: Pieces) -> list[Problem]:
-    """Return the problems of the number of a run's ``pieces``, over which sums are computed in a binary tree."""
+    """Return the problem, if any, of a number of a run's ``pieces`` that is no power of two: sums over them are
+    computed in a binary tree.
+    """
     count, noun = getattr(spec.model, pieces), pieces.removeprefix("context_")
     if not count & (count - 1):
         return []
@@ -159,7 +161,7 @@ def _widths(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _lane_axes(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the problems of degrees and compilation with lanes."""
+    """Yield the problems of tensor, context and expert degrees, and of compilation, with lanes."""
     parallel, lanes = spec.parallel, spec.model.lanes
     if lanes % parallel.tensor:
         yield Problem(
@@ -277,7 +279,8 @@ STAGES_PER_RANK = {
 
 
 def rank_pieces(context: Degree, tensor: Degree) -> Degree:
-    """The number of equal pieces into which ranks divide a sequence.
+    """Return the number of equal pieces into which ranks divide a sequence: ``tensor``, times twice ``context`` if
+    that is above 1.
 
     In attention each of several context ranks takes one piece from the head and one from the tail.
     """

@@ -78,7 +78,9 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
 
 
 def _near(path: Path) -> str:
-    """The question whether another file of the same folder is meant, whose name is nearly that of ``path``; empty if there is none."""
+    """Return the question whether another ``.toml`` file of the same folder is meant, whose name is nearly that of
+    ``path``. Empty if there is none, or the folder cannot be listed.
+    """
     with suppress(OSError):
         names = [name for name in os.listdir(path.parent) if name.endswith(".toml") and name != path.name]
         if near := difflib.get_close_matches(path.name, names, n=1):
@@ -101,10 +103,11 @@ def override(spec: RunSpec, overrides: Sequence[str], path: Path) -> RunSpec:
 def read_table(
     table: TomlTable, presets: Mapping[str, ModelSpec], overrides: Sequence[str], path: Path
 ) -> RunSpec:
-    """Return the run that a parsed table and overrides describe; ``path`` is for messages. The table's nested tables are changed in
-    place.
+    """Return the run that a parsed table and overrides describe; ``path`` is for messages. The table's nested tables
+    are changed in place.
 
-    If ``data.path`` alone is overridden, ``data.corpus`` is dropped. Raises ``RunFileError`` with every problem.
+    If ``data.path`` alone is overridden, ``data.corpus`` is dropped. Overridden fields are no longer ``unfilled``.
+    Raises ``RunFileError`` with every problem.
     """
     table = dict(table)
     problems = [problem for override in overrides for problem in _apply_override(table, override)]
@@ -119,7 +122,9 @@ def read_table(
 def spec_from_table(
     table: TomlTable, presets: Mapping[str, ModelSpec]
 ) -> tuple[RunSpec | None, list[Problem]]:
-    """Return the run that a parsed table describes, or ``None``, and all its problems."""
+    """Return the run that a parsed table describes, or ``None`` if there is a problem, and all problems: of single
+    fields, and of combinations of the others.
+    """
     problems: list[Problem] = []
     table = {**table, "model": _expand_preset(table.get("model", {}), presets, problems)}
     spec = read_section(RunSpec, table, problems) or RunSpec()
@@ -131,8 +136,9 @@ def spec_from_table(
 
 
 def _expand_preset(model: object, presets: Mapping[str, ModelSpec], problems: list[Problem]) -> object:
-    """Return the table ``model`` on top of its preset: a named one, or that of a run directory. Add a problem if there is none, and
-    drop the name."""
+    """Return the table ``model`` merged on top of its preset: a named one, or that of a run directory. If there is
+    none, add a problem and drop the name. A ``model`` without a preset is returned unchanged.
+    """
     if not isinstance(model, Mapping) or not model.get("preset"):
         return model
     name = model["preset"]
@@ -155,7 +161,7 @@ def _expand_preset(model: object, presets: Mapping[str, ModelSpec], problems: li
 
 
 def _merge(base: TomlTable, over: TomlTable) -> dict[str, object]:
-    """``base`` with the fields of ``over``, table by table."""
+    """Return ``base`` with the fields of ``over``, table by table; neither is changed."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -166,8 +172,9 @@ def _merge(base: TomlTable, over: TomlTable) -> dict[str, object]:
 
 
 def _apply_override(table: JsonObject, override: str) -> list[Problem]:
-    """Set the field of ``section.field=value`` in ``table``, making missing tables; entries of a list go by name. Return what is
-    wrong, if anything."""
+    """Set the field of ``section.field=value`` in ``table``, making missing tables; entries of a list go by name. A
+    value that is not TOML is a string. Return what is wrong, if anything.
+    """
     path, equals, text = override.partition("=")
     if not equals or not path.strip():
         return [Problem(override, "not of the form section.field=value", "for example optimizer.lr=3e-4")]
@@ -205,7 +212,7 @@ def _forget_corpus_of_other_data(table: JsonObject, overrides: Sequence[str]) ->
 
 
 def _settle_overridden(table: JsonObject, overrides: Sequence[str]) -> None:
-    """Take the fields that are overridden off the list of those to be filled in; a folder of data is its own corpus."""
+    """Remove overridden fields from the list ``unfilled`` in place, unless that is overridden; ``data.corpus`` also if ``data.path`` is."""
     chosen = {override.partition("=")[0].strip() for override in overrides}
     chosen |= {"data.corpus"} if "data.path" in chosen else set()
     unfilled = table.get("unfilled")
@@ -214,7 +221,7 @@ def _settle_overridden(table: JsonObject, overrides: Sequence[str]) -> None:
 
 
 def to_table(section: Any) -> JsonObject:
-    """Return a section as a plain table, ready for TOML: ``None`` left out, tuples as lists."""
+    """Return a section and those within it as plain tables, ready for TOML: ``None`` left out, tuples as lists."""
     table: JsonObject = {}
     for item in fields(section):
         value = getattr(section, item.name)
@@ -268,7 +275,7 @@ def _explained(text: str, name: str) -> Iterator[str]:
 
 
 def _docs_of_sections() -> dict[str, dict[str, str]]:
-    """The documentation of every field, by section and name."""
+    """Return the documentation of every field of a run file, by the section's dotted name, "" for the top, and field name."""
     docs: dict[str, dict[str, str]] = {}
 
     def add(kind: type, name: str) -> None:
@@ -324,7 +331,9 @@ def field_of(name: str) -> str:
 
 
 def record_of(data: DataSpec) -> dict[str, object]:
-    """Return the fields of ``record.json`` with the locations of the run's data."""
+    """Return the fields of ``record.json`` with the locations of the run's data: ``data_folder``, or ``data_folders``
+    by name of several sources. Folders are absolute.
+    """
     locations = {
         name: address if "://" in address else str(Path(address).resolve())
         for name, address in addresses(data).items()
@@ -333,8 +342,8 @@ def record_of(data: DataSpec) -> dict[str, object]:
 
 
 def found_again(data: DataSpec, record: JsonObject, *, same_end: bool = True) -> DataSpec:
-    """Return the data with each folder that is missing replaced by the path that ``record.json`` of an earlier start has. Addresses
-    in stores stay.
+    """Return the data with each folder that is missing replaced by the path that ``record.json`` of an earlier start
+    has, if it has one. Addresses in stores stay. The recorded folder need not exist.
 
     ``same_end``: Only if that path ends as the one in the run file does, so that another folder is not taken for it.
     """
@@ -390,7 +399,9 @@ def variable_problems(launch: LaunchSpec) -> Iterator[Problem]:
 
 
 def plugin_problems(path: str, names: Sequence[str], group: str) -> list[Problem]:
-    """Return a mistake for each of the ``names`` in the field ``path`` that a group does not have, or that is there twice. No plug-in is imported."""
+    """Return a mistake for each of the ``names`` in the field ``path`` that the plug-in ``group`` does not have, or
+    that is there twice. No plug-in is imported.
+    """
     offered = plugin_names(group) if names else []
     return [
         *(unknown_value(path, name, offered) for name in names if name not in offered),

@@ -54,7 +54,9 @@ def check(spec: RunSpec) -> list[Problem]:
 
 
 def _absorbed(spec: RunSpec) -> Iterator[Problem]:
-    """Heads multiply with their own parts of a matrix, which no 8-bit product does."""
+    """Yield a problem for absorbed latent attention with 8-bit products: heads multiply with their own parts of a
+    matrix, which no such product does.
+    """
     if latent_attention.is_absorbed(spec.model) and spec.precision.matmul != "compute":
         yield Problem(
             "model.mla.absorbed",
@@ -65,7 +67,7 @@ def _absorbed(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _directory(name: str, run_dir: str) -> Iterator[Problem]:
-    """The run directory is ``run_dir``, or named after the run, below ``runs/``."""
+    """Yield the problems of a ``name`` that cannot be a folder's, and of a ``run_dir`` that is a URL."""
     if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(name) > 100:
         yield Problem(
             "name",
@@ -82,6 +84,7 @@ def _directory(name: str, run_dir: str) -> Iterator[Problem]:
 
 
 def _metrics_host(host: str) -> Iterator[Problem]:
+    """Yield a problem if ``host`` is no name or IP address; empty is allowed."""
     try:
         read_host(host or "::")
     except AddressError as error:
@@ -91,7 +94,9 @@ def _metrics_host(host: str) -> Iterator[Problem]:
 
 
 def _checkpoint(checkpoint: CheckpointSpec, fleet: FleetSpec) -> Iterator[Problem]:
-    """Yield the problems of an origin without a checkpoint, of copies without a store, and of the interval of saves."""
+    """Yield the problems of an origin without a checkpoint, of copies without a store, of chosen saves with audits,
+    and of a failure interval that is not used.
+    """
     if checkpoint.init_with != "weights" and not checkpoint.init_from:
         yield Problem(
             "checkpoint.init_with",
@@ -125,7 +130,9 @@ def _checkpoint(checkpoint: CheckpointSpec, fleet: FleetSpec) -> Iterator[Proble
 
 
 def _fleet(fleet: FleetSpec) -> Iterator[Problem]:
-    """A lease must outlast one heartbeat that is lost, or every node would be declared lost again and again."""
+    """Yield a problem if a lease is shorter than two heartbeats: with one heartbeat lost, every node would be
+    declared lost again and again.
+    """
     if fleet.lease_s < 2 * fleet.heartbeat_s:
         yield Problem(
             "fleet.lease_s",
@@ -195,7 +202,7 @@ def _rope_scaling(scaling: RopeScalingSpec) -> Iterator[Problem]:
 
 
 def _train(train: TrainSpec) -> Iterator[Problem]:
-    """Yield the problems of a batch that does not divide into slots, or a slot into micro-batches."""
+    """Yield the problem of a batch that does not divide into slots, or else of a slot that does not divide into micro-batches."""
     if train.batch_size % train.slots:
         yield Problem(
             "train.slots",
@@ -234,7 +241,7 @@ class NotPortableError(RuntimeError):
 
 
 def portable_problems(spec: RunSpec) -> Iterator[Problem]:
-    """The fields of ``spec`` that portable numerics does not go with."""
+    """Yield the fields that portable numerics does not allow; none for a run with other numerics."""
     if spec.runtime.numerics != "portable":
         return
     for path, reason in not_portable(spec):
@@ -247,7 +254,7 @@ def portable_problems(spec: RunSpec) -> Iterator[Problem]:
 
 
 def not_portable(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """The fields of ``spec`` that its kernels do not compute, each with the reason."""
+    """Yield the fields of ``spec`` whose values portable kernels do not compute, each with the reason, for any numerics."""
     optimizer = spec.optimizer.name
     for path, reason in (
         ("runtime.device", "it is arithmetic of CPUs" if spec.runtime.device == "cuda" else ""),
@@ -273,7 +280,7 @@ _ROWS, _WIDTH, _EXPERT_WIDTH = 4, 8, 32
 
 
 def independent_rows_problems(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the fields of ``spec`` with which rows cannot be independent."""
+    """Yield the fields of ``spec`` with which rows cannot be independent; none if ``precision.rows`` does not request that."""
     if spec.precision.rows != "independent":
         return
     for path, problem in (
@@ -302,6 +309,7 @@ def independent_rows_problems(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _divided(degree: int) -> str:
+    """Return why ``degree`` ranks prevent independent rows; empty for one rank."""
     return (
         f"sums over {degree} ranks are added in an order that depends on the row's place"
         if degree > 1
@@ -346,7 +354,9 @@ def stages_of(data: DataSpec) -> tuple[int, ...]:
 
 
 def mixture_problems(data: DataSpec) -> Iterator[Problem]:
-    """Yield all that is impossible in a run's sources and stages, and cache settings without a store. Nothing on disk is looked at."""
+    """Yield all that is impossible in a run's sources and stages, and cache settings without a store. After too many
+    sources nothing further is checked. Nothing on disk is looked at.
+    """
     yield from _cache_problems(data)
     if not data.sources:
         if data.stages:
@@ -427,7 +437,7 @@ _ENTRY = re.compile(r"[0-9a-f]{8,64} [0-9a-f]{64}")
 
 
 def expected_weights_problems(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the entries that are not a key and a hash."""
+    """Yield the entries of ``expect.weights`` that are not a run's key of 8 to 64 hexadecimal digits and a SHA-256."""
     for number, entry in enumerate(spec.expect.weights):
         if not _ENTRY.fullmatch(entry):
             yield Problem(
@@ -438,8 +448,9 @@ def expected_weights_problems(spec: RunSpec) -> Iterator[Problem]:
 
 
 def compared(spec: RunSpec, key: str, weights_sha256: str) -> Comparison | None:
-    """Return whether the run with ``key`` has the weights that ``spec`` expects; "not expected" if it names none for it, None if it
-    has no list."""
+    """Return whether the run with ``key`` has weights that ``spec`` expects, by the prefix of its key. "not expected"
+    if the list names none for it, None without a list.
+    """
     if not spec.expect.weights:
         return None
     expected = (entry.split() for entry in spec.expect.weights)

@@ -35,7 +35,9 @@ def divisions(spec: RunSpec) -> Iterator[ParallelSpec]:
 
 
 def _halved(spec: RunSpec, parallel: ParallelSpec, axis: Axis) -> ParallelSpec | None:
-    """Return ``parallel`` with half of a degree and of the experts' ranks; ``None`` if that is below the minimum."""
+    """Return ``parallel`` with half of the degree of ``axis`` and half of the experts' ranks; ``None`` if that is
+    below the fleet's least degree or none is set.
+    """
     tensor, context = (parallel.tensor // 2, 0) if axis == "tensor" else (0, parallel.context // 2)
     least = spec.fleet.least_tensor if axis == "tensor" else spec.fleet.least_context
     if not 0 < least <= tensor + context:
@@ -62,7 +64,9 @@ def legal_ranks(spec: RunSpec, parallel: ParallelSpec, most: int) -> tuple[int, 
 
 
 def divided_over(spec: RunSpec, ranks: int) -> RunSpec:
-    """Return the run divided over ``ranks`` ranks: as in its file if that is legal, or else with the largest legal degrees."""
+    """Return the run divided over ``ranks`` ranks: as in its file if that is legal, or else with the largest legal
+    degrees. If none is legal, the run is returned unchanged.
+    """
     for parallel in divisions(spec):
         divided = replace(spec, parallel=parallel)
         if ranks % replica_ranks(parallel) == 0 and not layout_problems(divided, ranks):
@@ -95,7 +99,9 @@ def smaller_degree_problems(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _never_reached(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the least degree that a fleet never takes, because below ``fleet.min_nodes`` it waits."""
+    """Yield a problem if a fleet never takes its least degree, because each node, or ``fleet.min_nodes`` below which
+    it waits, have ranks for a larger one.
+    """
     fleet, ways = spec.fleet, list(divisions(spec))
     if not fleet.nodes or len(ways) == 1:
         return

@@ -35,9 +35,11 @@ _NOT_FOLLOWED = "it is a link, which is not followed: put the file itself there"
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
-    """Open a file for reading, without waiting. Raises ``OSError`` if it cannot be read, or is a folder, a pipe or a device.
+    """Return a file opened for reading, without waiting. Raises ``OSError`` if it cannot be read, or is a folder, a
+    pipe or a device.
 
-    A link is refused too, unless ``follow``: for files that a user names, and datasets whose user has linked their files.
+    A link is refused too, unless ``follow``: for files that a user names, and datasets whose user has linked their
+    files.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -164,9 +166,11 @@ _WITHOUT_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, err
 
 @contextmanager
 def held_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder whose name begins with ``prefix``, and remove it and abandoned ones of that prefix. Raises ``OSError``.
+    """Make a new folder whose name begins with ``prefix``, locked by this process, and remove it at the end of the
+    context. Abandoned folders of that prefix, not locked, are removed first. Raises ``OSError``.
 
-    It is in ``parent``, with the permissions of new folders there; without one it is among the temporary files, and this user's alone.
+    It is in ``parent``, with the permissions of new folders there; without one it is among the temporary files, and
+    this user's alone.
     """
     root = parent or Path(tempfile.gettempdir())
     _sweep(root, prefix)
@@ -175,8 +179,9 @@ def held_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def _new(root: Path, prefix: str, mode: int, cleanup: ExitStack) -> Path:
-    """Make a folder with a random name and lock it; ``cleanup`` removes and unlocks it. Tries again if another process has taken or
-    removed it."""
+    """Make a folder with a random name and lock it; ``cleanup`` removes and unlocks it. Tries again if another
+    process has taken or removed it. Raises ``OSError`` for other errors.
+    """
     while True:
         folder = root / f"{prefix}{secrets.token_hex(8)}"
         cleanup.callback(shutil.rmtree, folder, ignore_errors=True)  # before a signal can interrupt
@@ -193,7 +198,10 @@ def _new(root: Path, prefix: str, mode: int, cleanup: ExitStack) -> Path:
 
 
 def _lock_folder(folder: Path) -> int:
-    """Open and lock ``folder``; without support for locks, only open it. Returns the descriptor. Raises ``OSError``."""
+    """Open and lock ``folder``, without waiting; without support for locks, only open it. Returns the descriptor.
+    Raises ``OSError``: ``BlockingIOError`` if another process has the lock, ``FileNotFoundError`` if the folder is
+    gone or replaced.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         try:
@@ -218,7 +226,9 @@ def _sweep(root: Path, prefix: str) -> None:
 
 
 def _remove_unlocked(folder: Path) -> None:
-    """Remove ``folder`` if it is not locked. Folders of other users are left."""
+    """Remove ``folder`` and its content unless it is locked, or its file system has no locks. Errors are ignored, so
+    folders of other users are left.
+    """
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -240,9 +250,10 @@ _FLOCK = "hhqqi4x"
 
 @contextmanager
 def range_locked(path: Path, start: int, stop: int) -> Iterator[None]:
-    """Hold a lock on bytes ``start`` to ``stop`` of the file; waits until it is free.
+    """Lock bytes ``start`` to ``stop``, exclusive, of the file in the context; first wait until they are free.
 
-    If such locks are not available (another system or file system, a removed file), nothing is locked. So use it only for work that may be done twice.
+    If such locks are not available (another system or file system, a removed file), nothing is locked. So use it only
+    for work that may be done twice.
     """
     with ExitStack() as stack:
         with suppress(OSError):
@@ -266,8 +277,9 @@ def home() -> Path:
 
 @cache
 def temporary_home() -> Path:
-    """Return a folder for temporary files that only this user can access: the same for all processes, else a new one if that is not
-    safe."""
+    """Return the folder ``phalanx-UID`` among the temporary files, which only this user can access; it is made if
+    missing. If it is not safe, make another one for this process.
+    """
     folder = Path(tempfile.gettempdir()) / f"phalanx-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -294,13 +306,15 @@ _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
-    """Replace the file at ``path`` (or create it with permissions ``mode``). It is durable when this returns.
+    """Replace the file at ``path``, or create it, with ``content`` and permissions ``mode``. It is durable when this
+    returns.
 
-    With ``durable=False``, neither the file nor the folder is fsynced. After a power cut the file may be old or empty, but no process ever reads a
-    part of it. Use it for a status that is written often, by a thread that must not wait for a disk.
+    With ``durable=False``, neither the file nor the folder is fsynced. After a power cut the file may be old or
+    empty, but no process ever reads a part of it. Use it for a status that is written often, by a thread that must
+    not wait for a disk.
 
-    Processes and threads on any machines and in containers may write one path at the same time: the last rename wins. Raises ``OSError``; the old
-    content is then intact, unless only the last step, the fsync of the folder, failed.
+    Processes and threads on any machines and in containers may write one path at the same time: the last rename wins.
+    Raises ``OSError``; the old content is then intact, unless only the last step, the fsync of the folder, failed.
     """
     temporary = _temporary(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -338,7 +352,8 @@ def sync(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> list[str]:
-    """Remove leftovers of killed ``write_atomically`` calls in ``folder``, and return their names.
+    """Remove leftovers of killed ``write_atomically`` calls in ``folder``, and return their names, sorted. Raises
+    ``OSError``.
 
     Only the folder's owner may call it: a concurrent write would fail.
     """

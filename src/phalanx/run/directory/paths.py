@@ -76,7 +76,9 @@ def is_committed(folder: Path) -> bool:
 
 
 def committed_steps(root: Path) -> list[int]:
-    """Return the committed steps in the folder of checkpoints ``root``, oldest first. Raises ``OSError``."""
+    """Return the committed steps in the folder of checkpoints ``root``, oldest first. Other folders and files are
+    ignored. Raises ``OSError``.
+    """
     folders = [root / name for name in os.listdir(root)]
     return sorted(
         step for folder in folders if (step := step_of(folder)) is not None and is_committed(folder)
@@ -224,7 +226,7 @@ class RunDirectory:
         return self.path / "lock"
 
     def names(self) -> set[str]:
-        """Return the names of all files of a run without a fleet."""
+        """Return the names of all files and folders that a run without a fleet may have in its directory."""
         own = (
             *(self.lock, self.run_file, self.record, self.events, self.steps, self.ranks, self.checkpoints),
             *(self.tokenizer, self.published, self.logs, self.curve, self.result, self.profiles),
@@ -288,7 +290,9 @@ class RunDirectory:
         return max(attempts, default=-1) + 1
 
     def newest_attempt(self) -> int:
-        """Return the number, from 0, of the newest start in this directory's record. Raises ``RunDirectoryError`` if there was none."""
+        """Return the number, from 0, of the newest start in this directory's record. Raises ``RunDirectoryError`` if
+        there was none, or the record is damaged.
+        """
         started = self.read_record().get("attempts", 0)
         if not started:
             raise RunDirectoryError(f"{self.path} is no run directory: nobody has started a run there yet")
@@ -299,9 +303,11 @@ class RunDirectory:
         return read_result(read_small_json(self.result))
 
     def complete_result(self, spec: RunSpec) -> RunResult | None:
-        """Return the result of a run that a start with ``spec`` does not continue, or ``None``.
+        """Return the result of a finished run, or ``None`` if there is none or a start with ``spec`` continues the
+        run.
 
-        A run that ended early is continued if ``evaluation.stop_after`` or ``evaluation.keep_best`` is another one now.
+        A run that ended early is continued if ``evaluation.stop_after`` or ``evaluation.keep_best`` is another one
+        now.
         """
         result = self.finished_result()
         if result is None or result.early_stop is None or result.early_stop.is_of(spec):
@@ -323,9 +329,10 @@ def read_small_json(path: Path) -> JsonObject:
 
 
 def read_resolved(directory: RunDirectory) -> RunSpec:
-    """Return the resolved run of a run directory.
+    """Return the resolved run of a run directory, without its preset's name.
 
-    Raises ``RunDirectoryError`` if there is none, or if its run file is damaged or from a version with other field names.
+    Raises ``RunDirectoryError`` if there is none, or if its run file is damaged or from a version with other field
+    names. Runs of versions without a choice of numerics are native.
     """
     try:
         table = tomllib.loads(read_small(directory.run_file).decode())
@@ -375,6 +382,7 @@ class EarlyStop:
         return (self.figure, self.stop_after) == (spec.evaluation.keep_best, spec.evaluation.stop_after)
 
     def __str__(self) -> str:
+        """Return the rule and the best value that nothing later improved on, as a phrase for a user."""
         best = (
             "a finite one"
             if self.best_value is None
@@ -446,6 +454,7 @@ class DirectoryKeeper:
     """Keeper of the content of a run directory's small files, which repairs them."""
 
     def __init__(self, directory: RunDirectory) -> None:
+        """Watch record and run file of ``directory``; nothing is read yet."""
         self._checks: dict[Path, Callable[[], object]] = {
             directory.record: directory.read_record,
             directory.run_file: self._require_same_run,
@@ -455,22 +464,27 @@ class DirectoryKeeper:
         self._spec: RunSpec | None = None
 
     def look(self) -> list[str]:
-        """Check the files, and restore damaged or removed ones. Returns messages about them.
+        """Check the files, and restore damaged, changed or removed ones from their last valid content. Returns a
+        message for each restored one.
 
-        A file that was damaged when this process first read it is not changed. Raises ``OSError`` if one cannot be read or written.
+        A file that was damaged when this process first read it is not changed. Raises ``OSError`` if one cannot be
+        read or written.
         """
         return [message for path, check in self._checks.items() if (message := self._look_at(path, check))]
 
     def _require_same_run(self) -> None:
-        """Raise ``RunDirectoryError`` if the run file cannot be read, or describes another run: an empty one has every default."""
+        """Raise ``RunDirectoryError`` if the run file cannot be read, or describes another run than at the first
+        call: an empty one has every default.
+        """
         spec = read_resolved(self._directory)
         if self._spec not in (None, spec):
             raise RunDirectoryError("another run")
         self._spec = spec
 
     def _look_at(self, path: Path, check: Callable[[], object]) -> str:
-        """Check a file against its last valid content. If it was removed or damaged, write that content back and return a sentence;
-        else ""."""
+        """Check a file against its last valid content, and keep valid new content. If it was removed or damaged,
+        write the last valid content back and return a sentence; else, or if there is none, return "".
+        """
         valid = self._valid_content.get(path)
         try:
             content = read_small(path)

@@ -67,7 +67,9 @@ def attention_kind(model: ModelSpec) -> AttentionKind:
 
 
 def attention_problems(model: ModelSpec) -> Iterator[Problem]:
-    """Yield the problems of the model's kind, including fields of other kinds."""
+    """Yield the problems of the model's kind, of LongRoPE factors that do not fit its frequencies, and of fields of
+    other kinds that are not at their default.
+    """
     own_kind = attention_kind(model)
     yield from own_kind.problems(model)
     if (scaling := model.rope_scaling) is not None:

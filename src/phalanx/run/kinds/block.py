@@ -17,7 +17,7 @@ from phalanx.run.spec import ModelSpec
 
 
 def parts(model: ModelSpec, *, mixed: bool) -> tuple[op.Parameter, ...]:
-    """The parameters of a block, named within it, with a mixture of experts or a dense feed-forward layer."""
+    """Return the parameters of a block, named within it, with a mixture of experts if ``mixed`` or else a dense feed-forward layer."""
     before = norm_before(model)
     after = norm_after(model)
     return (
@@ -46,7 +46,9 @@ def norm_after(model: ModelSpec) -> tuple[op.Parameter, ...]:
 
 
 def placed(name: str, layer: int, rows: Iterable[op.Parameter]) -> Iterator[op.Parameter]:
-    """Yield the parameters ``rows`` with names below block ``name``, which is layer ``layer``."""
+    """Yield the parameters ``rows`` with names below block ``name``, which is layer ``layer``. A stack of experts has
+    its own FSDP unit, others the block's.
+    """
     for part in rows:
         path = f"{name}.{part.name}"
         # FSDP gathers experts apart from the rest of their block.
@@ -55,7 +57,7 @@ def placed(name: str, layer: int, rows: Iterable[op.Parameter]) -> Iterator[op.P
 
 
 def operations(model: ModelSpec, *, mixed: bool) -> tuple[op.Operation, ...]:
-    """The operations of a block with a mixture of experts or a dense feed-forward layer."""
+    """Return the operations of a block in their order, with a mixture of experts if ``mixed`` or else a dense feed-forward layer."""
     before = (op.Norm("norm", norm_before(model)),) if norm_before(model) else ()
     after = (op.Norm("residual", norm_after(model)),) if norm_after(model) else ()
     return (
@@ -81,7 +83,7 @@ def operations(model: ModelSpec, *, mixed: bool) -> tuple[op.Operation, ...]:
 
 
 def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
-    """Axes whose degree must be 1, with the reason."""
+    """Yield the axes whose degree must be 1, with the reason: "pipeline" for tied embeddings."""
     if model.tie_embeddings:
         yield (
             "pipeline",
@@ -115,7 +117,7 @@ def head_parts(model: ModelSpec, predictions: int) -> Iterator[op.Parameter]:
 
 
 def embedding_operations(model: ModelSpec) -> tuple[op.Operation, ...]:
-    """The look-up, whose rows tensor ranks add up."""
+    """Return the operations of the look-up, whose rows tensor ranks add up."""
     return (
         op.Pointwise("norm", "tokens", 2 * model.dim, 3 * model.dim),
         op.LayerExchange("norm", "scatter", model.dim),
@@ -124,7 +126,7 @@ def embedding_operations(model: ModelSpec) -> tuple[op.Operation, ...]:
 
 
 def head_operations(model: ModelSpec) -> tuple[op.Operation, ...]:
-    """The final norm, the scores of one prediction, and their loss."""
+    """Return the operations of the final norm, the scores of one prediction, and their loss."""
     ends = (*embedding_parts(model, 1), *head_parts(model, 1))
     (projection,) = (part for part in ends if part.products)
     return (
@@ -158,7 +160,7 @@ def predictions_undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
 
 
 def prediction_parts(model: ModelSpec, depth: int) -> Iterator[op.Parameter]:
-    """The parameters of prediction ``depth``, from 0; its block is like the model's last."""
+    """Yield the parameters of prediction ``depth``, from 0, below ``mtp.DEPTH``; its block is like the model's last."""
     prefix, last = f"mtp.{depth}", model.layers - 1
     rows = (
         *op.under(f"{prefix}.hidden_norm", op.norm(model.dim)),
@@ -171,7 +173,7 @@ def prediction_parts(model: ModelSpec, depth: int) -> Iterator[op.Parameter]:
 
 
 def prediction_operations(model: ModelSpec) -> tuple[op.Operation, ...]:
-    """One prediction: embedding and hidden state joined and projected, a block, the model's output projection."""
+    """Return the operations of one prediction: embedding and hidden state joined and projected, a block like the last, the head."""
     weights = (part for part in op.linear(2 * model.dim, model.dim) if part.products)
     return (
         op.MatrixProduct("projection", "local", tuple(weights)),

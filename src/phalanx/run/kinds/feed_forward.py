@@ -26,7 +26,9 @@ def is_gated(model: ModelSpec) -> bool:
 
 
 def dense_parts(model: ModelSpec, inner: int) -> Iterator[op.Parameter]:
-    """Yield the matrices of a layer ``inner`` elements wide, divided there."""
+    """Yield the matrices, and biases if any, of a layer ``inner`` elements wide, divided there over tensor ranks; the
+    gate only if the model has one.
+    """
     if is_gated(model):
         yield from op.under("gate", op.linear(model.dim, inner, model.ffn_bias, tensor_dim=0))
     yield from op.under("up", op.linear(model.dim, inner, model.ffn_bias, tensor_dim=0))
@@ -51,7 +53,9 @@ _ALIGNED = 8  # elements: grouped matrix products take rows of whole 16 bytes, a
 
 
 def is_mixture(model: ModelSpec, layer: int) -> bool:
-    """True if the feed-forward layer of layer ``layer``, from 0, is a mixture of experts."""
+    """Return True if the feed-forward layer of layer ``layer``, from 0, is a mixture of experts: the last of each
+    ``moe.every`` layers after the first ``moe.first_dense``.
+    """
     moe = model.moe
     if moe is None or layer < moe.first_dense:
         return False
@@ -78,7 +82,7 @@ def problems(model: ModelSpec) -> Iterator[Problem]:
 
 
 def _layers(model: ModelSpec, moe: MoeSpec) -> Iterator[Problem]:
-    """Yield the problems of a mixture without a layer, and of widths that are not aligned."""
+    """Yield the problems of a mixture without a layer, and of model and expert widths that are not aligned to 16 bytes."""
     if moe.first_dense + moe.every > model.layers:
         yield Problem(
             "model.moe.first_dense",
@@ -97,7 +101,9 @@ def _layers(model: ModelSpec, moe: MoeSpec) -> Iterator[Problem]:
 
 
 def _routing(moe: MoeSpec) -> Iterator[Problem]:
-    """Yield the problems of groups and of experts per token; a later one only if those before it are met."""
+    """Yield the problems of groups, of experts per token, and of a single normalized score. A number of groups that
+    does not divide, or too many per token, ends the check.
+    """
     if moe.experts % moe.groups:
         yield Problem(
             "model.moe.groups",
@@ -139,7 +145,9 @@ def _routing(moe: MoeSpec) -> Iterator[Problem]:
 
 
 def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
-    """The inner widths; one that a model leaves open can be divided by any usual number of ranks."""
+    """Yield the field and size of each inner width that tensor ranks divide: dense and shared experts'. One that a
+    model leaves open can be divided by any usual number of ranks.
+    """
     if model.ffn_dim:
         yield "model.ffn_dim", model.ffn_dim
     moe = model.moe
@@ -171,7 +179,9 @@ def mixture_parts(model: ModelSpec, moe: MoeSpec) -> Iterator[op.Parameter]:
 
 
 def mixture_operations(model: ModelSpec, moe: MoeSpec) -> tuple[op.Operation, ...]:
-    """The choice of experts, the exchange of tokens, the experts, and the shared expert."""
+    """Return the operations of a mixture: the choice of experts, the exchange of tokens, the experts, the exchange
+    back, and the shared expert.
+    """
     weights = op.by_name(mixture_parts(model, moe))
     dim, inner = model.dim, moe.ffn_dim
     widen = tuple(weights[name] for name in ("experts.gate", "experts.up") if name in weights)

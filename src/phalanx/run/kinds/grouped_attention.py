@@ -18,7 +18,9 @@ OWN_FIELDS: tuple[str, ...] = (
 
 
 def problems(model: ModelSpec) -> Iterator[Problem]:
-    """Yield the problems of heads that do not divide, and of rotation, biases, windows and norms that do not go together."""
+    """Yield the problems of heads that do not divide or cannot be rotated in pairs; of two kinds of biases; of a
+    window without such layers or the reverse; of norms and temperatures without use.
+    """
     if model.head_dim == 0 and model.dim % model.heads:
         yield Problem(
             "model.heads",
@@ -118,7 +120,7 @@ def key_heads(model: ModelSpec) -> int:
 
 
 def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
-    """Norms over all heads need all heads; else all axes can divide it."""
+    """Yield "tensor" with the reason if norms span all heads; else nothing, as all axes can divide this attention."""
     if model.qk_norm and model.qk_norm_width == "all":
         yield (
             "tensor",
@@ -148,7 +150,7 @@ def parts(model: ModelSpec) -> Iterator[op.Parameter]:
 
 
 def core(model: ModelSpec) -> op.AttentionCore:
-    """Queries, keys and values are equally wide."""
+    """Return attention with queries, keys and values ``head_dim`` wide, and the window of each layer if the model has one."""
     windows = tuple(window_of(model, layer) for layer in range(model.layers)) if model.window else ()
     return op.AttentionCore(
         model.heads, model.head_dim, model.head_dim, windows=windows, capped=model.score_cap > 0
@@ -156,7 +158,9 @@ def core(model: ModelSpec) -> op.AttentionCore:
 
 
 def operations(model: ModelSpec) -> tuple[op.Operation, ...]:
-    """Queries, keys and values by one product; rotation; attention; the output projection."""
+    """Return the operations of the layer: queries, keys and values by one product; rotation; attention, with a pass
+    over its result for sinks; the output projection.
+    """
     weights = op.by_name(parts(model))
     queries, keys = weights["query.weight"].shape[0], weights["key.weight"].shape[0]
     projections = tuple(weights[f"{name}.weight"] for name in ("query", "key", "value"))

@@ -28,7 +28,9 @@ def is_absorbed(model: ModelSpec) -> bool:
 
 
 def problems(model: ModelSpec) -> Iterator[Problem]:
-    """Yield the problems of widths of heads that do not fit latent attention."""
+    """Yield the problems of an odd ``rope_head_dim``, of a ``head_dim`` that is not the sum of its two parts, and of
+    ``kv_heads`` other than ``heads``; 0 is allowed for the last two.
+    """
     mla = _latents(model)
     if mla.rope_head_dim % 2:
         yield Problem(
@@ -73,7 +75,9 @@ def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:  # noqa: ARG00
 
 
 def parts(model: ModelSpec) -> Iterator[op.Parameter]:
-    """Yield projections into latents, and out of them by heads."""
+    """Yield the parameters: projections into latents and their norms, projections out of them divided by heads, and
+    the output. Without ``query_rank`` queries have no latent.
+    """
     mla = _latents(model)
     queries = model.heads * head_dim(model)
     if mla.query_rank:
@@ -93,7 +97,9 @@ def parts(model: ModelSpec) -> Iterator[op.Parameter]:
 
 
 def core(model: ModelSpec) -> op.AttentionCore:
-    """Queries and keys of all heads as wide as ``head_dim``, values narrower; absorbed, as wide as what a token keeps and as its latent."""
+    """Return attention with queries and keys ``head_dim`` wide, and values ``value_head_dim``. Absorbed, queries are
+    as wide as the latent with the shared rotated key, and values as the latent.
+    """
     mla = _latents(model)
     if mla.absorbed:
         return op.AttentionCore(model.heads, mla.kv_rank + mla.rope_head_dim, mla.kv_rank)
@@ -101,7 +107,9 @@ def core(model: ModelSpec) -> op.AttentionCore:
 
 
 def operations(model: ModelSpec) -> tuple[op.Operation, ...]:
-    """Into latents, norms, out of them, rotation of a part of each head, attention, the output projection."""
+    """Return the operations of the layer: projections into latents, norms, out of them, rotation of a part of each
+    head, attention, the output projection.
+    """
     mla, heads, weights = _latents(model), core(model), op.by_name(parts(model))
     down = tuple(weights[name] for name in ("query_down.weight", "kv_down.weight") if name in weights)
     query = weights["query_up.weight" if mla.query_rank else "query.weight"]
@@ -122,7 +130,9 @@ def operations(model: ModelSpec) -> tuple[op.Operation, ...]:
 
 
 def _expanded(model: ModelSpec) -> tuple[op.Operation, ...]:
-    """Return the operations on queries, expanded keys and values before attention."""
+    """Return the operations between projections and attention: rotation and joining of heads, the kept queries, keys
+    and values, and their exchange over context ranks.
+    """
     queries, values = model.heads * head_dim(model), model.heads * _latents(model).value_head_dim
     return (
         # The rotated parts, and each joined to its head: the shared key's to that of every head.
@@ -162,7 +172,9 @@ def cache_row(model: ModelSpec) -> tuple[int, int, int]:
 
 
 def tiny(model: ModelSpec, tensor: int) -> ModelSpec:
-    """A head for each tensor rank, and narrow latents."""
+    """Return a model with one head for each of ``tensor`` tensor ranks, and latents and heads 8 wide; without latent
+    queries if it has none.
+    """
     rank = 8 if _latents(model).query_rank else 0
     mla = dataclasses.replace(
         _latents(model), query_rank=rank, kv_rank=8, nope_head_dim=8, rope_head_dim=8, value_head_dim=8

@@ -103,7 +103,8 @@ class Rotation:
 
 
 def square_keys(seq_len: int, window: int) -> float:
-    """Twice the mean number of keys that a token of ``seq_len`` sees; without a window (0) the whole square's, ``seq_len``.
+    """Return twice the mean number of keys that a causal token of ``seq_len`` sees; without a window (0), or with one
+    of at least ``seq_len``, ``seq_len``.
 
     In a band ``window`` wide the area seen is ``seq_len window - window^2 / 2``: its first corner is a triangle.
     """
@@ -333,7 +334,9 @@ def linear(
     tensor_dim: int | None = None,
     most_parts: int = 0,
 ) -> Iterator[Parameter]:
-    """Yield a linear layer's ``weight``, shape ``(outputs, inputs)``, and with ``bias`` its ``bias``, divided only if the outputs are."""
+    """Yield a linear layer's ``weight``, shape ``(outputs, inputs)``, divided along ``tensor_dim``, and with ``bias``
+    its ``bias``, divided only if the outputs are.
+    """
     yield Parameter(
         "weight", (outputs, inputs), kind, tensor_dim=tensor_dim, most_parts=most_parts, products=1
     )

@@ -20,7 +20,9 @@ _NO_LAYER = "rope_scaling"
 
 
 def resolve(spec: ModelSpec, vocab_size: int = 0) -> ModelSpec:
-    """Return the same model with all dimensions written out, without zeros for defaults."""
+    """Return the same model with all dimensions written out, without zeros for defaults. ``vocab_size`` is used only
+    if the model has none.
+    """
     ffn_dim, moe = spec.ffn_dim or feed_forward.default_width(spec), spec.moe
     return dataclasses.replace(
         spec,
@@ -39,7 +41,7 @@ def problems(model: ModelSpec) -> Iterator[Problem]:
 
 
 def described_layers(model: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Yield fields that select a layer that only this project's transformer has, with a remedy."""
+    """Yield fields that are set and select a layer that only this project's transformer has, with a remedy."""
     for field in dataclasses.fields(model):
         if field.name != _NO_LAYER and dataclasses.is_dataclass(getattr(model, field.name)):
             remedy = (

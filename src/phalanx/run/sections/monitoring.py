@@ -84,7 +84,9 @@ TASK_FIGURES = {
 
 
 def evaluation_problems(evaluation: EvalSpec, seq_len: int) -> Iterator[Problem]:
-    """Yield all that is impossible in ``[evaluation]`` without looking at the files of tasks."""
+    """Yield all that is impossible in ``[evaluation]`` without looking at the files of tasks: names, missing paths,
+    long samples, unknown figures, an early stop without evaluations.
+    """
     yield from _name_problems("tasks", [task.name for task in evaluation.tasks], "arc-easy")
     yield from _name_problems("samples", [sample.name for sample in evaluation.samples], "story")
     for number, task in enumerate(evaluation.tasks):
@@ -113,7 +115,9 @@ def evaluation_problems(evaluation: EvalSpec, seq_len: int) -> Iterator[Problem]
 
 
 def _name_problems(table: str, names: Sequence[str], example: str) -> Iterator[Problem]:
-    """Yield what is wrong with the number and the names of tasks or samples."""
+    """Yield what is wrong with the number and the names of tasks or samples: too many, malformed or repeated.
+    ``example`` is a valid name.
+    """
     if len(names) > _MOST[table]:
         remedy = f"at most {_MOST[table]}"
         yield Problem(f"evaluation.{table}", f"{len(names)} {table} are too many", remedy)
