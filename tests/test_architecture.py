@@ -77,7 +77,7 @@ QUICK = (
     *(f"phalanx.checkpoint.snapshot.{name}" for name in ("data_port", "segments")),
     *(f"phalanx.checkpoint.tiers.{name}" for name in ("tier", "disk")),
     *(f"phalanx.checkpoint.committed.{name}" for name in ("copying", "digest")),
-    "phalanx.checkpoint.save.interval",
+    *(f"phalanx.checkpoint.save.{name}" for name in ("interval", "retention")),
     "phalanx.cli.weights",
     *(f"phalanx.store.{name}" for name in ("store", "open_store")),
     "phalanx.cli.main",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.save.interval import Retention
+from phalanx.checkpoint.save.retention import Retention
 
 steps_strategy = st.lists(st.integers(0, 500), unique=True)
 
