@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from phalanx_serve.traffic import events, journal, pools
+from phalanx_serve.traffic import events, journal, pools, routing
 from phalanx_serve.traffic.journal import (
     AuditResult,
     Entry,
@@ -38,8 +38,8 @@ Names = Callable[[Sequence[int]], Sequence[bytes]]
 class DispatchSettings:
     """Settings of the router's decisions."""
 
-    link: pools.Link = field(default_factory=pools.Link)
-    small_rows: int = pools.PAGE_ROWS
+    link: routing.Link = field(default_factory=routing.Link)
+    small_rows: int = routing.PAGE_ROWS
     audit_share: float = 0.0
     most_losses: int = 8
     """Number of consecutive lost or failed workers without a new token after which a request is canceled: it may
@@ -164,11 +164,11 @@ def _place(
     workers = state.pool.open_to_work()
     workers = [w for w in workers if w.number != avoid] or workers
     candidates = [
-        pools.Bidder(w.number, w.role, w.queued_rows + len(w.jobs), w.holds(names), w.rows_per_s)
+        routing.Bidder(w.number, w.role, w.queued_rows + len(w.jobs), w.holds(names), w.rows_per_s)
         for w in workers
     ]
     sources = [(w.number, w.holds(names)) for w in state.pool.workers.values() if not w.late]
-    route = pools.choose(
+    route = routing.choose(
         len(text),
         len(names),
         candidates,
@@ -186,7 +186,7 @@ def _start(
     state: RouterState,
     entry: Entry,
     request: events.Request,
-    route: pools.Route,
+    route: routing.Route,
     names: tuple[bytes, ...],
     now_s: float,
     commands: list[events.Command],
@@ -198,7 +198,7 @@ def _start(
     """
     worker = state.pool.workers[route.worker]
     cached_pages = worker.holds(names)
-    rows = max(len(request.prompt) + len(request.generated) - pools.PAGE_ROWS * cached_pages, 1)
+    rows = max(len(request.prompt) + len(request.generated) - routing.PAGE_ROWS * cached_pages, 1)
     number = _number(state)
     state.jobs[number] = RouterJob(
         worker.number, rows, entry.request.id, 0, route.prefill, route.source, names, now_s
@@ -400,7 +400,7 @@ def _go_to_decode(
             w.number,
         ),
     )
-    route = pools.Route(best.number, False, prefill.worker, 0.0)
+    route = routing.Route(best.number, False, prefill.worker, 0.0)
     _start(state, entry, journal.remaining_request(entry), route, names, now_s, commands, source_job=number)
 
 

@@ -21,7 +21,8 @@ from phalanx.fleet.core.simulated_clock import SimulatedClock
 from phalanx_serve.traffic import dispatch, events
 from phalanx_serve.traffic.dispatch import RouterState
 from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Sampling, Token
-from phalanx_serve.traffic.pools import Link, Pool, PoolSettings
+from phalanx_serve.traffic.pools import Pool, PoolSettings
+from phalanx_serve.traffic.routing import Link
 from phalanx_serve.traffic.simulated_worker import SimulatedWorker, page_names, token
 
 # The world: gateway, workers, clients and the network between them, all of which fail.

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from phalanx.wire.messages import SealedStream, WireError, sealed_stream
 from phalanx_serve.traffic import dispatch, events
 from phalanx_serve.traffic.events import Ended, EngineOutput, Request
-from phalanx_serve.traffic.pools import Link, Pool, PoolSettings
+from phalanx_serve.traffic.pools import Pool, PoolSettings
+from phalanx_serve.traffic.routing import Link
 from phalanx_serve.traffic.scheduler import page_names
 from phalanx_serve.workers import messages as m
 

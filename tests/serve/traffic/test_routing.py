@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx_serve.traffic.events import NOBODY, Role
-from phalanx_serve.traffic.pools import Bidder, Link, Route, choose
+from phalanx_serve.traffic.routing import Bidder, Link, Route, choose
 
 LINK = Link(page_bytes=1 << 20, bytes_per_s=1e9, round_trip_s=1e-3)
 
