@@ -11,15 +11,20 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from phalanx.run.fields import FLEET, LATER, NOT_NEGATIVE, POSITIVE, ValueRange
-from phalanx.run.sections.monitoring import EvalSpec, PromptSpec, SpikeSpec, StatisticsSpec, TaskSpec
+from phalanx.run.sections.fleet import FleetSpec, LaunchSpec
+from phalanx.run.sections.monitoring import (
+    EvalSpec,
+    ObserveSpec,
+    PromptSpec,
+    SpikeSpec,
+    StatisticsSpec,
+    TaskSpec,
+)
 from phalanx.run.sections.training import (
     CheckpointSpec,
     DataSpec,
     ExpectSpec,
-    FleetSpec,
-    LaunchSpec,
     MemorySpec,
-    ObserveSpec,
     OptimizerSpec,
     ParallelSpec,
     PrecisionSpec,

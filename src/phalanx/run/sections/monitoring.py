@@ -1,4 +1,4 @@
-"""``[evaluation]``, ``[statistics]`` and ``[spike]``: how a run is judged while it trains, and the rules of these fields.
+"""``[observe]``, ``[evaluation]``, ``[statistics]`` and ``[spike]``: how a run is watched and judged while it trains, and the rules of these fields.
 
 ``phalanx.run.spec`` puts the tables of the run file together; ``phalanx.run.rules`` checks them.
 """
@@ -11,7 +11,39 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from phalanx.run.fields import FLEET, LATER, NOT_NEGATIVE, POSITIVE, Problem, ValueRange, unknown_value
-from phalanx.run.sections.training import FleetSpec, OptimizerSpec, PrecisionSpec, RuntimeSpec, TrainSpec
+from phalanx.run.sections.fleet import FleetSpec
+from phalanx.run.sections.training import OptimizerSpec, PrecisionSpec, RuntimeSpec, TrainSpec
+
+
+@dataclass(frozen=True)
+class ObserveSpec:
+    """Logging, and outside trackers."""
+
+    log_every_steps: Annotated[int, FLEET, POSITIVE] = 1
+    """Steps between logged steps in the event stream."""
+    memory_at_step: Annotated[int, FLEET, NOT_NEGATIVE] = 2
+    """Step of each attempt in which memory is measured by kind; 0 means never."""
+    ranks_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 10
+    """Steps after which each rank's measurements (computing time, waiting for data, memory, temperature) are appended
+    to the run's ranks.bin; 0 means never. The same exchange detects stragglers, so a shorter fleet.straggler_window_steps counts too."""
+    sinks: Annotated[tuple[str, ...], FLEET] = ()
+    """Experiment trackers that get a copy of every metric: "tensorboard", "wandb", "mlflow", "trackio", "otel", or one that another installed
+    package offers; each needs its optional extra to be installed."""
+    observers: Annotated[tuple[str, ...], FLEET] = ()
+    """Observers of training that other installed packages offer (entry points of the group phalanx.observers): scores, statistics and alerts of
+    a user's own. Every rank calls them, in this order."""
+    log_mib: Annotated[int, FLEET, POSITIVE] = 16
+    """Largest size of a log file of a process, in MiB; then it is set aside and another one begun."""
+    log_files: Annotated[int, FLEET, ValueRange(at_least=2)] = 4
+    """Files that are kept of each process's log: the first, which has its start, and the newest."""
+    accelerator_hour_price: Annotated[float, FLEET, NOT_NEGATIVE] = 0.0
+    """Price of one accelerator (or rank) for an hour, in any currency, for the cost of the run; 0 means unknown."""
+    nvtx: Annotated[bool, FLEET] = False
+    """If true, steps, slots, layers and collectives are NVTX ranges, which NVIDIA's profilers show on the time line."""
+    metrics_port: Annotated[int, FLEET, ValueRange(at_least=0, at_most=65535)] = 0
+    """TCP port at which a fleet's coordinator serves its metrics to Prometheus; each agent takes the next free one after it. 0 means none."""
+    metrics_host: Annotated[str, FLEET] = "127.0.0.1"
+    """Address at which they listen; "0.0.0.0" lets other machines read them, without any password."""
 
 
 @dataclass(frozen=True)
