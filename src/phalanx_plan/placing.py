@@ -361,10 +361,12 @@ def verify(
 ) -> PlacementAssessment:
     """Assess a run's placement on ``nodes``; nodes beyond the run's seats are spares.
 
-    Raises:
-        TopologyError: There are too few nodes, one is not in the topology, or a unit straddles a domain with ``no_straddling``.
+    The loss is the seconds that the slowest link needs beyond the lower bound. ``unit`` of 0 and ``order`` None take
+    the best.
 
-    The loss is what the slowest link needs beyond the lower bound.
+    Raises:
+        TopologyError: There are too few nodes, one is not in the topology, or a unit straddles a domain with
+            ``no_straddling``.
     """
     if len(set(nodes)) < shape.seats:
         raise TopologyError(

@@ -316,7 +316,10 @@ def budget_question(budget: str, options: SizeOptions) -> Question:
 def requested_aim(
     options: SearchOptions, top: int = 8, layout: str | None = None, tokens: str | None = None
 ) -> Aim:
-    """Return the aim of a search. Raises UsageError for a ``--step-error`` of NaN."""
+    """Return the aim of a search; ``layout`` None searches all layouts, ``tokens`` None takes the run's steps.
+
+    Raises UsageError for a ``--step-error`` of NaN.
+    """
     from phalanx_plan.search.query import Aim
 
     if options.step_error is not None and math.isnan(options.step_error):

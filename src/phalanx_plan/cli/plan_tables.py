@@ -291,7 +291,11 @@ def _run_table(plan: Plan) -> Table:
 
 
 def _run_rows(run: RunEstimate) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of the run as a whole: time, goodput, failures, checkpoints, energy and cost."""
+    """Yield (name, value) of the run as a whole: time, finish, goodput, failures, checkpoints, data, spares, energy
+    and cost.
+
+    Data only if its reading is known.
+    """
     levels = run.goodput_by_level
     finish = run.finish_days
     time = unit_for([run.days], DAYS)

@@ -216,6 +216,7 @@ class TrainingBudget:
     unit: BudgetUnit
 
     def __str__(self) -> str:
+        """The amount with its unit, as in ``1e+24 FLOP``, ``30 days`` or ``2 M$``."""
         if self.unit == "flop":
             return f"{self.amount:.3g} FLOP"
         if self.unit == "days":

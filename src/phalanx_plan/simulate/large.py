@@ -121,7 +121,10 @@ class LargeFleet:
     """The simulated machines and their training, and the core that receives their reports."""
 
     def __init__(self, scenario: Scenario, step_cost: StepCost | None = None) -> None:
-        """Set up the fleet of a scenario, with a study of its seats if there are units."""
+        """Set up the fleet of a scenario before any node joins, with a study of its seats if there are units.
+
+        ``step_cost`` prices the study's seats; None prices nothing.
+        """
         self.scenario, self.clock, self.random = scenario, SimulatedClock(), random.Random(scenario.seed)
         self.total = scenario.nodes + scenario.spares
         unit = scenario.unit

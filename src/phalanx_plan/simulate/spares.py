@@ -50,6 +50,7 @@ class Seating:
     """Record of the seats of one fleet."""
 
     def __init__(self, domains: Mapping[str, Domains], unit: int, step_cost: StepCost | None) -> None:
+        """Begin without seats. ``domains`` are those of each node, ``unit`` the nodes of a unit; ``step_cost`` None prices nothing."""
         self.domains, self.unit, self.step_cost = domains, unit, step_cost
         self.levels = len(next(iter(domains.values())))
         self.seats: list[str] = []

@@ -304,7 +304,10 @@ def holdings(
 def _holdings(
     model: ModelSpec, degrees: _Degrees, optimizer: OptimizerSpec | None, *, whole_rows: bool
 ) -> HoldingsTable:
-    """Return what a rank holds of one layer of each of ``KINDS``."""
+    """Return what a rank holds of one layer of each of ``KINDS``: elements, its shares, and the largest block.
+
+    ``optimizer`` None leaves out the bytes of moments.
+    """
     by_kind = [list(_of_kind(model, kind)) for kind in KINDS]
     ahead = [p for p in by_kind[KINDS.index("head")] if p.in_block]
     return HoldingsTable(

@@ -156,7 +156,7 @@ class SimulatedCoordinator:
         return len(self.journal) - 1
 
     def crash(self) -> None:
-        """Crash at once; the journal survives. Events not yet read and planned actions are lost."""
+        """Crash at once; the journal survives. Events not yet read, a planned fall and planned ticks are lost."""
         self.up = self.stopped = False
         self.falls = ""
         self.unread = []
@@ -267,6 +267,7 @@ class Heads:
     """All heads that have led, their claims, and the current candidates."""
 
     def __init__(self, world: HeadWorld, step: core.CoreStep, draw: random.Random) -> None:
+        """Begin without a claim or a head; ``step`` is the core's step, ``draw`` the world's random numbers."""
         self.world, self.step, self.random = world, step, draw
         self.claims: list[Claim] = []
         self.heads: list[SimulatedCoordinator] = []

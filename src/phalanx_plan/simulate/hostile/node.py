@@ -38,6 +38,7 @@ class SimulatedNode:
     """A node: its agent's response to commands, and the faults that may strike it."""
 
     def __init__(self, world: WorldView, name: str, domain: tuple[str, ...]) -> None:
+        """Describe a machine that is down; ``domain`` is its place in the network, from the widest level."""
         self.world, self.name, self.domain = world, name, domain
         self.incarnation = 0
         self.life = 0
@@ -387,7 +388,7 @@ class SimulatedNode:
                 self._send(group, self.world.nodes[buddy.node], rank, step)
 
     def _send(self, group: Group, to: SimulatedNode, rank: int, step: int) -> None:
-        """Copy a rank's snapshot to another node; lost if either has left the epoch when it arrives."""
+        """Copy a rank's snapshot to another node, which takes up to ``copy_s``; lost if either is down or has left the epoch by then."""
 
         def arrive() -> None:
             if self.epoch == to.epoch == group.epoch and self.up and to.up:

@@ -221,6 +221,7 @@ class Group:
     """The process group of one epoch: all its workers."""
 
     def __init__(self, world: TrainingWorld, bind: Bind) -> None:
+        """Begin the process group of ``bind``'s epoch without members, at the step that it resumes from (-1: none)."""
         self.world, self.epoch, self.ranks, self.resume = world, bind.epoch, bind.ranks, bind.resume
         self.seats = world.conditions.settings.formation.seats(bind.ranks)
         self.owners: dict[int, str] = {}

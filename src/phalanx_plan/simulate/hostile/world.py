@@ -28,6 +28,7 @@ class HostileWorld:
     """A small fleet and everything around it."""
 
     def __init__(self, seed: int, step: CoreStep) -> None:
+        """Draw the conditions of the world of ``seed``, and create its nodes, which are down, and its heads, none of which leads."""
         self.seed, self.random, self.clock = seed, random.Random(seed), SimulatedClock()
         self.conditions = draw_conditions(self.random, random.Random(f"{seed} layout"))
         self.loss, self.repeat = self.conditions.loss, self.conditions.repeat
