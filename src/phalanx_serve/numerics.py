@@ -76,9 +76,10 @@ def require_device(device: torch.device, *, exact: bool, divided: bool) -> None:
 
 @contextmanager
 def computing_on(device: torch.device, task: str) -> Iterator[None]:
-    """Context that runs ``task`` on ``device``, which becomes the current one.
+    """Context for ``task`` on ``device``, which becomes the current one; nothing changes on a CPU.
 
-    Raises DeviceMemoryError if the device is out of memory, and PartLostError if it no longer answers.
+    Raises DeviceMemoryError, after freeing cached memory, if the device is out of memory, and PartLostError if it no
+    longer answers. Other errors pass.
     """
     if device.type == "cpu":
         yield

@@ -94,10 +94,10 @@ def published_with(run_dir: Path, tokenizer: Tokenizer) -> Path | None:
 
 
 def template_folder(run_dir: Path, published: Path | None) -> Path | None:
-    """Return the folder of a run's chat template: its tokenizer's if it was trained on conversations, else the
-    ``published`` one.
+    """Return the folder of a run's chat template: its tokenizer's if it was trained on conversations, else
+    ``published``.
 
-    ``published`` is the result of ``published_with``.
+    ``published`` is the result of ``published_with``; None if there is no template either way.
     """
     own = RunDirectory(run_dir).tokenizer
     return own if (own / TEMPLATE_FILE).exists() else published
@@ -269,11 +269,11 @@ def _content(number: int, content: object) -> str:
 def stop_tokens(
     published: Path | None, tokenizer: Tokenizer, templates: Path | None = None
 ) -> frozenset[int]:
-    """Return the ids that end a text: the tokenizer's end of document, and those that an imported model's publisher
-    names.
+    """Return the ids that end a text: the tokenizer's end of document, and those in the ``published`` model's
+    configuration.
 
-    With the folder of its ``templates``, also the end of a turn in the conversations that the run was trained on.
-    Damaged files of a template are ignored.
+    ``published`` None has none. With the folder of its ``templates``, also the end of a turn in the conversations
+    that the run was trained on. Damaged files of a template are ignored.
     """
     stop = {tokenizer.end_of_document}
     if published is not None and (published / GENERATION_CONFIG).is_file():

@@ -122,7 +122,8 @@ def score_command(options: ScoreOptions) -> None:
 
 @contextmanager
 def opened_weights(place: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
-    """Yield the run directory and the step to score; of a pack, the given step.
+    """Yield the run directory and the step to score: the newest for a run if ``step`` is None; of a pack, ``step``
+    itself.
 
     A pack's small files are unpacked for the time of the block.
     """
@@ -142,7 +143,8 @@ def opened_weights(place: Path, step: int | None) -> Iterator[tuple[Path, int | 
 def scorer_for(
     place: Path, step: int | None, dtype_name: str | None, device: str, *, stream: bool, memory: int | None
 ) -> Scorer:
-    """Return the scorer of the weights in a run directory or a pack, by the options of those names.
+    """Return the scorer of the weights in a run directory or a pack, by the options of those names; None means their
+    defaults.
 
     With "auto" a GPU is used only for the directory of a run with ``runtime.device`` "cuda"; packs and streamed
     weights are scored on the CPU. Raises ServeError, and the errors of opening the weights.
@@ -287,7 +289,7 @@ def _given(line: str) -> str | list[int] | None:
 
 
 def _encoded(text: str | list[int], tokenizer: Tokenizer | None) -> list[int]:
-    """Return the tokens of a text behind its start tokens; tokens are returned as they are."""
+    """Return the tokens of a text behind its start tokens; tokens are returned as they are. A text needs a tokenizer."""
     if not isinstance(text, str):
         return text
     assert tokenizer is not None

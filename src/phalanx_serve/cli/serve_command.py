@@ -113,7 +113,8 @@ def make_key(file: Path, name: str, limits: str) -> None:
 
 
 def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
-    """Run a stage of the server at ``at`` until the server ends, with weights from the run in ``run_dir``.
+    """Run a stage of the server at ``at`` until the server ends, with weights from the run in ``run_dir``; print that
+    it has ended.
 
     Raises ClickException for an error, or for the server's reason to end; untrusted code of the run is refused.
     """

@@ -161,6 +161,7 @@ class FewRows:
     """Layers of a model, computed by one kernel call per layer."""
 
     def __init__(self, model: Transformer, layers: list[layer_step.LayerWeights]) -> None:
+        """Prepare the kernel for ``layers``, the weights of the blocks of ``model``."""
         self.model = model
         self._attentions = [(int(layer), _attention(block)) for layer, block in model.blocks.items()]
         self.kernel = layer_step.LayerKernel(layers, layer_step.MOST_ROWS)
@@ -197,11 +198,10 @@ class FewRows:
         return scale
 
     def __call__(self, x: Tensor, spans: Sequence[RowSpan], rule: Rule, length: int) -> Tensor:
-        """Compute tokens ``(rows,)`` or states ``(rows, dim)``, in the order of ``spans``, through all layers: states
-        ``(rows, dim)``.
+        """Compute tokens ``(rows,)`` or states ``(rows, dim)`` through all layers, and return states ``(rows, dim)``.
 
-        Without the final norm. Writes keys and values into the spans; leaves ``x`` unchanged. ``length`` is that of
-        ``Transformer.forward``.
+        Rows are in the order of ``spans``, which get the new keys and values. The final norm is not applied, and
+        ``x`` stays unchanged. ``length`` is that of ``Transformer.forward``.
         """
         model = self.model
         positions = [position for span in spans for position in range(span.begin, span.end)]

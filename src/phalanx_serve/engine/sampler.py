@@ -83,7 +83,7 @@ class LazySamplerOutput:
     def __getitem__(self, number: int, /) -> SampledToken:
         """Draw, or score, the token of request ``number``; without a token if its logits are not finite.
 
-        The log-probability of a drawn token is 0 if the request wants none (``top`` below 0).
+        The log-probability of a drawn token is 0 unless ``top`` is at least 0.
         """
         request, scores, log_probs = self._requests[number], self._scores[number], self._log_probs[number]
         if not bool(torch.isfinite(scores.max())):

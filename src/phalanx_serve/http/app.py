@@ -270,7 +270,7 @@ def _health(gateway: Gateway) -> Response:
 
 
 def _explained(gateway: Gateway, routes: Sequence[Route], request: Request, error: HTTPException) -> Response:
-    """Return the error for an unknown path (with the valid paths), a wrong method (with the valid ones), or another HTTP error."""
+    """Count and return the error for an unknown path or a wrong method, with the valid ones, or for another HTTP error."""
     path, allowed = request.url.path[:200], (error.headers or {}).get("Allow", "")
     if error.status_code == 404:
         message = (
@@ -313,7 +313,10 @@ def _bearer(request: Request) -> str:
 async def _answer(
     gateway: Gateway, kind: type[Completion] | type[Chat], request: Request, client: KeyUse | None
 ) -> Response:
-    """Parse, admit and charge a request for text, and return its response, which computes when it is sent. Raises RefusedError."""
+    """Parse, admit and charge a request for text, and return its response, which computes when it is sent.
+
+    ``client`` None has no limits. Raises RefusedError, and then charges a request but no tokens.
+    """
 
     def parse(body: bytes) -> GenerationRequest:
         return parse_request(read_body(kind, body), gateway.model, gateway.room(), gateway.limits.prompts)
@@ -334,7 +337,10 @@ async def _converted(
     request: Request,
     client: KeyUse | None,
 ) -> Response:
-    """Parse a request for ids or for their text, and return the response. Its key is charged a request and no tokens."""
+    """Parse a request for ids or for their text, and return the response. Its key is charged a request and no tokens.
+
+    ``client`` None has no limits. Raises RefusedError.
+    """
     with _charged(gateway, client):
         reply = await _in_thread(
             gateway, lambda body: convert(body, gateway.model, gateway.room()), request, frames=True

@@ -287,6 +287,7 @@ class GenerationResponse:
         counts: Counts,
         workload: AdmittedLoad,
     ) -> None:
+        """Count the prompt's tokens, and fix the id and time of the response; nothing is computed before ``body`` or ``events``."""
         self.request, self._model, self._port = request, model, port
         self._counts, self._workload = counts, workload
         identity = port.identity

@@ -191,6 +191,7 @@ class PageMemory:
     """The pages of a process's layers: one tensor ``(pages, layers, heads, 64, width)`` for each stored part of keys and values."""
 
     def __init__(self, layers: int, pages: int, kept: KVFormat, device: torch.device | str = "cpu") -> None:
+        """Allocate ``pages`` pages of ``layers`` layers on ``device``, in the format ``kept``, not initialized."""
         self._kept = kept
         self.page_bytes = layers * kept.row_bytes * PAGE
         """Bytes of a page's part in these layers."""
@@ -372,7 +373,8 @@ class LayerKVCache:
         """Attend for the rows ``(1, heads, rows, width)`` of several texts, each to its own cached tokens.
 
         Stores the new keys and values (rounded if a narrow format keeps them) in the spans, and returns the mixed
-        values ``(1, heads, rows, width)``.
+        values ``(1, heads, rows, width)``. ``sinks`` None has none; ``expand`` makes keys and values of cached
+        latents, None takes them as they are.
         """
         assert isinstance(core, CausalCore), "the engine refuses others"
         mixed: list[Tensor] = []

@@ -167,8 +167,8 @@ def open_run(
 ) -> tuple[ModelText, EngineWorker]:
     """Open the model of a run or a pack for requests, and start its engine's thread.
 
-    ``tell`` receives notes and the device. Raises ServeError, and the errors of ``restored_model`` and
-    ``load_run_tokenizer``.
+    ``name`` None takes the place's own. ``tell`` receives notes and the device. Raises ServeError, and the errors of
+    ``restored_model`` and ``load_run_tokenizer``.
     """
     opened = open_engine(served, tell)
     with served_folder(served) as folder:
@@ -446,7 +446,8 @@ def open_followed(
 ) -> tuple[ModelText, EngineWorker]:
     """Open the newest step as ``open_run`` does, and start to follow: each newer step takes over as it is committed.
 
-    Raises the errors of ``open_run``, and ServeError for a pack or a model without a KV cache.
+    ``pages`` is the treatment of running texts then; ``tell`` receives the device, swaps and failures. Raises the
+    errors of ``open_run``, and ServeError for a pack or a model without a KV cache.
     """
     opened = open_engine(served)
     if not isinstance(opened.engine, PagedEngine):

@@ -248,9 +248,9 @@ class SharedExperts:
         self._count, self._share, self._assembly = count, share, assembly
 
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        """Compute ``tokens`` ``(n, d)`` through their experts:
+        """Compute ``tokens`` ``(n, d)`` through their experts, and return ``(n, d)``.
 
-        ``(n, d)``. This share computes its own experts' rows, and gathers the others.
+        This share computes its own experts' rows, and gathers those of the others.
         """
         order = order_by_expert(routing.experts, self._count)
         own = self._share.rows(self._count)

@@ -98,6 +98,7 @@ class SimulatedWorker:
     def __init__(
         self, world: WorkerEnvironment, number: int, role: events.Role, rows_per_s: float, pages: int
     ) -> None:
+        """Describe a worker that is down; it computes ``rows_per_s`` and has room for ``pages`` pages."""
         self.world, self.number, self.role = world, number, role
         self.rows_per_s, self.pages = rows_per_s, pages
         self.identity = world.identity

@@ -47,6 +47,11 @@ class SimulatedService:
     """Gateway, workers, clients and network of one simulation."""
 
     def __init__(self, seed: int, *, checked: bool) -> None:
+        """Draw the delays, corruption and audits of the world of ``seed``, and open its gateway; it has no workers
+        yet.
+
+        ``checked`` checks the router's invariants after each event.
+        """
         self.seed, self.random, self.clock = seed, random.Random(seed), SimulatedClock()
         self.checked = checked
         self.identity = events.WorkerIdentity("weights", "numerics")

@@ -188,6 +188,7 @@ class MemoryBudget:
     weights: int
 
     def __str__(self) -> str:
+        """The parts of the memory in MiB, in a sentence."""
         mib = [part >> 20 for part in (self.process, self.computing, self.texts * self.of_text, self.weights)]
         return (
             f"of memory {mib[0]:,} MiB are the process, {mib[1]:,} a pass, {mib[2]:,} keys and values of {self.texts} texts, "

@@ -115,7 +115,7 @@ class StreamStatistics:
 def read_ahead(
     pack: PackFile, pool: ReadPool, section: int, buffer: ByteArray, urgency: Urgency
 ) -> list[Future[None]]:
-    """Begin to read a section into ``buffer``, in chunks. Returns a future of each chunk."""
+    """Begin to read a section into ``buffer``, in chunks of ``READ_CHUNKS``. Returns a future of each, which raises its error."""
     entry = pack.index.sections[section]
     futures = []
     for first in range(0, entry.chunks, READ_CHUNKS):

@@ -79,6 +79,7 @@ class RequestRouter:
     """Sums of the counts of workers that have left (``WorkerBeat.counts``)."""
 
     def __post_init__(self) -> None:
+        """Begin without workers and requests; the first worker sets the service's identity and page names."""
         self._root, self._failed, self._ending = b"", "", False
         self._lives = 0
         self._newcomers: dict[asyncio.StreamWriter, None] = {}

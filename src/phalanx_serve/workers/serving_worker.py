@@ -77,6 +77,11 @@ class ServingWorker:
         pages: PageWay = "auto",
         nixl: AgentProcess | None = None,
     ) -> None:
+        """Prepare a worker without starting its threads (``run``).
+
+        ``pages`` limits the transports: "socket" only, or shared memory too with "auto"; ``nixl`` reads over NIXL.
+        ``streaming`` returns counts of streamed weights, ``trouble`` the reason why the engine can no longer compute.
+        """
         self._engine, self._identity, self._page_bytes = engine, identity, page_bytes
         self._token, self._link, self._streaming = token, link, streaming
         self._trouble = trouble
