@@ -154,7 +154,11 @@ class Lookout:
         *,
         reading_budget_s: float = _READING_S,
     ) -> None:
-        """``reading_budget_s`` is the time per round for reading one run's stream."""
+        """Begin without a thread, which the first ``samples`` starts. ``rows`` returns the runs, ``clock`` Unix
+        seconds.
+
+        ``reading_budget_s`` is the time per round for reading one run's stream.
+        """
         self._rows, self._clock, self._reading_budget_s = rows, clock, reading_budget_s
         self._samplers: dict[tuple[str, str], RunSampler] = {}
         self._labels: dict[str, str] = {}

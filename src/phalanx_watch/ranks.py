@@ -153,7 +153,7 @@ def _of_one_epoch(stream: RankStream, first: int, second: int) -> bool:
 def slowest(column: str, values: NDArray[np.float32], layout: Layout, most: int) -> list[RankLateness]:
     """Return the ``most`` ranks that exceed their peers by the largest fraction; slow ranks come first.
 
-    Peers have the same role in the layout.
+    Peers have the same role in the layout. Values below ``LEAST`` of the column count as that.
 
     Args:
         column: Compared column, one of ``RANK_COLUMNS``.

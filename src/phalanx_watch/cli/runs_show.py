@@ -48,7 +48,11 @@ def show_command(run_dir: Path, price: float, as_json: bool) -> None:
 
 
 def _lines(recording: RunRecording) -> Iterator[str]:
-    """Yield the lines of a recorded run: state, results, code, machines, data, origin, checkpoints, cost and problems."""
+    """Yield the lines of a recorded run: state, results, code, machines, data, origin, checkpoints, cost and
+    problems.
+
+    Of checkpoints the newest ``_MOST_NAMES`` are named; the cost only if it is known.
+    """
     row = recording.row
     yield f"{row.name}: {row.state}, step {row.step:,} of {row.steps:,}  ({row.path})"
     if row.tags or row.note:

@@ -51,6 +51,7 @@ class NoticeCommand:
     """Notifier that calls a shell command for each change of a run's reasons."""
 
     def __init__(self, command: str, run: str, warn: Callable[[str], None]) -> None:
+        """Begin without known reasons. ``command`` is a shell command, ``warn`` receives its failures."""
         self._command, self._run, self._warn = command, run, warn
         self._delivered: dict[Key, Reason] = {}
         """Reasons of which the command knows, or for which it was given up."""
@@ -221,6 +222,7 @@ def _print_reason(reason: Reason, now: float) -> None:
 
 
 def _print_row(name: str, text: str) -> None:
+    """Print a name and its text, wrapped to the terminal's width (at least ``_NARROWEST``) with a hanging indent."""
     width = max(_NARROWEST, shutil.get_terminal_size((120, 24)).columns)
     first, *lines = textwrap.wrap(text, width - 12, break_long_words=False, break_on_hyphens=False) or [""]
     click.echo(f"  {click.style(f'{name:<8}', dim=True)}{first}")

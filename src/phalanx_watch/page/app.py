@@ -67,6 +67,7 @@ class KeptAnswers:
     """Cache of the responses of the last second, by request. For one event loop."""
 
     def __init__(self, kept_s: float = KEPT_S) -> None:
+        """Begin with an empty cache, whose entries are valid for ``kept_s`` seconds."""
         self._kept_s = kept_s
         self._made: OrderedDict[str, tuple[float, Response]] = OrderedDict()
         self._making: dict[str, asyncio.Task[Response]] = {}

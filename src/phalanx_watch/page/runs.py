@@ -118,6 +118,7 @@ class PageRuns:
         stored: StoredSeries | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Begin with nothing read of the runs in ``folders``; ``stored`` None keeps no series on disk."""
         self._clock, self._asked_s = clock, -math.inf
         self._places = RunPlaces(folders)
         self._series = SeriesCache(most_series_bytes, stored)

@@ -120,7 +120,8 @@ def curves(
 def _axis(run: RunSeries, rows: Integers, x: Axis, flops_per_token: float | None) -> Floats:
     """Return the axis position of each row. It never decreases, even after a clock was set back or a damaged line.
 
-    Raises ``NoSuchCurveError`` for an unknown axis, or FLOP that are not known.
+    ``time`` is in seconds since the run's start, ``flops`` needs ``flops_per_token``. Raises ``NoSuchCurveError`` for
+    an unknown axis, or FLOP that are not known.
     """
     match x:
         case "step":

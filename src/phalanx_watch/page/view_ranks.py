@@ -188,7 +188,12 @@ def heat_table(runs: PageRuns, place: RunPlace, column: str) -> dict[str, object
 
 
 def rank_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[str, object]:
-    """Return the history of one rank, its node, its place in the mesh and its neighbors in each group. Raises ``PageRequestError``."""
+    """Return the history of one rank, its node, its place in the mesh and its neighbors (at most ``_MOST_GROUP``) in
+    each group.
+
+    Place and groups are empty if the layout is unknown. Raises ``PageRequestError`` for an unknown rank or unreadable
+    numbers.
+    """
     rank = int(parameters.path["rank"])
     column = parameters.choice("column", HEAT_COLUMNS)
     try:
@@ -219,7 +224,7 @@ def rank_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[s
 
 
 def _layout(runs: PageRuns, place: RunPlace, ranks: int) -> Layout | None:
-    """Return the layout of the run's ranks; None if their number does not fit its run file."""
+    """Return the layout of the run's ranks; None if its run file cannot be read, or their number does not fit it."""
     spec = runs.spec(place)
     if spec is None:
         return None

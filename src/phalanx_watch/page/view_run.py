@@ -216,7 +216,11 @@ def checkpoints_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -
 
 
 def _described(root: Path, step: int, copied: int | None, url: str) -> dict[str, object]:
-    """Return the row of a checkpoint: size, time, ranks, hash, where it is, and its visible damage."""
+    """Return the row of a checkpoint: size, time, ranks, hash, where it is, and its visible damage.
+
+    It is in the store at ``url`` if it is the step ``copied``. An unreadable index is the ``problem``, and its facts
+    are None.
+    """
     folder = step_folder(root, step)
     row: dict[str, object] = {
         "step": step,

@@ -187,6 +187,7 @@ class _Cut:
     """State of one partition."""
 
     def __init__(self, trace: RankTrace) -> None:
+        """Find the recorded steps and the thread that trains; categories, layers and phases of events are not yet known."""
         self.trace, self.events = trace, trace.events
         self.categories, self.layers = Names(), Names()
         self.layers.number("")

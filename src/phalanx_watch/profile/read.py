@@ -328,7 +328,7 @@ def _await_order(
 
 
 def _warning(directory: RunDirectory, since_s: float) -> str | None:
-    """Return the run's warning about the request, if it refuses it."""
+    """Return the text of the run's refusal of the request since ``since_s``; None if it has not refused it."""
     if not directory.events.exists():
         return None
     event = newest_event(

@@ -60,6 +60,7 @@ class StepTable:
     """Growing columns of logged steps."""
 
     def __init__(self) -> None:
+        """Begin without rows, with memory for ``_FIRST_ROWS``."""
         self.rows = 0
         self._columns: dict[str, npt.NDArray[np.generic]] = {
             name: np.empty(_FIRST_ROWS, dtype) for name, dtype in _TYPES.items()

@@ -17,7 +17,7 @@ _GOING = ("leaving", "drained", GIVEN_BACK)
 
 
 def _live(observed: o.Observed) -> FleetFile | None:
-    """Return the fleet of a run that has not ended."""
+    """Return the fleet of a run that runs; None without a fleet, or if the run or the fleet has ended."""
     return (
         observed.fleet
         if observed.fleet is not None and observed.running and not observed.fleet.over

@@ -330,7 +330,7 @@ class Observed:
 
     @cached_property
     def last_step(self) -> tuple[float, run_events.Step] | None:
-        """Newest step of any attempt."""
+        """(Unix seconds, step) of the newest step of any attempt; None without steps."""
         return next(
             (
                 (event.t, event.body)

@@ -137,7 +137,7 @@ _NAMED = 8
 
 
 def changed_run_file(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the run file in the run directory is no longer that of the run."""
+    """Yield a critical reason if the run file in the run directory is no longer that of the run, with up to ``_NAMED`` fields."""
     if not observed.changed_fields:
         return
     yield o.Reason(
