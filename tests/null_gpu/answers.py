@@ -21,7 +21,7 @@ from phalanx.train.step.step import StepFlags, Stepper, StepReport
 
 NO_FLAGS = StepFlags()
 integers = 1
-"""The number that the host reads in place of a zero integer, such as the rows of an expert."""
+"""The number that the host reads in place of each of several integers, such as the rows of experts, and of a single zero."""
 
 
 def pretend(*, fused: bool = True) -> None:
@@ -54,6 +54,11 @@ def _answering(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 def _ones(value: Any) -> Any:
     match value:
+        case [
+            int(),
+            *_,
+        ]:  # sizes and counts, in memory that is not cleared: a number of before would be as plausible as a zero
+            return [integers] * len(value)
         case list():
             return [_ones(element) for element in value]
         case bool():

@@ -99,6 +99,7 @@ def all_kinds(folder: Path) -> dict[str, RunSpec]:
     independent = changed(DENSE, "precision", rows="independent")
     masked = changed(DENSE, "train", **DOCUMENTS)
     rowwise = changed(DENSE, "precision", matmul="fp8-rowwise")
+    exchanged = changed(with_model(DENSE, moe=MIXTURE), "parallel", expert=2)
     kinds = {
         **{name: with_model(DENSE, **fields) for name, fields in MODELS.items()},
         **{name: changed(DENSE, "train", **fields) for name, fields in TRAINING.items()},
@@ -110,6 +111,13 @@ def all_kinds(folder: Path) -> dict[str, RunSpec]:
         "fp32 integer sums": changed(fp32, "train", reduction="integer"),
         "mixture of independent rows": with_model(independent, moe=MIXTURE),
         "fp8 mixture": with_model(rowwise, moe=MIXTURE),
+        "experts on two ranks": exchanged,
+        "experts on two ranks, ZeRO-3": changed(exchanged, "parallel", sharding="zero3"),
+        "experts on two ranks, recompute full": changed(exchanged, "memory", recompute="full"),
+        "experts on two ranks, fp8": changed(exchanged, "precision", matmul="fp8-rowwise"),
+        "experts on two ranks, integer sums": changed(exchanged, "train", reduction="integer"),
+        "experts on two ranks, sums by slot": changed(exchanged, "train", expert_sums="slot"),
+        "experts on two tensor ranks": changed(exchanged, "parallel", tensor=2),
     }
     return {
         name: changed(spec, "memory", offload_path=str(folder / "offloaded"))

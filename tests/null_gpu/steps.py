@@ -29,8 +29,7 @@ _OWN = "/src/phalanx/"
 @contextmanager
 def stepper_of(spec: RunSpec, ranks: int = 1) -> Iterator[tuple[Stepper, Callable[[], None]]]:
     """Build rank 0 of ``ranks``, the others of which NCCL imagines; yield its stepper and a function that runs the next step."""
-    moe = spec.model.moe
-    answers.integers = spec.train.seq_len * moe.per_token // moe.experts if moe else 1  # even loads
+    answers.integers = _even_load(spec)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.cuda.set_device(CUDA)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=ranks)  # type: ignore[attr-defined]
@@ -41,6 +40,18 @@ def stepper_of(spec: RunSpec, ranks: int = 1) -> Iterator[tuple[Stepper, Callabl
         leave()
         gc.collect()
         give_back_memory(CUDA)
+
+
+def _even_load(spec: RunSpec) -> int:
+    """Return the rows of each expert of a rank in one product, if every expert is chosen as often.
+
+    Experts on several ranks must be as many as the square of the ranks: then a rank also sends each other one as many rows.
+    """
+    moe, ranks = spec.model.moe, spec.parallel.expert
+    if moe is None:
+        return 1
+    assert ranks == 1 or moe.experts == ranks**2
+    return spec.train.seq_len // spec.parallel.tensor * moe.per_token // moe.experts * ranks
 
 
 def kernels_of_a_step(spec: RunSpec, ranks: int = 1) -> Counter[str]:

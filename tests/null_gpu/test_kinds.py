@@ -19,6 +19,7 @@ ROW = re.compile(r"^\| .*? \| `(?P<place>.*?)` \| (?P<runs>.*?) \| (?P<count>.*?
 IN_RUNS: dict[str, Callable[[RunSpec], bool]] = {
     "all": lambda _: True,
     "mixtures": lambda spec: spec.model.moe is not None,
+    "experts on several ranks": lambda spec: spec.parallel.expert > 1,
     "fp32 mixtures": lambda spec: spec.model.moe is not None and spec.precision.compute == "fp32",
     "offloaded moments": lambda spec: spec.memory.offload_optimizer != "none",
 }
@@ -35,7 +36,7 @@ def documented_waits(spec: RunSpec) -> dict[str, str]:
 def test_a_step_trains_and_the_host_waits_only_where_the_page_says(name: str, tmp_path: Path) -> None:
     spec = all_kinds(tmp_path)[name]
     places: Counter[str] = Counter()
-    with stepper_of(spec) as (_, step):
+    with stepper_of(spec, spec.parallel.expert) as (_, step):
         step()
         counters.reset()
         with waits(places):
@@ -46,3 +47,17 @@ def test_a_step_trains_and_the_host_waits_only_where_the_page_says(name: str, tm
     assert {place: places[place] for place in exact} == exact
     if spec.memory.offload_optimizer != "file":
         assert counters.counts()["h2d_pageable"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"), [("experts on two ranks", 1), ("experts on two ranks, recompute full", 2)]
+)
+def test_the_host_waits_for_the_sizes_of_an_exchange_once_a_mixture_and_forward_pass(
+    name: str, passes: int, tmp_path: Path
+) -> None:
+    spec = all_kinds(tmp_path)[name]
+    micro_batches = spec.train.batch_size // spec.train.micro_batch_size // spec.parallel.expert
+    places: Counter[str] = Counter()
+    with stepper_of(spec, spec.parallel.expert) as (_, step), waits(places):
+        step()
+    assert places["parallel/expert.py ExpertExchange._route"] == spec.model.layers * micro_batches * passes
