@@ -51,7 +51,10 @@ def read_help(command: click.Command) -> HelpText:
 
 
 def options_by_heading(command: click.Command, ctx: click.Context) -> dict[str, list[click.Option]]:
-    """Return the options of each group, in the order of their declaration; those without a heading, and ``--help``, are the last group."""
+    """Return the visible options of each group, in the order of their declaration.
+
+    An option belongs to the last heading before it. Those before any heading, and ``--help``, are the last group.
+    """
     groups: dict[str, list[click.Option]] = {}
     heading = _OPTIONS
     for param in command.get_params(ctx):

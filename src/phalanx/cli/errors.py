@@ -133,7 +133,8 @@ TrustCode = Annotated[
 
 
 def require_trusted_code(run_dir: Path, *, trust_code: bool, place: Path | None = None) -> None:
-    """Raise FactoryError if the run in ``run_dir`` has a model of the user's code, which is not yet trusted.
+    """Raise FactoryError if the run in ``run_dir`` has a model of code that the user has not chosen to run
+    (``require_trusted``).
 
     ``place`` is the pack that the run directory was taken from. Without a run file, or with ``trust_code``, do
     nothing.

@@ -158,7 +158,9 @@ class _Lazy(CommandGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve a command. Raises ``click.UsageError`` for an unknown name, with the nearest one."""
+        """Resolve a command. Raises ``click.UsageError`` for an unknown name; the message has the nearest one, if
+        any is near.
+        """
         if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             import difflib  # Its import takes longer than that of any module here.
 
@@ -297,7 +299,7 @@ def _remedy(words: Sequence[str], missing: str) -> str:
 
 
 def _output_fails() -> bool:
-    """Return True if standard output accepts no more data, as on a full disk; it is then redirected to /dev/null."""
+    """Return True if standard output accepts no more data, as on a full disk, and redirect it to /dev/null then."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -152,7 +152,7 @@ def moment(unix_s: float) -> str:
 
 
 def size(count: int) -> str:
-    """Format a number of bytes in the unit that gives one to three digits before the point."""
+    """Format a number of bytes in powers of 1024: "512 bytes", "1.5 KiB", up to TiB."""
     value = float(count)
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

@@ -264,9 +264,10 @@ def export_to(
     dtype: Literal["float32", "bfloat16"],
     max_seq_len: int = 0,
 ) -> int:
-    """Export a checkpoint to ``out``, print the notes, and return its step. Errors end the command with a message.
+    """Export a checkpoint (``step`` None: the newest) to ``out``, print step and notes, and return the step.
 
-    ``kind`` "dcp" writes PyTorch's distributed checkpoint, any other a Hugging Face folder.
+    ``kind`` "dcp" writes PyTorch's distributed checkpoint, any other a Hugging Face folder in ``dtype``. Raises
+    ``click.ClickException``.
     """
     notes: tuple[str, ...] = ()
     checkpoints = checkpoint_place(place, step)

@@ -310,7 +310,7 @@ def _numbered(words: _Words, kind: str) -> int:
 
 
 def _link(words: _Words) -> tuple[int, int]:
-    """Parse "link node A node B" to two different numbers."""
+    """Parse "link node A node B" to two different numbers. Raises ``FaultError``."""
     words.one_of("link")
     first = _numbered(words, "node")
     words.one_of("node")
@@ -436,7 +436,10 @@ def read_faults(arguments: Iterable[str], fleet: FleetShape) -> tuple[Fault, ...
 
 
 def _read_argument(argument: str, fleet: FleetShape) -> tuple[Fault, ...]:
-    """Return the faults of an argument: "random:SEED:COUNT", a file with a fault a line, or one fault. Raises ``ValueError``."""
+    """Return the faults of an argument: "random:SEED:COUNT", a file with a fault a line, or one fault.
+
+    A word with a space is never a file. Raises ``FaultError`` or ``ValueError``.
+    """
     if argument.startswith("random:"):
         match = re.fullmatch(r"random:([0-9]{1,20}):([0-9]{1,6})", argument)
         if not match:

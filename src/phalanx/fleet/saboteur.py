@@ -247,7 +247,7 @@ class Saboteur:
             time.sleep((self._slow - 1) * seconds)
 
     def _corrupt_snapshot(self) -> None:
-        """Flip one bit in the middle of each complete snapshot of this worker."""
+        """Flip one bit in the middle byte of each complete snapshot in this worker's segments."""
         for segment in self.segments:
             snapshot = segment.snapshot()
             if snapshot is not None:

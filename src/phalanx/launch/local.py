@@ -155,9 +155,10 @@ class _Ranks:
         return [child.exit_code() for child in self.children]
 
     def ended(self) -> bool:
-        """Return True once all ranks have exited. If one has failed, end the others after a grace; call it repeatedly.
+        """Return True once all ranks have exited; call it repeatedly. Shows messages about requests to stop.
 
-        After a request to stop, ranks that have not saved in time are ended too.
+        If one has failed, the others are killed after a grace. After a request to stop, so are ranks that have not
+        saved in time.
         """
         self.orders.tell_new()
         codes = self.codes()

@@ -152,7 +152,9 @@ Order = Literal["data", "pipeline"]
 
 
 def block_seats(inner_ranks: int, stage_ranks: int, ranks_per_node: int) -> int:
-    """Return the seats of ``inner_ranks`` consecutive ranks; 1 where they fill no whole nodes, or do not divide a stage."""
+    """Return the number of seats of ``inner_ranks`` consecutive ranks; 1 if one node holds them, or they fill no
+    whole nodes or do not divide a stage.
+    """
     if inner_ranks <= ranks_per_node:
         return 1
     is_whole = inner_ranks % ranks_per_node == 0 and stage_ranks % inner_ranks == 0
@@ -160,9 +162,10 @@ def block_seats(inner_ranks: int, stage_ranks: int, ranks_per_node: int) -> int:
 
 
 def sequence(seats: int, stages: int, block: int, order: Order) -> list[int]:
-    """Return the seats of a pipeline of ``stages`` in the order in which they are laid along the tree, a block together.
+    """Return the seats of a pipeline of ``stages`` in the order in which they are laid along the tree.
 
-    They stay in their own order for "data", or if blocks do not divide them.
+    For "pipeline", block by block, all stages of a block together. In their own order for "data", or if blocks do
+    not divide them.
     """
     if order == "data" or seats % (stages * block):
         return list(range(seats))
@@ -287,7 +290,11 @@ def place_units(
 
 
 def _cut(free: Mapping[Domains, Sequence[str]], unit: int, depth: int) -> list[Unit]:
-    """Return all units that the free nodes of the narrowest domains give; what is left over is cut at the next wider level."""
+    """Return all units of ``unit`` nodes: from the free nodes of each narrowest domain, then of the rest at each
+    wider level.
+
+    Units come deepest first; larger fragments are used first.
+    """
     units: list[Unit] = []
     # Fragments of the domains of one level: domain -> its nodes that are in no unit yet.
     fragments = free
@@ -403,7 +410,9 @@ def _numbers(ranges: str, text: str) -> Iterator[str]:
 
 
 def folded(hosts: Iterable[str]) -> str:
-    """Return a host list of ``hosts``, in their order: neighbors whose last numbers follow each other become a range."""
+    """Return a host list like n[1-4,7] of ``hosts``, in their order: neighbors whose last numbers follow each other
+    become a range.
+    """
     parts: list[str] = []
     for (head, tail, width), run in groupby(
         map(_split_number, hosts), key=lambda split: (split[0], split[2], split[3])

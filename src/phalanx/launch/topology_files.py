@@ -269,7 +269,11 @@ def _label_levels(present: set[str]) -> dict[str, str]:
 
 
 def _from_toml(table: Json, source: str) -> Topology:
-    """Return the topology of a TOML table; rates are in GB/s there. Raises ``TopologyError`` for unknown fields, nodes or values."""
+    """Return the topology of a TOML table: levels, nodes with their paths ("a.b"), taken nodes, and the rate in
+    GB/s.
+
+    Raises ``TopologyError`` for unknown fields, nodes or values.
+    """
     unknown = sorted(table.keys() - {"node_gb_per_s", "taken", "levels", "nodes"})
     if unknown or "nodes" not in table:
         wrong = f"there is no field {unknown[0]!r}" if unknown else "there is no [nodes]"

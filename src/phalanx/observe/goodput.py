@@ -66,8 +66,8 @@ class Goodput:
 def goodput(events: Iterable[run_events.Event]) -> Goodput:
     """Return the goodput of a run from its events, in any order of attempts but each attempt in its own.
 
-    Steps without a ledger count with their ``step_s``, times the steps since the last event; the rest
-    of such an attempt is unattributed.
+    Attempts without a ledger count their logged ``step_s`` times the steps since the last event; the rest of them
+    is unattributed. Steps without a checkpoint yet are pending, and steps computed again are rolled back.
     """
     attempts: dict[int, list[run_events.Event]] = {}
     for event in events:
@@ -345,7 +345,9 @@ def _cut(pieces: Sequence[_Piece], step: int) -> tuple[list[_Piece], list[_Piece
 
 
 def format_goodput(result: Goodput) -> str:
-    """Format the report as plain text: the headline, the ledger, and the outcomes of the steps."""
+    """Format the report as plain text: the headline with times, the ledger in seconds, and the outcomes of the
+    steps.
+    """
     seconds = {name: value / NS_PER_S for name, value in result.buckets_ns.items()}
     outcomes = {
         "committed": result.committed_ns,

@@ -140,6 +140,7 @@ class ProfileDesk:
     def __init__(
         self, directory: RunDirectory, warn: Callable[[str], None], look_pause_s: float = _LOOK_EVERY_S
     ) -> None:
+        """Set up the desk; the disk is looked at once in ``look_pause_s`` seconds at most."""
         self._directory, self._warn, self._look_pause_s = directory, warn, look_pause_s
         self._path = request_path(directory)
         self._look_at_s = 0.0

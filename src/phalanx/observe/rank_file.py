@@ -210,6 +210,9 @@ class FrameIndex:
     """The frames that were found in an open file so far, in the order of the file."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
+        """Begin an empty index of the file open as ``descriptor``, which stays the caller's; ``path`` is for
+        messages.
+        """
         self.offsets: list[int] = []
         self.heads: list[FrameHead] = []
         self._path, self._descriptor = path, descriptor
@@ -268,9 +271,9 @@ def unfinished(descriptor: int, position: int) -> int:
 
 
 def _frames(path: Path, descriptor: int, position: int, size: int) -> Iterator[tuple[int, FrameHead]]:
-    """Yield the complete frames between ``position`` and ``size``, each with its offset; damaged places are skipped.
+    """Yield (offset, head) of the complete frames between ``position`` and ``size``; damaged places are skipped.
 
-    Raises ``RankStreamError`` if there are too many of those.
+    Ends at a frame that is being written. Raises ``RankStreamError`` if too many places are damaged.
     """
     block, block_at, damaged = b"", 0, 0
     while position + HEAD_BYTES <= size:

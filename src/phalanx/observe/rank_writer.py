@@ -260,6 +260,7 @@ class RankRecorder:
     """Recorder of frames in the file ``path`` in the order of ``record``; it never raises or waits for a disk."""
 
     def __init__(self, path: Path) -> None:
+        """Set up the recorder; nothing is opened before the first frame."""
         self._path = path
         self._queue: queue.Queue[rank_file.RankFrame | None] = queue.Queue(_QUEUE_FRAMES)
         self._ending = threading.Event()

@@ -152,7 +152,10 @@ def fill_sink(
 
 @contextmanager
 def _remade(folder: Path) -> Iterator[None]:
-    """Context in which ``folder`` is moved aside, to be made again; its old content is put back if that fails, else deleted."""
+    """Context in which ``folder`` is moved aside, to be made again; the old one is deleted at the end.
+
+    After an exception the old one is put back, in place of what was made.
+    """
     before = folder.with_name(f".{folder.name}.before")
     if folder.exists():
         shutil.rmtree(before, ignore_errors=True)

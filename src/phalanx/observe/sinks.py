@@ -335,7 +335,10 @@ class Background:
             return self._queue.popleft()
 
     def _written_to(self, sink: Sink, event: run_events.Event) -> bool:
-        """Write an event unless the sink has it, and count the outcome of offered ones. Return False if it failed."""
+        """Write an event unless the sink has it already. Return False if the sink raised.
+
+        Only offered events are counted, as written or failed.
+        """
         problem, is_offered = "", self._busy == 1
         # A step that is computed again has the numbers that the tracker holds.
         is_held = is_offered and (point_of(event) in self._resent or sink.holds(event))
@@ -370,7 +373,8 @@ def close_sinks(
     notify: Callable[[str], None] = lambda _text: None,
     silent_s: float = SILENT_S,
 ) -> list[SinkHealth]:
-    """Close all at once, each within ``timeout_s``: the wait is that of the slowest, not the sum.
+    """Close all at once, each within ``timeout_s``: the wait is that of the slowest, not the sum. Return their
+    counters, in order.
 
     If it takes longer than ``silent_s``, ``notify`` receives a sentence with the sinks and the longest time.
     """

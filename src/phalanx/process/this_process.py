@@ -39,9 +39,9 @@ class StopRequest:
     """Other ranks may complete the first step, with this rank's part of it."""
 
     def end_at_once(self) -> None:
-        """Leave the signals to the system, which ends the process even while it waits for others or reads a large model.
+        """Restore the system's handling of the stop signals, which ends the process even in a long wait or read.
 
-        So a rank starts: before the loop there is nothing to save, and nothing looks at the request.
+        A rank starts so: before the loop there is nothing to save, and nothing looks at the request.
         """
         for number in heeded(self.signals):
             signal.signal(number, signal.SIG_DFL)
@@ -145,8 +145,10 @@ _WHERE_UNLIMITED = 1 << 20
 
 
 def raise_open_file_limit(at_least: int = 0) -> int:
-    """Raise this process's limit on open files to the hard limit, or to ``at_least`` where there is none; return the
-    limit. A system that refuses keeps its limit.
+    """Raise this process's soft limit on open files to the hard limit, and return it.
+
+    Where that is infinite, to ``at_least`` or a large number. A system that refuses keeps its limit, which is
+    returned.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = max(at_least, _WHERE_UNLIMITED) if hard == resource.RLIM_INFINITY else hard

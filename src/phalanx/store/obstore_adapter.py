@@ -185,7 +185,7 @@ class RemoteStore:
             raise self._explained(error, key, "put") from None
 
     def _put_parts(self, key: str, data: Any, nbytes: int) -> None:
-        """Upload ``data`` (bytes or blocks) of ``nbytes`` in parts at once, large enough for the limit on their
+        """Upload ``data`` (bytes or blocks) of ``nbytes`` in parallel parts, large enough for the limit on their
         number.
 
         Raises the client's errors.
@@ -372,7 +372,11 @@ class RemoteStore:
 
 
 def joined_spans(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Return starts and stops of the requests for these spans, in order; spans with gaps below 64 KiB are one, empty ones are left out."""
+    """Return starts and stops of the requests for these spans, in order of offsets; spans with gaps below 64 KiB
+    are joined.
+
+    Empty spans are left out.
+    """
     starts: list[int] = []
     stops: list[int] = []
     for start, stop in sorted(span for span in spans if span[1] > span[0]):
@@ -466,7 +470,10 @@ def source_of(scheme: str, environment: Mapping[str, str], home: Path) -> str:
 
 
 def _aws(environment: Mapping[str, str], home: Path) -> str:
-    """Return the source of credentials that the S3 client uses, in words, by its order of precedence. Values are not read."""
+    """Return the source of credentials that the S3 client uses, in words, by its order of precedence.
+
+    Looks only at which variables and files there are; without any it is "instance metadata".
+    """
     if environment.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):
         return "none, by AWS_SKIP_SIGNATURE"
     if environment.get("AWS_ACCESS_KEY_ID"):
@@ -484,7 +491,10 @@ def _aws(environment: Mapping[str, str], home: Path) -> str:
 
 
 def _google(environment: Mapping[str, str], home: Path) -> str:
-    """Return the source of credentials that the GCS client uses, in words, by its order of precedence. Values are not read."""
+    """Return the source of credentials that the GCS client uses, in words, by its order of precedence.
+
+    Looks only at which variables and files there are; without any it is "instance metadata".
+    """
     for name in (
         "GOOGLE_SERVICE_ACCOUNT",
         "GOOGLE_SERVICE_ACCOUNT_PATH",
@@ -499,7 +509,10 @@ def _google(environment: Mapping[str, str], home: Path) -> str:
 
 
 def _azure(environment: Mapping[str, str]) -> str:
-    """Return the source of credentials that the Azure client uses, in words, by its order of precedence. Values are not read."""
+    """Return the source of credentials that the Azure client uses, in words, by its order of precedence.
+
+    Looks only at which variables there are; without any it is "instance metadata".
+    """
     for name, source in (
         ("AZURE_STORAGE_TOKEN", "environment, AZURE_STORAGE_TOKEN"),
         ("AZURE_STORAGE_ACCOUNT_KEY", "environment, AZURE_STORAGE_ACCOUNT_KEY"),

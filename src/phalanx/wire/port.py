@@ -43,6 +43,7 @@ class Doorway:
     """The connections of one port that have not proven themselves yet; for all of its threads."""
 
     def __init__(self, places: int) -> None:
+        """``places`` is the most connections that may be in their handshake at once."""
         self._places = places
         self._lock = threading.Lock()
         self._waiting: OrderedDict[Newcomer, None] = OrderedDict()

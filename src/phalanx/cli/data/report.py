@@ -93,7 +93,9 @@ def lines_of_files(formats: Iterable[FileFormat], files: Files) -> Iterator[str]
 
 
 def facts_of_files(formats: Iterable[FileFormat], files: Files) -> dict[str, object]:
-    """Return the facts of ``lines_of_files`` for JSON."""
+    """Return for JSON: files and documents by format, paths that were not read, and what was left out as bad, with
+    its number.
+    """
     documents = files.report.documents
     return {
         "read": {
@@ -133,7 +135,10 @@ def _paths(paths: Sequence[Path]) -> str:
 
 
 def _lines_of_tokens(index: DatasetIndex, *, by_recipe: bool) -> Iterator[str]:
-    """Yield lines on the tokens of each split and the padding; warnings if there are too few."""
+    """Yield lines on the tokens of each split and the padding.
+
+    Warn of less than one sequence to train on, much padding, or nothing held out; ``by_recipe`` words the remedies.
+    """
     train, held_out = index.train, index.held_out
     yield f"{train.tokens:,} tokens to train on, {held_out.tokens:,} held out"
     # A record of packed documents is a whole sequence; of a stream, a sequence needs one token more, its last target.

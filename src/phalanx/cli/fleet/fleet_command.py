@@ -48,7 +48,7 @@ def command() -> None:
 
 
 def operation_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that every operation has."""
+    """Decorate a command with the options that every operation has: --json and --certificates."""
     decorators = (
         click.option("--json", "as_json", is_flag=True, help="Print the answer as one JSON object."),
         click.option(

@@ -55,7 +55,7 @@ class RunSummary:
 
     @property
     def state(self) -> str:
-        """The run's progress, for people."""
+        """The run's progress, for people: finished, the saved step, or nothing saved yet."""
         if self.finished:
             return "finished"
         return (
@@ -184,7 +184,11 @@ def _job_line(run_dir: Path) -> str | None:
 
 
 def _placement_lines(run_dir: Path) -> str:
-    """Return lines on the step cost of nodes that an engine assigned, or that joined later; empty if none is recorded."""
+    """Return the verdicts on the step cost of nodes that an engine gave or that joined, a line each, which begin
+    with a newline.
+
+    Nodes with the same verdict share a line. Empty if none is recorded.
+    """
     verdicts: dict[str, list[str]] = {}
     for path in (run_dir / FOLDER / "given", *sorted((run_dir / FOLDER).glob("given-*"))):
         try:

@@ -164,7 +164,9 @@ def moment(words: str, now_s: float) -> float:
 
 
 def _print_first_failure(directory: RunDirectory) -> None:
-    """Print the run's first failure and its evidence to standard error, and whether the run has recovered; nothing without one."""
+    """Print to standard error the run's first failure, its evidence, and a step reached since; nothing without a
+    failure.
+    """
     failure = told_failure(directory)
     if failure is None:
         return

@@ -138,7 +138,11 @@ def _toml_value(value: object) -> str:
 
 
 def _as_toml(name: str, kind: type) -> str:
-    """Return a section with its defaults as a piece of a run file; optional fields are comments."""
+    """Return a section as a piece of a run file: every field with its default, and type, owner and meaning as
+    comments.
+
+    Fields without a default value are comments.
+    """
     lines = [_heading(name) if name else "# top of the file"]
     for field, kind_name, default, owner, meaning in _rows(kind):
         lines += textwrap.wrap(meaning, 110, initial_indent="# ", subsequent_indent="# ")
@@ -152,7 +156,7 @@ def _as_toml(name: str, kind: type) -> str:
 
 
 def _markdown(name: str, kind: type) -> str:
-    """Return a section as a heading, its text, and a table of its fields."""
+    """Return a section in Markdown: a heading, the docstring of its class, and a table of its fields."""
     lines = [f"## {_heading(name) if name else 'Top of the file'}", "", inspect.getdoc(kind) or "", ""]
     lines += ["| field | type | default | owner | meaning |", "|---|---|---|---|---|"]
     lines += [

@@ -62,7 +62,11 @@ def resolved(spec: RunSpec, ranks: int, path: Path) -> RunSpec:
 
 
 def layout_facts(spec: RunSpec, ranks: int) -> JsonObject:
-    """Return the degrees, and the contents and calls of the fullest rank at each place of the pipeline."""
+    """Return the degrees of a run on ``ranks`` ranks, and the contents and calls of the fullest rank at each
+    pipeline place.
+
+    Also the number of rounds a step, and the largest state in bytes.
+    """
     layout = layout_of(spec.parallel, ranks)
     stages = [_stage_facts(spec, layout, fullest(spec, layout, rank)) for rank in range(layout.pipeline)]
     return {

@@ -185,7 +185,10 @@ def _read_requested_run(place: Path | None, options: TrainOptions) -> tuple[RunS
 
 
 def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
-    """Train a run on this machine, or report it if it is complete. Return the exit code."""
+    """Train a run on the ranks of this machine, or report it if it is complete. Return the exit code.
+
+    Prints where it trains and how it differs from earlier starts. Raises ``click.ClickException``.
+    """
 
     console = session.console_for(as_json)
     with explained(DataError, RunDirectoryError):
@@ -299,10 +302,11 @@ def _follow(run_dir: Path, attempt: int, as_json: bool) -> Callable[[], None]:
 
 
 def compare_layouts(spec: RunSpec, run_file: Path, layout: str, steps: int, as_json: bool) -> int:
-    """Train ``steps`` steps on the layout of ``spec``, and on it with the fields of ``layout``, and print whether all bits agree.
+    """Train ``steps`` steps on the layout of ``spec``, and with the fields of ``layout``, and print if all bits
+    agree, or as JSON.
 
-    Return 0 if they do, else 1. ``layout`` is a list of fields of [parallel], such as "tensor=2,ranks=4". No files are
-    left on the disk. Raises ``TroubleError`` if a side cannot be trained.
+    Return 0 if they do, else 1. ``layout`` is a list of fields of [parallel], such as "tensor=2,ranks=4". Files are
+    temporary. Raises ``TroubleError`` if a side cannot be trained.
     """
     kinds = (DataError, ReplayError, RunDirectoryError)
     with trouble(*kinds):
@@ -366,7 +370,10 @@ def _other_side(spec: RunSpec, layout: str, run_file: Path) -> _Side:
 
 
 def _fields(layout: str) -> Iterator[str]:
-    """Yield the fields of a layout such as "tensor=2, pipeline_split=[3, 1]", each with its section. Raises ``click.ClickException``."""
+    """Yield the fields of a layout such as "tensor=2, pipeline_split=[3, 1]" as ``parallel.FIELD=VALUE``.
+
+    Raises ``click.ClickException`` for an empty list, a field of another section, or one without a value.
+    """
     words = [word.strip(" ,") for word in re.split(r",(?=\s*[\w.]+\s*=)", layout)]
     if not any(words):
         raise click.ClickException('--check-layout names no field of [parallel], such as "tensor=2,ranks=4"')

@@ -186,7 +186,7 @@ class Coordinator:
         self._clock_ahead_s = max(self._state.now_s, time.time()) - time.monotonic()
 
     def _reign_again(self) -> Reign:
-        """Restore the state from the journal for the same reign."""
+        """Restore this coordinator's reign from its journal; raises as ``reign_again`` does."""
         settings = settings_of(self._spec, first_step(self._spec, self._directory, self.log))
         empty = initial_state(settings, time.time(), self._server.credentials.fencing)
         return reign_again(
@@ -253,12 +253,9 @@ class Coordinator:
     async def run(self) -> int:
         """Run to the end of the run. Return the exit code: 0 if it finished or was stopped, 1 if it failed.
 
-        Raises:
-            SupersededError: Another coordinator leads the run now. Nothing that this one decided meanwhile
-                was sent.
-
-        SIGTERM stops and saves the run. Turns repeat while the journal cannot be written. Publishes fleet.json and
-        serves metrics meanwhile.
+        SIGTERM saves and stops the run. Turns are repeated while the journal cannot be written. Publishes
+        fleet.json and serves metrics meanwhile. Raises ``SupersededError`` if another coordinator leads the run
+        now; nothing that this one decided meanwhile was sent.
         """
         port = self._port_open or await listen(
             self._server, self._args, self.log, restarted=bool(self._restarts)
@@ -354,10 +351,10 @@ class Coordinator:
         await self._writing.renew(lambda: first_line(self._state, self._restarts))
 
     def _journaled(self, now_s: float) -> tuple[m.CoreEvent, ...]:
-        """Return the batch of events that this turn decides, once it is in the journal.
+        """Write this turn's batch of events to the journal, and return it. Empties the inbox.
 
-        Raises ``SupersededError``. It looks at the disk if that is due, and empties the inbox. Raises ``JournalError``;
-        the events then stay queued.
+        If due, first looks at the disk and for a successor. An inquiry that is over becomes an event. Raises
+        ``SupersededError``, and ``JournalError``; the events then stay queued.
         """
         looks = now_s >= self._disk.due_s
         if looks:

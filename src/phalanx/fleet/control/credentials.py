@@ -182,7 +182,9 @@ coordinator may read the greeting so late.
 
 @cache
 def software() -> str:
-    """Return the versions of Phalanx and of torch on this machine, without importing torch."""
+    """Return "Phalanx VERSION with torch VERSION" ("none" without torch) of this machine, without importing torch;
+    cached.
+    """
     try:
         torch = version("torch")
     except PackageNotFoundError:

@@ -140,7 +140,11 @@ def _list(ranks: Iterable[int]) -> str:
 
 
 def parse_record(record: bytes) -> FlightRecord:
-    """Parse a record of ``torch_compat.flight_record``. Raises ``FlightRecordError``."""
+    """Parse a record of ``torch_compat.flight_record``; of each group the last collective is kept, without messages
+    of pairs.
+
+    Raises ``FlightRecordError``.
+    """
     try:
         data = json.loads(record)
         groups = {str(name): tuple(map(int, ranks)) for name, ranks in data["groups"].items()}
@@ -405,7 +409,7 @@ class FailureInquiry:
 
 
 def _words(report: m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal) -> str:
-    """Return a report of a failure as text."""
+    """Return a report of a failure as text: seconds of silence, the last words, or the exit code."""
     if isinstance(report, m.WorkerHung):
         return f"its worker was silent for {report.silent_s:.0f} s"
     if isinstance(report, m.WorkerExited):

@@ -202,6 +202,9 @@ class FleetSampler:
         run: str,
         failed: Callable[[Metric, Exception], None] = lambda _metric, _error: None,
     ) -> None:
+        """``newest`` returns the state that was published last, ``run`` is a label, ``failed`` gets metrics that
+        cannot be computed.
+        """
         self._newest, self._run, self._failed = newest, Labels(run=run), failed
         self._nodes: dict[str, Labels] = {}
 

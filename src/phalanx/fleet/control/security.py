@@ -74,7 +74,7 @@ class Certificates:
 def read_certificates(folder: Path) -> Certificates:
     """Read the certificates in ``folder``: ``ca.pem``, ``node.pem`` and ``node.key``.
 
-    Raises ``SecurityError``. Their content is not checked here.
+    Raises ``SecurityError`` if one cannot be read. Their content is not checked here.
     """
     try:
         authority, certificate, key = (

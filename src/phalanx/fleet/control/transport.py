@@ -115,6 +115,7 @@ class AgentLink:
     """The server side of one agent's stream."""
 
     def __init__(self, node: str, incarnation: int, token_name: str = "") -> None:
+        """Set up the link of a node's agent, with the name of the token that it used; nothing is queued."""
         self.node, self.incarnation, self.token_name = node, incarnation, token_name
         self.attaches_again = False
         """It was ordered to attach again, so the end of this stream is no sign of a fault."""
@@ -155,6 +156,7 @@ class FleetServer:
     """The coordinator's server: the attached agents, and counts of refused messages."""
 
     def __init__(self, credentials: Credentials, listener: Listener) -> None:
+        """Set up the server, without a port; ``listener`` handles its messages."""
         self.listener = listener
         """Replaced when a candidate becomes the coordinator."""
         self._unnotified: set[str] = set()

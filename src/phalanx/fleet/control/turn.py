@@ -154,10 +154,10 @@ class OperatorReply(NamedTuple):
 def answer(
     request: m.CoreEvent | m.Shrink | m.Grow, state: FleetState, inbox: Inbox, spec: RunSpec, own_node: str
 ) -> OperatorReply:
-    """Answer a request, by the present state and the requests that wait in ``inbox``: "accepted" with the event for the
-    core, or the reason for a refusal. Nothing is changed.
+    """Reply to a request, by the present state and the requests that wait in ``inbox``; nothing is changed.
 
-    ``own_node`` is the coordinator's.
+    "accepted" comes with the event for the core. Refused are unknown nodes, and to drain a node that is needed or
+    leaving. For Shrink and Grow see ``_shrink`` and ``_grow``. ``own_node`` is the coordinator's.
     """
     if isinstance(request, m.Shrink):
         return _shrink(request, state, inbox, own_node)
@@ -198,10 +198,9 @@ def _shrink(wish: m.Shrink, state: FleetState, inbox: Inbox, own_node: str) -> O
 
 
 def _grow(by: int, state: FleetState, inbox: Inbox, spec: RunSpec) -> OperatorReply:
-    """Let ``by`` more nodes hold ranks.
+    """Reply to a request that ``by`` more nodes hold ranks, with the event for the core if it is accepted.
 
-    Return the answer, with the event for the core if it is accepted. Refused if no larger number of ranks would be
-    legal, or while another such request is being decided.
+    Refused if no larger number of ranks would be legal, or while another such request waits.
     """
     if inbox.holds(m.Enlarge):
         return OperatorReply(_BEING_DECIDED)
@@ -284,6 +283,7 @@ class RunDisk:
     """The run directory, checked once per tick."""
 
     def __init__(self, directory: RunDirectory, tick_s: float, log: Callable[[str], None]) -> None:
+        """Set up the checks of ``directory``, one in ``tick_s`` seconds; the first is due at once."""
         self._directory, self._tick_s, self._log = directory, tick_s, log
         self._keeper = DirectoryKeeper(directory)
         self._checkpoints: tuple[int, ...] = ()

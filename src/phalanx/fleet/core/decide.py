@@ -85,7 +85,8 @@ def _sender(
     """Return the living sender of a message, or None if it is unknown, lost, or of another incarnation.
 
     With ``life``, it counts as a sign of life and clears suspicion. An unknown node or higher incarnation is
-    ordered to describe itself, a lost one gets its standing order. All but the sender's own count as stale.
+    ordered to describe itself, and a lost one gets its standing order. A message without a living sender counts as
+    stale.
     """
     node = state.nodes.get(name)
     if node is None or incarnation > node.incarnation:

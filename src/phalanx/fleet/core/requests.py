@@ -112,7 +112,7 @@ def disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> No
 
 
 def rekeyed(state: FleetState, event: m.Rekeyed, orders: list[Order]) -> None:
-    """Order all nodes to read the run's new token.
+    """Order all living nodes to read the run's new token, and note the change.
 
     The ranks of a running epoch keep the token with which it began.
     """
@@ -158,8 +158,9 @@ def restarted(state: FleetState, event: m.Restarted, orders: list[Order]) -> Non
 
 
 def untold(state: FleetState, event: m.Untold, orders: list[Order]) -> None:  # noqa: ARG001
-    """Leave the epoch that was sent to no node: members of the previous one may have continued, and saved
-    newer state than it would restore.
+    """End the epoch that is being bound, since it was sent to no node.
+
+    Members of the previous one may have continued, and saved newer state than it would restore.
     """
     if state.phase is FleetPhase.BINDING:
         regroup(state, orders, "the coordinator was lost before it sent the epoch to any node")

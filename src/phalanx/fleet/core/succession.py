@@ -147,7 +147,9 @@ def _ended(state: FleetState) -> FleetPhase | None:
 
 
 def _describing(state: FleetState, claim: Claim) -> Claim:
-    """Return ``claim`` updated with the facts of ``state``."""
+    """Return ``claim`` with the facts of ``state``: settings, epoch, voters in order, distrust, unfit nodes, stop
+    and end.
+    """
     return replace(
         claim,
         settings=state.settings,

@@ -95,11 +95,10 @@ def teams(deal: Deal) -> int:
 
 
 def checks(deal: Deal, seed: int, step: int, turn: int = 0) -> tuple[Check, ...]:
-    """Return the checks of step ``step``: every team that has slots is checked once, and every team checks at
-    most once.
+    """Return the checks of step ``step``: every team that has slots has one random round checked by another team.
 
-    ``turn`` 0 is the audit; further turns name other witnesses for the same slots, the owners themselves
-    last. Empty if there is only one team.
+    A team checks at most once. ``turn`` 0 is the audit; further turns name other checkers for the same slots, the
+    owners themselves last. Empty if there is only one team.
     """
     count = teams(deal)
     if count == 1:

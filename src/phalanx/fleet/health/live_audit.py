@@ -42,6 +42,7 @@ class CorruptionFoundError(RuntimeError):
     """A rank computed wrongly. Raised on every rank."""
 
     def __init__(self, verdict: AuditVerdict) -> None:
+        """Describe the wrong slots or parameters, the ranks, and the step to roll back to."""
         self.verdict = verdict
         ranks = ", ".join(map(str, verdict.ranks))
         doubt = "" if verdict.sure else " (one of them)"
@@ -73,6 +74,7 @@ class LiveAudit:
     witness: Witness = field(init=False)
 
     def __post_init__(self) -> None:
+        """Attach the witness to the model, and start from ``good_step``."""
         self.witness = attach(self.model)
         self._plan: tuple[Check, ...] = ()
         self._mine = self._checked = 0

@@ -137,14 +137,12 @@ class Agent:
         print(time.strftime("%H:%M:%S"), line, flush=True)
 
     async def run(self) -> int | None:
-        """Run until the run is over, SIGTERM arrives, or the run is started again. All started processes have
+        """Run until the run is over, a signal ends it, or the run is started again. All started processes have
         ended on return.
 
-        Returns the attempt of the newer start, to be run next, or None if there is none.
-
-        Raises:
-            AgentError: It ends before the run: there is no coordinator any more, or the run directory belongs
-                to another run now.
+        Return the attempt of the newer start, to be run next, or None. Copies to the store are finished first if
+        the run is over. Raises ``AgentError`` if it ends before the run: without a coordinator for too long, after
+        an internal error, or if the directory belongs to another run now.
         """
         loop = asyncio.get_running_loop()
         for number in heeded((signal.SIGTERM, signal.SIGINT)):
@@ -248,7 +246,8 @@ class Agent:
             self._fail(f"cannot continue: {error!r}")
 
     def _look_for_another_start(self) -> None:
-        """End this life of the agent if, by the run directory, the run was started again, or is another one.
+        """End this agent if, by the run directory, the run was started again (its attempt comes next), or is
+        another one (a failure).
 
         A directory that cannot be read is logged and ignored.
         """
@@ -316,7 +315,7 @@ class Agent:
             self._do([act.SendToWorker(index, InjectFault(fault)) for fault in self._args.faults])
 
     def on_exit(self, index: int, code: int, text: str) -> None:
-        """Handle the end of a worker's process. Logs how it ended; the state restarts it."""
+        """Log how a worker's process ended, and carry out the state's reaction, such as a restart."""
         ended_here = self._over.is_set() and code < 0  # Expected at the end of the run.
         how = "was ended by its agent" if ended_here else f"ended with code {code} {text if code > 0 else ''}"
         self.log(f"worker {index} {how}".rstrip())
@@ -374,7 +373,9 @@ class Agent:
         self._do(self._state.on_saved(order, committed=committed, trouble=trouble))
 
     async def _push(self, index: int, snapshot: SnapshotTaken, address: str) -> None:
-        """Stream a snapshot to its buddy, until it has arrived or its epoch is over."""
+        """Stream a snapshot to its buddy until it has arrived, and pass that to the state; give up once its epoch
+        is over.
+        """
         key = SnapshotKey(snapshot.ranks, snapshot.rank, snapshot.step)
         if await self._courier.push(
             index, key, address, lambda: self._state.workers[index].epoch == snapshot.epoch

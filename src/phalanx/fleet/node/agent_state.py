@@ -131,7 +131,7 @@ class AgentState:
     def on_command(self, command: c.Command, now_s: float, unix_s: float) -> list[act.AgentAction]:
         """Handle a command of the coordinator; return the actions to carry out, none if it is outdated.
 
-        ``unix_s`` is the time of day, for the next epoch's ledger.
+        ``now_s`` is monotonic; ``unix_s`` is the time of day, for the next epoch's ledger.
         """
         match command:
             case c.Park():
@@ -229,7 +229,9 @@ class AgentState:
         return actions
 
     def _parked(self) -> list[act.AgentAction]:
-        """Send ``Parked`` if one is due and no worker is left in an epoch."""
+        """Return the report ``Parked``, with memory and meeting points, if one is due and no worker is left in an
+        epoch; else empty.
+        """
         if self.owed is None or self._placed():
             return []
         epoch, self.owed, self.evidence = self.owed, None, []

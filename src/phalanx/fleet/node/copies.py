@@ -199,6 +199,7 @@ class StoreCopies:
     def __init__(
         self, spec: RunSpec, directory: RunDirectory, attempt: int, log: Callable[[str], None]
     ) -> None:
+        """Set up the copies; the uploader starts at the first ``deal``."""
         self._spec, self._directory, self._attempt, self._log = spec, directory, attempt, log
         self._uploader: StoreUploader | None = None
         self._events: EventLog | None = None

@@ -88,7 +88,11 @@ def own_host(coordinator: str) -> str:
 
 
 def parsed() -> tuple[AgentArgs, Path | None]:
-    """Parse this process's command line. Return the arguments and the folder of its certificates."""
+    """Parse this process's command line. Return the arguments and the folder of its certificates, None if there is
+    none.
+
+    In a Slurm step the agent waits at a signal, elsewhere it ends.
+    """
     parser = argparse.ArgumentParser(prog="phalanx.fleet.node.agent")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--node", required=True)

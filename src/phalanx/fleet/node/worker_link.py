@@ -294,6 +294,7 @@ class Orders:
     """The newest orders to one worker, shared between the thread that receives them and the main thread."""
 
     def __init__(self, stop: StopRequest) -> None:
+        """Begin without orders; ``stop`` is marked as made by an order to stop."""
         self._stop = stop
         self._changed, self._breaking = threading.Condition(), threading.Lock()
         self._bind: JoinEpoch | None = None
@@ -312,7 +313,9 @@ class Orders:
             self.on_order(receive())
 
     def on_order(self, order: ToWorker) -> None:
-        """Record one order and wake the threads that wait for it."""
+        """Record one order and wake the threads that wait. Only the newest bind, and the highest epochs and steps,
+        are kept.
+        """
         with self._changed:
             match order:
                 case JoinEpoch():

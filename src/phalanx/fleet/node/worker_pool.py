@@ -37,6 +37,7 @@ class WorkerProcess:
     """A running worker. Make it in an event loop, by ``start``."""
 
     def __init__(self, child: Child) -> None:
+        """Wrap a started child; ``start`` connects it."""
         self._child = child
         self._log: Path | None = None
         self._frames: FrameStream | None = None
@@ -216,9 +217,10 @@ class WorkerPool:
         """Processes that have ended."""
 
     async def start(self, index: int) -> None:
-        """Start a new process, after a pause that doubles with each death before the worker was warm.
+        """Start a new process for worker ``index``, after a pause that doubles with each death before the worker
+        was warm.
 
-        A failure to start is reported as its exit.
+        A failure to start is reported as its exit with code 1.
         """
         deaths = self._deaths[index]
         await asyncio.sleep((deaths and _RESTARTS.pause_s(deaths)) or 0.0)

@@ -124,8 +124,8 @@ def problems(order: LaunchOrder, hosts: list[Host]) -> list[str]:
 def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
     """Return everything that keeps the hosts from training the run together; empty if nothing does.
 
-    Checks on each host over ssh that it reads a random word in the run directory and can write there, its software
-    against the first host's, and its clock. Without that, only the ``problems`` if there are any.
+    If ``problems`` finds some, only these. Else checks on each host over ssh that it reads a random word in the run
+    directory and can write there, its software against the first host's, and its clock.
     """
     if wrong := problems(order, hosts):
         return wrong

@@ -314,7 +314,7 @@ def log_of(run: SubmittedRun) -> Path:
 
 
 def wait_until_ended(run: SubmittedRun, poll_s: float, *, silent_timeout_s: float = _SILENT_S) -> None:
-    """Wait, asking every ``poll_s`` seconds, until nothing of a submitted run is queued or running.
+    """Wait, looking every ``poll_s`` seconds, until nothing of a submitted run is queued or running.
 
     Raises ``EngineError`` if for ``silent_timeout_s`` only hosts are left that do not answer.
     """

@@ -281,8 +281,11 @@ def borrowed(order: LaunchOrder, lender: Lender) -> LaunchOrder:
 
 
 def _still_lent(order: LaunchOrder) -> str:
-    """Return the command by which a run takes back the nodes that it gave up for a job which Slurm then refused; empty if there are none.
-    Marks the loan as returned, so that ``phalanx cancel`` does not return it again."""
+    """Return the end of a message: the command by which the lender takes back the nodes that it gave for a refused
+    job.
+
+    Empty if there are none. Also marks the loan as returned, so that ``phalanx cancel`` does not return it again.
+    """
     if order.taken_from is None:
         return ""
     # Or phalanx cancel would give them back by the record of an earlier loan; it is there already, or its disk is full.

@@ -64,9 +64,11 @@ def batch_script(order: LaunchOrder) -> str:
 
 
 def joining_script(order: LaunchOrder, nodes: int) -> str:
-    """Return the script of a job whose ``nodes`` join the fleet of a run that trains: allocations cannot grow, fleets can.
+    """Return the script of a job whose ``nodes`` join the fleet of a run that trains: allocations cannot grow,
+    fleets can.
 
-    At its time limit or when preempted, its agents get a signal and leave the fleet at a step boundary. Raises ``EngineError`` as ``batch_script``.
+    At its time limit or when preempted, its agents get SIGTERM and leave the fleet at a step boundary. Raises
+    ``EngineError`` as ``batch_script``, and for options that name the nodes.
     """
     own = {
         "job-name": f"{_job_name(order)}-joining",
@@ -188,8 +190,11 @@ def _container(order: LaunchOrder) -> str:
 
 
 def _body(order: LaunchOrder) -> Iterator[str]:
-    """Yield the lines of the batch shell: find a port, verify the nodes, start the agents, and at the end queue again or give nodes
-    back."""
+    """Yield the lines of the batch shell: choose a port, verify the nodes, start an agent on each, and wait.
+
+    At the end it queues the job again or gives borrowed nodes back. A run that was cancelled meanwhile is not
+    started.
+    """
     phalanx = shlex.join(order.program)
     folder, run_dir = shlex.quote(str(order.folder)), shlex.quote(str(order.run_dir))
     yield from _environment(order)
@@ -232,10 +237,10 @@ def _body(order: LaunchOrder) -> Iterator[str]:
 
 
 def _queued_again(order: LaunchOrder) -> Iterator[str]:
-    """Yield the lines that queue a job again whose run has saved for now: not if it was cancelled, stopped for good, or repeatedly
-    saves nothing.
+    """Yield the lines that queue the job again if its run was saved for now, and not cancelled or stopped for good.
 
-    A job whose start takes longer than its time limit leaves would cost its nodes for ever and never save a step.
+    Not after several jobs in a row that used up their time limit without a new checkpoint: that ends with an error
+    and 67.
     """
     folder, checkpoints = shlex.quote(str(order.folder)), shlex.quote(str(order.run_dir / "checkpoints"))
     # Of a job that was cancelled the state is another; phalanx cancel and phalanx fleet stop leave the file.

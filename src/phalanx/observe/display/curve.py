@@ -66,7 +66,9 @@ def padded(values: Iterable[float], margin: float) -> tuple[float, float]:
 
 
 def round_ticks(low: float, high: float, about: int, units: Sequence[float] = (1, 2, 5, 10)) -> list[float]:
-    """Return round numbers from ``low`` to ``high``, about ``about`` of them, one of ``units`` times a power of ten apart."""
+    """Return the multiples from ``low`` to ``high`` of a round gap, one of ``units`` times a power of ten: at most
+    about ``about``.
+    """
     rough = (high - low) / max(1, about) or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     gap = power * next(unit for unit in units if unit * power >= rough * 0.999)
@@ -288,8 +290,11 @@ def _baseline(series: Series) -> float | None:
 
 
 def envelope(points: Sequence[PlotPoint], columns: int) -> list[PlotPoint]:
-    """Return at most ``2 * columns`` of the points, such that the line through them covers the same area: the lowest and the
-    highest of each column."""
+    """Return at most ``2 * columns`` of the points: the lowest and the highest of each of ``columns`` equal shares,
+    in order.
+
+    The line through them covers the same area. Few points are returned as they are.
+    """
     if len(points) <= 2 * columns:
         return list(points)
     kept = []

@@ -166,7 +166,7 @@ def notes(state: State, event: run_events.Event) -> list[Note]:
 
 
 def _note(event: run_events.Event) -> Note | None:
-    """Return the log line of an event; ``None`` for kinds that are shown elsewhere."""
+    """Return the log line of an event, with its level; ``None`` for kinds that are shown elsewhere, and steps."""
     match event.body:
         case run_events.Restored(step=step, source=source, seconds=seconds, reason=reason):
             after = f" ({reason})" if reason else ""
@@ -227,7 +227,11 @@ def _note(event: run_events.Event) -> Note | None:
 
 
 def describe_evaluation(body: run_events.Evaluated, xz_bits_per_byte: float | None) -> str:
-    """Describe an evaluation as ``loss 1.4301 · 1.792 bits/byte (xz -9: 2.310)``; the losses of several sources follow in brackets."""
+    """Describe an evaluation as ``loss 1.4301 · 1.792 bits/byte (xz -9: 2.310)``; parts that are unknown are left
+    out.
+
+    The losses of several sources follow the loss in brackets.
+    """
     text = f"loss {body.loss:.4f}"
     if body.sources:
         text += f" ({', '.join(f'{name} {loss:.3f}' for name, loss in body.sources.items())})"

@@ -100,7 +100,7 @@ def _subtitle(state: State) -> Text:
 
 
 def _progress(state: State, width: int) -> RenderableType:
-    """Return the row of step, bar, percentage and time left; a text before the first step."""
+    """Return the row of step, bar, percentage, and time left or ending; a text before the first step."""
     if state.step is None:
         return Text(f"starting: 0 of {state.started.steps:,} steps" if state.started else "starting")
     step, steps = state.step.step, state.step.steps

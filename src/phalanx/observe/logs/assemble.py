@@ -51,6 +51,7 @@ class Assembler:
     """Turns pieces of text into records. ``add`` and ``settle`` return those that are complete."""
 
     def __init__(self) -> None:
+        """Begin without text."""
         self._partial = ""
         self._cut = False
         """The record of a line that has not ended was handed out; the rest of it goes on."""
@@ -108,8 +109,11 @@ class Assembler:
         self._partial, self._cut = "", True
 
     def _end_line(self, line: str, records: list[Record]) -> None:
-        """Add a line that has ended. Drop the rest of one that was too long; give the rest of one whose beginning was given as its
-        continuation."""
+        """Process a line that has ended: clean it and pass it to ``_line``.
+
+        Of a line that was too long, drop the rest. If its beginning was given already, give the rest as its
+        continuation.
+        """
         skipped, cut = self._skipping, self._cut
         self._skipping = self._cut = False
         if skipped:
@@ -121,8 +125,10 @@ class Assembler:
         self._line(clean(line), records)
 
     def _line(self, line: str, records: list[Record]) -> None:
-        """Add a cleaned line: to the open traceback, crash or key if it belongs there, else as the beginning of one or a record of
-        its own."""
+        """Add a cleaned line: to the open traceback, crash or key if it belongs there, else close that.
+
+        Otherwise it begins such a record, or is one of its own; blank ones are dropped.
+        """
         if not self._kind and not self._after_trace and line[:1] not in _BEGINS:
             if line.strip():
                 self._give(line, records)
@@ -233,8 +239,10 @@ def clean(line: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return the text; if it is longer than ``MOST`` characters, its first quarter and last three, with the number
-    left out.
+    """Return the text; if it is longer than ``MOST`` characters, its beginning (a quarter of that) and its end (the
+    rest).
+
+    The number of characters left out stands between them.
     """
     if len(text) <= MOST:
         return text

@@ -179,6 +179,7 @@ class CaughtStream(io.TextIOBase):
     """Stands in for ``sys.stdout`` or ``sys.stderr``."""
 
     def __init__(self, capture: Capture, descriptor: int, shown: TextIO | None) -> None:
+        """Stand in for the stream of ``descriptor``; with ``shown``, text is also written there."""
         super().__init__()
         self._capture, self._descriptor, self._shown = capture, descriptor, shown
         self._assembler = Assembler()
@@ -253,7 +254,7 @@ class CaughtStream(io.TextIOBase):
                 pass_on(self._descriptor, partial)
 
     def _pass_on(self, text: str) -> str:
-        """Pass the rest of a line on, and return what comes after it."""
+        """Write the rest of a line to the descriptor, and return what comes after its newline."""
         line, newline, rest = text.partition("\n")
         pass_on(self._descriptor, line + newline)
         self._passing_on = not newline

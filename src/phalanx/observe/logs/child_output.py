@@ -86,7 +86,7 @@ class ChildOutput:
         self._thread.start()
 
     def failed(self) -> None:
-        """Close everything: the child could not be started."""
+        """Close all descriptors and the place: the child could not be started."""
         self._let_go()
         self.place.close()
         for descriptor in (self._reading, self._wake, self._wake_reading):

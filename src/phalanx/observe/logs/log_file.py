@@ -234,7 +234,10 @@ class LogOrder:
 def order_for(
     path: Path, process: str, attempt: int, observe: ObserveSpec, node: str | None = ""
 ) -> LogOrder:
-    """Return the order for the log of a process. ``node`` "" is the name of this machine; ``None`` is no node."""
+    """Return the order for the log of a process, with the bounds of ``observe``.
+
+    ``node`` "" is the name of this machine; ``None`` is no node.
+    """
     bounds = Bounds(observe.log_mib << 20, observe.log_files)
     return LogOrder(path, process, attempt, host_name() if node == "" else node, bounds)
 
@@ -275,6 +278,11 @@ class Recorder:
         place: Place,
         on_trouble: Callable[[str], None] = lambda _words: None,
     ) -> None:
+        """Set up the writer of the log ``path``; ``mask`` removes secrets, and ``place`` has the process's rank and
+        step.
+
+        ``on_trouble`` is called once if lines are lost.
+        """
         self._order, self._mask, self._place = order, mask, place
         self._file = LogFile(path, order.bounds, self._lost, on_trouble)
         self._bucket, self._reserve = LineBucket(), LineBucket(256 << 10, 1 << 20)

@@ -58,7 +58,9 @@ class LogGroup:
 
     @property
     def place(self) -> str:
-        """The processes that wrote it, such as ``ranks 0-7 on 2 nodes``."""
+        """The processes that wrote it, such as ``ranks 0-7 on 2 nodes``; without rank and node the example's
+        process.
+        """
         parts = []
         if self.ranks:
             parts.append(f"rank{'s' if len(self.ranks) > 1 else ''} {ranges(self.ranks)}")
@@ -254,7 +256,10 @@ class _Buffer:
 
 
 def _merged(processes: Iterable[Iterator[LineBlock]], query: LogQuery, sign: int) -> Iterator[LogLine]:
-    """Yield the selected lines of all processes, merged in the direction of reading (``sign``)."""
+    """Yield the selected lines of all processes, merged by time: forward (``sign`` 1) or backward (-1).
+
+    Of each process only as many blocks are read as are needed.
+    """
     buffers = deque(_Buffer(blocks, query, sign) for blocks in processes)
     while buffers:
         bound = min(buffer.bound for buffer in buffers)

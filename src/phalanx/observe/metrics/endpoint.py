@@ -174,7 +174,9 @@ class MetricsServer:
         _send(connection, "\r\n".join(head).encode() + (b"" if method == "HEAD" else body))
 
     def _answer(self, method: str, path: str, headers: Headers) -> Answer:
-        """Return the page at ``path``, or an answer with status 405, 404, or 500 if the page raises."""
+        """Return the page at ``path``; status 405 for other methods than GET and HEAD, 404 for other paths, 500 if
+        the page raises.
+        """
         if method not in ("GET", "HEAD"):
             return _plain("405 Method Not Allowed", "only GET and HEAD")
         page = self._pages.get(path)
@@ -191,8 +193,10 @@ def _plain(status: str, text: str) -> Answer:
 
 
 def _request(connection: socket.socket, timeout_s: float) -> tuple[str, str, Headers]:
-    """Return method, path without query, and headers (in lower case). Raises ``ValueError`` if malformed, too long or late,
-    ``OSError`` on a timeout."""
+    """Return method, path without query, and headers (names and values in lower case).
+
+    Raises ``ValueError`` if malformed, too long or late, and ``OSError``, also on a timeout.
+    """
     deadline_s, data = time.monotonic() + timeout_s, b""
     while b"\r\n\r\n" not in data:
         left_s = deadline_s - time.monotonic()

@@ -203,7 +203,11 @@ class RunSampler:
     def __init__(
         self, directory: Path, run: str = "", failed: Callable[[Metric, Exception], None] = _ignore
     ) -> None:
-        """``run`` is the label; by default the name of the run directory, which two runs of one name do not share."""
+        """Set up the reader of a run's events; nothing is read yet.
+
+        ``run`` is the label; by default the name of the run directory. ``failed`` gets metrics that cannot be
+        computed.
+        """
         self._tail = FileTail(
             RunDirectory(directory).events,
             most_line_bytes=_LONGEST_LINE,

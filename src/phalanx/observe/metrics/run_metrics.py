@@ -240,7 +240,8 @@ class RunFacts:
 
 
 def _thinned(events: list[run_events.Event]) -> list[run_events.Event]:
-    """Drop every other step of an attempt, and all but the last of other events on a run's progress.
+    """Drop every other step of an attempt, and all but the last of its other events, except starts, restores and
+    non-finite steps.
 
     The sums stay as they are: a ledger counts from the beginning of its attempt.
     """

@@ -100,7 +100,9 @@ class MachineDifference:
 
 
 def this_machine(node: str, attempt: int) -> tuple[Machine, str]:
-    """Return the machine of this process, and the list of its installed packages."""
+    """Return the machine of this process, named ``node`` or else its host's name, and the list of its installed
+    packages.
+    """
     host = host_facts()
     listed = installed_packages()
     code = {name: str(value) for name, value in code_version(dirty=False).items() if value is not None}
@@ -206,7 +208,7 @@ def newest_machines(directory: RunDirectory) -> list[Machine]:
 
 
 def machine_differences(machines: Sequence[Machine]) -> list[MachineDifference]:
-    """Return the facts in which machines differ, each with the nodes that are not like most."""
+    """Return the facts in which machines differ, each with the most common value, and the nodes by other values."""
     tables = {machine.node: machine.facts() for machine in machines}
     differences = []
     for fact in dict.fromkeys(fact for table in tables.values() for fact in table):
@@ -392,7 +394,11 @@ class ThrottlingWatch:
         look: Callable[[], list[str]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``look`` returns sentences on what slows this machine down (``phalanx.hardware.local.detect.Throttles.now``)."""
+        """Set up the watch of ``node``; nothing is looked at yet.
+
+        ``look`` returns sentences on what slows this machine down
+        (``phalanx.hardware.local.detect.Throttles.now``).
+        """
         self._look = look
         self._place, self._node, self._clock = place_of(directory, node).with_suffix(_SUFFIX), node, clock
         self._note: Throttling | None = None

@@ -79,7 +79,7 @@ def environment_record() -> dict[str, object]:
 
 
 def command_line(words: Sequence[str] | None = None, mask: SecretMask | None = None) -> str:
-    """Return the command that a process was started with, as a shell takes it, without secrets, cut if it is long.
+    """Return a command as a shell takes it, without secrets, cut if it is long: ``words``, or that of this process.
 
     A rank was started by a launcher with words of its own: ``PHALANX_COMMAND`` has those that a person typed.
     """

@@ -110,6 +110,7 @@ class Candidate:
         register: ClaimRegister,
         claim: Claim,
     ) -> None:
+        """Set up a candidate to succeed the maker of ``claim``; nothing listens yet."""
         self._args, self._spec, self._directory = args, spec, RunDirectory(args.run_dir)
         self._register, self._candidacy = register, Candidacy(claim)
         self._server = FleetServer(credentials, self)
@@ -248,7 +249,8 @@ async def _stand_and_lead(
 ) -> int:
     """Stand, and if elected lock the run and coordinate it to its end; return the exit code.
 
-    Returns ``EXIT_NOT_ELECTED`` if it is not elected. A lock that cannot be taken is ignored.
+    ``EXIT_NOT_ELECTED`` if it is not elected. If the run directory cannot be locked, it leads without: a lost
+    machine may still have the lock. Raises ``JournalError`` if another process coordinates in this reign.
     """
     elected = await candidate.stand()
     if elected is None:

@@ -355,15 +355,10 @@ class Leadership:
         journal: PatientJournal,
         patience_s: float,
     ) -> None:
-        """Take the lead by ``claim``.
+        """Set up the leadership by ``claim``, the newest one and its own; nothing is written.
 
-        Args:
-            directory: The run's.
-            attempt: The number of the run's start.
-            register: Where claims are made.
-            claim: The newest one, its own.
-            journal: Its journal, which is on disk before a claim is made.
-            patience_s: ``fleet.succession_s``; 0 if there is no succession.
+        ``journal`` is on disk before a claim is made in ``register``. ``patience_s`` is ``fleet.succession_s``; 0
+        if there is no succession.
         """
         self._directory, self._attempt, self._register = directory, attempt, register
         self._journal, self._patience_s, self._heartbeat_due_s = journal, patience_s, 0.0

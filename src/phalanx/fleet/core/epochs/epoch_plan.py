@@ -220,6 +220,8 @@ def is_complete(state: FleetState, point: RestorePoint) -> bool:
 def copies_of(state: FleetState, point: RestorePoint, key: int) -> dict[str, int]:
     """Return living node -> rank of its copy, for the nodes that hold state ``key`` of a snapshot; own copies
     before buddies'.
+
+    Copies come from reports, and from the last roll call if it has this snapshot.
     """
     formation, census = state.settings.formation, state.census
     names = dict(state.copies.get(_name(point), {}).get(str(key), {}))
@@ -414,7 +416,11 @@ def _save(state: FleetState, name: str) -> c.SaveSnapshots | None:
 
 
 def bind(state: FleetState, node: Node, crowds: Crowds) -> c.Bind:
-    """Return the Bind with which a seated node enters the present epoch. ``crowds`` as in ``standing_order``."""
+    """Return the Bind with which a seated node enters the present epoch: ranks, meeting point, what to restore,
+    buddies.
+
+    ``crowds`` as in ``standing_order``.
+    """
     ranks = state.settings.formation.ranks_of(node.seat, state.ranks)
     return c.Bind(
         epoch=state.epoch,

@@ -114,9 +114,10 @@ MASS_PATIENCE = 4
 
 
 def lose(state: FleetState, orders: list[Order], node: Node, reason: str) -> None:
-    """Fence a node: messages of this incarnation are ignored from now on, and its snapshots are lost.
+    """Fence a node: messages of this incarnation are ignored from now on, and its copies and share of a save are
+    forgotten.
 
-    The loss counts as a failure, and the node gets a Fence.
+    The loss counts as a strike with ``reason``, and the node gets a Fence.
     """
     strike(state, node, reason, alive=False, meeting_points=(), snapshots=())
     forget_copies(state, node.name)

@@ -146,11 +146,11 @@ def _from_parking(state: FleetState, orders: list[Order]) -> bool:
 
 
 def pause_s(tries: int) -> float:
-    """Return seconds to wait before the next epoch is tried: 0 for the first ``QUICK_TRIES``, then
-    exponential back-off.
+    """Return seconds to wait before the next epoch is tried: 0 for the first ``QUICK_TRIES``, then doubling up to a
+    limit.
 
-    A fault that lasts some seconds (a flapping link, a switch that restarts) must not use up all tries in
-    that time.
+    A fault that lasts some seconds (a flapping link, a switch that restarts) must not use up all tries in that
+    time.
     """
     if tries <= QUICK_TRIES:
         return 0.0
@@ -180,7 +180,10 @@ def can_grow(state: FleetState) -> bool:
 
 
 def _fill_vacancies(state: FleetState, orders: list[Order]) -> bool:
-    """End the epoch to replace its missing members: planned if all of them are alive and idle, for example drained."""
+    """End the epoch to replace the nodes of vacant seats, whose reasons become its own. Return True.
+
+    It is planned if all of them are alive and idle, for example drained.
+    """
     nodes = [state.nodes[state.seats[seat]] for seat in sorted(state.vacant)]
     planned = all(node.alive and node.warm and not node.engaged for node in nodes)
     reason = "; ".join(
@@ -256,7 +259,12 @@ def _form(state: FleetState, orders: list[Order]) -> bool:
 
 
 def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
-    """Begin the epoch of a plan: seat its nodes, set its number, ranks and source, and order the nodes to bind or to release."""
+    """Begin the epoch of a plan with the next unused number: seat its nodes, wait for all to bind, and order them
+    to.
+
+    Nodes that lose their seat get their standing order too. Progress, evidence and diagnosis of the last epoch are
+    reset.
+    """
     state.epoch = max(state.epoch, state.seen_epoch) + 1
     before = step_of(state.source)
     state.ring, state.ring_level = list(plan.ring), plan.ring_level

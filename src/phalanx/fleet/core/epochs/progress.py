@@ -103,11 +103,10 @@ def _settle(state: FleetState, step: int) -> None:
 
 
 def withdraw_doubt(state: FleetState) -> None:
-    """Admit again the nodes blamed for a step that the new epoch will not compute, since it restores a later
-    state.
+    """Make the blamed nodes of an unconfirmed doubt eligible again, if the new epoch restores a step at or after
+    the doubted one.
 
-    A node that was away had kept such a state, of an epoch that got further. Whether the step is the run's
-    own then stays unknown.
+    Then that step is not computed again, and whether it is the run's own fault stays unknown.
     """
     doubt = state.doubt
     if doubt is None or doubt.confirmed or not doubt.nodes or step_of(state.source) < doubt.step:
@@ -242,9 +241,10 @@ def _shares(state: FleetState, point: RestorePoint) -> dict[str, list[tuple[int,
 
 
 def from_saving(state: FleetState, orders: list[Order]) -> bool:
-    """End the run once its newest state is on disk.
+    """End the run once its newest state is on disk. If a share of it was lost with a node, conclude with other
+    holders.
 
-    A node that was lost meanwhile is replaced by another holder. Return True if the state changed.
+    Return True if the state changed.
     """
     assert isinstance(state.source, RestorePoint)
     if state.source.step in state.durable:

@@ -163,10 +163,10 @@ def _nearest(state: FleetState, members: Sequence[str], spares: Sequence[str]) -
 def _completing(
     state: FleetState, members: Sequence[str], spares: Sequence[str], unit: int, missing: int
 ) -> list[str]:
-    """Return ``missing`` spares, first those that complete units: in the lowest domains first, and where the
-    fewest spares suffice.
+    """Return ``missing`` spares that complete units of ``unit`` nodes: in the lowest domains first, and where
+    fewest suffice.
 
-    With the members they must make complete units, with no node left over.
+    Nearer spares win. The members and they must make complete units, with no node left over.
     """
     nodes, chosen = state.nodes, list[str]()
     # Domain -> its nodes that are in no unit of a domain below, and its spares that are not chosen yet.
@@ -206,8 +206,10 @@ def _torn(placed: PlacedUnits) -> list[int]:
 
 
 def shape_of(settings: CoreSettings, count: int) -> tuple[int, int]:
-    """Return the seats that are placed together and those of a block, in an epoch of ``count`` seats; 1 if
-    they do not divide it.
+    """Return (seats placed together, seats of a block) in an epoch of ``count`` seats.
+
+    The block is 1 if it does not divide the stages; the first is the unit, else the block, else 1, whichever
+    divides ``count``.
     """
     block = settings.block if count % (settings.formation.pipeline * settings.block) == 0 else 1
     return next(seats for seats in (settings.unit, block, 1) if count % seats == 0), block

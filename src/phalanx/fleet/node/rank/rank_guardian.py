@@ -127,6 +127,7 @@ class NonFiniteStepError(RuntimeError):
     """
 
     def __init__(self, step: int, report: StepReport) -> None:
+        """Describe at most three of the values that are not finite, and keep the step and its ranks."""
         values = ", ".join(report.nonfinite[:3]) or "its gradient norm"
         super().__init__(
             f"not finite are {values} (loss {report.loss:g}, gradient norm {report.grad_norm:g})"
@@ -358,7 +359,9 @@ class RankGuardian(Guardian):
         return self._orders.leaving(self.epoch)
 
     def audit(self, stepper: Stepper, samples: Samples) -> Audit | None:
-        """Return the audit of this epoch, or None if the run has none. Starts watching for stragglers."""
+        """Return the audit of this epoch, or None without ``fleet.audit_every_steps``. Also starts the watch for
+        stragglers.
+        """
         mesh = stepper.built.model.mesh
         self._watch = StragglerWatch(mesh.layout, self.window_steps())
         every = self._spec.fleet.audit_every_steps

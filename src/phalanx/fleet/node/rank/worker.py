@@ -236,7 +236,7 @@ class RankWorker:
             over.set()
 
     def _pulse(self) -> None:
-        """Send heartbeats with the main thread's step and phase, for ever."""
+        """Send heartbeats with the main thread's step and phase, several in a lease; the thread's endless loop."""
         while True:
             guardian = self._guardian
             since_s = time.monotonic() - guardian.since_s
@@ -306,7 +306,10 @@ class RankWorker:
             return outcome
 
     def _train(self, bind: worker_link.JoinEpoch) -> RunResult | None:
-        """Meet the other ranks and train the epoch; return the run's result, None if it was stopped."""
+        """Meet the other ranks and train the epoch of ``bind``; return the run's result, None if it was stopped.
+
+        Raises ``ParkedError`` if the epoch is over, and the errors of training.
+        """
         place = place_of_process()
         place.rank, place.epoch, place.step = bind.rank, bind.epoch, None
         ledger, self._began_ns = _account(self._directory, bind), time.time_ns()
