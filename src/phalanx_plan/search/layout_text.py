@@ -218,7 +218,11 @@ def run_of_layout(
 
 
 def parallel_of(spec: RunSpec, layout: PlannedLayout) -> ParallelSpec:
-    """Return the ``[parallel]`` section that describes a layout; it has no sharding if nothing is sharded."""
+    """Return the ``[parallel]`` section that describes a layout, on all its ranks and with an even split of the
+    pipeline.
+
+    Sharding is none if nothing is sharded; ``shard_ranks`` is 0, which means all, without replicas.
+    """
     many = layout.pipeline > 1
     sharding: Any = f"zero{layout.zero}" if layout.zero == 3 or layout.shard > 1 else "none"
     return replace(

@@ -291,7 +291,11 @@ class LargeFleet:
         )
 
     def _all_bound(self) -> None:
-        """Report that all members have entered the epoch, except cold and lost ones."""
+        """Report members of the epoch that are cold by their heartbeats, then that all others have entered it, the
+        lost ones absent.
+
+        The rest is left out once the fleet has left the epoch.
+        """
         epoch, members = self.state.epoch, self.state.awaiting
         for name in sorted((self.cold - self.down) & members):
             if self.state.epoch == epoch:

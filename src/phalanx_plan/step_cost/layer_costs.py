@@ -256,7 +256,10 @@ class _RankShare:
         return sizes.get(exchange.kind, keys.expert_tensor)
 
     def _cost(self, operation: LayerOperation) -> tuple[str, Floats]:
-        """The category of an operation and its seconds by phase."""
+        """The category of an operation and its seconds by phase.
+
+        All other operations than products, attention and pointwise ones are exchanges.
+        """
         if isinstance(operation, op.MatrixProduct):
             return "matmul", self._product(operation)
         if isinstance(operation, op.AttentionCore):
@@ -353,7 +356,7 @@ class _RankShare:
         return 1 if self.job.stack.kernels.fused_pointwise else 3
 
     def _pointwise(self, operation: op.Pointwise) -> Floats:
-        """Seconds of an operation bound by memory, by phase."""
+        """Seconds of an operation bound by memory: forward, backward, and 0 for gradients of weights."""
         passes = self._passes
         elements = self.rows(operation.rows) / self.over(operation.over) * self.precision.activation_bytes
         each = self._kernels(operation)[0]
@@ -365,10 +368,10 @@ class _RankShare:
         return np.stack([forward, backward, np.zeros_like(forward)])
 
     def _exchange(self, exchange: op.LayerExchange) -> tuple[str, Floats]:
-        """The category of an exchange and its seconds by phase; tensor parallelism loses the share that its overlap
-        hides.
+        """The category of an exchange and its seconds by phase: forward, backward, and 0 for gradients of weights.
 
-        Backward of a gather is a scatter, and the reverse; inputs that are not kept gathered are gathered again.
+        Tensor parallelism loses the share that its overlap hides. Backward of a gather is a scatter, and the reverse;
+        inputs that are not kept gathered are gathered again. Dispatch and combine cost the same both ways.
         """
         if exchange.kind in ("dispatch", "combine"):
             both = self._to_experts(exchange)

@@ -341,7 +341,7 @@ def exchanged_bytes(job: TrainingJob, candidates: Candidates) -> Floats:
 
 
 def _largest_block(holdings: Holdings, place: PlaceCounts) -> Floats:
-    """Elements of the largest layer that a rank has."""
+    """Elements of the larger of dense layer and mixture layer, of those that a rank has."""
     blocks = [
         (count, block)
         for count, block in zip(place.counts[:2], holdings.block[:2], strict=True)

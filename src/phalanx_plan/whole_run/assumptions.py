@@ -134,7 +134,8 @@ def described(
 
     A fleet with spares replaces the lost node, one without leaves the replica out, and one without snapshots returns
     to storage; ``recovery`` overrides that. Snapshots are the frequent saves, checkpoints the durable ones. If
-    failures are recovered from storage, checkpoints are the frequent ones. Intervals are at most ``MOST_SECONDS``.
+    failures are recovered from storage, checkpoints are the frequent ones. Intervals are at most ``MOST_SECONDS``. Of
+    the checkpoints that are kept forever, half count as existing.
     """
     fleet, checkpoint = spec.fleet, spec.checkpoint
 

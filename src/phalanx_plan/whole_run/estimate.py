@@ -356,7 +356,7 @@ def _cost(
 
 
 def _percentiles(values: Floats) -> Percentiles:
-    """Return the 5th, 50th and 95th percentile and the mean."""
+    """Return the mean and the 5th, 50th and 95th percentile by nearest rank, since values may be infinite."""
     ordered = np.sort(values)
 
     def at(share: float) -> float:

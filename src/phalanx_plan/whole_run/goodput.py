@@ -127,7 +127,10 @@ def nested_efficiency(frequent: Risk, interval: float, rare: Risk, rare_interval
 
 
 def nested_breakdown(frequent: Risk, interval: float, rare: Risk, rare_interval_s: float) -> dict[str, float]:
-    """Shares of wall time with both risks, by the ledger's names; they sum to 1."""
+    """Shares of wall time with both risks, by the ledger's names; they sum to 1.
+
+    Those of the frequent risk alone if it leaves no progress, or the rare one never comes.
+    """
     inner = breakdown(frequent, interval)
     if inner["committed"] == 0 or math.isinf(rare.mtti_s):
         return inner

@@ -161,7 +161,12 @@ def _holds(recipe: PerformanceRecipe, run: Circumstances, release: float) -> boo
 
 
 def with_recipe(stack: Stack, run: Circumstances, published: PerformanceRecipe | None) -> Stack:
-    """Return the stack configured by the ``published`` recipe; if None, by the run's own dispatcher, overlap and CUDA graphs."""
+    """Return the stack configured by the ``published`` recipe; if None, by the run's own dispatcher, overlap and CUDA
+    graphs.
+
+    GPT-OSS models have separate kernels for rotation, and, except in a graph of the whole step, for biases and
+    clamping. Published fp8 and fp4 runs pad separately, except with HybridEP or such a graph.
+    """
     recipe = published or PerformanceRecipe(
         "",
         "",

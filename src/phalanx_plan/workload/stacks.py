@@ -332,7 +332,11 @@ def workload_of(spec: RunSpec, *, keep_slots: bool = True) -> TrainingWorkload:
 
 
 def stack_of(spec: RunSpec) -> Stack:
-    """Return this project's own stack configured by a run file: the optimizer's state, compute format, chunks of the loss."""
+    """Return this project's own stack configured by a run file: the optimizer's state, compute format, reduction,
+    loss chunks.
+
+    Only a reproducible reduction of a dense model permits all ZeRO stages; others permit 2 and 3.
+    """
     narrow = compute_format(spec.precision, device_of(spec.runtime, has_gpu=True)) == "bf16"
     model = resolve(spec.model, spec.data.vocab_size)
     master, gradients, moments = PHALANX.states.kept

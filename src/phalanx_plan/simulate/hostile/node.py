@@ -189,7 +189,7 @@ class SimulatedNode:
         self._later(self.world.conditions.heartbeat_s, self._beat)
 
     def _phase(self) -> m.WorkerPhase:
-        """Return the phase of the workers that a heartbeat reports."""
+        """Return the workers' phase for a heartbeat: cold, else warm without an epoch, else leaving, else bound or binding."""
         if not self.warm:
             return m.WorkerPhase.COLD
         if self.epoch == m.NO_EPOCH:
@@ -362,7 +362,7 @@ class SimulatedNode:
         return self.up and self.epoch == epoch and not (self.hung or self.maimed or self.leaving)
 
     def holds(self, rank: int, epoch: int) -> bool:
-        """True if one of its workers is ``rank`` in ``epoch``."""
+        """True if the node is in ``epoch`` and bound to it, and one of its workers is ``rank``."""
         bind = self.bind
         return (
             bind is not None and self.epoch == bind.epoch == epoch and any(rank == r for _, r in bind.places)

@@ -115,7 +115,7 @@ def _stand_still(world: HostileWorld) -> None:
 
 
 def _part(world: HostileWorld) -> None:
-    """Partition the network into two parts. It heals later."""
+    """Put each node on a random side of a network partition. It heals after 1 to 40 s."""
     for node in world.nodes.values():
         node.side = world.random.randint(0, 1)
 
@@ -292,7 +292,10 @@ def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
 
 
 def _run(world: HostileWorld) -> WorldOutcome:
-    """Inject faults for ``FAULTS_END_S``, then let the fleet recover. Raises BrokenInvariant if it does not."""
+    """Start all nodes and the first head, inject faults for ``FAULTS_END_S``, then let the fleet recover.
+
+    Raises BrokenInvariant if it does not.
+    """
     for node in world.nodes.values():
         world.clock.after(world.random.uniform(0, 2), node.start)
     world.heads.first("0" if world.conditions.succession_s else "")

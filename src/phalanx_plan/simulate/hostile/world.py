@@ -278,7 +278,10 @@ class HostileWorld:
             raise BrokenInvariant(f"units of {unit} nodes do not follow each other along the tree: {domains}")
 
     def check_source(self, state: FleetState) -> None:
-        """Raise BrokenInvariant if living nodes or the disk hold a newer complete state than the chosen one."""
+        """Raise BrokenInvariant if the chosen state is older than a complete one of living nodes, or than the disk's.
+
+        A disk that the fleet distrusts may be newer. A state from scratch is older than all.
+        """
         keys: dict[tuple[int, int], set[int]] = {}
         formation = state.settings.formation
         for name, record in state.nodes.items():
