@@ -226,7 +226,7 @@ def generate(
 
 
 def _engine_of(model: Transformer, length: int, numerics: Numerics) -> Engine:
-    """Return an engine for one text of ``length`` tokens."""
+    """Return an engine with pages for one text of ``length`` tokens, without a prefix cache."""
     return Engine(
         model,
         model.spec,

@@ -412,7 +412,9 @@ class Engine:
             self._draft(self._drafter, step)
 
     def _draft(self, drafter: Drafter, step: InFlightBatch) -> None:
-        """Draft the next tokens of the running texts from the states of this step. Others of the step get none."""
+        """Replace the drafts of the step's texts: those that still run and advanced get new ones, from their states,
+        as many as pages permit.
+        """
         going: list[RunningText] = []
         progress: list[DraftInput] = []
         start = 0

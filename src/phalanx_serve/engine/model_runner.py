@@ -433,6 +433,7 @@ class ModelRunner:
         distributions: list[tuple[Tensor, Tensor]] = []
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
+            """Append the log-probabilities of the requested rows to ``distributions``; return ``hidden`` unchanged."""
             if requests:
                 rows = torch.tensor([request.row for request in requests])
                 states = hidden[0].index_select(0, brought(rows, hidden.device))  # (requests, dim)

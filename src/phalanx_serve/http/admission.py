@@ -470,7 +470,7 @@ class KeyUse:
             self.tokens.take(prompt_tokens + generated_tokens - taken, now)
 
     def _over(self, limit: str, words: str, wait: int) -> RefusedError:
-        """Count a refusal by a limit, and return its error."""
+        """Count a refusal by a limit; return its error, status 429, with ``wait`` as seconds until a retry."""
         self.refused[limit] += 1
         return RefusedError(
             f"the key {self.key.name!r} has {words}: retry in {wait} s",

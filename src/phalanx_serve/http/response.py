@@ -454,6 +454,7 @@ class GenerationResponse:
         ready: asyncio.Queue[bytes | RefusedError | None] = asyncio.Queue(_QUEUED_EVENTS)
 
         async def enqueue(index: int) -> None:
+            """Put the events of one text into ``ready``, then None, or the error that ended it."""
             try:
                 async with aclosing(self._events_of(index, more)) as events:
                     async for event in events:

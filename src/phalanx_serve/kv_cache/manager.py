@@ -77,7 +77,7 @@ class KVCacheManager:
         far: FarLayers | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """This process caches ``layers`` on ``device``; ``far`` caches the other layers."""
+        """Allocate ``pages`` pages for ``layers`` on ``device``; ``far`` caches the other layers, none if None."""
         own = PageBox(layers, range(kept.heads))
         self._shape = PageShape.around([own] if far is None else [far.own, *far.boxes], kept)
         self._spec, self._dtype, self._prefix_cache = spec, kept.dtype, prefix_cache

@@ -77,7 +77,7 @@ class KVFormat:
         return values, exponents.masked_fill_(~finite, _INFINITE)
 
     def unpacked(self, part: int, stored: tuple[Tensor, ...]) -> Tensor:
-        """Return the numbers of stored tensors."""
+        """Return the numbers of stored tensors; narrow ones are multiplied by their scales and converted to ``dtype``."""
         if not self.narrow[part]:
             return stored[0]
         values, exponents = stored
@@ -290,7 +290,7 @@ class PageShape:
         return b"".join(view[_slices(box)].tobytes() for view in self._views(page))
 
     def assemble(self, parts: Iterable[tuple[PageBox, PageBytes]]) -> bytearray:
-        """Assemble a page from its boxes."""
+        """Assemble a whole page from the bytes of its boxes (layers and heads)."""
         page = bytearray(self.nbytes)
         for box, part in parts:
             own = PageShape(len(box.layers), len(box.heads), self.cells)

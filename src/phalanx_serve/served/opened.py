@@ -132,7 +132,7 @@ class TurnsEngine:
         return 0, 0
 
     def submit(self, request: events.Request) -> None:
-        """Add a request. Raises GenerationRequestError for one that is longer than the context."""
+        """Add a request. Raises GenerationRequestError if prompt and new tokens are longer than the context."""
         if len(request.prompt) + request.max_tokens > self._context:
             raise events.GenerationRequestError(
                 f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones do not fit into the "
@@ -429,7 +429,7 @@ def threads_of_each(processes: int) -> int:
 
 
 def _require_dividable(served: ServedRun) -> None:
-    """Raise ServeError for options that do not go with a divided model."""
+    """Raise ServeError if a divided model is to be streamed, a pack or drafting, or is divided both ways."""
     if served.tensor > 1 and served.stages > 1:
         raise events.ServeError("--tensor shares out each layer, and --pipeline the layers: give one of them")
     if served.stream or is_pack(served.path):

@@ -338,6 +338,7 @@ def restored_share(
     names: list[str] = []
 
     def to_hash(model: Transformer) -> dict[str, Rows]:
+        """Collect the names of every ``share.of``-th tensor, to be hashed here; remove all other tensors from the model."""
         names.extend(sorted(model.state_dict())[share.number :: share.of])
         # All other tensors are removed; the model cannot compute any more.
         for prefix, module in list(model.named_modules()):

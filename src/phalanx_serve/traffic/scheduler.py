@@ -144,7 +144,7 @@ class BlockTable:
     """Places of ``count`` pages, with reference counts."""
 
     def __init__(self, count: int) -> None:
-        """Begin with ``count`` free places."""
+        """Begin with ``count`` free places; the lowest are taken first."""
         self.count = count
         self._free = list(range(count - 1, -1, -1))
         self._pages: dict[int, _Page] = {}

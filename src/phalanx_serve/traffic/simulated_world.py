@@ -108,7 +108,11 @@ class SimulatedService:
             self.clock.after(TICK_S, partial(self._tick, reign))
 
     def hear(self, event: events.Event, reign: int) -> None:
-        """Pass an event to the router, and send its commands. Ignores events of an earlier gateway. Raises RouterInvariantError."""
+        """Pass an event to the router, give its outputs to clients, and send its commands to workers that are not cut
+        off.
+
+        Ignores events of an earlier gateway. Raises RouterInvariantError.
+        """
         if reign != self.reign or not self.gateway_up:
             return
         self.events += 1

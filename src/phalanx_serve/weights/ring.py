@@ -70,7 +70,7 @@ class ReadPool:
             thread.join()
 
     def _work(self) -> None:
-        """Read what is most urgent, until the pool is closed."""
+        """Read what is most urgent, until the pool is closed. Skip cancelled reads; give each future its read's error."""
         while True:
             with self._change:
                 while not self._queue and not self._closed:
@@ -200,7 +200,7 @@ class Ring:
         self._fill()
 
     def _fill(self) -> None:
-        """Begin to read the next sections into all free buffers."""
+        """Begin to read the next sections, in cyclic order, into all free buffers."""
         while self._free:
             section = self._sections[self._next % len(self._sections)]
             buffer = self._free.pop()
@@ -270,7 +270,7 @@ class ExpertCache:
     """Cache of at most ``slots`` experts of all layers, for one thread."""
 
     def __init__(self, pack: PackFile, pool: ReadPool, slots: int, statistics: StreamStatistics) -> None:
-        """Allocate memory for ``slots`` experts of the pack's largest size."""
+        """Allocate memory for ``slots`` experts of the pack's largest size. The pack has experts."""
         sections = pack.index.sections
         self._numbers = {
             (section.layer, section.expert): number
@@ -285,7 +285,6 @@ class ExpertCache:
         self._cached: dict[ExpertName, _CachedExpert] = {}
         self._frequency = ExpertFrequency(1 + max(layer for layer, _ in self._numbers))
         self.slots = slots
-        """Every expert that was needed, in turn, if it is a list."""
 
     def need(self, layer: int, experts: Collection[int], turn: int) -> None:
         """Begin to read a layer's chosen ``experts`` that are not cached, as many as fit beside each other.

@@ -156,7 +156,7 @@ class StreamedWeights:
         self._turn += 1
 
     def _hook_block(self, number: int) -> None:
-        """Let a block take its weights from the ring before it computes, and release them after."""
+        """Let a block take its weights from the ring before it computes, and release them afterwards, also after an error."""
         section, ring = self._pack.index.sections[number], self._ring
         assert ring is not None, "there is something to stream"
         block = self._model.get_submodule(section.prefix.removesuffix("."))

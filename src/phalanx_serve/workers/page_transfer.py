@@ -247,7 +247,7 @@ class _Batch:
     """Pages of a job, in shared memory if possible."""
 
     def __init__(self, pages: dict[bytes, bytes], shared: SharedPages | None) -> None:
-        """Hash the pages: quickly if they are shared, else by SHA-256."""
+        """Hash the pages: quickly if they are shared, and then keep only the hashes; else by SHA-256."""
         self._numbers = {name: number for number, name in enumerate(pages)}
         self._page_bytes = len(next(iter(pages.values()), b""))
         self._shared = shared

@@ -126,7 +126,7 @@ class RequestRouter:
     # Workers.
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection from its proof to its end, and close it."""
+        """Serve a connection from its proof to its end, and close it. A cancelled task ends without an error."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)

@@ -201,7 +201,7 @@ class ServingWorker:
         self._submit(order)
 
     def _report_unreached(self, reason: str) -> None:
-        """Log once that pages do not come by the intended transport."""
+        """Log once in a life that pages come through sockets instead of NIXL or shared memory; nothing if ``reason`` is empty."""
         if not reason or self._is_unreached_reported:
             return
         self._is_unreached_reported = True
@@ -277,7 +277,7 @@ class ServingWorker:
             return {}
 
     def _listen(self) -> None:
-        """Put the router's messages into the inbox until the link ends."""
+        """Put the router's messages into the inbox until the link ends, then ``_Over`` with the reason."""
         try:
             while True:
                 self._inbox.put(self._link.receive_message(m.TO_WORKER))
