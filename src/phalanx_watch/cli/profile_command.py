@@ -133,7 +133,7 @@ def print_list(console: Console, run_dir: Path, summaries: Sequence[ProfileSumma
 
 
 def print_report(console: Console, directory: RunDirectory, summary: Mapping[str, Any]) -> None:
-    """Print a profile's summary. Raises ``ProfileError`` if it is of another version."""
+    """Print a profile's summary. Raises ``ProfileError`` if it is damaged or of another version."""
     from phalanx_watch.profile.read import ProfileError
 
     try:

@@ -163,7 +163,10 @@ def replay_start(states: Sequence[int], step: int) -> int:
 
 
 def newest_spike(directory: RunDirectory) -> int:
-    """Return the first step of the newest unbroken row of spikes and steps that were not finite. Raises ``RunDirectoryError``."""
+    """Return the first step of the newest unbroken row of spikes and steps that were not finite.
+
+    Raises ``RunDirectoryError`` if there is none.
+    """
     newest = newest_event(directory.events, lambda event: isinstance(event.body, LossSpike | NonFinite))
     if newest is None:
         raise RunDirectoryError(

@@ -177,6 +177,7 @@ def application(runs: PageRuns, access: Access, kept_s: float = KEPT_S) -> ASGIA
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        """Poll viewers' runs while the application runs; at its end, stop that and close the metrics."""
         watching = asyncio.create_task(live.watch())
         try:
             yield

@@ -155,6 +155,7 @@ def page_in_one_file(data: str, static: Path = STATIC) -> str:
         return inline("style", "", (static / match[1]).read_text())
 
     def script(match: re.Match[str]) -> str:
+        """Return the data, an import map of the modules as data URLs, and the import of the page's script."""
         imports = {f"phalanx/{name}": _data_url(text) for name, text in _modules(static, match[1]).items()}
         return "\n".join(
             (

@@ -98,6 +98,7 @@ class Guard:
             return
 
         async def guarded(message: Message) -> None:
+            """Send a message; a response gets the safety headers that it lacks, and is not stored by default."""
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
@@ -251,7 +252,7 @@ class Parameters:
         return number
 
     def integer(self, name: str, default: int, least: int, most: int) -> int:
-        """Return an integer within bounds, or ``default`` if the parameter is missing. Raises ``PageRequestError``."""
+        """Return an integer within bounds, or ``default`` if the parameter is missing. Raises ``PageRequestError`` for anything else."""
         text = self.text(name, most=100)
         if not text:
             return default

@@ -369,7 +369,7 @@ class StoredSeries:
         return self._folder / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.columns"
 
     def _make_room(self) -> None:
-        """Delete the oldest entries until the others fit."""
+        """Delete the oldest entries until the others fit into ``MOST_BYTES``."""
         entries = sorted(
             (entry.stat().st_mtime, entry.stat().st_size, entry) for entry in self._folder.glob("*.columns")
         )

@@ -204,7 +204,11 @@ _ALL = "all"
 
 
 def curves_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[str, object]:
-    """Return the requested curves (``all`` for every one), reduced to the requested number of points. Raises ``PageRequestError``."""
+    """Return the requested curves (``all`` for every one, without names the loss), reduced to the requested number of
+    points.
+
+    Adds all names and the state of reading. Raises ``PageRequestError`` for an unknown curve or a bad parameter.
+    """
     run = runs.series(place)
     names = parameters.names("names", most=128) or [_USUAL]
     if names == [_ALL]:

@@ -208,7 +208,7 @@ class _Cut:
         self.phase_at = np.zeros(len(self.events), np.int64)
 
     def host_pieces(self) -> Iterator[tuple[int, ...]]:
-        """Yield the pieces of the training thread."""
+        """Yield the pieces of the training thread, step by step, from host events that lie completely in a step."""
         chosen = np.flatnonzero((self.events["thread"] == self.thread) & (self.events["kind"] == HOST))
         for number, begin, end in self.steps:
             inside = chosen[
@@ -329,7 +329,7 @@ class _Cut:
         """Return, for each launch and host event, the innermost event around it, or itself, with a known category; -1
         for none.
 
-        Backward events on other threads get theirs first.
+        First gives events of autograd's threads the category and layer of the event around them.
         """
         enclosing: dict[int, int] = {}
         events = self.events

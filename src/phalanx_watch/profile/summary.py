@@ -356,7 +356,7 @@ def _critical_path(
     waits: wait_times.Waits,
     steps: int,
 ) -> dict[str, dict[str, float]]:
-    """Return the seconds of a step on the critical path, by rank and category."""
+    """Return the mean seconds a step on the critical path through all ranks, by rank and category."""
     bases = {trace.rank: int(trace.meta.get("base_unix_ns", 0)) for trace, _ in kept}
     by_rank = {cut.rank: cut for _, cut in kept}
 

@@ -225,7 +225,10 @@ def passages(trace: RankTrace, clock: ClockFit, steps: Sequence[tuple[int, int, 
 
 
 def _kernels(trace: RankTrace) -> dict[int, tuple[int, int]]:
-    """Return the device times of the kernels that a collective's range launched, by the range's event."""
+    """Return the device times of the kernels that a collective's range launched, by the range's event.
+
+    Times are the earliest begin and latest end in ns of the rank's clock. Ranges without kernels are left out.
+    """
     events = trace.events
     kernels = [
         place
@@ -371,7 +374,7 @@ def path_seconds(
 
 
 def spent(cut: StepPieces, clock: ClockFit, base_ns: int, part: PathPart) -> dict[str, float]:
-    """Return a rank's seconds by category within a range of common time."""
+    """Return a rank's seconds by category within a range of common time; categories without time are left out."""
     begin: NDArray[np.int64] = clock.to_common(cut.pieces["begin_ns"] + base_ns)
     end: NDArray[np.int64] = clock.to_common(cut.pieces["end_ns"] + base_ns)
     near = slice(

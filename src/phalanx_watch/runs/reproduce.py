@@ -125,7 +125,11 @@ def _data_now(spec: RunSpec, directory: RunDirectory) -> str:
 
 
 def changes(past: RunEnvironment, present: RunEnvironment) -> list[Changed]:
-    """Return the differences of data, probes, code, packages, machine and variables, those that surely change bits first."""
+    """Return the differences of data, probes, code, packages, machine and variables, those that surely change bits
+    first.
+
+    Variables count only if they were set then and are now.
+    """
     differences = [
         *_data(past, present),
         *_probes(past, present),
@@ -193,7 +197,7 @@ def _code_change(past: RunEnvironment, present: RunEnvironment) -> Iterator[Chan
 
 
 def _packages(past: Mapping[str, str], present: Mapping[str, str]) -> Iterator[Changed]:
-    """Yield a change for each package that may change the bits, and one for all others."""
+    """Yield a change for each recorded package that may change the bits, and one for all others; this project's own is left out."""
     names = [name for name in past if past[name] != present.get(name) and name != "phalanx-train"]
     core = [name for name in names if name in _CORE or name.startswith("nvidia-")]
     for name in core:
@@ -325,7 +329,10 @@ def _code(recording: RunRecording, folder: Path, tell: Callable[[str], None]) ->
 
 
 def _python(version: str, tell: Callable[[str], None]) -> str:
-    """Return an interpreter of the recorded minor version, else this one; ``tell`` receives a sentence if the version differs."""
+    """Return an interpreter of the recorded minor version, else this one; also if no version is recorded.
+
+    ``tell`` receives a sentence if the version differs.
+    """
     present = ".".join(map(str, sys.version_info[:3]))
     minor = ".".join(version.split(".")[:2])
     if not version or version == present:

@@ -168,7 +168,7 @@ class RunSeries:
         self._begin()
 
     def _begin(self) -> None:
-        """Reset everything that was read."""
+        """Forget everything that was read, with empty tables and lists of limited length."""
         self.table = StepTable()
         self.marks: deque[CurveMark] = deque(maxlen=MOST_MARKS)
         self.starts: deque[run_events.Event] = deque(maxlen=MOST_STARTS)

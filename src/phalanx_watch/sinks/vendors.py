@@ -135,9 +135,10 @@ def _table(rows: list[tuple[str, float, float]]) -> str:
 
 class WandbSink:
     def __init__(self, run_directory: Path, run: str) -> None:
-        """Open or resume the run in Weights & Biases, offline by default, and set its config.
+        """Open or resume the run in Weights & Biases, offline by default (``WANDB_MODE``), and set its config.
 
-        Offline, earlier folders of this run that were not synced are deleted, since all events are written again.
+        The id is of the run directory. Offline, earlier folders of this run that were not synced are deleted, since
+        all events are written again.
         """
         self._directory = run_directory
         wandb: Any = importlib.import_module("wandb")  # untyped: what it exports varies by version

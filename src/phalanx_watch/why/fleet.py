@@ -87,7 +87,7 @@ def straggler(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def hardware(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason for each node that is out of the fleet since its hardware was found unfit."""
+    """Yield a reason for each node that is out of the running fleet since its hardware was found unfit."""
     fleet = _live(observed)
     if fleet is None:
         return
@@ -112,7 +112,7 @@ def hardware(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def not_finite_nodes(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason for each node that is quarantined because a step was not finite on it."""
+    """Yield a reason for each node that is out of the running fleet because a step was not finite on it."""
     fleet = _live(observed)
     if fleet is None:
         return
@@ -135,7 +135,7 @@ def not_finite_nodes(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def lost_nodes(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield one reason for all nodes that are lost or quarantined for other causes than hardware or numbers, and have not come back."""
+    """Yield one reason for all nodes of a running fleet that are lost or quarantined for other causes than hardware or numbers."""
     fleet = _live(observed)
     if fleet is None:
         return
@@ -181,7 +181,10 @@ def lost_nodes(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def nodes_back(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield an "info" reason for each node that was lost within ``RECOVERING_S`` and is back. It explains the interruption."""
+    """Yield an "info" reason for each node of a running fleet that was lost within ``RECOVERING_S`` and is back.
+
+    It explains the interruption.
+    """
     fleet = _live(observed)
     if fleet is None:
         return
@@ -245,8 +248,11 @@ def no_spares(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def fewer_ranks(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if enough nodes are there, but fewer ranks train than configured. The evidence has the reasons of the newest
-    epochs' ends."""
+    """Yield a reason if a running fleet has enough nodes, but trains fewer ranks than configured, and has left an
+    epoch.
+
+    The evidence is the most frequent reason for which epochs were left, or the newest one.
+    """
     fleet, spec = _live(observed), observed.spec
     if fleet is None or spec is None or fleet.phase is not FleetPhase.RUNNING or not fleet.ranks:
         return
@@ -274,7 +280,7 @@ def fewer_ranks(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def no_coordinator(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a critical reason if the coordinator has not written the fleet's file for ``COORDINATOR_SILENT_S``."""
+    """Yield a critical reason if the coordinator of a running fleet has not written its file for ``COORDINATOR_SILENT_S``."""
     fleet = _live(observed)
     if fleet is None:
         return

@@ -15,8 +15,11 @@ _USUAL_WINDOW = 128
 
 
 def spike(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason for the worst spike of loss or gradient norm that is recent; critical if it ended the run or the loss has not
-    come back."""
+    """Yield a reason for the worst spike of loss or gradient norm that is recent, in steps or in time; none if the
+    run is finished.
+
+    Critical if it ended the run or the loss has not come back.
+    """
     if observed.finished or observed.last_step is None:
         return
     window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
@@ -112,7 +115,10 @@ def diverged(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def not_learning(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the loss is still that of an untrained model, two windows of steps after the warmup, and has not diverged."""
+    """Yield a reason if the median loss is still near an untrained model's, two windows of steps after the warmup.
+
+    None with fewer than ``RECENT_STEPS`` finite losses, or if it has diverged.
+    """
     spec = observed.spec
     losses = [(t, step) for t, step in observed.recent if math.isfinite(step.loss)]
     # The first loss is no measure: a run may begin with trained weights, or with weights that are worse than none.

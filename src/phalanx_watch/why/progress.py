@@ -187,7 +187,10 @@ class _Doing:
 
 
 def standstill(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the run has not finished a step within the timeout of its current activity."""
+    """Yield a reason if a live run has not finished a step within the timeout of its current activity.
+
+    If the fleet trains on and only events are missing, the reason is that.
+    """
     if not observed.running or not observed.last_t:
         return
     since = observed.steps[-1][0] if observed.steps else observed.began_at or observed.last_t
@@ -332,7 +335,10 @@ def _data(observed: o.Observed) -> _Doing | None:
 
 
 def slow_data(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the newest steps wait for their samples for at least ``DATA_SHARE`` of their time."""
+    """Yield a reason if the newest steps of a live run wait for samples for at least ``DATA_SHARE`` of their time.
+
+    None with fewer than half of ``RECENT_STEPS``.
+    """
     if not observed.running or len(observed.recent) < o.RECENT_STEPS // 2:
         return
     took = sum(step.logged_s for _, step in observed.recent)
