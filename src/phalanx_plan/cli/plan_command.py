@@ -212,7 +212,10 @@ def _list_stacks(options: request.StackOptions) -> None:
 
 
 def _fit_law(budget: str | None, options: request.FitOptions | request.PlanOptions) -> None:
-    """Fit a scaling law to the run directories in ``options.files`` and print its predictions; no optimum if ``budget`` is None."""
+    """Fit a scaling law to the run directories in ``options.files`` and print its predictions as text or JSON.
+
+    The optimum is left out if ``budget`` is None.
+    """
     from phalanx_plan.cli.what_to_train import answer_fit
 
     answer_fit(

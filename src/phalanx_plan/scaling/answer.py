@@ -320,7 +320,10 @@ def _cost_of(
 
 
 def _guessed(question: Question) -> CostPerToken:
-    """Return the cost of a token in the budget's unit at an assumed MFU, to choose the first sizes to plan."""
+    """Return the cost of a token in the budget's unit at an assumed MFU, to choose the first sizes to plan.
+
+    The MFU is of the bf16 peak, else of the first format's. A price of 0 counts as 1 dollar.
+    """
     assert question.cluster is not None, "only FLOP need no cluster"
     chip, many = question.cluster.accelerator, question.cluster.accelerators
     peak = chip.flops.get("bf16") or next(iter(chip.flops.values()))

@@ -105,13 +105,13 @@ def fit(runs: Sequence[SmallRun], samples: int = _SAMPLES, seed: int = 0) -> Fit
     losses = np.log([run.loss for run in runs])
     # Centered on the middle run, the constants hardly depend on each other.
     middle = float(sizes.mean()), float(tokens.mean())
-    at = np.stack((sizes - middle[0], tokens - middle[1]))
+    at = np.stack((sizes - middle[0], tokens - middle[1]))  # (2, n)
     fitted, value = _minimize(_starts(losses), at, losses[None, :])
     best = fitted[int(value.argmin())]
     residuals = losses - _log_loss(best[None, :], at)[0]
     random = np.random.default_rng(seed)
     widening = math.sqrt(len(runs) / (len(runs) - CONSTANTS))
-    noise = random.choice(residuals * widening, (samples, len(runs)))
+    noise = random.choice(residuals * widening, (samples, len(runs)))  # (samples, n)
     refitted, _ = _minimize(np.repeat(best[None, :], samples, axis=0), at, losses - residuals + noise)
     return FittedLaw(
         law=_law(best, middle),
@@ -181,14 +181,14 @@ def _minimize(theta: _Floats, at: _Floats, losses: _Floats) -> tuple[_Floats, _F
     residuals = losses - _log_loss(theta, at)
     value = _huber(residuals)
     for _ in range(_ROUNDS):
-        terms = _terms(theta, at)
-        shares = np.exp(terms - np.logaddexp.reduce(terms, axis=0))
+        terms = _terms(theta, at)  # (3, S, n)
+        shares = np.exp(terms - np.logaddexp.reduce(terms, axis=0))  # (3, S, n)
         slopes = np.stack(
             (shares[0], -shares[0] * at[0], shares[1], -shares[1] * at[1], shares[2]), axis=-1
         )  # (S, n, 5)
         weights = 1 / np.maximum(1.0, np.abs(residuals) / HUBER_DELTA)
-        normal = np.einsum("sni,sn,snj->sij", slopes, weights, slopes)
-        pull = np.einsum("sni,sn->si", slopes, weights * residuals)
+        normal = np.einsum("sni,sn,snj->sij", slopes, weights, slopes)  # (S, 5, 5)
+        pull = np.einsum("sni,sn->si", slopes, weights * residuals)  # (S, 5)
         scale = np.einsum("sii->si", normal) + 1e-12
         damped = normal + np.einsum("s,si,ij->sij", damping, scale, np.eye(CONSTANTS))
         step = np.clip(np.linalg.solve(damped, pull[..., None])[..., 0], -1.0, 1.0)

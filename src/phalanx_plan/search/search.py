@@ -235,7 +235,7 @@ def _look(evaluation: Evaluation, options: Options, excluded: dict[str, int]) ->
         count(reason, legal & mask)
         legal = legal & ~mask
     most = evaluation.most_memory(np.where(legal, 0.0, np.inf))
-    bytes_ = np.broadcast_to(most, shape).reshape(-1, shape[-1])
+    bytes_ = np.broadcast_to(most, shape).reshape(-1, shape[-1])  # (choices, geometries)
     fits = bytes_ <= job.cluster.accelerator.memory_bytes.value
     valid = int(np.count_nonzero(fits))
     count("memory", legal)

@@ -372,7 +372,7 @@ def stage_times(evaluation: Evaluation, index: Ints) -> pipeline.StageTimes:
     passes = evaluation.passes
 
     def of(seconds: tuple[Floats, ...]) -> Floats:
-        each: Floats = np.stack([term[index] for term in seconds], axis=1) @ counts
+        each: Floats = np.stack([term[index] for term in seconds], axis=1) @ counts  # (layouts, stages)
         return each
 
     return pipeline.StageTimes(

@@ -383,7 +383,10 @@ def _logits(job: TrainingJob, candidates: Candidates) -> Floats:
 
 
 def overhead_bytes(job: TrainingJob, candidates: Candidates) -> dict[str, Floats]:
-    """Bytes that software holds independent of the model: its context, and a communicator for each axis with several ranks."""
+    """Bytes that software holds independent of the model: context with buffers, and communicators.
+
+    Each axis with several ranks has one communicator; the stack may have further ones.
+    """
     groups = (candidates.tensor, candidates.context, candidates.pipeline, candidates.data, candidates.expert)
     count = (
         sum((degree > 1).astype(np.float64) for degree in groups) + job.stack.allocator.further_communicators

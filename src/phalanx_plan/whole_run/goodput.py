@@ -119,7 +119,11 @@ def breakdown(risk: Risk, interval_s: float) -> dict[str, float]:
 
 
 def nested_efficiency(frequent: Risk, interval: float, rare: Risk, rare_interval_s: float) -> float:
-    """Goodput with both risks; intervals in seconds of useful work. The rare risk rolls back the work that the frequent one leaves."""
+    """Goodput with both risks; intervals in seconds of useful work. The rare risk rolls back the work that the
+    frequent one leaves.
+
+    That of the frequent risk alone if it leaves nothing, or the rare one never comes.
+    """
     inner = efficiency(frequent, interval)
     if inner == 0 or math.isinf(rare.mtti_s):
         return inner

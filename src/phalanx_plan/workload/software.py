@@ -178,7 +178,7 @@ def _with_logits(stack: stacks.Stack, size: float) -> stacks.Stack:
 
 
 def _bloom(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
-    """DeepSpeed as it trained BLOOM: blocking launches, and gradient bytes that depend on the format.
+    """Set how DeepSpeed trained BLOOM: blocking launches, and gradient bytes that depend on the format.
 
     CUDA_LAUNCH_BLOCKING=1 is set in its scripts (train/tr11-176B-ml/tr11-176B-ml.slurm): a hang had made it
     necessary.
@@ -204,14 +204,16 @@ and backward (MooreThreads/SimuMax v1.2, configs/system/b200_bf16_ceperm.json: 8
 
 
 def _bridge(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
-    """Megatron-Bridge: its executors set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+    """Set Megatron-Bridge's 1 % of fragmentation and fused loss; by model and format also its states and casts.
 
-    The recipes of DeepSeek-V3 and Moonlight use the precision-aware optimizer with moments in bf16 (recipes/deepseek,
-    recipes/moonlight); it keeps of master weights the 16 bits that bf16 weights lack (store_param_remainders), except for
-    weights in fp8, whose master weights are Megatron Core's own in fp32 (core/optimizer/optimizer_config.py).
+    Its executors set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. The recipes of DeepSeek-V3 and Moonlight use
+    the precision-aware optimizer with moments in bf16 (recipes/deepseek, recipes/moonlight). It keeps of master
+    weights the 16 bits that bf16 weights lack (store_param_remainders), except for weights in fp8, whose master
+    weights are Megatron Core's own in fp32 (core/optimizer/optimizer_config.py).
 
-    Its tables call current scaling FP8 or FP8-CS. A cast then takes four kernels: the maximum is set to zero and found, then the
-    scale, then the cast (Float8CurrentScalingQuantizer::quantize_impl; pytorch/csrc/extensions/cast.cpp, v2.9).
+    Its tables call current scaling FP8 or FP8-CS. A cast then takes four kernels: the maximum is set to zero and
+    found, then the scale, then the cast (Float8CurrentScalingQuantizer::quantize_impl;
+    pytorch/csrc/extensions/cast.cpp, v2.9).
     """
     stack = replace(
         stack,
@@ -228,8 +230,8 @@ def _bridge(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
 
 
 def _megatron_core(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
-    """Megatron Core with Transformer Engine: DeepSeek and Kimi leave the last stage shorter; block formats cast in
-    one kernel.
+    """Set how Megatron Core with Transformer Engine runs: DeepSeek and Kimi have the shortest stage last; block
+    formats cast in one kernel.
 
     Its multi_tensor_quantize_impl casts one expert after the other unless scaling is delayed.
     """
@@ -242,27 +244,31 @@ def _megatron_core(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
 
 
 def _weighs_afterwards(stack: stacks.Stack, _run: Circumstances) -> stacks.Stack:
-    """Megatron Core before 0.13."""
+    """Weigh experts' results after their products, as Megatron Core before 0.13."""
     return replace(stack, experts=replace(stack.experts, weighs_inside=False))
 
 
 def _permutes_apart(stack: stacks.Stack, _run: Circumstances) -> stacks.Stack:
-    """Megatron Core before 0.11."""
+    """Permute tokens in kernels that are not fused, as Megatron Core before 0.11."""
     return replace(stack, experts=replace(stack.experts, fused_permutation=False))
 
 
 def _torchtitan(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
-    """torchtitan: its default rotate method is all-gather. Its times by number of ranks show that pieces were contiguous."""
+    """Set torchtitan's gathered, contiguous context parallelism, and a fused loss if the run compiled it.
+
+    Its default rotate method is all-gather. Its times by number of ranks show that pieces were contiguous.
+    """
     stack = replace(stack, attention=stacks.AttentionPath(exchange="gather", balanced=False))
     # It compiles the loss too since January 2025.
     return _with_logits(stack, _FUSED_LOSS) if run.compiled == "model and loss" else stack
 
 
 def _nanotron(stack: stacks.Stack, run: Circumstances) -> stacks.Stack:
-    """nanotron as in its scaling benchmarks: stages are cut by cost, and gradients accumulated in fp32.
+    """Set nanotron's stages cut by cost and kept gathered inputs, and 6 bytes of gradients with a pipeline or
+    accumulation.
 
-    The gradients that autograd leaves in bf16 exist beside a further micro-batch's activations only if there is one. The memory of its runs
-    shows, over all degrees of tensor parallelism, that gathered inputs are kept.
+    The gradients that autograd leaves in bf16 exist beside a further micro-batch's activations only if there is one.
+    The memory of its runs shows, over all degrees of tensor parallelism, that gathered inputs are kept.
     """
     activations = replace(stack.activations, gathered_inputs=True)
     stack = replace(stack, split="balanced", activations=activations)
