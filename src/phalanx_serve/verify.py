@@ -210,7 +210,8 @@ def judged(
 def _judged(model: Transformer | Chain, number: int, prompt: list[int], text: list[int]) -> Judged:
     """Compare a text with the model's own likeliest tokens at each place, in one pass.
 
-    Return the first difference, its gap in nats, and the widest gap; ties of equal logits are none.
+    Return the first difference, its gap in nats, and the widest gap; none for an empty text. Ties of equal logits are
+    no difference.
     """
     if not text:
         return Judged(number, 0)
@@ -227,7 +228,7 @@ def _judged(model: Transformer | Chain, number: int, prompt: list[int], text: li
         )
     best, ours = scores.max(-1)  # (new tokens,)
     theirs = torch.tensor(text, device=device)
-    gaps = best - scores.gather(1, theirs[:, None])[:, 0]
+    gaps = best - scores.gather(1, theirs[:, None])[:, 0]  # (new tokens,)
     # Of two equal logits, either token may be taken.
     places = (gaps > 0).nonzero()[:, 0].tolist()
     if not places:

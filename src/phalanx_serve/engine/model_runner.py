@@ -180,7 +180,7 @@ class FewRows:
         if max(positions) >= len(self._turns[0][0]):
             positions_to_keep = torch.arange(min(max(_TURNS, 2 * max(positions)), MOST_TURNS))
             self._turns = model.tables(positions_to_keep, self.kernel.dtype, 0)
-        full, windowed = ((cos[at], sin[at]) for cos, sin in self._turns)
+        full, windowed = ((cos[at], sin[at]) for cos, sin in self._turns)  # (rows, rotated)
         return full, windowed
 
     def _plain_scale(self) -> float | None:

@@ -114,7 +114,7 @@ class BatchedSamplerOutput:
                 [request.sampling for request in drawn_requests],
                 [request.position for request in drawn_requests],
             )
-            tokens = tokens.index_copy(0, rows, drawn)
+            tokens = tokens.index_copy(0, rows, drawn)  # (requests,)
         logprobs = log_probs.gather(1, tokens[:, None])[:, 0]  # (requests,)
         topped = [number for number, request in enumerate(requests) if request.top > 0]
         self._top = min(max((requests[number].top for number in topped), default=0), log_probs.shape[1])
@@ -123,13 +123,17 @@ class BatchedSamplerOutput:
         if topped:
             likely = log_probs.index_select(0, brought(torch.tensor(topped), device))  # (topped, vocab)
             likely = without_unknown(likely, [requests[number].sampling for number in topped])
-            values, ids = likely.sort(descending=True, stable=True)
+            values, ids = likely.sort(descending=True, stable=True)  # (topped, vocab)
             parts += [ids[:, : self._top].flatten(), _as_integers(values[:, : self._top].flatten())]
         self._queued = torch.cat(parts)  # (3 requests + 2 topped most,)
         self._results: _HostResults | None = None
 
     def __getitem__(self, number: int) -> SampledToken:
-        """Return the token of request ``number``, without a token if its logits are not finite. The first call waits for the device."""
+        """Return the token of request ``number``, without a token if its logits are not finite. The first call waits
+        for the device.
+
+        Its log-probability is 0 unless it was scored or log-probabilities were requested.
+        """
         if self._results is None:
             self._results = _HostResults.of(fetched(self._queued), len(self._requests), len(self._place))
         results, request = self._results, self._requests[number]
@@ -258,7 +262,7 @@ def _require_numbers(logits: Tensor) -> None:
     """Raise LogitsError, with the first wrong token, unless each row has a finite logit and no NaN or +inf."""
     if bool(has_number(logits).all()):
         return
-    wrong = (torch.isnan(logits) | (logits == math.inf)).nonzero()
+    wrong = (torch.isnan(logits) | (logits == math.inf)).nonzero()  # (wrong, 2)
     detail = (
         f"that of token {int(wrong[0, 1])} is {float(logits[*wrong[0]])}" if len(wrong) else "all are -inf"
     )
@@ -332,7 +336,7 @@ def drawn_together(
     greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature == 0]
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
     if not drawn:
-        return logits.argmax(-1)
+        return logits.argmax(-1)  # (rows,)
     uncut = [row for row in drawn if _keeps_all(samplings[row])]
     cut = [row for row in drawn if not _keeps_all(samplings[row])]
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -391,7 +395,7 @@ def _left_in(logits: Tensor, scores: Tensor, samplings: Sequence[Sampling]) -> T
     total = (masses * (rank < top_k)).sum(-1, keepdim=True)  # top_k: the mass of the kept tokens, (rows, 1)
     # top_p: tokens whose predecessors have the mass already, (rows, vocab)
     reached = (masses.cumsum(-1) - masses >= (total.double() * top_p).ceil().to(torch.int64)) & (top_p < 1)
-    count = ((rank < top_k) & ~reached).sum(-1, keepdim=True).clamp(min=1)
+    count = ((rank < top_k) & ~reached).sum(-1, keepdim=True).clamp(min=1)  # (rows, 1)
     count = ((rank < count) & (masses >= least)).sum(-1, keepdim=True).clamp(min=1)  # min_p
     return torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, rank < count)
 
@@ -435,7 +439,7 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     them.
     """
     least = logits.topk(count).values[-1]
-    ids = (logits >= least).nonzero()[:, 0]
+    ids = (logits >= least).nonzero()[:, 0]  # (n,)
     return ids[logits[ids].sort(descending=True, stable=True).indices]
 
 

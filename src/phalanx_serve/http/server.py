@@ -198,7 +198,10 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def give_way(self) -> None:
-        """Close a connection that waits for no response; abort one whose request head is incomplete."""
+        """Close a connection that waits for no response; abort one whose request head is incomplete.
+
+        It leaves the limiter's list. While bytes are still to be written, its time for a head begins again.
+        """
         self._limiter.left(self)
         if self.conn.our_state is h11.IDLE:
             self.timeout_keep_alive_handler()

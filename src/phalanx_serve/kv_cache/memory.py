@@ -73,7 +73,7 @@ class KVFormat:
         values, scale = quantize(rows, _NARROW[self.name], "block")
         exponents = (scale.view(torch.int32) >> _MANTISSA).to(torch.uint8)
         # Integers have no NaN, and a NaN must not become a zero silently: the scale of its neighbors is infinite instead.
-        finite = rows.isfinite().view(*rows.shape[:-1], -1, SHARING).all(-1)
+        finite = rows.isfinite().view(*rows.shape[:-1], -1, SHARING).all(-1)  # (..., width / 32)
         return values, exponents.masked_fill_(~finite, _INFINITE)
 
     def unpacked(self, part: int, stored: tuple[Tensor, ...]) -> Tensor:
@@ -382,7 +382,7 @@ class LayerKVCache:
         for span in self._spans:
             rows = slice(row, row + span.end - span.begin)
             row = rows.stop
-            keys, values = span.kv.layers[self._layer]
+            keys, values = span.kv.layers[self._layer]  # (heads, capacity, width)
             for part, (cached, new) in enumerate(((keys, key[0, :, rows]), (values, value[0, :, rows]))):
                 kept = self._rule.kept
                 cached[:, span.begin : span.end] = new if kept is None else kept.rounded(part, new)
@@ -412,8 +412,8 @@ class LayerKVCache:
         parts = []
         for begin, end in itertools.pairwise((span.begin, *borders, span.end)):
             first = self._first_key(core, begin)
-            keys, values = (tensor[:, first:end].unsqueeze(0) for tensor in cached)
-            queries = query[:, :, begin - span.begin : end - span.begin]
+            keys, values = (tensor[:, first:end].unsqueeze(0) for tensor in cached)  # (1, heads, n, width)
+            queries = query[:, :, begin - span.begin : end - span.begin]  # (1, heads, q, width)
             together = heads * (end - begin) < TOGETHER
             # A single query without a mask sees all of these keys.
             sees_all = end - begin == 1 and not 0 < window < end - first
@@ -472,8 +472,8 @@ class LayerKVCache:
         """
         name = (begin, end, first, window)
         if name not in self._masks:
-            queries = torch.arange(begin, end, device=device)[:, None]
-            keys = torch.arange(first, end, device=device)
-            visible = keys <= queries
+            queries = torch.arange(begin, end, device=device)[:, None]  # (q, 1)
+            keys = torch.arange(first, end, device=device)  # (n,)
+            visible = keys <= queries  # (q, n)
             self._masks[name] = visible & (keys > queries - window) if window else visible
         return self._masks[name]

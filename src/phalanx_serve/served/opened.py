@@ -197,9 +197,12 @@ def _scores(hidden: torch.Tensor, weight: torch.Tensor, *, rows: slice, cap: flo
 
 
 def _scored(request: events.Request, scores: torch.Tensor) -> events.PromptScored:
-    """Return the log-probabilities of a prompt's tokens but the first, and the likeliest if requested."""
-    logprobs = scores[:-1].float().log_softmax(-1)
-    of = torch.tensor(request.prompt[1:], device=scores.device)
+    """Return the log-probabilities of a prompt's tokens but the first, and the likeliest if requested.
+
+    ``scores`` are its logits ``(prompt, vocab)``; those of each token score the next.
+    """
+    logprobs = scores[:-1].float().log_softmax(-1)  # (prompt - 1, vocab)
+    of = torch.tensor(request.prompt[1:], device=scores.device)  # (prompt - 1,)
     scored = tuple(logprobs.gather(1, of[:, None])[:, 0].tolist())
     return events.PromptScored(
         request.id, scored, _tops(request, logprobs) if request.top_logprobs > 0 else ()

@@ -92,7 +92,10 @@ class FarStages:
     """
 
     def __init__(self, stages: Sequence[FarStage], spec: ModelSpec, most_layers: int) -> None:
-        """``most_layers`` is the largest number of layers of ``spec`` in one process. Starts a thread for each stage."""
+        """Describe each stage's part of a page, and start a thread for each stage.
+
+        ``most_layers`` is the largest number of layers of ``spec`` in one process.
+        """
         self._far, self.shares = list(stages), 1
         self.max_in_flight = len(stages) + 1
         self.kv_spec = replace(spec, layers=most_layers)

@@ -256,7 +256,7 @@ class SharedExperts:
         own = self._share.rows(self._count)
         ends = order.counts.cumsum(0).tolist()
         begin, end = (ends[place - 1] if place else 0 for place in (own.start, own.stop))
-        rows = copies_by_expert(tokens, order)[begin:end]
+        rows = copies_by_expert(tokens, order)[begin:end]  # (own copies, d)
         own_rows = experts(rows, groups_of_one_slot(order.counts[own.start : own.stop]))
         return combine(self._assembly.gather(own_rows, 0), order, routing.weights)
 
