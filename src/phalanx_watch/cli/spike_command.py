@@ -101,7 +101,7 @@ def spike_lines(report: SpikeReport) -> Iterator[str]:
 
 
 def _exactness(report: SpikeReport) -> str:
-    """Return a line on the replayed steps, and whether their numbers have the recorded bits."""
+    """Return a line on the replayed steps: all numbers have the recorded bits, the first that has not, or none were recorded."""
     steps = (
         f"steps {report.from_step + 1:,} to {report.step:,}, on {report.ranks} rank{'s' * (report.ranks > 1)}"
     )

@@ -24,10 +24,10 @@ _BURST_S = 60.0
 
 
 def failed(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a critical reason if a process has recorded its failure and training has not resumed since, or the fleet
-    has given up.
+    """Yield a critical reason if the newest start has failed, by a recorded failure or its logs, or the fleet has
+    given up.
 
-    None while a process holds the run, its job waits, or it has finished.
+    None if training went on after it, a process holds the run, its job waits, or it has finished.
     """
     if observed.finished or observed.is_held or (observed.job is not None and observed.job.is_waiting):
         return
