@@ -70,7 +70,7 @@ def run_locally(
     orders = StopOrders(notify, STOP_WORDS)
     processes = _Ranks(orders, run.spec.launch.grace_s)
     try:
-        with on_stop_signals(processes.ask_to_stop):
+        with on_stop_signals(processes.request_stop):
             for rank in range(ranks):
                 processes.add(
                     _start(run, rank, ranks, meeting_point.as_uri(), program, orders.troubles.append)
@@ -79,7 +79,7 @@ def run_locally(
                 while_running(processes.ended)
             except BaseException:
                 if not orders.made:
-                    processes.ask_to_stop()
+                    processes.request_stop()
                 processes.wait()
                 raise
             processes.wait()
@@ -141,7 +141,7 @@ class _Ranks:
         if self.orders.made:  # while the ranks were being started: this one has not got the signal
             child.signal(signal.SIGTERM)
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Count a request to stop, and send every rank SIGTERM, to save and stop; from the second request on
         SIGKILL.
         """

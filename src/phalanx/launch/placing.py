@@ -385,7 +385,9 @@ def expanded(text: str) -> list[str]:
 
 
 def _hosts(part: str, text: str) -> Iterator[str]:
-    """Yield the hosts of one part of a list. Raises ``ValueError`` if there are too many."""
+    """Yield the hosts of one part of a list, all combinations of its brackets. Raises ``ValueError`` if there are
+    too many.
+    """
     pieces = re.split(r"\[([^\]]*)\]", part)
     # Odd pieces were in brackets.
     choices = [list(_numbers(piece, text)) if k % 2 else [piece] for k, piece in enumerate(pieces)]

@@ -170,7 +170,7 @@ def follow(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterato
         lines = _next_lines(tail, missing_is_error=stopping)
         over = tail.read_bytes == before
         if over and stopping:
-            lines += _complete(tail.rest)
+            lines += _last_event_line(tail.rest)
         for line in lines:
             number += 1
             last = _decode_or_torn(line, number, last)
@@ -204,7 +204,7 @@ def _next_lines(tail: FileTail, *, missing_is_error: bool) -> list[bytes]:
     return [line for _, line in batch.lines]
 
 
-def _complete(rest: bytes) -> list[bytes]:
+def _last_event_line(rest: bytes) -> list[bytes]:
     """Return ``rest``, a last line without its newline, in a list if it is an event, else nothing.
 
     A prefix of an object never parses.

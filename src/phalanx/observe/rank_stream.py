@@ -183,7 +183,7 @@ class RankStream:
         ends = [chosen[group[-1]] for group in frame_groups]
         for number, group in enumerate(frame_groups):
             most = np.full(ranks, UNKNOWN, np.int16)
-            for codes in self._each([chosen[position] for position in group], place):
+            for codes in self._undamaged_columns([chosen[position] for position in group], place):
                 np.maximum(most[: len(codes)], codes, out=most[: len(codes)])
             if rank_groups:
                 values[:, number] = np.maximum.reduceat(most[drawn], [rows.start for rows in rank_groups])
@@ -210,7 +210,7 @@ class RankStream:
         chosen = [
             number for number in self._between(first, last) if 0 <= rank < self._opened().heads[number].ranks
         ]
-        readings = (self._one(number, place, rank) for number in chosen)
+        readings = (self._code_of_rank(number, place, rank) for number in chosen)
         codes = np.fromiter(readings, np.int16, len(chosen))
         return self._steps[chosen], decode_column(column, codes)
 
@@ -245,7 +245,7 @@ class RankStream:
         numbers: list[int] = np.flatnonzero((self._steps >= lowest) & (self._steps <= highest)).tolist()
         return numbers
 
-    def _each(self, numbers: list[int], place: int) -> Iterator[Codes]:
+    def _undamaged_columns(self, numbers: list[int], place: int) -> Iterator[Codes]:
         """Yield one column of each of these frames that is not damaged."""
         for number in numbers:
             codes = self._codes(number, place)
@@ -263,7 +263,7 @@ class RankStream:
             self._verified.add(key)
         return codes
 
-    def _one(self, number: int, place: int, rank: int) -> int:
+    def _code_of_rank(self, number: int, place: int, rank: int) -> int:
         """Return one number's code as it is in the file, ``UNKNOWN`` if it is damaged.
 
         The column around it is read only the first time, to be verified.

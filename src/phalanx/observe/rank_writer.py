@@ -233,7 +233,9 @@ def _whole(position: int) -> int:
 
 @contextmanager
 def _indexed(path: Path) -> Iterator[rank_file.FrameIndex]:
-    """Context with the index of the file as it is now. Raises ``RankStreamError``."""
+    """Context with the index of the file as it is now. Raises ``RankStreamError`` if it is missing or no file of
+    ranks' numbers.
+    """
     descriptor = rank_file.open_for_reading(path)
     if descriptor is None:
         raise rank_file.RankStreamError(f"{path} was removed while it was written")

@@ -305,7 +305,7 @@ class Background:
             return
         failures = 0
         for event in self._all_events(sink):
-            failures = 0 if self._written_to(sink, event) else failures + 1
+            failures = 0 if self._write(sink, event) else failures + 1
             if failures == FAILURES_IN_A_ROW:
                 self._give_up(f"failed {failures} times in a row, at last: {self._last_error}")
         try:
@@ -334,7 +334,7 @@ class Background:
             self._busy = 1
             return self._queue.popleft()
 
-    def _written_to(self, sink: Sink, event: run_events.Event) -> bool:
+    def _write(self, sink: Sink, event: run_events.Event) -> bool:
         """Write an event unless the sink has it already. Return False if the sink raised.
 
         Only offered events are counted, as written or failed.

@@ -293,7 +293,7 @@ def logs_view(_runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[
     last = parameters.integer("last", 500, 1, _MOST_LINES)
     lines = read_lines.read_lines(directory, query_of(parameters), last + 1)
     shown = lines[-last:]
-    failure = read_lines.told_failure(directory)
+    failure = read_lines.first_logged_failure(directory)
     return {
         "lines": [
             _said(item.example)

@@ -24,7 +24,7 @@ from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.launch.engines.submission import Submitted
 from phalanx.observe.logs.line import LogLine, encode
-from phalanx.observe.logs.read_lines import LogQuery, read_lines, told_failure
+from phalanx.observe.logs.read_lines import LogQuery, first_logged_failure, read_lines
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_process import ENVIRONMENT, TIMEOUT_S, last_json, run
 from traced_memory import peak_and_found
@@ -87,7 +87,7 @@ def test_the_rank_that_raised_is_told_from_those_that_failed_because_of_it(
     directory, told_user = failed
     assert told_user.startswith("rank 1 ended with exit code 1")
     assert "ValueError: bad luck on one" in told_user
-    told = told_failure(directory)
+    told = first_logged_failure(directory)
     assert told is not None
     assert told.line.rank == 1
     assert told.line.step is not None

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from phalanx.cli.main import phalanx_command
 from phalanx.observe.logs.line import ended_text
-from phalanx.observe.logs.read_lines import recovered_step, told_failure
+from phalanx.observe.logs.read_lines import first_logged_failure, recovered_step
 from recorded_runs import RecordedRun
 
 
@@ -21,7 +21,7 @@ def test_a_failure_is_recovered_from_once_later_steps_are_done(
     run.train(20)
     run.log_lines(1, [ended_text("was killed by SIGKILL")], "error")
     run.train(more)
-    failure = told_failure(run.directory)
+    failure = first_logged_failure(run.directory)
     assert failure is not None
     assert recovered_step(run.directory, failure.line) == step
     head = CliRunner().invoke(phalanx_command, ["logs", str(run.directory.path)]).stderr.splitlines()[0]

@@ -31,10 +31,10 @@ from phalanx.observe.logs.read_lines import (
     LogQuery,
     LogQueryError,
     all_lines,
+    first_logged_failure,
     grouped,
     read_lines,
     recovered_step,
-    told_failure,
 )
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.fields import NOT_NEGATIVE
@@ -167,7 +167,7 @@ def _print_first_failure(directory: RunDirectory) -> None:
     """Print to standard error the run's first failure, its evidence, and a step reached since; nothing without a
     failure.
     """
-    failure = told_failure(directory)
+    failure = first_logged_failure(directory)
     if failure is None:
         return
     at = datetime.fromtimestamp(failure.line.t).strftime("%m-%d %H:%M:%S")

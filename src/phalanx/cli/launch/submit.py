@@ -337,7 +337,7 @@ def print_status(name: str, namespace: str, last: int, *, as_json: bool) -> None
     """
     from phalanx.launch.kubernetes import cluster
 
-    job = _named(name, namespace)
+    job = _job_named(name, namespace)
     if not as_json:
         click.echo(f"job {job.name} (kubernetes): {job.sentence}")
     elif job.state != "running":
@@ -356,7 +356,7 @@ def cancel_job(name: str, namespace: str, *, now: bool, wait: bool) -> None:
     """
     from phalanx.launch.kubernetes import cluster
 
-    job = _named(name, namespace)
+    job = _job_named(name, namespace)
     if not now and not job.ended:
         click.echo(f"job {job.name} saves and ends (phalanx cancel --now ends it at once)")
     cluster.end(job, at_once=now, wait=wait)
@@ -368,10 +368,10 @@ def print_log(name: str, namespace: str, *, index: int, follow: bool, last: int)
     """Print the output of a run's pod. Return kubectl's exit code."""
     from phalanx.launch.kubernetes import cluster
 
-    return cluster.print_logs(_named(name, namespace), index=index, follow=follow, last=last)
+    return cluster.print_logs(_job_named(name, namespace), index=index, follow=follow, last=last)
 
 
-def _named(name: str, namespace: str) -> ClusterJob:
+def _job_named(name: str, namespace: str) -> ClusterJob:
     """Return the job of a name. Raises ``EngineError`` if there is none."""
     from phalanx.launch.kubernetes import cluster
 

@@ -186,7 +186,7 @@ class CoordinatorLink:
             async with _opened(address, self._credentials) as frames:
                 try:
                     self._stream = frames
-                    seals = await _proven(frames, self._credentials, "Attach", address)
+                    seals = await _handshake(frames, self._credentials, "Attach", address)
                     proven = True
                     for report in self._first_reports():
                         queue.put_nowait(report)
@@ -265,7 +265,7 @@ async def _opened(address: str, credentials: Credentials) -> AsyncIterator[Frame
         await frames.closed(_CLOSE_S)
 
 
-async def _proven(frames: FrameStream, credentials: Credentials, method: Method, address: str) -> Seals:
+async def _handshake(frames: FrameStream, credentials: Credentials, method: Method, address: str) -> Seals:
     """Run the client's side of the handshake, and return the seals of the stream.
 
     Raises ``TurnedAwayError`` if the server refuses, and ``UnprovenError`` for any other failure.
@@ -309,7 +309,7 @@ async def operate(
     remedy = "check with phalanx status RUN whether the run is active"
     try:
         async with asyncio.timeout(timeout_s), _opened(address, credentials) as frames:
-            seals = await _proven(frames, credentials, "Operate", address)
+            seals = await _handshake(frames, credentials, "Operate", address)
             await frames.send(seals.outgoing.close(encode(operation)))
             return seals.incoming.open(await frames.receive()).decode()
     except TimeoutError:
@@ -326,7 +326,7 @@ async def answers(address: str, credentials: Credentials, timeout_s: float = 5.0
     """Return True if a program at ``address`` proves within the time that it is this run's coordinator."""
     try:
         async with asyncio.timeout(timeout_s), _opened(address, credentials) as frames:
-            await _proven(frames, credentials, "Operate", address)
+            await _handshake(frames, credentials, "Operate", address)
     except (WireError, TimeoutError):
         return False
     return True

@@ -346,9 +346,9 @@ class FailureInquiry:
     def begin(self, tell: Callable[[str], None]) -> None:
         """Start a task that passes the first failure to ``tell``, once the other ranks have reported theirs."""
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask(tell))
+            self._asking = asyncio.create_task(self._report_first_failure(tell))
 
-    async def _ask(self, tell: Callable[[str], None]) -> None:
+    async def _report_first_failure(self, tell: Callable[[str], None]) -> None:
         """Wait a while for the other nodes' reports, and call ``tell`` with the first failure, if it can be
         determined.
         """
@@ -372,7 +372,7 @@ class FailureInquiry:
         # one.
         self._reports = {node: line for node, line in self._reports.items() if line.t > now_s - _RECENT_S}
         if len(self._reports) < _MOST_NODES:
-            text = f"error: {_words(report)}"
+            text = f"error: {_failure_text(report)}"
             line = LogLine(
                 now_s, "error", report.node, None, report.epoch, self._attempt, None, text, report.node
             )
@@ -408,7 +408,7 @@ class FailureInquiry:
         return f"first failure: {who(failure.line)}: {message} ({'; '.join(failure.evidence)})"
 
 
-def _words(report: m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal) -> str:
+def _failure_text(report: m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal) -> str:
     """Return a report of a failure as text: seconds of silence, the last words, or the exit code."""
     if isinstance(report, m.WorkerHung):
         return f"its worker was silent for {report.silent_s:.0f} s"

@@ -450,7 +450,7 @@ class FleetServer:
                 return
             if isinstance(report, m.Joined) and report.node == link.node:
                 link.incarnation = report.incarnation
-            if _speaks_for_itself(report, link.node):
+            if _is_about_sender(report, link.node):
                 self.listener.on_report(report)
             else:
                 self._refuse(
@@ -477,7 +477,7 @@ class FleetServer:
         await frames.send(seals.outgoing.close(answer.encode()))
 
 
-def _speaks_for_itself(report: m.Received, node: str) -> TypeGuard[m.AgentMessage]:
+def _is_about_sender(report: m.Received, node: str) -> TypeGuard[m.AgentMessage]:
     """Return True if an agent may send this report: it names the agent's own node or none, or is a ``Suspect``.
 
     Operators' requests, and the ``Folded`` and ``Rollcall`` events that only this process makes, are False.

@@ -248,10 +248,11 @@ class TokenRotation:
         return await asyncio.shield(self._rotation)
 
     async def _rotate(self, grace_s: float) -> str:
-        """Replace the operators' token, then the agents', and queue the event for the core; return the answer for the
-        operator.
+        """Replace the operators' token, then the agents', and queue the event for the core; return the answer for
+        the operator.
 
-        If the second fails, the first stays changed, and the answer names that.
+        If one of them cannot be rotated, none is. If the second fails to be written, the first stays changed, and
+        the answer states that.
         """
         credentials, run_dir = self._server.credentials, self._run_dir
         trouble = "refused"

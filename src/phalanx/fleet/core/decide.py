@@ -59,24 +59,24 @@ def step(state: FleetState, event: m.CoreEvent, now_s: float) -> tuple[FleetStat
     """
     state.now_s = max(state.now_s, now_s)
     orders: list[Order] = []
-    _answer(state, event, orders)
+    _apply(state, event, orders)
     advance(state, orders)
     return state, orders
 
 
-def _answer(state: FleetState, event: m.CoreEvent, orders: list[Order]) -> None:
+def _apply(state: FleetState, event: m.CoreEvent, orders: list[Order]) -> None:
     """Apply an event, or each of several folded into one, to the state.
 
     After the end of the run, only newcomers are answered: with its end.
     """
     if isinstance(event, m.Folded):
         for folded in event.events:
-            _answer(state, folded, orders)
+            _apply(state, folded, orders)
     elif state.phase in OVER:
         if isinstance(event, m.Joined):
             orders.append(Order(event.node, c.Shutdown(state.reason)))
     else:
-        _ANSWERS[type(event)](state, event, orders)
+        _HANDLERS[type(event)](state, event, orders)
 
 
 def _sender(
@@ -458,7 +458,7 @@ def _disconnected(state: FleetState, event: m.Disconnected, orders: list[Order])
         state.suspects.setdefault(node.name, state.now_s)
 
 
-_ANSWERS: dict[type, Callable[..., None]] = {
+_HANDLERS: dict[type, Callable[..., None]] = {
     m.Joined: _joined,
     m.Ready: _ready,
     m.Heartbeat: _heartbeat,

@@ -106,14 +106,14 @@ def checks(deal: Deal, seed: int, step: int, turn: int = 0) -> tuple[Check, ...]
     shift = _shifts(count, seed, step)[turn % count]
     planned = []
     for owner in range(count):
-        hands = _hands(deal, owner)
+        hands = _slots_by_round(deal, owner)
         if hands:
             number = _draw(seed, step, f"round of team {owner}") % len(hands)
             planned.append(Check(owner, (owner + shift) % count, number, hands[number]))
     return tuple(planned)
 
 
-def _hands(deal: Deal, team: int) -> list[tuple[int, ...]]:
+def _slots_by_round(deal: Deal, team: int) -> list[tuple[int, ...]]:
     """Return the slots of one team in each of its non-empty rounds."""
     per_replica = deal.shard_ranks // deal.team
     first = team % per_replica * deal.team

@@ -97,7 +97,7 @@ class LiveAudit:
             self._compare_parameters()
         self._plan = checks(self.deal, self.seed, step) if due(step, self.every) else ()
         if self._plan:
-            self._checked = self._extra(self._plan)
+            self._checked = self._compute_extra_slot(self._plan)
 
     def _compare_parameters(self) -> None:
         """Compare checksums of the parameters with the other replicas; raise ``CorruptionFoundError`` if they
@@ -160,12 +160,12 @@ class LiveAudit:
             if not disputed:
                 return
             plan = checks(self.deal, self.seed, step, turn)
-            sums = self._gathered(self._extra(plan))
+            sums = self._gathered(self._compute_extra_slot(plan))
             for check in plan:
                 if check.slots in disputed:
                     votes[check.slots].append(self._vote(check.checker, sums))
 
-    def _extra(self, plan: tuple[Check, ...]) -> int:
+    def _compute_extra_slot(self, plan: tuple[Check, ...]) -> int:
         """Compute this rank's slot of an extra round by ``plan``, and return its checksum.
 
         A team that checks nothing computes some slot too, since gathering weights is a collective.

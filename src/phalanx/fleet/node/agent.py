@@ -146,7 +146,7 @@ class Agent:
         """
         loop = asyncio.get_running_loop()
         for number in heeded((signal.SIGTERM, signal.SIGINT)):
-            loop.add_signal_handler(number, self._asked_to_end)
+            loop.add_signal_handler(number, self._on_stop_signal)
         self.log(f"node {self._args.node}, incarnation {self._state.incarnation}, process {os.getpid()}")
         self._do([act.StartProcess(i) for i in range(self._spec.fleet.workers_per_node)])
         self._do(self._state.examine())
@@ -200,7 +200,7 @@ class Agent:
         self._health.close()
         self._data.close()
 
-    def _asked_to_end(self) -> None:
+    def _on_stop_signal(self) -> None:
         """Handle SIGTERM or SIGINT by ``at_signal``: "end" at once; "wait" only logs it; else leave at the next
         step boundary.
 

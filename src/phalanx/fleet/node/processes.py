@@ -310,7 +310,7 @@ class FleetProcesses:
             self.coordinator_due_s = time.monotonic() + pause_s
 
     def _start_coordinator(self) -> None:
-        """Start the coordinator; an ``OSError`` counts as its death."""
+        """Start the coordinator, which got no request to stop yet; an ``OSError`` counts as its death."""
         self.stop_sent = 0, 0
         try:
             self.coordinator = self.launcher.coordinator()
@@ -401,7 +401,7 @@ class FleetProcesses:
         if fleet_file is not None and fleet_file.over:
             return  # The coordinator is about to end too.
         # Others can train meanwhile, unless there are too few: then no other process will restart it.
-        self._let_go(fleet_file)
+        self._forget_given_back(fleet_file)
         at_once = not self.agents or (fleet_file is not None and fleet_file.phase is FleetPhase.WAITING)
         for name, dead in list(self.dead.items()):
             if time.monotonic() >= (dead.soonest_s if at_once else dead.usually_s):
@@ -413,7 +413,7 @@ class FleetProcesses:
         if hopeless and given_up and len(given_up) == len(self.dead):
             self.over, self.gave_up = True, given_up[0]
 
-    def _let_go(self, fleet_file: FleetFile | None) -> None:
+    def _forget_given_back(self, fleet_file: FleetFile | None) -> None:
         """Forget the dead agents of nodes that were given back and ended by themselves: they are not restarted."""
         for member in fleet_file.members if fleet_file is not None else ():
             dead = self.dead.get(member.name)

@@ -149,7 +149,7 @@ def check_script(order: LaunchOrder, word: str) -> str:
     unwritten = shlex.quote(_NOT_WRITTEN.format(order.folder))
     return "\n".join(
         [
-            *_begin(order),
+            *_preamble_lines(order),
             f'[ "$(cat {nonce} 2>/dev/null)" = {word} ] || {{ echo {not_shared} >&2; exit 65; }}',
             # A prologue may have said `set -e`.
             f'probe={nonce}-"$HOSTNAME-$$"; printf %s {word} 2>/dev/null > "$probe" || true',
@@ -194,11 +194,13 @@ def start_script(order: LaunchOrder, host: Host, head: Host | None, word: str) -
         f"{notes}{_restart_loop(order.restart_pauses_s)}"
     )
     log = shlex.quote(str(folder / f"{host.name}.log"))
-    command = shlex.join(["setsid", "bash", "-c", waits, str(folder / "go"), *_words(order, host, head)])
-    return "\n".join([*_begin(order), f"{command} 3>&1 >> {log} 2>&1 < /dev/null &", ""])
+    command = shlex.join(
+        ["setsid", "bash", "-c", waits, str(folder / "go"), *_start_command(order, host, head)]
+    )
+    return "\n".join([*_preamble_lines(order), f"{command} 3>&1 >> {log} 2>&1 < /dev/null &", ""])
 
 
-def _words(order: LaunchOrder, host: Host, head: Host | None) -> list[str]:
+def _start_command(order: LaunchOrder, host: Host, head: Host | None) -> list[str]:
     """Return the command of a host: train on this machine, or an agent that leads, follows, or without ``head`` joins a fleet."""
     if host.destination == HERE:
         return [*order.program, "train", str(order.run_file)]
@@ -246,7 +248,7 @@ def signal_script(run_dir: str, pids: list[int], number: int) -> str:
     )
 
 
-def _begin(order: LaunchOrder) -> Iterator[str]:
+def _preamble_lines(order: LaunchOrder) -> Iterator[str]:
     """Yield the shell lines before a host's command: working directory, variables, prologue."""
     yield f"cd {shlex.quote(str(order.working_dir))} || exit 66"
     yield "export PYTHONUNBUFFERED=1"

@@ -237,9 +237,9 @@ def queue_job(
             # If the submitter dies before it writes the job's number, no record of an earlier start may stay.
             with submission.recorded(order, ENGINE.name, ""):
                 submission.refuse_stopped(order)
-                return _noted(order, slurm.submit(path, private)), expected
+                return _record_or_cancel(order, slurm.submit(path, private)), expected
         except EngineError as error:
-            raise EngineError(f"{error}{_still_lent(order)}") from error
+            raise EngineError(f"{error}{_give_back_hint(order)}") from error
 
 
 def _refuse_second(order: LaunchOrder) -> None:
@@ -280,7 +280,7 @@ def borrowed(order: LaunchOrder, lender: Lender) -> LaunchOrder:
     return replace(order, taken=len(names))
 
 
-def _still_lent(order: LaunchOrder) -> str:
+def _give_back_hint(order: LaunchOrder) -> str:
     """Return the end of a message: the command by which the lender takes back the nodes that it gave for a refused
     job.
 
@@ -297,7 +297,7 @@ def _still_lent(order: LaunchOrder) -> str:
     )
 
 
-def _noted(order: LaunchOrder, job: str) -> submission.Submitted:
+def _record_or_cancel(order: LaunchOrder, job: str) -> submission.Submitted:
     """Record a queued job and return the record. If that cannot be written, cancel the job and raise
     ``EngineError``.
     """

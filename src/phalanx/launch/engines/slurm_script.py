@@ -355,7 +355,8 @@ def _on_grace(order: LaunchOrder, phalanx: str, run_dir: str) -> Iterator[str]:
     """Yield the trap by which the batch shell saves the run at SIGTERM, and the shell variable with the lines that
     each node runs around its agent.
 
-    A node first checks that it sees the first node's file in the run directory, and notes that it is at work.
+    A node first waits up to a minute for the first node's file in the run directory, else exits with 65. The first
+    node records its agent's exit code; the others mark that they are at work.
     """
     yield "told="  # a second signal would end at once agents that save because of the first
     yield "save_and_end() {"

@@ -118,10 +118,10 @@ __all__ = [
     "LogQuery",
     "LogQueryError",
     "first_failure",
+    "first_logged_failure",
     "grouped",
     "read_lines",
     "recovered_step",
-    "told_failure",
 ]
 
 _MANY = 256
@@ -281,11 +281,11 @@ def _merged(processes: Iterable[Iterator[LineBlock]], query: LogQuery, sign: int
 
 def first_failure(directory: RunDirectory) -> LogLine | None:
     """The line of the process that failed first in the newest burst of failures of the newest attempt; ``None`` if nothing failed."""
-    failure = told_failure(directory)
+    failure = first_logged_failure(directory)
     return failure.line if failure is not None else None
 
 
-def told_failure(directory: RunDirectory) -> FirstFailure | None:
+def first_logged_failure(directory: RunDirectory) -> FirstFailure | None:
     """Return the first failure in the logs of the newest attempt, with its evidence and what failed because of it.
 
     ``None`` if no log has an error near its end.

@@ -298,7 +298,7 @@ class ServingNote:
         self._path = directory.serving / f"{plain}.json"
         self._look = look
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._tell, name="serving-note", daemon=True)
+        self._thread = threading.Thread(target=self._write_until_closed, name="serving-note", daemon=True)
 
     def start(self) -> Self:
         """Start to write the note at intervals, on a thread."""
@@ -317,7 +317,7 @@ class ServingNote:
         with suppress(OSError):
             self._path.unlink()
 
-    def _tell(self) -> None:
+    def _write_until_closed(self) -> None:
         """Write the note at intervals until closed; the thread's loop. Failures are logged, the first in a row as a
         warning.
         """

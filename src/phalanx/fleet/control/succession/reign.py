@@ -130,19 +130,10 @@ def reign_again(
 ) -> Reign:
     """Return the reign of a coordinator that is the first of its run's start, or was restarted where it led before.
 
-    Makes the first claim if there is none. A journal that ends before the newest claim is replaced.
-
-    Args:
-        directory: The run's.
-        attempt: The number of the run's start.
-        reign: Number of its reign.
-        node: The node on whose machine it runs; empty for none of the fleet's.
-        empty: The state of a fleet without nodes, of this start of the run.
-        log: Takes a line for the coordinator's log.
-
-    Raises:
-        SupersededError: A coordinator on another machine has succeeded it.
-        ClaimError, JournalError: The claims or the journal cannot be read or written.
+    Makes the first claim, by ``node``, if there is none. A journal that ends before the newest claim is replaced,
+    and an epoch that was never claimed is left. ``empty`` is the state without nodes; ``log`` takes lines for
+    people. Raises ``SupersededError`` if the newest claim is of another reign, and ``ClaimError`` or
+    ``JournalError`` if one cannot be read or written.
     """
     directory.fleet.mkdir(exist_ok=True)
     register = ClaimRegister(directory, attempt)

@@ -72,7 +72,11 @@ def _blame_unbound(state: FleetState) -> None:
 
 
 def phase_deadline_s(state: FleetState) -> float | None:
-    """Return the deadline of the present phase on the fleet's clock, or None if it has none."""
+    """Return the deadline of the present phase on the fleet's clock, or None if it has none.
+
+    WAITING has one only when stopping, FORMING until ``form_s``, PARKING without awaited nodes after its pause.
+    RUNNING counts from the last step, twice as long once a hang was diagnosed.
+    """
     settings = state.settings
     if state.phase is FleetPhase.FORMING and state.now_s - state.since_s < settings.form_s:
         return state.since_s + settings.form_s
@@ -312,14 +316,14 @@ def nonfinite(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
         return
     text = f"step {step} is not finite: {event.evidence[:200]}"
     if doubt is not None and doubt.step == step:
-        _let_in_again(state, doubt)
+        _readmit(state, doubt)
         state.doubt = NonFiniteDoubt(step, state.epoch, confirmed=True)
         regroup(state, orders, f"{text}; computed by other nodes, it is the same: it is the run's own")
         return
     if doubt is not None and doubt.step > step:
         # State of an earlier step was restored, and this step fails before that one could be computed without
         # them: they are neither cleared nor guilty. A guilty node is blamed again.
-        _let_in_again(state, doubt)
+        _readmit(state, doubt)
     per_node = state.settings.formation.workers_per_node
     seats = {rank // per_node for rank in event.ranks if rank < state.ranks}
     blamed = {state.seats[seat] for seat in seats}
@@ -336,7 +340,7 @@ def nonfinite(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
     regroup(state, orders, f"{text}; it is computed again {how}")
 
 
-def _let_in_again(state: FleetState, doubt: NonFiniteDoubt) -> None:
+def _readmit(state: FleetState, doubt: NonFiniteDoubt) -> None:
     """Make the nodes that a doubt has quarantined eligible again."""
     for name in doubt.nodes:
         node = state.nodes.get(name)

@@ -208,8 +208,8 @@ def _torn(placed: PlacedUnits) -> list[int]:
 def shape_of(settings: CoreSettings, count: int) -> tuple[int, int]:
     """Return (seats placed together, seats of a block) in an epoch of ``count`` seats.
 
-    The block is 1 if it does not divide the stages; the first is the unit, else the block, else 1, whichever
-    divides ``count``.
+    The block is 1 if blocks do not divide every pipeline stage. The first is the unit, else the block, else 1,
+    whichever divides ``count``.
     """
     block = settings.block if count % (settings.formation.pipeline * settings.block) == 0 else 1
     return next(seats for seats in (settings.unit, block, 1) if count % seats == 0), block
