@@ -208,8 +208,8 @@ def who(line: LogLine) -> str:
 def what_happened(text: str) -> str:
     """Return the error that a text is about: without a traceback its first line, or "".
 
-    Of a traceback, the message (several lines perhaps) of the first exception of its chain; without one, the last
-    line.
+    Of a traceback, the message of the first exception of its chain, perhaps of several lines. If it has no message,
+    return the last line.
     """
     lines = text.splitlines()
     if not any(_TRACE in line for line in lines):
