@@ -26,7 +26,8 @@ from phalanx.run.spec import DataSpec, FleetSpec, ModelSpec, RunSpec, TrainSpec
 PATIENCE_S = 280.0
 """For what takes seconds on an idle machine; soon after it pytest ends a test of the suite, without the logs."""
 STAND_IN = str(Path(__file__).with_name("stand_in_worker.py"))
-FLEET = FleetSpec(heartbeat_s=0.2, lease_s=5.0, worker_lease_s=3.0, confirm_s=1.0, stall_s=30.0)
+FLEET = FleetSpec(heartbeat_s=0.2, lease_s=60.0, worker_lease_s=60.0, confirm_s=1.0, stall_s=60.0)
+"""No lease ends on a busy machine by itself: a test that waits for the end of one sets it."""
 
 
 def make_run(run_dir: Path, fleet: FleetSpec, steps: int = 60, attempts: int = 1) -> RunSpec:

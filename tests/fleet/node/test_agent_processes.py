@@ -112,7 +112,7 @@ def test_without_a_spare_the_fleet_shrinks_at_once_and_takes_the_node_back_when_
 
 
 def test_a_stopped_node_is_lost_after_its_lease_and_comes_back_as_another_incarnation(tmp_path: Path) -> None:
-    with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=HELD) as fleet:
+    with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=HELD, lease_s=5.0) as fleet:
         victim, _ = holders(fleet.held(HELD))
         (orphan,) = fleet.workers(victim)
         for pid in (fleet.agents[victim].pid, orphan):
@@ -129,7 +129,7 @@ def test_a_stopped_node_is_lost_after_its_lease_and_comes_back_as_another_incarn
 
 
 def test_a_stopped_worker_is_killed_by_its_agent_and_replaced(tmp_path: Path) -> None:
-    with running_fleet(tmp_path, nodes=2, steps=STEPS, hold_at=HELD) as fleet:
+    with running_fleet(tmp_path, nodes=2, steps=STEPS, hold_at=HELD, worker_lease_s=3.0) as fleet:
         fleet.held(HELD)
         (victim,) = fleet.workers("node-1")
         os.kill(victim, signal.SIGSTOP)
@@ -158,7 +158,7 @@ def test_training_goes_on_without_the_coordinator_and_a_new_one_knows_what_the_o
 
 
 def test_a_node_that_dies_while_there_is_no_coordinator_is_replaced_by_the_next_one(tmp_path: Path) -> None:
-    with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=HELD) as fleet:
+    with running_fleet(tmp_path, nodes=2, spares=1, steps=STEPS, hold_at=HELD, lease_s=5.0) as fleet:
         victim, _ = holders(fleet.held(HELD))
         fleet.kill_coordinator()
         fleet.kill_node(victim)
@@ -184,7 +184,7 @@ def test_several_faults_at_random_moments_change_nothing(seed: int, tmp_path: Pa
     import random
 
     chance = random.Random(seed)
-    with running_fleet(tmp_path, nodes=3, spares=2, steps=300) as fleet:
+    with running_fleet(tmp_path, nodes=3, spares=2, steps=300, lease_s=5.0, worker_lease_s=3.0) as fleet:
         fleet.until(lambda seen: seen.phase == "running")
         for _ in range(4):
             time.sleep(chance.uniform(0.0, 1.0))
