@@ -343,6 +343,7 @@ def makers_with_runs(table: Learned, software: str) -> frozenset[str]:
 
 
 def _total(counts: Iterable[RunCounts]) -> RunCounts:
+    """Add up numbers of runs and of models."""
     all_counts = list(counts)
     return RunCounts(sum(count.runs for count in all_counts), sum(count.models for count in all_counts))
 

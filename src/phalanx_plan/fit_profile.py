@@ -98,6 +98,7 @@ def _with_peaks(points: MeasuredPoints, base: Accelerator, origin: CalibrationOr
 
 
 def _rate(points: Sequence[tuple[tuple[float, ...], float]]) -> float:
+    """Return the highest bytes per second of any measurement."""
     return max(size[-1] / seconds for size, seconds in points)
 
 
@@ -119,6 +120,7 @@ def _fit_matmul(
     sizes, seconds = np.array([size for size, _ in points]), np.array([took for _, took in points])
 
     def fit_of(values: Floats) -> profile.MatmulFit:
+        """Return the constants for logarithms of launch time, efficiency, half-size and memory efficiency."""
         launch_s, efficiency, k_half, memory = np.exp(values).tolist()
         return dataclasses.replace(
             first, launch_s=launch_s, efficiency=min(1.0, efficiency), k_half=k_half, memory_efficiency=memory
@@ -200,8 +202,8 @@ def _fit_collective(
 ) -> profile.CollectiveFit:
     """Fit the constants of the collective ``name`` to measured ((members, bytes), seconds).
 
-    The model is ``step + pipelining * sqrt(step * bytes / rate) + k * bytes / (efficiency * rate)``, with ``step``
-    growing by members.
+    The model is ``step + pipelining * sqrt(step * bytes / rate) + k * bytes / (efficiency * rate)``. ``step`` is
+    ``base + hops * latency * (members - 1)``, and ``k`` the share of the bytes that a member sends.
     """
     measured = points[name]
     members, bytes_ = np.array([size for size, _ in measured]).T
@@ -254,6 +256,7 @@ def _blind_errors(
 
 
 def _misfit(predicted: Floats, seconds: Floats) -> float:
+    """Return the mean distance of predicted from measured seconds, in logarithms."""
     return float(np.mean(np.abs(np.log(np.maximum(predicted, _INSTANT_S) / seconds))))
 
 
@@ -277,6 +280,7 @@ def _search(loss: Callable[[Floats], float], initial: Floats) -> Floats:
 
 
 def _provenance(errors: Floats, points: int, origin: CalibrationOrigin) -> profile.Provenance:
+    """Return the origin of a fit, with the number of its points and the median and mean of ``errors``."""
     return profile.Provenance(
         origin.source, origin.date, origin.versions, points, float(np.median(errors)), float(np.mean(errors))
     )

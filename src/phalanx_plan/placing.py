@@ -109,6 +109,7 @@ def _rounded(seconds: float) -> float:
 
 
 def _divisors(number: int) -> list[int]:
+    """Return the twelve smallest divisors, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0][:12]
 
 

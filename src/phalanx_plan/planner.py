@@ -70,7 +70,7 @@ class OwnPlanner:
         return PricedNodes(best.unit, best.order, cost.slowest_s, lost_s, cost.certified, f"{units}: {price}")
 
     def first_halved(self, spec: RunSpec, cluster: Cluster) -> FirstHalved | None:
-        """Return the degree to halve first."""
+        """Return the degree to halve first; None if at most one may fall."""
         return first_halved(spec, cluster)
 
     def step_terms(self, spec: RunSpec, ranks: int, cluster: str) -> tuple[float, Mapping[str, float]]:

@@ -78,6 +78,7 @@ def _applies(path: str, treatment: FieldTreatment, spec: RunSpec, cluster: Clust
 
 
 def value_at(spec: RunSpec, path: str) -> Any:
+    """Return the value of a run file's field by its dotted path."""
     return reduce(getattr, path.split("."), spec)
 
 
@@ -119,6 +120,7 @@ def final_evaluation_share(spec: RunSpec) -> float:
 
 
 def _used(reason: str, note: str = "", applies: Condition | None = None) -> FieldTreatment:
+    """A field that enters the plan as ``reason``. Its note is given if ``applies``; None: if it is not its default."""
     return FieldTreatment("used", reason, note, applies)
 
 
@@ -128,18 +130,22 @@ def _own(reason: str, note: str = "", applies: Condition | None = None) -> Field
 
 
 def _irrelevant(reason: str) -> FieldTreatment:
+    """A field that changes nothing in a plan."""
     return FieldTreatment("irrelevant", reason)
 
 
 def _noted(note: str, applies: Condition | None = None) -> FieldTreatment:
+    """A field that a plan leaves out. Its note is given if ``applies``; None: if it is not its default."""
     return FieldTreatment("noted", "", note, applies)
 
 
 def _in(section: str, entries: dict[str, FieldTreatment]) -> dict[str, FieldTreatment]:
+    """Prefix the names of fields with their section."""
     return {f"{section}.{name}": treatment for name, treatment in entries.items()}
 
 
 def _all(names: str, treatment: FieldTreatment) -> dict[str, FieldTreatment]:
+    """Give several names, with blanks between them, the same treatment."""
     return dict.fromkeys(names.split(), treatment)
 
 

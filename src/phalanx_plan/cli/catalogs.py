@@ -176,6 +176,7 @@ def _fit_table(fits: dict[str, Any]) -> Table:
 
 
 def _origin(provenance: Provenance) -> str:
+    """Describe where a fit is from: source, versions and date; with points also their number and median error."""
     measured = f"; {provenance.points:,} points, {provenance.median_error:.1%} median error on unseen ones"
     versions = f" {provenance.versions}" if provenance.versions else ""
     return f"{provenance.source}{versions}, {provenance.date}{measured if provenance.points else ''}"

@@ -301,4 +301,5 @@ def _ratio(best: Choice) -> str:
 
 
 def _ms(seconds: float) -> str:
+    """Format seconds as milliseconds, with four digits below a second."""
     return f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}"

@@ -186,6 +186,7 @@ def command() -> None:
 
 
 def _fields(section: type, *more: str) -> set[str]:
+    """Return the names of a section's options, and ``more``."""
     return {field.name for field in fields(section)} | {*more}
 
 

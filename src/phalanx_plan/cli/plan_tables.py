@@ -154,6 +154,7 @@ def _ranking(plan: Plan) -> Table:
 
 
 def _added(cost: NetworkCost) -> str:
+    """Format the milliseconds that the network adds to a step."""
     return f"+{1e3 * cost.added_s:.3g}" if cost.added_s else "0"
 
 

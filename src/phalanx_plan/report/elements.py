@@ -282,10 +282,12 @@ def _chart(height: float, marks: Iterable[str], color: Mapping[str, str] | None 
 
 
 def _scale(low: float, high: float) -> Scale:
+    """Return the horizontal scale of a drawing; an empty range gets length 1."""
     return Scale(low, high if high > low else low + 1, _LEFT, WIDTH - _RIGHT)
 
 
 def _vertical(low: float, high: float, height: float) -> Scale:
+    """Return the vertical scale of a drawing of ``height``; an empty range gets length 1."""
     return Scale(low, high if high > low else low + 1, height, 8)
 
 

@@ -128,6 +128,7 @@ def _doubts(plan: Plan) -> Iterator[str]:
 
 
 def _verdict(plan: Plan) -> str:
+    """Return the verdict and its reasons as HTML."""
     word, reasons = verdict(plan)
     points = "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
     return f'<p class="verdict">{escape(word.capitalize())}</p><ul>{points}</ul>'

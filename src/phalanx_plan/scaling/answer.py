@@ -378,6 +378,7 @@ def _planned(
 
 
 def _stated(question: Question) -> frozenset[str]:
+    """Return the fields that the user's overrides set."""
     return frozenset(text.partition("=")[0].strip() for text in question.overrides)
 
 

@@ -162,6 +162,7 @@ def _terms(theta: _Floats, at: _Floats) -> _Floats:
 
 
 def _log_loss(theta: _Floats, at: _Floats) -> _Floats:
+    """Return the log losses (S, n) of S laws at n runs."""
     return np.asarray(np.logaddexp.reduce(_terms(theta, at), axis=0))
 
 

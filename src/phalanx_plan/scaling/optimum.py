@@ -299,6 +299,7 @@ def shape_of(kind: ModelKind, active: float) -> ModelShape:
     """Return the shape whose active parameters are nearest ``active`` in ratio, with a penalty for an unusual aspect ratio."""
 
     def distance(shape: ModelShape) -> float:
+        """Return the logarithmic distance from ``active``, plus the penalty for the aspect ratio."""
         off = abs(math.log(shape.active / active))
         return off + _OFF_ASPECT * abs(math.log(shape.model.dim / shape.model.layers / _ASPECT[kind]))
 
@@ -325,6 +326,7 @@ def _counted(kind: ModelKind, width: int, layers: int, active: float) -> ModelSh
 
 
 def _vocabulary(active: float) -> int:
+    """Return 131,072 tokens from 3e9 active parameters on, else 32,768."""
     return 131_072 if active >= 3e9 else 32_768
 
 
@@ -381,6 +383,7 @@ def _mixture(width: int, layers: int, active: float) -> ModelSpec:
 
 
 def _rounded(value: float, to: int) -> int:
+    """Return the multiple of ``to`` nearest ``value``, at least ``to``."""
     return max(to, to * round(value / to))
 
 

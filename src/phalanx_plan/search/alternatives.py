@@ -215,6 +215,7 @@ def _pays_with(layout: PlannedLayout) -> tuple[bool, ...]:
 
 
 def _means(layout: PlannedLayout) -> tuple[object, ...]:
+    """Return the means by which a layout fits: divided axes, ZeRO stage, recomputation and offloaded activations."""
     return (*_division(layout), layout.zero, layout.recompute, layout.offload_activations)
 
 

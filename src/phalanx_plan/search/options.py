@@ -210,6 +210,7 @@ class Front:
     """The Pareto front of time, memory and accelerators, with memory in steps."""
 
     def __init__(self, capacity: float) -> None:
+        """Begin an empty front, with memory up to ``capacity`` in ``_FRONT_STEPS`` steps."""
         self.step = capacity / _FRONT_STEPS
         self.best: dict[int, Floats] = {}
         """Number of accelerators -> least seconds within each number of memory steps, shape (steps + 1,)."""
@@ -248,6 +249,7 @@ class Front:
                     )
 
     def _steps(self, bytes_: Floats) -> Ints:
+        """Return the number of whole memory steps in ``bytes_``, at most ``_FRONT_STEPS``."""
         return np.asarray(np.minimum(bytes_ / self.step, _FRONT_STEPS), dtype=np.int64)
 
     def points(self, layout: Callable[[int], PlannedLayout]) -> tuple[Point, ...]:

@@ -175,7 +175,10 @@ def _not_hopeless(full_evaluation: Evaluation, excluded: dict[str, int]) -> Eval
 
 
 def _near(tally: _Tally) -> Candidates:
-    """Return the geometries close to the best, best first: another micro-batch size could make one of them the best."""
+    """Return the geometries within ``_NEAR`` of the best, at most ``_MOST_NEAR``, best first.
+
+    Another micro-batch size could make one of them the best.
+    """
     keys = tally.quick.of_row
     order = np.argsort(keys, kind="stable")[:_MOST_NEAR]
     return tally.full_evaluation.candidates.rows(order[keys[order] <= (1 + _NEAR) * keys[order[0]]])
@@ -227,6 +230,7 @@ def _look(evaluation: Evaluation, options: Options, excluded: dict[str, int]) ->
     shape = candidates.shape
 
     def count(reason: str, mask: Bools) -> None:
+        """Add the layouts that a broadcast ``mask`` marks to ``excluded[reason]``."""
         cells = int(np.count_nonzero(mask)) * (int(np.prod(shape)) // mask.size)
         excluded[reason] = excluded.get(reason, 0) + cells
 
@@ -253,6 +257,7 @@ class _Best:
     """Running minima of each geometry, and of each choice on the free axes with its geometry."""
 
     def __init__(self, choices: int, rows: int) -> None:
+        """Begin with infinite minima of ``rows`` geometries and ``choices`` free choices."""
         self.of_row = np.full(rows, np.inf)
         self.of_choice = np.full(choices, np.inf)
         self.row = np.zeros(choices, dtype=np.int64)
@@ -289,6 +294,7 @@ class _Tally:
     numbers: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
+        """Begin an empty tally of the candidates' geometries and free choices."""
         *choices, rows = self.full_evaluation.candidates.shape
         self.choices = int(np.prod(choices))
         self.quick, self.lean = _Best(self.choices, rows), _Best(self.choices, rows)
@@ -374,6 +380,7 @@ def _decide(
     closed = dict(zip(layouts, estimated(evaluation, layouts, exact=False), strict=True))
 
     def rank(layout: PlannedLayout) -> tuple[bool, float]:
+        """Return the sort key of a layout: the objective; those that do not fit come last, by memory."""
         estimate = closed[layout]
         return not estimate.fits, ranking_key(
             estimate, options.objective

@@ -404,6 +404,7 @@ def _with_axes(table: Table, free: tuple[Ints, Ints, Ints, Ints], precision: str
     recompute, zero, offload_optimizer, offload_activations = free
 
     def along(values: Ints, axis: int) -> Ints:
+        """Reshape values to vary along ``axis`` only."""
         return values.reshape([-1 if place == axis % AXES else 1 for place in range(AXES)])
 
     codes = {each.name: code for code, each in enumerate(PRECISIONS)}

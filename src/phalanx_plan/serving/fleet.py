@@ -168,6 +168,7 @@ def _best_decode(service: Service, workers: list[PlannedWorker]) -> list[Planned
     """Return the ``_OF_A_ROLE`` workers with the highest decode rate per accelerator, at their mean load within the TPOT."""
 
     def each(worker: PlannedWorker) -> float:
+        """Return the negative tokens a second of each accelerator at mean load."""
         mean = _mean_running(worker.running, service.objectives.percentile)
         return -mean / _token_s(service, worker, max(mean, 1.0)) / worker.division.ranks
 
@@ -270,6 +271,7 @@ def _together(service: Service, worker: PlannedWorker) -> ServingFleet:
         )
 
     def stretched(running: float) -> float:
+        """Return the seconds of a token, stretched by the share of time that prefill takes, at most ``_MIXED_LOAD``."""
         prefill = min(rate_of(running) * traffic.new / worker.prefill_tokens_per_s, _MIXED_LOAD)
         return _token_s(service, worker, running) / (1 - prefill)
 
@@ -434,10 +436,12 @@ def _running(
 
 
 def _worth(answer: ServingFleet) -> tuple[float, float]:
+    """Return the sort key of fleets that meet the objectives: cost of a million tokens, then accelerators."""
     return answer.dollars_per_million, answer.accelerators
 
 
 def _goodput(answer: ServingFleet) -> tuple[float, float]:
+    """Return the sort key by the highest rate, then the fewest accelerators."""
     return -answer.rate, answer.accelerators
 
 

@@ -273,10 +273,12 @@ def _priced(
 
 
 def _copies(step: ServingStep) -> int:
+    """Return the experts of each token; 0 for a dense model."""
     return step.model.moe.per_token if step.model.moe else 0
 
 
 def _moved_s(step: ServingStep, elements: float) -> float:
+    """Return the seconds to move 2-byte ``elements`` of each row, bound by memory."""
     return float(hardware_times.memory_bound_s(step.profile, 2 * step.rows * elements))
 
 

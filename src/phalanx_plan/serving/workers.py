@@ -234,6 +234,7 @@ def _worker(service: Service, division: Division) -> PlannedWorker | None:
 
     @cache
     def at(sixth: int) -> float:
+        """Return the seconds of a decode step with ``2 ** (sixth / 6)`` running requests, at the better overlap."""
         rows = max(2 ** (sixth / 6) / division.data / turns, 1.0) * queries
         step = ServingStep(
             model, cluster, division, service.format, rows, traffic.context_tokens, queries=queries
@@ -241,6 +242,7 @@ def _worker(service: Service, division: Division) -> PlannedWorker | None:
         return min(step_s(step, overlap) for overlap in overlaps)
 
     def decode_s(running: float) -> float:
+        """Return the seconds of a decode step, interpolated between sixths of an octave of running requests."""
         # Between sizes a sixth of a doubling apart, times are nearly linear.
         place = 6 * math.log2(max(running, 1.0))
         below = math.floor(place)

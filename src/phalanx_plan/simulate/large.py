@@ -276,6 +276,7 @@ class LargeFleet:
             self.receive(m.Rollcall("parked", epoch, steps=steps, absent=self._down_of(self.state.awaiting)))
 
     def _down_of(self, names: set[str]) -> tuple[str, ...]:
+        """Return the nodes of ``names`` that are down unnoticed, sorted."""
         return tuple(sorted(name for name in self.unnoticed if name in names))
 
     def _snapshots_of(self, name: str, steps: tuple[int, ...]) -> tuple[m.RankSnapshot, ...]:
@@ -462,6 +463,7 @@ class LargeFleet:
         suspicion = m.Suspect(name, "corruption", "checksums differ", trusted_step=trusted)
 
         def audit() -> None:
+            """Report the suspect node, and count the fault from now on if none is open."""
             if self.fault_s is None:
                 self.fault_s = self.clock.now_s
             self.receive(suspicion)

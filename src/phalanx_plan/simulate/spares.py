@@ -65,6 +65,7 @@ class Seating:
         self.most = [0] * self.levels
 
     def _torn(self) -> list[int]:
+        """Return, for each level, the number of units that are not within one of its domains."""
         return [sum(depth <= level for depth in self.depths) for level in range(self.levels)]
 
     def advance(self, now_s: float) -> None:
@@ -124,6 +125,7 @@ class SpareStudy:
     def __init__(
         self, domains: Mapping[str, Domains], unit: int, seed: int, step_cost: StepCost | None = None
     ) -> None:
+        """Begin without seats, for the fleet with chosen spares and for the compared one with random spares."""
         self.chosen, self.drawn = (Seating(domains, unit, step_cost) for _ in range(2))
         self.random = random.Random(seed)
 

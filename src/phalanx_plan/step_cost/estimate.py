@@ -151,6 +151,7 @@ class Evaluation:
         return seconds
 
     def _seconds(self, place: Ints) -> Floats:
+        """Seconds of a step in closed form, if the ranks at ``place`` are the slowest."""
         rank = step_time.slowest(self.candidates, self.passes, self.table, place)
         return step_time.step_s(self.job, self.candidates, self.holdings, self.pipes, rank)
 

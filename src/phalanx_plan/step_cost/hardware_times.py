@@ -346,16 +346,17 @@ def _path(cluster: Cluster, size: Numbers, stride: Numbers) -> _Path:
 
 
 def _choose(path: _Path, inside: Array, across: Array) -> Array:
+    """Return 0 for one rank, ``inside`` for a group within a domain, else ``across``."""
     return np.where(path.size <= 1, 0.0, np.where(path.outer > 1, across, inside))
 
 
 def _ring(path: _Path, latency_s: Array, network_s: Array, inside_s: Array) -> Array:
-    """Domain and network work on different blocks at once; the first block has nothing to overlap with."""
+    """Seconds of a ring whose domain and network work on different blocks at once; the first block has nothing to overlap with."""
     return latency_s + np.maximum(network_s, inside_s) + np.minimum(network_s, inside_s) / path.outer
 
 
 def _tree(latency_s: Array, network_s: Array, inside_s: Array) -> Array:
-    """A tree is a pipeline of chunks: at the best chunk size they cost the root of latency times volume."""
+    """Seconds of a tree, a pipeline of chunks: at the best chunk size they cost the root of latency times volume."""
     return latency_s + np.sqrt(latency_s * network_s) + np.maximum(network_s, inside_s)
 
 
@@ -412,7 +413,7 @@ def _latency(path: _Path, ranks: Array) -> Array:
 
 
 def _ring_latency(path: _Path) -> Array:
-    """Every hop of a flat ring, one after the other: between domains, and inside."""
+    """Seconds of all hops of a flat ring, one after the other: between domains, and inside."""
     base_s = path.constants.network.base_s
     across = (path.outer - 1) * (_latency(path, 2 * path.hop) - base_s)
     return base_s + across + (path.size - path.outer) * path.cluster.domain.latency_s
@@ -450,6 +451,7 @@ def _crossings(cluster: Cluster) -> Iterator[tuple[int, float]]:
 
 
 def _network_rate(path: _Path) -> float:
+    """Return a member's bytes per second over the fabric; almost 0 without one."""
     return path.cluster.fabric.bytes_per_s.value * path.constants.network.efficiency or _NO_NETWORK
 
 

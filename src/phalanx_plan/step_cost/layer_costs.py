@@ -302,7 +302,11 @@ class _RankShare:
         return casts + products
 
     def _casts(self, format_: str, operands: tuple[Floats, Floats], groups: Floats) -> Floats:
-        """Seconds to bring the input, and in backward the output's gradient, into a narrow format; weights are cast once."""
+        """Seconds to bring the input, and in backward the output's gradient, into a narrow format, shape (phases,
+        rows).
+
+        Weights are cast once, and count 0. All are 0 unless the format is fp8 or fp4.
+        """
         if format_ not in ("fp8", "fp4"):
             return np.zeros((len(PHASES), 1))
         # Written twice: along rows for one product and along columns for another.
@@ -446,4 +450,5 @@ class _RankShare:
     def _collective(
         self, seconds: Callable[..., Floats], size: Ints, stride: Ints | int, bytes_: Floats
     ) -> Floats:
+        """Seconds of a collective of ``size`` ranks, ``stride`` apart, on the job's cluster."""
         return np.asarray(seconds(self.job.cluster, size, stride, bytes_))

@@ -263,10 +263,12 @@ def _reading(inputs: RunInputs, assumed: RunAssumptions) -> DataReading | None:
 
 
 def _nodes(inputs: RunInputs) -> float:
+    """Return the nodes that the run's accelerators fill, at least 1."""
     return max(1.0, inputs.accelerators / inputs.cluster.per_node)
 
 
 def _node_losses_per_s(inputs: RunInputs, assumed: RunAssumptions) -> float:
+    """Return the failures a second that take a node away."""
     return failures_per_s(
         inputs.cluster, inputs.accelerators, assumed.failure_level, assumed.failure_classes, takes_node=True
     )

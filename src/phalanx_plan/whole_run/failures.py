@@ -181,7 +181,10 @@ def failures_per_s(
 
 
 def mtti_s(per_s: float) -> float:
-    """Mean time to interruption (s) at so many failures a second; infinite if nothing fails."""
+    """Mean time to interruption (s) at so many failures a second; infinite if nothing fails.
+
+    Raises ``FailureModelError`` for a negative rate.
+    """
     if per_s < 0:
         raise FailureModelError(f"failures per second must not be negative, is {per_s}")
     return 1 / per_s if per_s else float("inf")
@@ -218,7 +221,10 @@ def classes_at_node_rate(per_1000_node_days: float) -> tuple[FailureClass, ...]:
 
 
 def nodes_in_repair(node_losses_per_s: float, repair_s: float) -> float:
-    """Return the mean number of nodes in repair: Little's law, for any distribution of the repair time."""
+    """Return the mean number of nodes in repair: Little's law, for any distribution of the repair time.
+
+    Raises ``FailureModelError`` for a negative time.
+    """
     if repair_s < 0:
         raise FailureModelError(f"repair_s must not be negative, is {repair_s}")
     return node_losses_per_s * repair_s
@@ -291,7 +297,10 @@ class Cause:
 
 
 def _cause(name: str) -> Cause:
-    """Return a cause with its scope and mean seconds of repair; an unknown one takes a node for a day."""
+    """Return a cause with its scope and mean seconds of repair: a minute for software, hours or a day for hardware.
+
+    An unknown one takes a node for a day.
+    """
     match name:
         case "software bug" | "dependency":
             return Cause(name, FailureScope.WORKER, 60.0)

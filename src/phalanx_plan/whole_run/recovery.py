@@ -87,6 +87,7 @@ def tiers(
     store_s = max(checkpoint_bytes / cluster.storage_bytes_per_s.value, 0.0 if number == 1 else send_s)
 
     def tier(name: TierName, drain_s: float, restore_s: float, survives: str, copies: int) -> TierCost:
+        """Return a tier with ``copies`` copies in host memory, and with ``stall_s``."""
         room = copies * node_bytes
         return TierCost(
             name, stall_s, drain_s, restore_s, survives, room, room <= cluster.host_memory_bytes.value

@@ -399,7 +399,7 @@ def candidates_of(layouts: Sequence[PlannedLayout], modes: Sequence[Recompute]) 
 
 
 def divisors(number: int, at_most: int | None = None) -> Iterator[int]:
-    """The divisors of ``number``, ascending."""
+    """The divisors of ``number``, ascending, up to ``at_most`` unless it is None."""
     limit = number if at_most is None else min(number, at_most)
     return (d for d in range(1, limit + 1) if number % d == 0)
 

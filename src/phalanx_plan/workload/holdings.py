@@ -272,6 +272,7 @@ class Holdings:
         return self._spread(self.table.moment_bytes_share)
 
     def _spread(self, arrays: tuple[Floats, ...]) -> tuple[Floats, ...]:
+        """Return the entries for each candidate; arrays of one entry broadcast, and stay as they are."""
         return tuple(array.take(self.row) if array.size > 1 else array for array in arrays)
 
 
@@ -344,6 +345,7 @@ def _of_kind(model: ModelSpec, kind: str) -> Iterator[Parameter]:
 
 
 def _sum(terms: Iterator[Floats]) -> Floats:
+    """Add up arrays; shape (1,) and 0 without any."""
     return np.asarray(sum(terms, np.zeros(1)), dtype=np.float64)
 
 
@@ -368,6 +370,7 @@ def _rows_and_columns(parameter: Parameter, degrees: _Degrees) -> tuple[Floats, 
 
 
 def _stacked(parameter: Parameter, degrees: _Degrees) -> Floats:
+    """Elements of a rank's part of stacked experts."""
     return np.asarray(parameter.numel / degrees.expert / degrees.expert_tensor)
 
 
@@ -453,4 +456,5 @@ def _most_owned(
 
 
 def _share(rows: Floats, ranks: Ints, *, whole_rows: bool) -> Floats:
+    """Rows of a rank out of ``ranks``; ``whole_rows`` rounds up."""
     return np.ceil(rows / ranks) if whole_rows else rows / ranks

@@ -136,7 +136,7 @@ class SimulatedNode:
             self._warm_up()
 
     def break_collective(self) -> None:
-        """Fail a collective in its workers."""
+        """Fail a collective in its workers, and report it. Does nothing unless they compute an epoch and are not leaving it."""
         if self.up and self.epoch != m.NO_EPOCH and not (self.hung or self.maimed or self.leaving):
             self.leaving = True
             self.send_report(m.Broken(self.name, self.incarnation, self.epoch, 0, "connection reset by peer"))
@@ -174,6 +174,7 @@ class SimulatedNode:
         )
 
     def _points(self) -> tuple[str, ...]:
+        """Return a meeting point for each worker, named after the incarnation; empty ones while cold."""
         return (f"{self.name}:{self.incarnation}" if self.warm else "",) * self.world.conditions.workers
 
     def _beat(self) -> None:
@@ -209,6 +210,7 @@ class SimulatedNode:
         self.world.clock.after(delay_s, act)
 
     def _warm_up(self) -> None:
+        """Plan the end of the workers' warm-up at a random time."""
         self._later(self.world.random.uniform(*self.world.conditions.warm_up_s), self._is_warm)
 
     def _is_warm(self) -> None:
@@ -279,7 +281,7 @@ class SimulatedNode:
             self._leave_fleet()
 
     def _leave_fleet(self) -> None:
-        """Leave the fleet, with its memory; the machine comes back after a while."""
+        """Leave the fleet and lose the memory; the machine comes back after 0.5 to 30 s."""
         self.crash(silently=False)
         self.going = False
         self.world.clock.after(self.world.random.uniform(0.5, 30), self.start)

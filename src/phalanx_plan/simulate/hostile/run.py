@@ -36,6 +36,7 @@ def strike_somewhere(world: HostileWorld) -> None:
 
 
 def _somebody(world: HostileWorld) -> SimulatedNode:
+    """Return a random node."""
     return world.nodes[world.random.choice(list(world.nodes))]
 
 

@@ -135,6 +135,7 @@ class Disk:
     """Committed checkpoints: step -> whether its content is corrupt. A commit of a fenced epoch is refused."""
 
     def __init__(self) -> None:
+        """Begin without checkpoints (step -> True if corrupt) and without a fence."""
         self.steps: dict[int, bool] = {}
         self.fence = -1
 
@@ -278,6 +279,7 @@ class Group:
         return len(self.members) == self.seats and all(node.computes(self.epoch) for node in self.members)
 
     def _next(self) -> None:
+        """Plan the end of the next step, after 0.5 to 1.5 times its usual time."""
         self.world.clock.after(self.world.random.uniform(0.5, 1.5) * self.world.conditions.step_s, self._ends)
 
     def _ends(self) -> None:
