@@ -101,6 +101,7 @@ class ServePrinter:
 
     @staticmethod
     def _line(content: dict[str, object]) -> None:
+        """Print one JSON object on a line of its own."""
         click.echo(json.dumps(content))
 
 

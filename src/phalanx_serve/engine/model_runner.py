@@ -139,6 +139,7 @@ def use_fast_products(model: nn.Module) -> FastProducts | None:
 
 @functools.cache
 def _products() -> FastProducts | None:
+    """Return the one object of fast products, so that layers with it can be recognized; None if it is not available."""
     # One object, so that layers with these products can be recognized.
     return FastProducts() if is_available() else None
 
@@ -317,6 +318,7 @@ def _plain(linear: Linear) -> bool:
 
 
 def _plain_norm(norm: RMSNorm) -> bool:
+    """Return True for a norm that the kernel computes: without an offset, in fp32 or bf16."""
     return not norm.offset and norm.weight.dtype in _FORMATS
 
 

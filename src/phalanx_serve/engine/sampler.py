@@ -300,6 +300,7 @@ def _drawn(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
 
 
 def _key(sampling: Sampling, position: int) -> int:
+    """Return the key of random words for a request's seed, choice and position."""
     return stream_key(sampling.seed, f"text {sampling.choice} {position}")
 
 
@@ -313,6 +314,7 @@ def _scores(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _factor(temperature: float) -> float:
+    """Return 1 / temperature, finite for a tiny one."""
     return min(1 / temperature, 1e300)
 
 
@@ -358,6 +360,7 @@ def drawn_together(
 
 
 def _keeps_all(sampling: Sampling) -> bool:
+    """Return True if no token is cut off: without top-k, top-p and min-p."""
     return not sampling.top_k and sampling.top_p == 1 and not sampling.min_p
 
 
@@ -401,6 +404,7 @@ def _left_in(logits: Tensor, scores: Tensor, samplings: Sequence[Sampling]) -> T
 
 
 def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return values on the device as a column ``(rows, 1)``."""
     return brought(torch.tensor(values, dtype=dtype)[:, None], device)  # (rows, 1)
 
 

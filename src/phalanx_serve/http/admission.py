@@ -193,7 +193,7 @@ class Measured:
     """Prompt tokens computed per second."""
 
     def wait_s(self, demand: Demand) -> float:
-        """Return the predicted seconds to the first token of a new request."""
+        """Return the predicted seconds to the first token of a new request: until pages are free, and earlier prompts are read."""
         surplus = max(0, self.pages_needed + demand.pages - self.pages) if self.pages else 0
         return _seconds(surplus, self.pages_per_s) + _seconds(self.unread_tokens, self.tokens_per_s)
 
@@ -219,10 +219,12 @@ def retry_after(limits: Limits, measured: Measured, demand: Demand) -> int:
 
 
 def _seconds(amount: float, pace: float) -> float:
+    """Return ``amount`` over ``pace``; 0 if the pace is not known."""
     return amount / pace if pace else 0.0
 
 
 def _whole_seconds(seconds: float) -> int:
+    """Round up to whole seconds, from 1 to ``_LONGEST_S``."""
     return max(1, min(_LONGEST_S, math.ceil(seconds)))
 
 
@@ -370,6 +372,7 @@ def _limits(words: list[str], where: str) -> KeyLimits:
 
 
 def _hash(salt: str, key: str) -> str:
+    """Return the salted SHA-256 of a key, in hex."""
     return hashlib.sha256(f"{salt}:{key}".encode("utf-8", "surrogateescape")).hexdigest()
 
 

@@ -192,6 +192,7 @@ def application(gateway: Gateway) -> ASGIApp:
         return _health(gateway)
 
     async def ready(_request: Request) -> Response:
+        """Return status 503 with the reason while workers are in trouble or the server drains."""
         trouble = gateway.port.trouble() or ("draining" if gateway.draining else "")
         return _json({"status": trouble or "ready"}, 503 if trouble else 200)
 
@@ -215,6 +216,7 @@ def application(gateway: Gateway) -> ASGIApp:
         return _explained(gateway, routes, request, error)
 
     async def apologize(_request: Request, error: Exception) -> Response:
+        """Return an unexpected error as status 500, cut at 500 characters."""
         return refusal(gateway, RefusedError(f"a defect of phalanx serve: {error!r}"[:500], status=500))
 
     routes = [
@@ -286,6 +288,7 @@ def _explained(gateway: Gateway, routes: Sequence[Route], request: Request, erro
 
 
 def _ending() -> RefusedError:
+    """Return the error of a server that drains: status 503, retry after 5 s."""
     return RefusedError("this server is about to end: use another one", status=503, retry_after=5)
 
 
@@ -459,6 +462,7 @@ def too_many(gateway: Gateway, most: int) -> ASGIApp:
     """Return the application that refuses connections beyond the limit. They get a 503 with Retry-After, and are closed."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse with status 503 and close the connection."""
         reason = f"all {most} connections of this server have running requests: retry, or use another server"
         response = refusal(gateway, RefusedError(reason, status=503, code="overloaded", retry_after=1))
         response.headers["Connection"] = "close"
@@ -487,4 +491,5 @@ def refusal(gateway: Gateway, error: RefusedError) -> Response:
 
 
 def _json(content: object, status: int = 200) -> Response:
+    """Return a JSON response."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")

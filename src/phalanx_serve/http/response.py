@@ -265,6 +265,7 @@ def _weights_of(tokens: Sequence[Token]) -> list[dict[str, Any]]:
 
 
 def _finite(logprob: float) -> float:
+    """Return a log-probability of at least -9999, since JSON has no infinity."""
     return max(logprob, -9999.0)  # JSON has no infinity; OpenAI's own lowest value.
 
 
@@ -384,6 +385,7 @@ class GenerationResponse:
         """
 
         async def full_choice(index: int) -> dict[str, Any]:
+            """Compute one text and return its complete choice, joined with its prompt's fields."""
             delta = join_deltas([delta async for delta in self._text(index)])
             before = self._prompt_fields(index, delta.scored)
             choice = self._format.full_choice(index, delta)
@@ -500,6 +502,7 @@ class _TaskGroup:
         return self._tasks[-1]
 
     async def __aexit__(self, *_error: object) -> None:
+        """Cancel all tasks and wait for them; their errors are ignored."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -111,6 +111,7 @@ class ConnectionLimiter:
         """Return the application for a connection beyond ``most``: a refusal for all paths but those in ``_ALWAYS``."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            """Answer the paths in ``_ALWAYS``, and refuse all others."""
             assert self.full is not None
             await (app if scope.get("path") in _ALWAYS else self.full)(scope, receive, send)
 
@@ -147,10 +148,12 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
+        """Watch whether the client reads, now that the write buffer is full."""
         super().pause_writing()
         self._wait_for_reader()
 
     def resume_writing(self) -> None:
+        """Stop watching the client, which has read."""
         self._answer_is_read()
         super().resume_writing()
 
@@ -298,7 +301,10 @@ class DrainingServer(uvicorn.Server):
         threading.Thread(target=self._drain, args=(name,), daemon=True).start()
 
     def _drain(self, name: str) -> None:
-        """Report the drain, wait until all texts are finished, for at most ``drain_s`` seconds, and end the server."""
+        """Report the drain, wait until all texts are finished, for at most ``drain_s`` seconds, and end the server.
+
+        A second signal ends it at once. Errors of reporting are ignored.
+        """
         # In a thread: a handler may have interrupted a write to the same stream.
         with suppress(OSError):  # a full disk or a closed pipe is no reason to go on
             self._tell(f"{name}: {self._gateway.unfinished} texts are finished first; again to end at once")

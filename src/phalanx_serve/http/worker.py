@@ -188,6 +188,7 @@ class EngineWorker:
                 self._inbox.put(request.id)
 
     async def cancel(self, request_id: str) -> None:
+        """Cancel a request before the engine's next step."""
         self._inbox.put(request_id)
 
     def load(self) -> WorkerLoad:
@@ -289,6 +290,7 @@ class EngineWorker:
 
 
 def _put_all(pairs: Sequence[tuple[asyncio.Queue[EngineOutput], EngineOutput]]) -> None:
+    """Put each output into its reader's queue."""
     for reader, output in pairs:
         reader.put_nowait(output)
 

@@ -229,6 +229,7 @@ class KVCacheManager:
         return None
 
     def _root_of(self, text: RunningText) -> bytes:
+        """Return the root of a text's page names, another one for texts that LongRoPE rotates by its long factors."""
         return scheduler.next_name(self.root, [1]) if self.is_long(text) else self.root
 
 

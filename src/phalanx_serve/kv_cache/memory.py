@@ -240,6 +240,7 @@ class PageMemory:
 
 
 def _bytes(page: Tensor) -> Tensor:
+    """Return a view of a page as its bytes ``(bytes,)``."""
     return page.view(-1).view(torch.uint8)
 
 
@@ -308,6 +309,7 @@ class PageShape:
 
 
 def _slices(box: PageBox) -> tuple[slice, slice]:
+    """Return the slices of a box in an array ``(layers, heads, ...)``."""
     return slice(box.layers.start, box.layers.stop), slice(box.heads.start, box.heads.stop)
 
 

@@ -127,6 +127,7 @@ def weights_name(index: PackIndex, dtype: torch.dtype) -> str:
 
 
 def _streaming(statistics: StreamStatistics) -> Streaming:
+    """Return the counts of streaming: bytes read, seconds waited, experts needed, and those found in memory."""
     # Read by another thread than the one that counts: a number may be a step old.
     waited = sum(list(statistics.stall_s.values())) + statistics.expert_stall_s
     needed = statistics.expert_hits + statistics.expert_misses

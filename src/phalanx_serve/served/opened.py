@@ -142,6 +142,7 @@ class TurnsEngine:
         self._running[request.id] = self._text(request)
 
     def cancel(self, request_id: str) -> None:
+        """Cancel a request, if it is here; the next step returns its ``Ended``."""
         if self._running.pop(request_id, None) is not None:
             self._cancelled.append(request_id)
 
@@ -193,6 +194,7 @@ class TurnsEngine:
 
 
 def _scores(hidden: torch.Tensor, weight: torch.Tensor, *, rows: slice, cap: float) -> torch.Tensor:
+    """Return the logits of some ``rows`` of hidden states ``(1, rows, dim)``."""
     return logits(hidden[:, rows], weight, cap)
 
 

@@ -242,6 +242,7 @@ class StageLink:
         over = Event()
 
         def beat() -> None:
+            """Send a heartbeat ``_BEATS`` times per silence, until the end or the link's loss."""
             with suppress(WireError):
                 while not over.wait(silence_s / _BEATS):
                     self.send(StageHeartbeat())
@@ -309,6 +310,7 @@ class StageLink:
         return body
 
     def _silent(self) -> SilentError:
+        """Return the error of a peer that has been silent for too long, with the remedy."""
         return SilentError(
             f"it has given no sign of life for {self._silence_s:g} s (--stage-timeout): its process is stopped, its machine stands still, or "
             "the network drops its packets; see to it, then start the server again"
@@ -327,6 +329,7 @@ class StageLink:
             return True
 
     def _readable(self) -> bool:
+        """Return True if something can be received without waiting."""
         return bool(self._polled(select.POLLIN))
 
     def _polled(self, events: int) -> int:
@@ -400,6 +403,7 @@ class Talk:
             raise self._lost(str(error)) from error
 
     def _lost(self, reason: str) -> PartLostError:
+        """Return the error of a lost process."""
         return PartLostError(loss_message(self._whom, reason))
 
 

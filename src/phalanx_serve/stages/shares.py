@@ -235,6 +235,7 @@ class _Assembled:
         self._assembly, self._product = assembly, product
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        """Gather ``x`` ``(..., local inputs)``, multiply it by this share's rows of ``matrix``, and gather the results."""
         return self._assembly.gather(self._product(self._assembly.gather(x), matrix, bias))
 
 
@@ -370,5 +371,6 @@ def tensor_digests(model: nn.Module) -> dict[str, TensorDigest]:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU, without a copy if it is there and contiguous."""
     data: memoryview = tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().data
     return data

@@ -181,6 +181,7 @@ def _beat(pool: Pool, event: events.Beat, now_s: float, commands: list[events.Po
 
 
 def _step_patience_s(settings: PoolSettings, worker: PoolWorker) -> float:
+    """Return the seconds without a step after which a worker is late: for a pull of pages and two full steps."""
     return settings.late_s + settings.pull_s + 2 * settings.step_rows / worker.rows_per_s
 
 

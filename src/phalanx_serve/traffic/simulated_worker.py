@@ -45,6 +45,7 @@ def page_names(tokens: Sequence[int]) -> tuple[bytes, ...]:
 
 
 def _number(*parts: int) -> int:
+    """Return a 64-bit hash of the numbers."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")
 
 
@@ -321,6 +322,7 @@ class SimulatedWorker:
         self._end(order.job)
 
     def _tell(self, job: int, output: EngineOutput) -> None:
+        """Send an output of a job to the router."""
         self.world.to_router(self, events.OutputReceived(self.number, self.life, job, output))
 
     # --- pages

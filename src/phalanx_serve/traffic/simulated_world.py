@@ -182,6 +182,7 @@ class SimulatedService:
         self._send(client)
 
     def _send(self, client: Client) -> None:
+        """Submit a client's request to the present gateway after the usual delay."""
         self.clock.after(self.delay_s, partial(self._submit, client, self.reign))
 
     def _submit(self, client: Client, reign: int) -> None:

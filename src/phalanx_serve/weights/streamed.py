@@ -153,6 +153,7 @@ class StreamedWeights:
         self._pack.close()
 
     def _count(self, *_: Any) -> None:
+        """Count a pass, before it begins."""
         self._turn += 1
 
     def _hook_block(self, number: int) -> None:
@@ -164,12 +165,14 @@ class StreamedWeights:
         absent = {name: self._model.get_parameter(name) for name in names}
 
         def before(*_: Any) -> None:
+            """Take the block's weights from the ring, and set them."""
             for name, value in zip(
                 names, self._wide.tensors(ring.take(number), section.tensors), strict=True
             ):
                 set_weight(self._model, name, value)
 
         def after(*_: Any) -> None:
+            """Take the weights out of the block again, and release the ring's buffer."""
             for name, value in absent.items():
                 set_weight(self._model, name, value.detach())
             ring.release()
@@ -211,6 +214,7 @@ class _StreamedMixture:
         self.mixture.experts.register_forward_hook(self._after, always_call=True)
 
     def _remember(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Keep the mixture's tokens ``(tokens, dim)``, by which the next router guesses."""
         self._tokens = inputs[0].flatten(0, -2)
 
     def _before(self, experts: nn.Module, inputs: tuple[Tensor, Groups]) -> None:

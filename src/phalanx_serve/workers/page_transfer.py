@@ -207,6 +207,7 @@ class _Pull:
             arrived: deque[tuple[bytes, bytes, bytearray, Future[bytes]]] = deque()
 
             def keep_next() -> None:
+                """Keep the oldest page that has arrived, once it is hashed."""
                 name, expected, page, actual = arrived.popleft()
                 self._keep(name, page, expected, actual.result())
 
@@ -346,6 +347,7 @@ class OfferedPages:
             return sum(map(len, self._batches.values()))
 
     def _free(self, jobs: Sequence[object]) -> None:
+        """Drop the pages of these jobs."""
         for job in jobs:
             self._batches.pop(job, None)
 

@@ -126,6 +126,7 @@ class RouterClient:
         outputs: asyncio.Queue[Sequence[EngineOutput]] = asyncio.Queue()
 
         def sink(new_outputs: Sequence[EngineOutput]) -> None:
+            """Put outputs into the HTTP server's queue, from the router's thread; nothing once its loop has ended."""
             with suppress(RuntimeError):  # the HTTP server's loop has ended
                 server_loop.call_soon_threadsafe(outputs.put_nowait, new_outputs)
 
@@ -149,6 +150,7 @@ class RouterClient:
                 await self.cancel(request.id)
 
     async def cancel(self, request_id: str) -> None:
+        """Cancel a request; nothing once the router's loop has ended."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._router.abandon, request_id)
 
@@ -224,6 +226,7 @@ class RouterClient:
         self._loop.close()
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine in the router's loop and return its result, within ``_END_S``."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_END_S)
 
     async def _begin(self) -> None:
@@ -335,6 +338,7 @@ class RouterClient:
             self._router.fail_all(self._trouble)
 
     def _notice(self, event: str, text: str, **facts: object) -> None:
+        """Queue a notice with the present time for the reporting thread."""
         self._notices.put(Notice(event, text, {"at": round(time.time(), 3), **facts}))
 
     def _report_all(self, report: Callable[[Notice], None]) -> None:
@@ -352,6 +356,7 @@ class RouterClient:
 
 
 def _streaming(counted: Mapping[str, float]) -> Streaming:
+    """Return the counts of streaming, summed over workers."""
     read, needed, in_memory = (
         int(counted.get(n, 0)) for n in ("bytes_read", "experts_needed", "experts_held")
     )

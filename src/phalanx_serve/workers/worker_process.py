@@ -328,6 +328,7 @@ class WorkerProcesses:
 
 
 def _kill(seat: Seat) -> None:
+    """Kill a seat's process, if it has one."""
     if seat.child is not None:
         seat.child.kill()
 
