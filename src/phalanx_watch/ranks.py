@@ -146,6 +146,7 @@ def newest_windows(stream: RankStream, last: int, attempt: int | None = None) ->
 
 
 def _of_one_epoch(stream: RankStream, first: int, second: int) -> bool:
+    """Return True if two frames have the same attempt and number of ranks."""
     heads = stream.head(first), stream.head(second)
     return heads[0].attempt == heads[1].attempt and heads[0].ranks == heads[1].ranks
 

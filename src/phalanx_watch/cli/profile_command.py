@@ -207,6 +207,7 @@ def _where(console: Console, table: Mapping[str, Any], step_s: float) -> None:
 
 
 def _cell(seconds: float) -> str:
+    """Format seconds as milliseconds with one digit."""
     return f"{1e3 * seconds:.1f}"
 
 

@@ -126,6 +126,7 @@ def ranks_command(
 
 
 def _headline(stream: RankStream, column: str, windows: range) -> str:
+    """Describe a column's windows: meaning, ranks, steps and attempt."""
     first, last = stream.head(windows[0]), stream.head(windows[-1])
     meaning, _, _ = _MEANING[column]
     ranks = f"{last.ranks:,} rank{'s' * (last.ranks > 1)}"
@@ -243,17 +244,20 @@ def text_map(picture: HeatMap, unit: float, width: int) -> Iterator[str]:
 
 
 def _range(numbers: NDArray[np.float32]) -> tuple[float, float]:
+    """Return the least and largest number, at least ``_LEAST_RANGE`` of the median apart."""
     low, middle, high = (float(np.quantile(numbers, share)) for share in (0.0, 0.5, 1.0))
     return low, max(high, low + _LEAST_RANGE * middle)
 
 
 def _label(picture: HeatMap, row: int) -> str:
+    """Return the ranks of a row of the heat map, as in ``0-7``."""
     first = int(picture.row_ranks[row])
     after = int(picture.row_ranks[row + 1]) if row + 1 < len(picture.row_ranks) else picture.ranks
     return f"{first}" if after == first + 1 else f"{first}-{after - 1}"
 
 
 def _bar(value: float, low: float, high: float) -> str:
+    """Return the block that shows a value between ``low`` and ``high``; ``_UNKNOWN`` for NaN."""
     if np.isnan(value):
         return _UNKNOWN
     share = (value - low) / (high - low) if high > low else 0.0

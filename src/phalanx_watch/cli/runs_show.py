@@ -118,6 +118,7 @@ def _results(recording: RunRecording) -> Iterator[str]:
 
 
 def _shown(words: Callable[[float], str], value: float | None) -> str:
+    """Format a value; empty for None."""
     return "" if value is None else words(value)
 
 
@@ -177,6 +178,7 @@ def _machines(recording: RunRecording) -> Iterator[str]:
 
 
 def _short(value: object) -> str:
+    """Return a value as text; a SHA-256 by its first 12 digits."""
     text = str(value)
     return text[:12] if len(text) == 64 else text
 
@@ -186,6 +188,7 @@ def _number(value: object) -> str:
 
 
 def _table(value: object) -> Mapping[str, object]:
+    """Return a value if it is a table, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
@@ -301,5 +304,6 @@ def _result(name: str, value: object) -> object:
 
 
 def _text(value: object) -> str:
+    """Return a value as text, cut at ``_LONGEST``; "-" for None."""
     text = "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

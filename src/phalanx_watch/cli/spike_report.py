@@ -120,6 +120,7 @@ def examine_spike(
     start = replay_start(states, step)
 
     def replayed(folder: Path, state: int, *, in_fp32: bool) -> Replay:
+        """Replay the steps from a saved state, or from the beginning, in ``folder`` with measurements."""
         waits = _Waiting(folder, step, progress)
         steps = state if state > origin.step else 0, step
         return replay_run(
@@ -352,6 +353,7 @@ def _traced(place: DatasetPlace, reading: Reading, seq_len: int) -> list[TracedD
 
 
 def _first_words(tokenizer: Tokenizer, ids: NDArray[np.int64]) -> str:
+    """Return the first words of a document, with unprintable characters escaped."""
     text = tokenizer.decode(ids[:_WORDS_TOKENS].tolist())
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     return text if len(text) <= _WORDS else f"{text[:_WORDS]} …"

@@ -187,6 +187,7 @@ def command(run_dir: Path, as_json: bool, follow: bool, notice_command: str | No
 
 
 def _key(reason: Reason) -> tuple[str, str, str]:
+    """Return what identifies a reason: code, place and severity."""
     return reason.code, reason.where, reason.severity
 
 

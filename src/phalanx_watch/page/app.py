@@ -112,6 +112,7 @@ class KeptAnswers:
         return answer
 
     def _forget(self, key: str) -> None:
+        """Drop a response, if it is cached, and its bytes from the sum."""
         kept = self._made.pop(key, None)
         self._nbytes -= len(kept[1].body) if kept is not None else 0
 
@@ -231,12 +232,15 @@ def _views() -> dict[str, View]:
 
 
 async def _index(_request: Request) -> Response:
+    """Return the page's HTML. Raises ``PageRequestError`` if the installation lacks it."""
     if not (STATIC / "index.html").is_file():
         raise not_found(f"{STATIC} has no index.html: this installation is incomplete; install Phalanx again")
     return FileResponse(STATIC / "index.html", media_type="text/html")
 
 
 async def _list(runs: PageRuns, kept: KeptAnswers, view: ListView, request: Request) -> Response:
+    """Return a view of all runs, cached by path and query."""
+
     def make() -> Response:
         return json_answer(view(runs, Parameters(request.query_params)))
 
@@ -285,6 +289,7 @@ def _events(runs: PageRuns, live: LiveUpdates) -> Callable[[Request], object]:
     viewers."""
 
     async def endpoint(request: Request) -> Response:
+        """Return a stream of events of the requested runs. Raises ``PageRequestError`` (503) if there are too many viewers."""
         if live.full:
             raise PageRequestError("there are as many viewers as one server has: close a page, or wait", 503)
         identifiers = Parameters(request.query_params).names("ids", most=_MOST_WATCHED)
@@ -314,6 +319,7 @@ async def _explain(_request: Request, error: Exception) -> Response:
 
 
 async def _apologize(_request: Request, error: Exception) -> Response:
+    """Return an unexpected error as JSON with status 500, cut at 500 characters."""
     return json_answer(
         {"error": f"a defect of phalanx ui, which the run does not notice: {error!r}"[:500]}, 500
     )
@@ -403,6 +409,7 @@ def address(host: str, port: int, token: str) -> str:
 
 
 def _has_browser() -> bool:
+    """Return True on a terminal of a machine with a display, not over SSH."""
     if not sys.stdout.isatty() or "SSH_CONNECTION" in os.environ:
         return False
     return sys.platform == "darwin" or any(name in os.environ for name in ("DISPLAY", "WAYLAND_DISPLAY"))

@@ -146,6 +146,7 @@ def page_in_one_file(data: str, static: Path = STATIC) -> str:
     hashes: dict[str, list[str]] = {"script": [], "style": []}
 
     def inline(tag: str, attributes: str, text: str) -> str:
+        """Return an element with ``text``, in which its own end tag is escaped, and record the text's hash."""
         text = text.replace("</", "<\\/") if tag == "script" else text.replace("</", "<\\2f ")
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         hashes[tag].append(f"'sha256-{digest}'")

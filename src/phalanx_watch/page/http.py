@@ -84,6 +84,7 @@ class Guard:
     """Middleware that admits requests to the application ``inner``."""
 
     def __init__(self, inner: ASGIApp, access: Access) -> None:
+        """Derive the cookie's name and value from a hash of the token, so that they do not reveal it."""
         self._inner, self._access = inner, access
         digest = hashlib.sha256(access.token.encode()).hexdigest()
         # Cookies of one host are shared by all ports: two servers must not sign each other's readers out.
@@ -206,6 +207,7 @@ def json_answer(content: object, status: int = 200) -> Response:
 
 
 def _plain(value: object) -> object:
+    """Return a value that JSON lacks as a table or as text."""
     if isinstance(value, Mapping):
         return dict(value)
     return str(value)

@@ -240,6 +240,7 @@ class KeptStories:
 
 @lru_cache(maxsize=256)
 def _flops_per_token(spec: RunSpec) -> float | None:
+    """Return the model FLOP of a training token; None if they cannot be counted."""
     try:
         return float(count(spec.model, spec.train.seq_len).flops_per_token)
     except (ValueError, KeyError, TypeError, ZeroDivisionError):
@@ -365,6 +366,7 @@ class StoredSeries:
             self._make_room()
 
     def _path(self, run: RunSeries) -> Path:
+        """Return the file of a run's series, named by a hash of its directory."""
         place = os.path.abspath(run.directory.path)
         return self._folder / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.columns"
 

@@ -244,6 +244,7 @@ def _node(place: RunPlace, rank: int) -> str:
 
 
 def _step(parameters: Parameters, name: str) -> int | None:
+    """Return a step from a parameter, clipped to -1 to ``_MOST_STEP``; None if it is missing."""
     number = parameters.number(name)
     return None if number is None else int(max(-1.0, min(number, float(_MOST_STEP))))
 

@@ -333,12 +333,14 @@ def query_of(parameters: Parameters) -> read_lines.LogQuery:
 
 
 def _rank(word: str) -> int:
+    """Parse a rank of at most ``_MOST_RANK``. Raises ``PageRequestError``."""
     if not word.isdecimal() or len(word) > 9 or int(word) > _MOST_RANK:
         raise PageRequestError(f"rank={word[:50]!r}: give the numbers of ranks, with commas between them")
     return int(word)
 
 
 def _line(line: read_lines.LogLine) -> dict[str, object]:
+    """Return a log line as a group of one."""
     where = ", ".join(word for word in (line.process, line.node or "") if word)
     return _said(line) | {"count": 1, "first": line.t, "last": line.t, "place": where}
 
@@ -416,6 +418,7 @@ def _settings(run_dir: Path) -> Mapping[str, Setting]:
 
 @lru_cache(maxsize=4 * _MOST_COMPARED)
 def _settings_at(run_dir: Path, _changed_ns: int, _size: int) -> Mapping[str, Setting]:
+    """Return a run's settings, cached by its run file's time and size."""
     return hyperparameters(run_dir)
 
 
@@ -426,6 +429,7 @@ def _defaults() -> dict[str, tuple[object, str]]:
 
 
 def _place(path: str) -> tuple[int, bool, str]:
+    """Return the sort key of a field: owner, then single values before tuples, then path."""
     # Lists come after the settings with one value: they are too long for a column, and no axis of a sweep.
     default, owner = _defaults().get(path, (None, "run"))
     return _OWNERS.index(owner), isinstance(default, tuple), path

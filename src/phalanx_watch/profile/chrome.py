@@ -138,6 +138,7 @@ def _kinds(cut: StepPieces, allocated: NDArray[np.intp], freed: NDArray[np.intp]
     phase, category = cut.pieces["phase"], cut.pieces["category"]
 
     def is_one(word: str) -> NDArray[np.bool_]:
+        """Return which live allocations were made in a category that begins with ``word``."""
         matches = np.array([name.startswith(word) for name in cut.categories], bool)
         chosen: NDArray[np.bool_] = matches[category[allocated]]
         return chosen
@@ -300,6 +301,7 @@ _STREAMS = 1 << 20
 
 
 def _track(event: np.void) -> tuple[int, bool]:
+    """Return the number of an event's track, and True if it is on a device."""
     on_device = int(event["kind"]) in (KERNEL, COPY)
     return int(event["thread"]) + (_STREAMS if on_device else 0), on_device
 

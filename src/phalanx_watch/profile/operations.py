@@ -246,6 +246,7 @@ def measured(
 
 
 def _row_of_axis(axis: str) -> str:
+    """Return the planner's term for the collectives of an axis."""
     if axis.partition(" ")[0] in _GRADIENT_AXES:
         return "reducing gradients"
     return {"tensor": "tensor collectives", "context": "context exchange"}.get(axis, "expert exchange")

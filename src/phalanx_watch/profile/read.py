@@ -293,6 +293,7 @@ def _request(directory: RunDirectory, request: profile_request.ProfileRequest) -
 
 
 def _inode(path: Path) -> int | None:
+    """Return a file's inode; None if it is missing."""
     try:
         return path.stat().st_ino
     except FileNotFoundError:

@@ -235,6 +235,7 @@ def _healthy(seconds: Mapping[int, Mapping[str, float]], step_s: float) -> Findi
 
 
 def _list(ranks: Sequence[int]) -> str:
+    """Return up to six ranks with commas, and "..." for more."""
     shown = ", ".join(map(str, ranks[:6]))
     return f"{shown}, ..." if len(ranks) > 6 else shown
 

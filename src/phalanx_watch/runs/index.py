@@ -187,6 +187,7 @@ class _Cache:
             return
 
     def _open(self) -> sqlite3.Connection:
+        """Open the cache, without waiting for the disk on writes."""
         base = sqlite3.connect(self._path, timeout=_BUSY_S)
         base.execute("PRAGMA journal_mode = WAL")
         base.execute("PRAGMA synchronous = OFF")
@@ -377,6 +378,7 @@ def ordered(rows: Sequence[RunRow], name: str, *, falling: bool) -> list[RunRow]
 
 
 def _text(value: object) -> str:
+    """Return a value as text: a table as ``key=value``, a list with commas."""
     if isinstance(value, Mapping):
         return " ".join(f"{key}={item}" for key, item in value.items())
     return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

@@ -174,6 +174,7 @@ def _read(file: BinaryIO) -> Tail:
 
 
 def _decoded(line: bytes) -> Event | None:
+    """Return the event of a line; None if it cannot be decoded."""
     with suppress(ValueError, RecursionError):
         return decode(line)
     return None

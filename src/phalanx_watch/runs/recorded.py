@@ -112,10 +112,12 @@ def read_recorded(run_dir: Path, price: float = 0.0) -> RunRecording:
 
 
 def _there(path: Path) -> str:
+    """Return a path as text; empty if nothing is there."""
     return str(path) if path.exists() else ""
 
 
 def _price(directory: RunDirectory) -> float:
+    """Return the run file's price of an accelerator-hour; 0 if it cannot be read."""
     with suppress(RunDirectoryError):
         spec: RunSpec = read_resolved(directory)
         return spec.observe.accelerator_hour_price

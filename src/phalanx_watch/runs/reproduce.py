@@ -148,6 +148,7 @@ def changes(past: RunEnvironment, present: RunEnvironment) -> list[Changed]:
 
 
 def _data(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
+    """Yield a change if the data have another fingerprint, which changes bits."""
     if past.data_fingerprint != present.data_fingerprint:
         remedy = "put the dataset back where it was, or name a copy of it: --set data.path=PATH"
         yield Changed("data", past.data_fingerprint, present.data_fingerprint, "bits", remedy)
@@ -249,6 +250,7 @@ def requirements(listed: str) -> str:
 
 
 def _kinds(names: tuple[str, ...]) -> str:
+    """Return the different names, sorted, with commas."""
     return ", ".join(sorted(set(names)))
 
 
@@ -257,6 +259,7 @@ def _texts(value: object) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
+    """Return a value as text: up to ``_MOST_PACKAGES`` entries of a list, "none" for nothing."""
     if isinstance(value, list):
         return ", ".join(map(str, value[:_MOST_PACKAGES])) or "none"
     return "none" if value in (None, "") else str(value)

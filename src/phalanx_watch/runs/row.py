@@ -303,6 +303,7 @@ def _ended(tail: Tail, fleet: Mapping[str, object]) -> Literal["", "finished", "
 
 
 def _commit(code: object) -> str:
+    """Return the commit, with "+" if there were changes; empty if unknown."""
     if not isinstance(code, dict) or not isinstance(commit := code.get("git_commit"), str):
         return ""
     return commit + ("+" if code.get("git_dirty") else "")

@@ -193,6 +193,7 @@ class RunSeries:
         self.problem = ""
 
     def _restart(self) -> None:
+        """Begin again after the file was replaced, without its index."""
         self._begin()
         self._index.over = True  # of the file that was there before
         self.restarts += 1

@@ -65,6 +65,7 @@ class OtelSink:
         self._attempt, self._last_ns, self._stepped = -1, 0, False
 
     def holds(self, event: run_events.Event) -> bool:  # noqa: ARG002 (numbers of the past cannot be sent again)
+        """Return False: sent points cannot be queried."""
         return False
 
     def write(self, event: run_events.Event) -> None:
@@ -117,6 +118,7 @@ class OtelSink:
         """
 
         def observe(_options: Any) -> list[Any]:
+            """Return the metric's present observations; errors give none."""
             samples = collect([derived], self._facts, self._labels, lambda _metric, _error: None)
             return [self._observation(value, dict(labels.pairs)) for _, labels, value in samples]
 
@@ -169,6 +171,7 @@ class OtelSink:
         return api.set_span_in_context(api.NonRecordingSpan(context))
 
     def _end_epoch(self) -> None:
+        """End the epoch's span at the newest event, if one is open."""
         if self._epoch is not None:
             self._epoch.end(self._last_ns)
             self._epoch = None
@@ -198,11 +201,13 @@ def _identity(text: str, nbytes: int) -> int:
 
 
 def _otlp_reader() -> Any:
+    """Return a periodic exporter of metrics over OTLP and HTTP."""
     export: Any = importlib.import_module("opentelemetry.sdk.metrics.export")
     otlp: Any = importlib.import_module("opentelemetry.exporter.otlp.proto.http.metric_exporter")
     return export.PeriodicExportingMetricReader(otlp.OTLPMetricExporter())
 
 
 def _otlp_exporter() -> Any:
+    """Return an exporter of spans over OTLP and HTTP."""
     otlp: Any = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     return otlp.OTLPSpanExporter()

@@ -55,6 +55,7 @@ class TensorBoardSink:
                 self._writer.file_writer.add_summary(summary)
 
     def holds(self, event: Event) -> bool:
+        """Return True for a point of a step that its kind's newest file has reached."""
         point = point_of(event)
         return point is not None and point[1] <= self._newest.get(point[0], 0)
 
@@ -168,6 +169,7 @@ class WandbSink:
         self._newest = -1 if offline else int(self._run.step) - 1
 
     def holds(self, event: Event) -> bool:
+        """Return True for a step that the server has already; never offline."""
         step = step_of(event)
         return step is not None and step <= self._newest
 
@@ -238,6 +240,7 @@ class TrackioSink:
         )
 
     def holds(self, event: Event) -> bool:
+        """Return True for an event from before the time from which they are sent again."""
         return event.t < self._resent_from
 
     def write(self, event: Event) -> None:
@@ -268,6 +271,7 @@ class TrackioSink:
             self._waiting.append((values, self._step))
 
     def _log_waiting(self) -> None:
+        """Log the waiting points, and make none wait from now on."""
         for values, step in self._waiting or ():
             self._run.log(values, step=step)
         self._waiting = None
@@ -334,6 +338,7 @@ class MlflowSink:
         }
 
     def holds(self, event: Event) -> bool:
+        """Return True for a point that MLflow has already."""
         return point_of(event) in self._drawn
 
     def _found_or_made(self, experiment: str, directory: Path, run: str) -> str:
@@ -392,6 +397,7 @@ class MlflowSink:
         self._client.set_terminated(self._run_id)
 
     def _flush(self) -> None:
+        """Send the queued numbers in batches of ``BATCH``."""
         while self._metrics:
             self._client.log_batch(self._run_id, metrics=self._metrics[:BATCH])
             del self._metrics[:BATCH]  # once they are there

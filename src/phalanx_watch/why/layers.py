@@ -174,6 +174,7 @@ def _measurements(observed: o.Observed) -> list[Measurement]:
 
 
 def _is_finite(body: LayerStatistics) -> bool:
+    """Return True if all figures are finite; missing ones count as finite."""
     return all(value is None or math.isfinite(value) for values in body.figures.values() for value in values)
 
 
@@ -226,6 +227,7 @@ def _lasting(
 
 
 def _place(layer: str, group: str) -> str:
+    """Describe a layer, and its group of parameters if it is another name."""
     return described_layer(layer) if group == layer else f"{described_layer(layer)}, {group}"
 
 

@@ -315,7 +315,7 @@ class Observed:
 
     @cached_property
     def settled(self) -> list[tuple[float, run_events.Step]]:
-        """The attempt's steps since the number of ranks last changed, without the warmup."""
+        """The attempt's steps since the number of ranks last changed, without the first ``NEW_STEPS`` if their begin was read."""
         changed = max(
             (event.t for event in self.mine if isinstance(event.body, run_events.RanksChanged)), default=0.0
         )

@@ -238,6 +238,7 @@ def standstill(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def _called(process: o.ProcessSeen) -> str:
+    """Describe a process by its rank, if it has one, and its id."""
     return (
         f"process {process.pid}" if process.rank is None else f"rank {process.rank} (process {process.pid})"
     )
@@ -430,6 +431,7 @@ def _grown(before: list[run_events.Step], now: list[run_events.Step]) -> tuple[s
     """Return a sentence on the bucket of a step that has grown most, from the ledgers at the two ends of a stretch; empty if none has."""
 
     def shares(steps: list[run_events.Step]) -> dict[str, float]:
+        """Return the seconds per step of each part of a step between the first and the last of ``steps``."""
         first, last = steps[0].ledger, steps[-1].ledger
         spent = {name: last[name] - first.get(name, 0.0) for name in last if name.startswith("step.")}
         count = max(1, steps[-1].step - steps[0].step)

@@ -188,6 +188,7 @@ def other_data(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def _data_path(observed: o.Observed) -> str:
+    """Return the path of the run's data, or those of up to three sources."""
     if observed.spec is None:
         return "its dataset"
     return observed.spec.data.path or ", ".join(source.path for source in observed.spec.data.sources[:3])
@@ -231,6 +232,7 @@ def other_libraries(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def _packages(started: RunStarted) -> Mapping[str, str]:
+    """Return the packages that a start recorded, by name; empty without a record."""
     packages = started.environment.get("packages")
     return (
         {str(name): str(version) for name, version in packages.items()} if isinstance(packages, dict) else {}
