@@ -265,7 +265,9 @@ class Evidence:
     """Number of programs whose runs the band is from."""
 
     def __str__(self) -> str:
-        """Describe in a sentence which published runs the band and bias come from, by the kind of evidence."""
+        """Describe in a sentence which published runs the band and bias come from, by the kind of evidence; without
+        any, they are assumed.
+        """
         if not self.runs:
             return (
                 f"{self.subject} was never measured, and no published run is like it: P5-P95 is assumed, a factor of "

@@ -151,7 +151,7 @@ def exposed_hops(pipes: Pipelines) -> Floats:
 
 
 def in_flight(pipes: Pipelines, rank: Ints) -> Floats:
-    """The most micro-batches whose activations rank ``rank`` holds at once, in units of all its stages' activations."""
+    """The most micro-batches whose activations rank ``rank`` holds at once, in units of all its stages' activations, by schedule."""
     after, batches = pipes.ranks - rank, pipes.micro_batches
     count = np.where(pipes.follows("1f1b"), np.minimum(batches, after), batches)
     chunks = (pipes.per_rank - 1) * pipes.ranks + 2 * (after - 1) + 1

@@ -129,7 +129,7 @@ STACKS = {stack.name: stack for stack in (stacks.PHALANX, MEGATRON, FSDP, DEEPSP
 
 
 def stack_on(stack: stacks.Stack, vendor: str) -> stacks.Stack:
-    """``stack`` as it runs on accelerators of ``vendor``: XLA compiles whatever a TPU runs, and fuses its pointwise operations."""
+    """Return ``stack`` as it runs on accelerators of ``vendor``: XLA compiles whatever a TPU runs, and fuses its pointwise operations."""
     if vendor != "Google":
         return stack
     return replace(stack, kernels=replace(stack.kernels, fused_pointwise=True))
@@ -396,7 +396,8 @@ def stack_of_software(
 ) -> stacks.Stack:
     """Return the stack of ``software`` in these circumstances, as its ``recipe`` sets it if it follows one.
 
-    ZeRO-3 of a stack without it is FSDP. The software's own adjustments come before the recipe.
+    ZeRO-3 of a stack without it is FSDP. Bytes of reduction, gradients (except for FSDP's) and logits are the
+    software's. Its own adjustments come before the recipe; fusion of pointwise operations is set last.
     """
     stack = _STACKS[software.stack]
     if run.zero == 3 and 3 not in stack.zero_stages:

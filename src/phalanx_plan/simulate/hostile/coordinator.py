@@ -80,7 +80,8 @@ class SimulatedCoordinator:
         state: FleetState,
         step: CoreStep,
     ) -> None:
-        """
+        """Prepare a head that is down, with a journal of its state only.
+
         Args:
             world: Clock, disk and network.
             register: The claims.
