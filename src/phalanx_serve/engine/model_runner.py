@@ -409,8 +409,10 @@ class ModelRunner:
     """Layers of a model. With exact numerics, PyTorch's operations are the portable kernels."""
 
     def __init__(self, model: Transformer, rule: Rule, projection: Affine | None = None) -> None:
-        """``projection`` is the product of the output projection. By default it is PyTorch's, or a faster one with
-        fast numerics.
+        """Choose the kernels of ``model``: faster products with fast numerics, and one kernel per layer for few rows
+        if it supports them.
+
+        ``projection`` is the product of the output projection; None takes that of the other layers, or PyTorch's.
         """
         products = None if rule.exact else use_fast_products(model)
         self._model, self._rule, self._projection = model, rule, projection or products

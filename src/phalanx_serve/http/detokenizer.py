@@ -29,9 +29,10 @@ class IncrementalDetokenizer:
     def __init__(
         self, tokenizer: Tokenizer, *, at_start: bool = True, token_texts: dict[int, str] | None = None
     ) -> None:
-        """``at_start``: the first id begins a text. Otherwise the ids continue one, such as a prompt.
+        """Begin a text ``at_start``; otherwise the ids continue one, such as a prompt.
 
-        ``token_texts`` caches the texts of ids that are whole characters within a text. All detokenizers of a tokenizer may share it.
+        ``token_texts`` caches the texts of ids that are whole characters within a text; None makes a new cache. All
+        detokenizers of a tokenizer may share it.
         """
         self._tokenizer = tokenizer
         self._at_start = at_start
@@ -84,7 +85,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """``stops``: none of them empty. Raises ValueError."""
+        """Begin without text. Raises ValueError if one of ``stops`` is empty."""
         if not all(stops):
             raise ValueError("stop: an empty string would end every text; leave it out")
         self._stops = tuple(stops)

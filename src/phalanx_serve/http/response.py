@@ -226,7 +226,7 @@ class TextOffsets:
     """Places of tokens in the characters of their text: a token within a character has the place of that character."""
 
     def __init__(self, dropped: int = 0) -> None:
-        """``dropped`` is the number of leading characters of the first token that are not part of the text."""
+        """Begin at place 0; ``dropped`` leading characters of the first token are not part of the text."""
         self._characters = -dropped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 

@@ -67,9 +67,9 @@ from phalanx_serve.weights.ring import StreamStatistics
 def open_packed(served: ServedRun) -> OpenedEngine:
     """Open the engine of a pack, or of a run that is packed for streaming.
 
-    Streams the weights within a memory budget, or reads all of them to the device. Exact numerics switch this process
-    to portable kernels. Weights in 8 bits never have the trainer's bits. Raises ServeError, and the errors of
-    ``open_model``.
+    Streams the weights within a memory budget, or reads all of them to the device, if they fit into four fifths of
+    free memory. Exact numerics switch this process to portable kernels. Weights in 8 bits never have the trainer's
+    bits. Raises ServeError, and the errors of ``open_model``.
     """
     dtype, device = getattr(torch, served.dtype), device_of(served)
     file = packed(served.path, served.step, dtype)
@@ -295,11 +295,10 @@ class CheckpointFollower:
         *,
         look_pause_s: float = _LOOK_S,
     ) -> None:
-        """``step`` is the step of the current weights; ``pages`` is the treatment of running texts
-        (``PagedEngine.swap``).
+        """Begin at the ``step`` of the current weights; nothing is polled before ``start``.
 
-        ``look_pause_s`` is the pause between two polls of the run's folder. ``tell`` receives swaps and failures.
-        Nothing is polled before ``start``.
+        ``pages`` is the treatment of running texts (``PagedEngine.swap``). ``look_pause_s`` is the pause between two
+        polls of the run's folder. ``tell`` receives swaps and failures.
         """
         self.step, self._look_pause_s = step, look_pause_s
         self._served, self._engine, self._worker, self._pages, self._tell = (

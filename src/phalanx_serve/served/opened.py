@@ -107,8 +107,10 @@ class TurnsEngine:
     """Engine whose requests take turns of one token."""
 
     def __init__(self, model: Chain, context: int, *, kept: KVFormatName = "compute") -> None:
-        """``kept`` is the requested format of keys and values. Raises ServeError for another format than that of
-        the computation.
+        """Begin without requests, with texts of at most ``context`` tokens.
+
+        Raises ServeError if ``kept``, the requested format of keys and values, is another than that of the
+        computation.
         """
         if kept != "compute":
             raise events.ServeError(

@@ -222,7 +222,11 @@ class StageLink:
         *,
         proof_timeout_s: float = PROOF_S,
     ) -> None:
-        """Prove to each other, within ``proof_timeout_s``, that both ends know ``token``. Raises UnprovenError and WireError."""
+        """Prove to each other, within ``proof_timeout_s``, that both ends know ``token``. Raises UnprovenError and
+        WireError.
+
+        TCP probes keep the connection alive, and reads have no timeout until ``expect_life``.
+        """
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _ALIVE:
             if hasattr(socket, name):

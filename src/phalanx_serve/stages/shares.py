@@ -245,7 +245,7 @@ class SharedExperts:
     """
 
     def __init__(self, count: int, share: Share, assembly: Assembly) -> None:
-        """``count`` is the total number of experts."""
+        """Keep the total number of experts, ``count``, and the means to exchange their rows."""
         self._count, self._share, self._assembly = count, share, assembly
 
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:

@@ -293,8 +293,11 @@ class OfferedPages:
         *,
         share: bool = True,
     ) -> None:
-        """``look_up`` returns cached pages without a lease, which are requested under job 0. ``share`` copies
-        pages into memory that other processes of this machine can read, if the system allows it.
+        """Begin without pages.
+
+        ``share`` copies pages into memory that other processes of this machine can read, if the system allows it.
+
+        ``look_up`` returns cached pages without a lease, which are requested under job 0; None has none.
         """
         self._leases, self._lock, self._look_up = Leases(lease_s), threading.Lock(), look_up
         self._batches: dict[object, _Batch] = {}

@@ -219,7 +219,8 @@ class WorkerProcesses:
         command: Sequence[str] = _COMMAND,
         slow_start_s: float = _SLOW_S,
     ) -> None:
-        """
+        """Prepare a seat for each worker; nothing is started before ``start``.
+
         Args:
             tasks: The tasks of the workers, one process for each.
             environment: Variables in addition to those of this process.
