@@ -105,7 +105,8 @@ class LiveUpdates:
         stalled_s: float = STALLED_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """
+        """Begin without viewers; nothing is polled before ``watch``.
+
         Args:
             describe: Called in a thread for a run that has changed.
             on_change: Called before its viewers are notified.

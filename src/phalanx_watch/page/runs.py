@@ -254,7 +254,8 @@ class SeriesCache:
     """Cache of series by run directory; the least recently used ones are evicted above ``most_bytes`` in total."""
 
     def __init__(self, most_bytes: int = USUAL_BYTES, stored: StoredSeries | None = None) -> None:
-        """
+        """Begin with an empty cache.
+
         Args:
             most_bytes: For all series together; one alone may take more.
             stored: Where series of long files are kept between two servers.
@@ -334,7 +335,7 @@ class StoredSeries:
     """Disk cache in one folder."""
 
     def __init__(self, folder: Path, *, worth_bytes: int = WORTH_BYTES) -> None:
-        """Event files shorter than ``worth_bytes`` are not cached."""
+        """Keep series in ``folder``, except those of event files shorter than ``worth_bytes``."""
         self._folder, self._worth_bytes = folder, worth_bytes
 
     def load(self, run: RunSeries) -> None:

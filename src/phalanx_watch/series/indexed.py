@@ -84,7 +84,8 @@ class StepIndex:
         chunk_records: int = CHUNK_RECORDS,
         max_gap_bytes_in_chunk: int = _MOST_GAPS_BYTES,
     ) -> None:
-        """
+        """Begin before the first record; nothing is read before ``next_chunk``.
+
         Args:
             path: The index.
             chunk_records: Records that are read at once.
