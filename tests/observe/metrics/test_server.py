@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import threading
 import urllib.request
 from contextlib import ExitStack, closing
 
@@ -20,3 +22,24 @@ def test_clients_that_say_nothing_keep_nobody_waiting_however_many_they_are() ->
         # Were they waited for, four of them would be enough.
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=100) as answer:
             assert answer.read() == b"1"
+
+
+def test_clients_that_wait_for_a_slow_page_are_bounded_and_the_others_are_hung_up_on() -> None:
+    done = threading.Event()
+
+    def page(_: object) -> Answer:
+        done.wait()
+        return Answer(b"1")
+
+    with ExitStack() as stack:
+        server = stack.enter_context(
+            closing(MetricsServer({"/": page}, "127.0.0.1", 0, request_timeout_s=600.0))
+        )
+        stack.callback(done.set)
+        clients = []
+        for _ in range(300):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=100))
+            client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            clients.append(client)
+        ended, _, _ = select.select(clients, [], [], 60)
+        assert ended

@@ -24,21 +24,25 @@ from typing import NamedTuple
 
 from phalanx.observe.metrics.exporter import Collect, Exporter
 from phalanx.observe.metrics.samples import OPEN_METRICS, TEXT, Labels
+from phalanx.process.this_process import RESERVE
 from phalanx.run.directory.files import plain_json, read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ObserveSpec
 
 # A small HTTP server for metrics, on threads of its own, that no client can make expensive.
 #
-# It answers GET and HEAD of a few fixed paths, one request a connection. Everything about a client is bounded: so many connections at once (``_THREADS``;
-# the kernel keeps a few more waiting, and refuses the rest), so many bytes of a request, so many seconds for the whole of it, from the first byte to the
+# It answers GET and HEAD of a few fixed paths, one request a connection. Everything about a client is bounded: so many connections at once (``_THREADS``
+# are served, ``_MOST_READY`` and ``_MOST_SILENT`` wait), so many bytes of a request, so many seconds for the whole of it, from the first byte to the
 # last of the answer, and a pause after each connection, so that thousands of requests a second cannot take the interpreter's lock away from whoever
 # shares the process. ``http.server`` bounds none of these but the silence between two bytes.
 
 _THREADS = 4
 _WAITING = 128
-_MOST_SILENT = 256
+_MOST_SILENT = RESERVE // 2
 """Most connections without a request yet; of more, the oldest are closed."""
+_MOST_READY = RESERVE // 4
+"""Most connections that wait for a thread; a further one is closed. With the silent ones, they stay within the descriptors that a
+coordinator keeps beside its agents."""
 _LOOK_S = 0.5
 _MOST_REQUEST_BYTES = 16 << 10
 _REQUEST_S, _ANSWER_S = 2.0, 10.0
@@ -117,7 +121,7 @@ class MetricsServer:
         thread.
 
         Silent ones are closed after the time of a request, or the oldest if there are too many: they delay no other
-        client.
+        client. If too many are queued, the next one is closed.
         """
         silent: dict[socket.socket, float] = {}
         with selectors.DefaultSelector() as selector:
@@ -130,7 +134,10 @@ class MetricsServer:
                     assert isinstance(key.fileobj, socket.socket)
                     selector.unregister(key.fileobj)
                     del silent[key.fileobj]
-                    self._ready.put(key.fileobj)
+                    if self._ready.qsize() < _MOST_READY:
+                        self._ready.put(key.fileobj)
+                    else:
+                        key.fileobj.close()
                 # In the order in which they came: the first of them are the oldest.
                 latest_s = time.monotonic() - self._request_timeout_s
                 late = [connection for connection, since_s in silent.items() if since_s < latest_s]
