@@ -32,8 +32,8 @@ BODY = {"model": "free", "prompt": [1], "max_tokens": TOKENS, "stream": True, "s
 def gateway() -> ASGIApp:
     """The gateway over an engine that costs nothing."""
     from phalanx.data.tokenizers.tokenizer import BytesTokenizer
-    from phalanx_serve.http.admission import Limits
     from phalanx_serve.http.app import Gateway, application
+    from phalanx_serve.http.limits import Limits
     from phalanx_serve.http.worker import EngineWorker, ModelIdentity
     from phalanx_serve.prompt import ModelText
     from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Token

@@ -175,8 +175,9 @@ def _start(options: ServeOptions, served: ServedRun, output: ServePrinter, sock:
     from phalanx.model.custom import CustomModelError
     from phalanx.observe.record.notes import ServingNote
     from phalanx.run.peers import loopback_names
-    from phalanx_serve.http.admission import KeyFileError, Limits, read_keys
+    from phalanx_serve.http.admission import KeyFileError, read_keys
     from phalanx_serve.http.app import Gateway
+    from phalanx_serve.http.limits import Limits
     from phalanx_serve.http.server import serve, serving_of
     from phalanx_serve.served.of_run import served_folder
 

@@ -25,6 +25,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from phalanx_serve.http.limits import Limits
 from phalanx_serve.http.protocol import RefusedError
 from phalanx_serve.traffic.scheduler import PAGE
 
@@ -151,20 +152,6 @@ class LengthLimit:
 
 
 _LONGEST_S = 600
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one server."""
-
-    requests: int = 256
-    """Most texts that are computed or wait."""
-    wait_s: float = 60.0
-    """Longest predicted wait for the first token."""
-    body_bytes: int = 8 << 20
-    prompts: int = 128
-    connections: int = 0
-    """Connections at a time; 0: as many as the process may have (``phalanx_serve.http.server``)."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx.run.peers import host_name
-from phalanx_serve.http.admission import AdmittedLoad, Demand, Keys, KeyUse, LengthLimit, Limits, retry_after
+from phalanx_serve.http.admission import AdmittedLoad, Demand, Keys, KeyUse, LengthLimit, retry_after
 from phalanx_serve.http.counts import CONTENT_TYPE, Counts
+from phalanx_serve.http.limits import Limits
 from phalanx_serve.http.protocol import Chat, Completion, RefusedError, read_body
 from phalanx_serve.http.request import GenerationRequest, detokenize, parse_request, tokenize
 from phalanx_serve.http.response import GenerationResponse, error_body
@@ -101,6 +102,8 @@ class Gateway:
     def __post_init__(self) -> None:
         self.counts = Counts(self.model.name)
         self.workload = AdmittedLoad()
+        self.bodies_bytes = 0
+        """Bytes of the bodies that are being received or parsed."""
         self.framing = asyncio.Semaphore(1)
         """Held while a conversation is framed: templates that take long keep no thread from other requests."""
 
@@ -376,27 +379,38 @@ async def _in_thread(
     # A page of another origin may send a form to this machine, but no JSON.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RefusedError("send the body with Content-Type: application/json", status=415)
-    body = await _body(gateway, request)
-    async with gateway.framing if frames else nullcontext():
-        return await asyncio.to_thread(parse, body)
-
-
-async def _body(gateway: Gateway, request: Request) -> bytes:
-    """Return the body of a request. Raises RefusedError if it is too long (413), too slow (408), or the client leaves (400)."""
-    most = gateway.limits.body_bytes
     body = bytearray()
+    try:
+        await _receive_body(gateway, request, body)
+        async with gateway.framing if frames else nullcontext():
+            return await asyncio.to_thread(parse, bytes(body))
+    finally:
+        gateway.bodies_bytes -= len(body)
+
+
+async def _receive_body(gateway: Gateway, request: Request, body: bytearray) -> None:
+    """Append the body of a request to ``body``, and count its bytes among those of the gateway.
+
+    Raises RefusedError if it is too long (413), too slow (408), beyond the bytes of all bodies (503), or the client
+    leaves (400).
+    """
+    limits = gateway.limits
     try:
         async with asyncio.timeout(gateway.body_s):
             async for piece in request.stream():
+                # After a refusal, what still comes is read and dropped: to close on it resets the connection, and the client's kernel drops
+                # the answer.
+                if len(body) + len(piece) > limits.body_bytes:
+                    raise RefusedError(f"the body is longer than {limits.body_bytes} bytes", status=413)
+                if gateway.bodies_bytes + len(piece) > limits.bodies_bytes:
+                    reason = f"the bodies of other requests fill the {limits.bodies_bytes:,} bytes for them: retry in 1 s"
+                    raise RefusedError(reason, status=503, code="overloaded", retry_after=1)
                 body += piece
-                if len(body) > most:
-                    # What still comes is read and dropped: to close on it resets the connection, and the client's kernel drops the answer.
-                    raise RefusedError(f"the body is longer than {most} bytes", status=413)
+                gateway.bodies_bytes += len(piece)
     except TimeoutError:
         raise RefusedError(f"the body did not come within {gateway.body_s:g} s", status=408) from None
     except ClientDisconnect:
         raise RefusedError("the client left", status=400) from None
-    return bytes(body)
 
 
 class _CancellableResponse(Response):

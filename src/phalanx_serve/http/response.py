@@ -17,6 +17,7 @@ from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx_serve.http.admission import AdmittedLoad
 from phalanx_serve.http.counts import Counts
 from phalanx_serve.http.detokenizer import TextDelta, text_deltas
+from phalanx_serve.http.limits import QUEUED_EVENTS
 from phalanx_serve.http.protocol import RefusedError
 from phalanx_serve.http.request import GenerationRequest
 from phalanx_serve.http.worker import WorkerPort
@@ -272,8 +273,6 @@ def _finite(logprob: float) -> float:
 # The response to one request.
 
 
-_QUEUED_EVENTS = 64
-"""Events that may wait for a slow reader before the detokenizer waits too."""
 _numbers = count()
 
 
@@ -449,11 +448,11 @@ class GenerationResponse:
                 yield sse_event(format_.envelope([choice], chunk=True) | dict(used))
 
     async def _events_of_all(self, total: int, more: Mapping[str, None]) -> AsyncGenerator[bytes]:
-        """Yield the events of all texts as they arrive. At most ``_QUEUED_EVENTS`` wait for the reader.
+        """Yield the events of all texts as they arrive. At most ``QUEUED_EVENTS`` wait for the reader.
 
         Raises RefusedError at the first text that cannot be computed, and cancels the others.
         """
-        ready: asyncio.Queue[bytes | RefusedError | None] = asyncio.Queue(_QUEUED_EVENTS)
+        ready: asyncio.Queue[bytes | RefusedError | None] = asyncio.Queue(QUEUED_EVENTS)
 
         async def enqueue(index: int) -> None:
             """Put the events of one text into ``ready``, then None, or the error that ended it."""

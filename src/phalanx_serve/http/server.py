@@ -12,7 +12,6 @@ request, or with an incomplete head. If all have requests, a few more are accept
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import sys
@@ -33,26 +32,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.observe.record.notes import Serving, ServingNote
-from phalanx.process.this_process import RESERVE, host_name, raise_open_file_limit
+from phalanx.process.this_process import host_name
 from phalanx_serve.http.app import Gateway, application, misread, too_many
+from phalanx_serve.http.limits import ACCEPTED_AT_ONCE, BACKLOG, REFUSED_CONNECTIONS, connections
 
 # Connections.
 
 
-MOST = 65_536
-"""Most connections. Each takes some tens of KiB of memory, so a descriptor limit of a million must not allow a
-million.
-"""
-_MOST_REFUSED = 64
-"""Connections beyond the limit that may wait for their refusal."""
 _ALWAYS = ("/health", "/ready")
-
-
-def descriptors() -> int:
-    """Return the number of connections that this process may have besides its other descriptors; raises its limit
-    on open files first.
-    """
-    return max(1, min(MOST, raise_open_file_limit() - len(os.listdir("/proc/self/fd")) - RESERVE))
 
 
 @dataclass
@@ -87,7 +74,7 @@ class ConnectionLimiter:
             self.there.add(connection)
             self.rests(connection)
             return True
-        if len(self.refused) >= _MOST_REFUSED:
+        if len(self.refused) >= REFUSED_CONNECTIONS:
             next(iter(self.refused)).give_way()
         self.refused[connection] = None
         return False
@@ -247,14 +234,6 @@ class Connection(H11Protocol):
 # The server.
 
 
-_WAITING = 1024
-"""Connections that the kernel keeps for a server that has not accepted them yet."""
-_AT_ONCE = 16
-"""Connections that asyncio accepts before it calls a protocol, which may close another one. So the limit may be
-exceeded by a few times this number.
-"""
-
-
 class DrainingServer(uvicorn.Server):
     """A server that refuses new requests on the first signal and ends when the old ones have, at the latest after ``drain_s``."""
 
@@ -274,11 +253,11 @@ class DrainingServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=_AT_ONCE,
+            backlog=ACCEPTED_AT_ONCE,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=1,
         )
-        most = gateway.limits.connections or descriptors()
+        most = gateway.limits.connections or connections()
         config.limiter = self.limiter = ConnectionLimiter(
             most, gateway.head_s, gateway.reader_s, partial(misread, gateway), too_many(gateway, most)
         )
@@ -289,7 +268,7 @@ class DrainingServer(uvicorn.Server):
         """Start to accept connections, with a larger kernel backlog than asyncio's."""
         await super().startup(sockets)
         for sock in sockets or ():
-            sock.listen(_WAITING)
+            sock.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """On the first signal, drain in a thread: refuse new requests and end after the running ones. End at once on the second."""

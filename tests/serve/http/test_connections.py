@@ -19,11 +19,12 @@ import pytest
 
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.hardware.local.network import listen
-from phalanx_serve.http.admission import Limits
 from phalanx_serve.http.app import Gateway
+from phalanx_serve.http.limits import Limits
 from phalanx_serve.http.server import DrainingServer
 from phalanx_serve.prompt import ModelText
 from serve.http.test_limits import Immediate
+from serve.workers.services import until
 
 MOST = 4
 UNFINISHED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\nExpect: 100-continue\r\n\r\n"
@@ -38,12 +39,21 @@ def served(head_s: float = 60.0) -> Iterator[int]:
 
 @contextmanager
 def running(
-    head_s: float = 60.0, tell: Callable[[str], None] = print, reader_s: float = 30.0
+    head_s: float = 60.0,
+    tell: Callable[[str], None] = print,
+    reader_s: float = 30.0,
+    bodies_bytes: int = 1 << 30,
 ) -> Iterator[tuple[DrainingServer, int]]:
     """The server, and its port."""
     tokenizer = BytesTokenizer()
     text = ModelText("run", tokenizer, frozenset(), tokenizer.vocab_size)
-    gateway = Gateway(text, Immediate(), limits=Limits(connections=MOST), head_s=head_s, reader_s=reader_s)
+    gateway = Gateway(
+        text,
+        Immediate(),
+        limits=Limits(connections=MOST, bodies_bytes=bodies_bytes),
+        head_s=head_s,
+        reader_s=reader_s,
+    )
     server = DrainingServer(gateway, 0.0, tell)
     with closing(listen("127.0.0.1", 0)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what is not read waits in the server
@@ -134,6 +144,17 @@ def test_a_body_that_is_too_long_is_refused_in_words_however_much_of_it_still_co
             "the body is longer than 8388608 bytes",
         )
         assert ask(one, "/v1/completions", TEXT)[0] == 200
+
+
+def test_a_body_beyond_the_bytes_of_all_bodies_is_refused_until_another_request_ends() -> None:
+    with running(bodies_bytes=len(TEXT) + 59) as (_, port):
+        with connected(port, UNFINISHED) as unfinished, connected(port) as other:
+            unfinished.sendall(b" " * 60)
+            until(lambda: ask(other, "/v1/completions", TEXT)[0] == 503)
+            status, said = ask(other, "/v1/completions", TEXT)
+            assert (status, json.loads(said)["error"]["code"]) == (503, "overloaded")
+        with connected(port) as other:
+            until(lambda: ask(other, "/v1/completions", TEXT)[0] == 200)
 
 
 MALFORMED = {
@@ -260,8 +281,8 @@ def test_as_many_connections_are_held_as_files_may_be_open_beside_those_that_are
     program = (
         "import resource\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, {allowed}))\n"
-        "from phalanx_serve.http.server import descriptors\n"
-        "print(descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+        "from phalanx_serve.http.limits import connections\n"
+        "print(connections(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     connections, limit = map(int, said.split())

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_serve.http.admission import AdmittedLoad, Demand, Limits, Measured, pages_of, retry_after
+from phalanx_serve.http.admission import AdmittedLoad, Demand, Measured, pages_of, retry_after
+from phalanx_serve.http.limits import Limits
 from phalanx_serve.http.protocol import RefusedError
 from phalanx_serve.http.request import LengthLimit
 
