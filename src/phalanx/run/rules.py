@@ -354,8 +354,9 @@ def stages_of(data: DataSpec) -> tuple[int, ...]:
 
 
 def mixture_problems(data: DataSpec) -> Iterator[Problem]:
-    """Yield all that is impossible in a run's sources and stages, and cache settings without a store. After too many
-    sources nothing further is checked. Nothing on disk is looked at.
+    """Yield all that is impossible in a run's sources and stages, ``data.path`` or ``data.corpus`` beside sources,
+    and cache settings without a store. After too many sources nothing further is checked. Nothing on disk is looked
+    at.
     """
     yield from _cache_problems(data)
     if not data.sources:

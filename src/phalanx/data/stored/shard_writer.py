@@ -294,7 +294,7 @@ class _ShardInFolder:
         self._sums.update(data)
 
     def finish(self, tokens: int) -> ShardFile:
-        """Sync and close the file, write its block sums beside it, and return its entry for the index."""
+        """Sync and close the file, write its block sums beside it (not synced yet), and return its entry for the index."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -344,7 +344,9 @@ def _ranks_of(parameter: Parameter, layout: Layout) -> int:
 
 def _piece(parameter: Parameter, layout: Layout, place: RankPlace) -> HeldParameter:
     """Return a rank's piece of a parameter: its elements before FSDP divides it, and the shape of the FSDP share.
-    Stacks of experts are divided by expert ranks first.
+
+    Stacks of experts are divided by expert ranks first; others by tensor ranks, several of which may have the same
+    part.
     """
     shape, share = list(parameter.shape), place.fsdp
     dim = parameter.tensor_dim

@@ -152,7 +152,7 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _ProductContext, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Return the gradients of rows and matrices, each if needed."""
+        """Return the gradients of rows and matrices, each ``None`` if it is not needed, or if ``Groups.gradient`` passed it on."""
         rows, matrices = ctx.saved_tensors
         slope = upstream[0].contiguous()
         grad_rows = ctx.groups.multiply(slope, matrices) if ctx.needs_input_grad[0] else None

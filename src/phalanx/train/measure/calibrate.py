@@ -358,8 +358,8 @@ def measure_collectives(settings: Settings, members: int) -> MeasuredPoints:
 
 
 def _time_collectives(settings: Settings) -> MeasuredPoints:
-    """Time each collective at several sizes from 4 KiB to 16 MiB, as points ((members, bytes), seconds). A collective
-    of all members. A message point to point counts as half of there and back.
+    """Time each collective at several sizes from 4 KiB to 16 MiB (three if ``settings.quick``), as points ((members,
+    bytes), seconds). A collective of all members. A message point to point counts as half of there and back.
     """
     powers = (12, 20, 24) if settings.quick else (12, 14, 16, 18, 20, 22, 24)
     points: MeasuredPoints = {}

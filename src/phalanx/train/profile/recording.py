@@ -271,7 +271,7 @@ class _Camera:
         return False
 
     def drop(self) -> None:
-        """End the recording and discard it."""
+        """End the recording, if any, and discard it, also one not begun. Errors end recording without being raised."""
         was_running, self.runs = self.runs, False
         with _Forgiving(self):
             self._step.close()

@@ -124,7 +124,9 @@ class MemoryMeter:
         return (parameter for part in self._parts for parameter in part.parameters())
 
     def _allocated(self) -> int:
-        """Return the bytes in use on the device, minus gathered weights."""
+        """Return the bytes in use, minus gathered weights: of PyTorch's CUDA allocator, or on a CPU of the tensors
+        that the watch has seen.
+        """
         # While it is gathered, a module shows the whole weight in place of this rank's share.
         allocated = [
             share for share in self._shares() if share.untyped_storage().data_ptr() not in self._storages

@@ -284,9 +284,10 @@ def _settle_biases(needed: Sequence[Published], tensors: dict[str, StoredTensor]
 def _settle_mtp(
     spec: ModelSpec, family: Family, tensors: dict[str, StoredTensor]
 ) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Return the model with as many modules of multi-token prediction as both the files and ``config.json`` have.
+    """Return the model and notes. If only ``config.json`` has modules of multi-token prediction, the model gets none.
+    If only the files have some, these are removed from ``tensors``.
 
-    Tensors of modules that ``config.json`` does not list are removed from ``tensors``. Also returns notes.
+    Numbers that differ otherwise are not noticed here. Families without such modules are left alone.
     """
     if "mtp_depth" not in family.fields:
         return spec, ()
