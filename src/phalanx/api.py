@@ -81,11 +81,13 @@ class Run:
         return RunDirectory(self.path).committed_steps()
 
     def events(self) -> Iterator[Event]:
-        """Yield the run's events over all of its starts: steps, evaluations, saves, restores, recoveries."""
+        """Yield the run's events over all of its starts, oldest first: steps, evaluations, saves, restores, recoveries."""
         return read_events(RunDirectory(self.path).events)
 
     def resume(self, *, on_event: Callable[[Event], None] | None = None) -> RunResult:
-        """Resume from the newest good checkpoint, as ``train_run`` does. A complete run returns its result again."""
+        """Resume from the newest good checkpoint, as ``train_run`` does, and return the result. A complete run
+        returns its result again, without training.
+        """
         spec = dataclasses.replace(self.spec, run_dir=str(self.path))
         return train_run(spec, on_event=on_event)
 
@@ -171,6 +173,9 @@ def _launch(run: OpenRun, path: Path, on_event: Callable[[Event], None] | None) 
     """
 
     def while_running(ended: Callable[[], bool]) -> None:
+        """Pass the events of this attempt to ``on_event``, if any, until ``ended()`` is true. An error from it gets a
+        note and is raised again.
+        """
         if on_event is None:
             return
         run.directory.events.touch()
@@ -219,6 +224,7 @@ def _result(run: OpenRun, ending: Ending) -> RunResult:
 
 
 def _resuming(run: OpenRun) -> str:
+    """Return the Python expression that resumes a run."""
     return f"phalanx.open_run({str(run.directory.path)!r}).resume()"
 
 
@@ -256,9 +262,10 @@ def load_weights(place: Path | str, step: int | None = None) -> dict[str, Tensor
 
 
 def weights_sha256(place: Path | str, step: int | None = None) -> str:
-    """Return the SHA-256 (hex) over all weights of a checkpoint, from the bytes on disk: the hash that training reports.
+    """Return the SHA-256 (hex) over all weights of a checkpoint, from the bytes on disk: the hash that training
+    reports.
 
-    ``place`` and ``step`` are as for ``load_weights``.
+    ``place``, ``step`` and the errors are as for ``load_weights``.
     """
     tier, step = _checkpoint(place, step)
     return digest_checkpoint(tier, step)

@@ -85,7 +85,9 @@ class Option:
         text: str | None = None,
         **click_attributes: Any,
     ) -> None:
-        """``text`` is the help of a field that has no string of its own; without ``show_default``, a default that is not empty or zero is shown."""
+        """Describe an option of a field. ``text`` is the help of a field that has no string of its own; without
+        ``show_default``, a default that is not empty or zero is shown. Other arguments are click's.
+        """
         self.names = names
         self.metavar = metavar
         self.show_default = show_default
@@ -164,6 +166,10 @@ def command_options(section: type[_Options]) -> Callable[[Callable[[_Options], N
     """
 
     def decorate(function: Callable[[_Options], None]) -> Callable[..., None]:
+        """Return ``function`` as a click callback: the options of ``section`` are added to it, and it is called with
+        a section built from their values.
+        """
+
         @functools.wraps(function)
         def call(**values: object) -> None:
             function(_build(section, values))
@@ -328,7 +334,7 @@ class _DocumentedOption(click.Option):
     def __init__(
         self, *args: Any, text: Callable[[], str | None], heading: str = "", **attributes: Any
     ) -> None:
-        """``text`` is called for the help when that is shown; ``heading`` begins a group in it."""
+        """Keep ``text``, which is called for the help when that is shown; ``heading`` begins a group in it. Other arguments are click's."""
         self._text = text
         self.heading = heading
         super().__init__(*args, **attributes)

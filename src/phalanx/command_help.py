@@ -35,9 +35,7 @@ class HelpText(NamedTuple):
 
 
 def read_help(command: click.Command) -> HelpText:
-    """Split a command's docstring into its first sentence, the example lines after a backspace mark, and other
-    paragraphs.
-    """
+    """Return the parts of a command's docstring: its first sentence, the example lines after a backspace mark, and other paragraphs."""
     first, *paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
     sentence = _FIRST_SENTENCE.fullmatch(first)
     summary, remainder = sentence.groups() if sentence else (first, "")
@@ -155,12 +153,14 @@ def _write_opening(text: HelpText, formatter: click.HelpFormatter) -> None:
 
 
 def _write_options(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    """Write the command's visible options, a section for each group."""
     for heading, options in options_by_heading(command, ctx).items():
         with formatter.section(heading):
             formatter.write_dl([record for option in options if (record := option.get_help_record(ctx))])
 
 
 def _write_examples(examples: Iterable[str], formatter: click.HelpFormatter) -> None:
+    """Write a section of example lines, unwrapped; nothing if there are none."""
     lines = [*examples]
     if lines:
         with formatter.section("Examples"):

@@ -61,7 +61,7 @@ class _RankStep:
 
     @cached_property
     def actions(self) -> list[Action]:
-        """This rank's pipeline actions in one slot."""
+        """Return this rank's pipeline actions in one slot, in order; without a pipeline forward and backward of each micro-batch."""
         micro_batches = micro_batches_per_slot(self.spec)
         if self.schedule.pipeline > 1:
             return self.schedule.actions(self.holding.place.pipeline, micro_batches)

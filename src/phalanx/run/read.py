@@ -137,7 +137,8 @@ def spec_from_table(
 
 def _expand_preset(model: object, presets: Mapping[str, ModelSpec], problems: list[Problem]) -> object:
     """Return the table ``model`` merged on top of its preset: a named one, or that of a run directory. If there is
-    none, add a problem and drop the name. A ``model`` without a preset is returned unchanged.
+    none, or its run file cannot be read, add a problem and drop the name. A ``model`` without a preset is returned
+    unchanged.
     """
     if not isinstance(model, Mapping) or not model.get("preset"):
         return model

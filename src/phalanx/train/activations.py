@@ -460,12 +460,13 @@ def policy(
     *args: Tensor,
     **kwargs: object,  # noqa: ARG001
 ) -> CheckpointPolicy:
-    """The selective policy: keeps the results of attention, of collectives, and of products that do not widen.
+    """Return whether an operation's result is kept (``MUST_SAVE``): those of attention, of collectives, and of
+    products that do not widen. Others are recomputed.
 
-    A product's time per byte of its result is proportional to its inner dimension, which is the same for all products that read
-    the residual stream; but the two that widen it to a feed-forward layer's inner width make up two thirds or more of the bytes
-    that could be kept. Recomputing just these costs about as much time as recomputing every second product, and keeps a good
-    deal less.
+    A product's time per byte of its result is proportional to its inner dimension, which is the same for all products
+    that read the residual stream; but the two that widen it to a feed-forward layer's inner width make up two thirds
+    or more of the bytes that could be kept. Recomputing just these costs about as much time as recomputing every
+    second product, and keeps a good deal less.
     """
     name = operation.overloadpacket.__name__
     if name in ATTENTION or operation.namespace == FUNCTIONAL_COLLECTIVES:

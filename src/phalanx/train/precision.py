@@ -168,7 +168,8 @@ def has_kernel(form: Format, operand: Tensor) -> bool:
 def multiply_narrow(
     a: Quantized, b: Quantized, scaling: Scaling, dtype: torch.dtype, *, fast: bool
 ) -> Tensor:
-    """``a`` ``(m, k)`` times the transpose of ``b`` ``(n, k)`` by the hardware's own kernel: ``(m, n)``.
+    """Return ``a`` ``(m, k)`` times the transpose of ``b`` ``(n, k)`` by the hardware's own kernel: ``(m, n)`` in
+    ``dtype``. ``fast`` allows less exact accumulation.
 
     ``k`` is a multiple of 32, ``n`` of 16.
     """

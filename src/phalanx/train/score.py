@@ -274,8 +274,9 @@ def _as_trained(spec: RunSpec) -> Iterator[None]:
 
 
 def other_arithmetic(spec: RunSpec, compute: str, *, on_gpu: bool = False) -> str:
-    """One sentence on why scores in the format ``compute`` may differ by roundings from what the run's steps computed; empty if
-    they do not."""
+    """Return a sentence on why scores in the format ``compute`` may differ by roundings from the numbers that the
+    run's steps computed; empty if they do not.
+    """
     reasons = list(_reasons(spec, compute, on_gpu=on_gpu))
     if not reasons:
         return ""

@@ -225,7 +225,7 @@ class RateLimit:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``clock`` returns seconds; ``sleep`` waits for them."""
+        """Limit the copied bytes a second. ``clock`` returns seconds; ``sleep`` waits for them."""
         self._clock, self._sleep = clock, sleep
         self._seconds_per_byte = 1 / (mib_s * (1 << 20)) if mib_s else 0.0
         self._cancelled = cancelled

@@ -144,6 +144,9 @@ def _write(
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | flag, 0o644)
 
     def write_block(start: int) -> str:
+        """Write one block, padded for direct input and output, and return its checksum. Raises ``AbandonedError`` if
+        the save is cancelled.
+        """
         if cancelled():
             raise AbandonedError(f"{path}: the save was cancelled")
         block = data[start : start + block_bytes]

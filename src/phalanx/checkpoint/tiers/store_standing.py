@@ -59,6 +59,7 @@ def _newest(directory: RunDirectory, url: str, *, copied: bool) -> Event | None:
     """
 
     def counts(event: Event) -> bool:
+        """Return True for a success (``copied``) or else a failure of the copy to ``url``. A restore from it is a success."""
         match event.body:
             case CheckpointCopied(url=place) | Restored(source=place):
                 return copied and place == url

@@ -144,6 +144,7 @@ def _conversation_reader(field: str) -> Callable[[bytes], str | _Bad]:
     """
 
     def text_of(line: bytes) -> str | _Bad:
+        """Return the conversation in a line as text, or the reason why it is bad."""
         row = _object_or_reason(line, field)
         if isinstance(row, _Bad):
             return row

@@ -77,7 +77,7 @@ class Workplace:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The dataset's tokenizer. Read from the store once; it must exist or be trained first."""
+        """Return the dataset's tokenizer. Read from the store once; it must exist or be trained first."""
         with scratch_folder("phalanx-tokenizer-") as folder:
             for name in (TOKENIZER_FILE, CONFIG_FILE):
                 (folder / name).write_bytes(self.store.get(f"{PREPARATION}/tokenizer/{name}"))
@@ -85,7 +85,9 @@ class Workplace:
 
     @cached_property
     def encoding(self) -> Encoding:
-        """The encoding of documents into the dataset's tokens, with the chat template for conversations. Reads the tokenizer."""
+        """Return the encoding of documents into the dataset's tokens, with the chat template only for the layout
+        "chat". Reads the tokenizer.
+        """
         output, chat = self.plan.recipe.output, None
         if output.layout == "chat":
             layout = ChatLayout(ChatTemplate(output.template, output.special_tokens), output.too_long)

@@ -76,6 +76,9 @@ class Files:
     ) -> None:
         """Describe the corpus of ``files``, read with ``options``; nothing is read yet. ``on_bad`` is the treatment
         of a bad document: "stop" the reading, or "skip" it.
+
+        The other arguments are only kept: files that are ``left_out`` completely, those ``aside`` that describe data,
+        and ``linked`` folders that are not followed.
         """
         self.files = tuple(files)
         self.options = options
@@ -134,7 +137,7 @@ class Files:
         return ReadReport(bad=list(self.left_out[:MOST_NAMED]), bad_count=len(self.left_out))
 
     def _bad(self, bad: BadDocument, report: ReadReport) -> None:
-        """Raise ``CorpusError``, or count the bad document; the report names the first ones."""
+        """Raise ``CorpusError`` if bad documents stop the reading; else count the document in the report, which names the first ones."""
         if self.on_bad == "stop":
             raise CorpusError(
                 f"{bad}; mend it, or leave out all that is bad: `phalanx data prepare --on-bad skip`"

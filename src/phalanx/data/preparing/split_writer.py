@@ -435,7 +435,9 @@ class Packer:
         *,
         window_tokens: int = WINDOW_TOKENS,
     ) -> None:
-        """``padding`` is the token that pads a record, a document's end. The other arguments are those of ``Packing``."""
+        """Pack documents; nothing is packed yet. ``padding`` is the token that pads a record, a document's end. The
+        other arguments are those of ``Packing``.
+        """
         self.seq_len = seq_len
         self.padding_tokens = 0
         """Number of padding tokens so far."""

@@ -189,6 +189,7 @@ class Requests:
         future: Future[T] = Future()
 
         def make() -> None:
+            """Call ``call`` and pass its result or error to ``future``, unless the waiting thread has given up."""
             if future.done():  # given up
                 return
             try:

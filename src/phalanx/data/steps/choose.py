@@ -212,7 +212,9 @@ class UserFunction:
 
     @cached_property
     def _function(self) -> Callable[..., object]:
-        """The function that the stored code defines. Runs the code; raises ``PreparationError`` if the function does not fit."""
+        """Return the function that the stored code defines. Runs the code; raises ``PreparationError`` if there is no
+        such function or it does not take a document and the parameters.
+        """
         file, _, name = self.use.rpartition(":")
         scope: dict[str, object] = {"__name__": Path(file).stem, "__file__": file}
         exec(compile(self.code, file, "exec"), scope)

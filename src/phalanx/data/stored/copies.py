@@ -121,6 +121,9 @@ def _copy_shard(source: Store, target: Store, shard: ShardFile, nbytes: int) -> 
     sums = BlockSummer()
 
     def blocks() -> Iterator[memoryview]:
+        """Yield the source's blocks, adding each to the block sums. Raises ``DatasetError`` ahead of the last one if
+        the checksum is wrong, so that the object is never completed.
+        """
         done_bytes, checksum = 0, xxhash.xxh3_128()
         for block in _blocks(source, shard.file, nbytes):
             checksum.update(block)

@@ -120,7 +120,7 @@ class TokenShards:
 
     @property
     def unchecked(self) -> bool:
-        """True if there are shards without block sums that are too large to be verified completely."""
+        """Return True if there are shards without block sums that are too large to be verified completely."""
         missing = (
             shard
             for shard in self._shards

@@ -241,7 +241,9 @@ class PublishedTokenizer:
 
     @cached_property
     def _for_templates(self) -> HfTokenizer:
-        """The tokenizer that encodes names of special tokens as these tokens, for output of chat templates. Parsed once."""
+        """Return the tokenizer that encodes names of special tokens as these tokens, for output of chat templates,
+        without truncation or padding. Parsed once.
+        """
         # Parsing a tokenizer of 128,000 tokens takes a second, which is too long for each chat of a server.
         hf = HfTokenizer.from_str(self.serialized)
         hf.no_truncation()
@@ -304,7 +306,7 @@ class FallbackTokenizer(PublishedTokenizer):
 
     @cached_property
     def _spelled(self) -> list[bytes]:
-        """The text bytes of each token; empty for special tokens and the end of document."""
+        """Return the text bytes of each token, by id; empty for special tokens, unused ids and the end of document."""
         spelled = [b""] * self.vocab_size
         for token, number in self._hf.get_vocab(with_added_tokens=False).items():
             byte = _BYTE.fullmatch(token)

@@ -172,7 +172,7 @@ class BpeTokenizer(published.PublishedTokenizer):
 
     @cached_property
     def document_start(self) -> tuple[int, ...]:
-        """The special tokens that the tokenizer adds before a text."""
+        """Return the special tokens that the tokenizer adds before a text; empty if none."""
         # Tokens added by the post-processor have no sequence id. (Transformers 5 and later ignore add_bos_token beside a
         # tokenizer.json.)
         encoded = self._hf.encode("a", add_special_tokens=True)
@@ -181,7 +181,7 @@ class BpeTokenizer(published.PublishedTokenizer):
 
     @cached_property
     def _spelled(self) -> list[bytes]:
-        """The text bytes of each token; empty for special tokens and the end of document."""
+        """Return the text bytes of each token, by id; empty for special tokens, unused ids and the end of document."""
         # Each character of a byte-level token is one byte. Added tokens are their own text, and special ones have no text.
         byte_of = _byte_of_char()
         spelled = [b""] * self.vocab_size

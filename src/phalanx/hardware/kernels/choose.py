@@ -115,7 +115,9 @@ class HostKernels(Kernels):
         constants: tuple[float, float],
         device: torch.device,  # noqa: ARG002
     ) -> Tensor:
-        """Return the sums of both exact pieces of all squares, fp64 ``(2,)``. See ``extraction_constants``."""
+        """Return the sums of both exact pieces of all squares of contiguous fp32 tensors, on several threads: fp64
+        ``(2,)`` on the CPU. See ``extraction_constants``.
+        """
         starts, numbers = [tensor.data_ptr() for tensor in tensors], (ctypes.c_double * 2)(*constants)
 
         def added(share: Share) -> tuple[float, float]:
@@ -210,6 +212,7 @@ class BinKernel:
         threads, function = torch.get_num_threads(), self._adding[words.dtype]
 
         def work(numbered_run: tuple[int, SpanRun]) -> None:
+            """Add one run of spans of one share, by the kernel."""
             share, (element, span, spans, size) = numbered_run
             function(
                 gradient[share].data_ptr() + element * gradient.element_size(),

@@ -227,6 +227,7 @@ def same_bits(kernels: LayerKernels, x: Tensor, cos: Tensor, sin: Tensor) -> boo
     gradient, inverse, along, weight = rows.flip(0), rows[:, :1].abs(), rows[:, 1:2], rows[0]
 
     def results(of: LayerKernels) -> list[Tensor]:
+        """Return the results of all kernels on the test's tensors."""
         return [
             of.turned(heads, cos, sin),
             of.turned(heads, cos, sin, back=True),

@@ -139,6 +139,7 @@ def _wide(compute: Kernel) -> Kernel:
     """
 
     def widened(*operands: object, **factors: object) -> Tensor:
+        """Call ``compute``, on fp32 copies of the tensors if they promote to bf16 or fp16, and return the result in the promoted dtype."""
         tensors = [operand for operand in operands if isinstance(operand, Tensor)]
         dtype = tensors[0].dtype
         for tensor in tensors[1:]:

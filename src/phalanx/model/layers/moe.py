@@ -471,7 +471,9 @@ def padded_groups(groups: Groups) -> Groups:
 
 
 def padded_places(groups: Groups, rows: int) -> Tensor:
-    """Return the position of each of ``rows`` rows among the padded ones: ``(rows,)``, int64."""
+    """Return the position of each of ``rows`` rows, ordered by group, among the padded ones: ``(rows,)``, int64.
+    Padding is at each group's end.
+    """
     sizes = groups.counts.flatten()  # (experts slots,)
     added = _paddings(sizes)
     before = added.cumsum(0) - added

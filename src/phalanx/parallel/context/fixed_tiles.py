@@ -152,6 +152,7 @@ class _TiledAttention(torch.autograd.Function):
         grad_sinks: list[Tensor | None] = []
 
         def key_value_gradients() -> Iterator[Tensor]:
+            """Yield each tile's gradients of keys and values, packed; those of queries and sinks are appended to the lists around."""
             for at, tile in enumerate(core.ranks.tile_numbers):
                 saved, gradient = SavedAttention(queries[at], outs[at], lses[at]), upstream[at].contiguous()
                 grad_query, *others = core.differentiate(tile, saved, gradient, *full_keys_values, documents)

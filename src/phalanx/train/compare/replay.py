@@ -403,6 +403,7 @@ class ModuleWitness:
 
         @contextmanager
         def audited(turn: int) -> Iterator[None]:
+            """Run the slot's audit of ``work``, and mark meanwhile that its backward pass runs."""
             with work.audited(turn):
                 self._backward, self._in_backward = True, None
                 try:

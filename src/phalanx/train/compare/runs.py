@@ -295,7 +295,7 @@ def _facts(log: Logged) -> dict[str, object]:
 
 
 def flat(table: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
-    """The values of nested tables by dotted name."""
+    """Return the values of nested tables by dotted name, in their order; an empty table has none."""
     items: list[tuple[str, object]] = []
     for key, value in table.items():
         items += flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]

@@ -193,7 +193,7 @@ def _batch(data: RunData, numbers: NDArray[np.int64], size: int) -> tuple[Tensor
 
 
 def _batches(data: RunData, numbers: NDArray[np.int64], size: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
-    """The held-out ``numbers`` in batches of at most ``size``, each of one source, with its name."""
+    """Yield the held-out ``numbers`` in batches of at most ``size``, each of one source, with its name. Sources come one after another."""
     for name, part in data.held_out_parts.items():
         chosen = numbers[(numbers >= part.start) & (numbers < part.stop)]
         for first in range(0, len(chosen), size):

@@ -163,6 +163,9 @@ class Trainer:
         self._batches = opened.enter_context(ExitStack())
 
         def read_from(place: SampleSupply) -> Prefetch[NDArray[np.int64]]:
+            """Return the samples of ``place``, read ahead until training ends; a rank that is alone gives up waiting
+            once a stop is requested.
+            """
             return self._batches.enter_context(
                 place.prefetch(
                     training.mesh.rank,

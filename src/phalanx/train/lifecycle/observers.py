@@ -75,6 +75,7 @@ class StepLog(Observer):
     """The event of each logged step, and a warning if steps wait for their samples."""
 
     def __init__(self, training: Training) -> None:
+        """Start with no step logged; the run file sets every how many steps one is."""
         self._training = training
         self._every = training.inputs.spec.observe.log_every_steps
         self._recent_s = deque[float](maxlen=self._every)
@@ -160,7 +161,9 @@ class MachineLog(Observer):
         """Readings of the first rank's machine that are logged."""
 
     def after_step(self, end: StepEnd) -> None:
-        """On the rank that reports: measure this machine if it is time, and emit the figures of all machines if any has changed."""
+        """Emit the figures of all machines if any has changed, after measuring this machine if it is time. Only on
+        the rank that reports.
+        """
         if not self._reporter.speaks:
             return
         self._machines.refresh()

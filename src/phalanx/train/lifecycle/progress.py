@@ -249,6 +249,7 @@ class SampleSupply:
         depth, next_ahead = self._rounds_ahead(), numbers.start
 
         def samples_of_round(number: int) -> NDArray[np.int64]:
+            """Return the samples of round ``number`` of the attempt, after requesting those of the next ``depth`` rounds from the store."""
             nonlocal next_ahead
             while next_ahead < min(number + depth, numbers.stop):
                 step, turn = divmod(next_ahead, rounds)

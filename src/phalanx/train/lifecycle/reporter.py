@@ -181,6 +181,9 @@ def watch_machines(directory: RunDirectory, reporter: Reporter, late_s: float = 
     """
 
     def look_twice() -> None:
+        """Record differences between the machines of the run as warnings, now and again after ``late_s`` seconds.
+        Errors of the disk are printed.
+        """
         for wait_s in (0.0, late_s):
             time.sleep(wait_s)
             try:

@@ -58,6 +58,9 @@ class Saving:
     """The saves of one attempt on one rank, with their copies to the store."""
 
     def __init__(self, training: Training) -> None:
+        """Prepare for saving; nothing is saved, and no failure, best step or spike is known. Rank 0 chooses the
+        interval if the run file does not.
+        """
         self._training, self._spec = training, training.inputs.spec
         mesh = training.mesh
         self._interval = None if mesh.rank else _interval(self._spec.checkpoint, mesh.ranks)

@@ -157,6 +157,7 @@ def _modules(parts: list[nn.Module] | tuple[nn.Module, ...] | object, marks: Ran
     opened: dict[int, list[OpenedRange]] = {}
 
     def watch(module: nn.Module, name: str) -> None:
+        """Mark each forward call of ``module`` as a range ``name``, also one that ends early. The hooks are added to ``handles``."""
         ranges = opened.setdefault(id(module), [])
         # Also a recomputation that is broken off when it has what it needs ends its range.
         handles.append(
@@ -202,8 +203,13 @@ def _collectives(mesh: Mesh, marks: Ranges) -> Iterator[None]:
     numbers: Counter[str] = Counter()
 
     def watched(name: str, original: Callable[..., object]) -> Callable[..., object]:
+        """Return ``original`` with a mark around each call on a group of several ranks."""
+
         @wraps(original)
         def call(*args: object, **kwargs: object) -> object:
+            """Call ``original``, marked with axis, group, its number among the group's calls, ranks, bytes of the
+            largest tensor, and whether it waits. Groups of one rank are not marked.
+            """
             group = kwargs.get("group") or next(
                 (arg for arg in args if isinstance(arg, dist.ProcessGroup)), None
             )
@@ -267,6 +273,9 @@ def _links(links: StageLinks, mesh: Mesh, marks: Ranges) -> Iterator[None]:
     receive, send = links.receive, links.send
 
     def key(kind: str, other: int) -> dict[str, object]:
+        """Return axis, group, ranks (sender, receiver) and number of the next message of ``kind`` with the pipeline
+        rank ``other``, which is counted.
+        """
         numbers[kind, other] += 1
         ends = (ranks[other], mesh.rank) if kind == "receive" else (mesh.rank, ranks[other])
         return {

@@ -119,6 +119,7 @@ def _in_chunks(
     sums = None if grad_weight is None else _matrices(grad_weight, parts)
 
     def add_chunk(begin: int) -> None:
+        """Add the losses of ``chunk`` tokens from ``begin``, and if gradients are needed, their gradients to states and weight."""
         # In a function, so that its arrays are freed before those of the next chunk are allocated.
         now = states[begin : begin + chunk]  # (chunk, dim)
         # 1. Logits, at once turned into log-probabilities, and the losses.
@@ -285,6 +286,7 @@ def _in_tiles(
     grads_hidden: list[Tensor] = []
 
     def grads_weight() -> Iterator[Tensor]:
+        """Yield each tile's gradient of the weight, if needed; losses and gradients of hidden states are appended to the lists around."""
         count = len(tiles.tile_numbers)
         for states, labels in zip(hidden.chunk(count, 1), targets.chunk(count, 1), strict=True):
             loss, grad_states, grad_weight = of_piece(aligned(states), labels)

@@ -286,6 +286,9 @@ class Stepper:
         }
 
         def read(turn: int) -> list[MicroBatch]:
+            """Return the micro-batches of round ``turn``, after waiting for its samples. The number of targets is
+            noted if the piece counts on this rank.
+            """
             with self.ledger.bucket(Bucket.STEP_DATA_WAIT):
                 samples = torch.from_numpy(next(self.batches))  # (sequences, seq_len + 1)
             batches = self.micro_batches(samples)

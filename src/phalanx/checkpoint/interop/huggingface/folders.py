@@ -294,7 +294,9 @@ def _context(
 
 
 def _has_same_rotation(published: JsonObject, spec: ModelSpec) -> bool:
-    """Return True if the published configuration has the model's rotary embedding: base, scaling and head size."""
+    """Return True if the published configuration can be read and has the model's rotary base, scaling, and head size
+    (with latent attention of the rotated part).
+    """
     try:
         theirs = spec_of(published)
     except HuggingFaceError:

@@ -85,7 +85,7 @@ class PreparationPlan:
 
     @cached_property
     def pieces_object(self) -> bytes:
-        """The files, with their formats, and the pieces of portions, as compressed JSON."""
+        """Return the files, with their formats, and the pieces of portions, as zlib-compressed JSON."""
         rows = {
             "files": [
                 [f.url, f.name, f.nbytes, f.mark, f.source, form.kind.value, form.compression.value]
@@ -100,7 +100,9 @@ class PreparationPlan:
 
     @cached_property
     def head(self) -> JsonObject:
-        """The content of ``plan.json``: recipe, sizes, software and the hash of the pieces."""
+        """Return the content of ``plan.json``: recipe, sizes, software and the hash of the uncompressed pieces. The
+        held-out end is there only if it is chosen.
+        """
         return {
             "version": _PLAN_VERSION,
             "recipe": recipe_table(self.recipe),

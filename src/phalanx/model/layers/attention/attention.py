@@ -261,6 +261,7 @@ class CausalCore:
         score = self.score
 
         def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            """Return PyTorch's attention; keys and values are shared by groups of query heads."""
             grouped = key.shape[1] != query.shape[1]
             return F.scaled_dot_product_attention(
                 query,
