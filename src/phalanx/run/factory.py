@@ -182,9 +182,10 @@ def rank_environment(factory: str) -> dict[str, str]:
 
 
 def search_folder(factory: str) -> Path:
-    """Return the folder of the factory's outermost module or package: an entry of ``sys.path``, or the working directory.
+    """Return the folder of the factory's outermost module or package: an entry of ``sys.path``, or the working
+    directory.
 
-    Raises ``FactoryError`` if there is none.
+    Raises ``FactoryError`` if there is no such module, it has no file, or it is the running script.
     """
     module, _, name = factory.partition(":")
     _refuse_main(module, name)

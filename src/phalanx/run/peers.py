@@ -53,7 +53,7 @@ def read_host(text: str) -> str:
 
 
 def read_address(text: str) -> tuple[str, int]:
-    """Return host and port, from 1, of "HOST:PORT"; an IPv6 host is in brackets. Raises AddressError."""
+    """Return host and port, above 0, of "HOST:PORT", split at the last colon; brackets around the host are removed. Raises AddressError."""
     host, _, port = text.rpartition(":")
     try:
         if read_port(port) > 0:

@@ -210,7 +210,9 @@ class _Folder:
         self._last: tuple[str, torch.Tensor] | None = None
 
     def full_tensor(self, name: str, stored: StoredShape) -> torch.Tensor:
-        """Return a tensor in its stored dtype, joined from its pieces. The last one is cached. Raises DcpError."""
+        """Return a tensor in its stored dtype, joined from its pieces; elements without a piece are NaN. The last
+        tensor is cached. Raises DcpError.
+        """
         if self._last is None or self._last[0] != name:
             # Elements without a piece stay NaN, which is refused later.
             tensor = torch.full(stored.shape, torch.nan, dtype=torch_dtype(stored.dtype))

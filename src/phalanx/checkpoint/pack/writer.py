@@ -135,7 +135,9 @@ class RoundingMeter:
         self._sums[name] = (before[0] + error, before[1] + norm)
 
     def result(self) -> Rounding:
-        """Return the relative L2 error of all rounded weights together, and of the worst tensor with its name."""
+        """Return the relative L2 error of all rounded weights together, and of the worst tensor with its name.
+        Tensors without an error do not count; 0 and "" if there is no error.
+        """
         relative = {name: math.sqrt(error / norm) for name, (error, norm) in self._sums.items() if norm}
         worst = max(relative, key=relative.__getitem__, default="")
         lossy = [sums for sums in self._sums.values() if sums[0]]

@@ -179,7 +179,8 @@ class LevelSums:
 
 
 def level_sums(count: int, nodes: Sequence[TreeNode], device: torch.device) -> LevelSums:
-    """Compute the additions among ``nodes`` of a tree of ``count`` leaves.
+    """Return the additions among ``nodes`` of a tree of ``count`` leaves, level by level as pairs of rows, and the
+    nodes that remain without a sibling, from left to right, with their rows.
 
     Args:
         count: Leaves of the full tree. A node without a right sibling moves up unchanged.

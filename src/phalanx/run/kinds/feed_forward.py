@@ -68,7 +68,9 @@ def dense_width(model: ModelSpec) -> int:
 
 
 def problems(model: ModelSpec) -> Iterator[Problem]:
-    """Yield the problems of layers, widths and routing of a mixture of experts; none for a dense model."""
+    """Yield the problems of layers and widths of a mixture, of a shared gate without shared experts, and of routing;
+    none for a dense model.
+    """
     if model.moe is not None:
         yield from _layers(model, model.moe)
         if model.moe.shared_gate and not model.moe.shared:

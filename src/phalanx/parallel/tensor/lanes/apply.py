@@ -198,7 +198,9 @@ def _divide(
     lanes: RankLanes,
     shared: Mapping[str, SharedParameter],
 ) -> None:
-    """Make a layer compute in lanes, which use its parameters ``paths``."""
+    """Replace a layer's ``forward`` by one that computes in lanes, which use its parameters ``paths``; those in
+    ``shared`` get their values from there.
+    """
     parameters = []
     for path in paths:
         owner, _, attribute = path.removeprefix(f"{name}.").rpartition(".")
