@@ -265,8 +265,8 @@ def _require_head(model: nn.Module, spec: ModelSpec, refuse: _Refusal) -> None:
 
 
 def _require_trainable(model: nn.Module, refuse: _Refusal) -> None:
-    """Raise the error of ``refuse`` for buffers, plain tensors, dropout, shared or frozen parameters, and other dtypes
-    than fp32.
+    """Raise the error of ``refuse`` for the first buffer, plain tensor or dropout above 0, or for a shared or frozen
+    parameter, one that is not fp32, or one without dimensions.
     """
     for name, _ in model.named_buffers():
         raise refuse(

@@ -185,7 +185,9 @@ def _context(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _pipeline(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the problems of pipeline stages: empty ones, a split or schedule that does not fit, compilation."""
+    """Yield the problems of pipeline stages: stages without a pipeline; else a model that cannot be divided so, empty
+    stages, a split or schedule that does not fit, and compilation of a split backward pass.
+    """
     parallel, model = spec.parallel, spec.model
     if parallel.pipeline == 1:
         if parallel.pipeline_split or parallel.pipeline_stages > 1:

@@ -73,7 +73,12 @@ def _rounding_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
 
 
 def expert_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
-    """Yield problems of the placement of experts, if the run's ``pieces`` make the degrees of ranks that share a slot the fleet's."""
+    """Yield the problems of experts with ``pieces``, which make the degrees of ranks that share a slot the fleet's;
+    none without experts.
+
+    They are rounding, expert ranks that are no multiple of those degrees, and sums over several slots that meet at an
+    expert.
+    """
     parallel, train = spec.parallel, spec.train
     degree = parallel.tensor * parallel.context
     axes = [axis for axis in ("tensor", "context") if getattr(parallel, axis) > 1]
@@ -123,7 +128,9 @@ def lane_problems(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _widths(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the problems of dimensions, key heads and sequences that do not divide into lanes and context tiles."""
+    """Yield the problems of lanes: norms over all heads, dimensions and key heads that do not divide, and a sequence
+    length that does not divide into lanes' pieces and context tiles.
+    """
     model, lanes = spec.model, spec.model.lanes
     for axis, problem in undivided(model):
         if axis == "tensor":
@@ -161,7 +168,9 @@ def _widths(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _lane_axes(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the problems of tensor, context and expert degrees, and of compilation, with lanes."""
+    """Yield the problems of a tensor degree that does not divide the lanes, of context ranks without tiles, of
+    divided expert matrices, of experts, and of compilation.
+    """
     parallel, lanes = spec.parallel, spec.model.lanes
     if lanes % parallel.tensor:
         yield Problem(
@@ -226,7 +235,9 @@ def _sequence(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _tile_axes(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the problems of degrees, context mode and compilation with context tiles."""
+    """Yield the problems of experts, of a context degree that does not divide the tiles, of the ring mode, of tensor
+    ranks without lanes, and of compilation.
+    """
     if not spec.model.lanes:  # the rules of lanes include this check
         yield from expert_problems(spec, "context_tiles")
     parallel, tiles = spec.parallel, spec.model.context_tiles

@@ -31,7 +31,9 @@ from phalanx.run.spec import (
 
 
 def check(spec: RunSpec) -> list[Problem]:
-    """Return all impossible combinations of fields in ``spec``, each with the fields concerned."""
+    """Return all impossible combinations of fields in ``spec``, each with the fields concerned, those of its ranks
+    included. Nothing is read or imported.
+    """
     model = _custom_model(spec) if spec.model.factory else _model(spec.model)
     fleet = _fleet(spec.fleet)
     return [
@@ -177,7 +179,9 @@ def _model(model: ModelSpec) -> Iterator[Problem]:
 
 
 def _rope_scaling(scaling: RopeScalingSpec) -> Iterator[Problem]:
-    """Yield the problems of frequency bands in the wrong order, and of a missing temperature."""
+    """Yield the problem of a Llama 3 or YaRN band whose upper end is below its lower, or of a LongRoPE context too
+    short to give a temperature that is not stated.
+    """
     if scaling.kind == "llama3" and scaling.high_freq_factor < scaling.low_freq_factor:
         yield Problem(
             "model.rope_scaling.high_freq_factor",
@@ -280,7 +284,9 @@ _ROWS, _WIDTH, _EXPERT_WIDTH = 4, 8, 32
 
 
 def independent_rows_problems(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the fields of ``spec`` with which rows cannot be independent; none if ``precision.rows`` does not request that."""
+    """Yield the fields of ``spec`` with which rows cannot be independent: compilation, divided rows or sums, 8-bit
+    products, a user's model, and widths. None if ``precision.rows`` does not request that.
+    """
     if spec.precision.rows != "independent":
         return
     for path, problem in (
@@ -318,7 +324,9 @@ def _divided(degree: int) -> str:
 
 
 def _widths(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the dimensions that are no multiple of what independent rows need."""
+    """Yield the dimensions, sequence length and loss chunk that are no multiple of what independent rows need, and of
+    a mixture also experts' width and number.
+    """
     model, moe = spec.model, spec.model.moe
     widths = [
         ("model.dim", model.dim, _WIDTH),

@@ -81,7 +81,9 @@ def problems_on(spec: RunSpec, ranks: int) -> list[Problem]:
 
 
 def smaller_degree_problems(spec: RunSpec) -> Iterator[Problem]:
-    """Yield what is wrong about ``fleet.least_tensor``, ``fleet.least_context`` and ``fleet.halve_first``."""
+    """Yield what is wrong about ``fleet.least_tensor`` and ``fleet.least_context``: not fixed by pieces, not reached
+    by halving, or never needed; and about a ``fleet.halve_first`` that never falls.
+    """
     fleet, parallel, model = spec.fleet, spec.parallel, spec.model
     yield from _problems("tensor", fleet.least_tensor, parallel.tensor, "model.lanes", model.lanes)
     yield from _problems(

@@ -138,8 +138,8 @@ def write_blocks(
 def _write(
     path: Path, data: ByteArray, block_bytes: int, cancelled: Callable[[], bool], flag: int
 ) -> tuple[str, ...]:
-    """Write the blocks in parallel with ``flag`` for open(2), sync the file, and return the checksums; raises OSError,
-    AbandonedError.
+    """Write the blocks to a new or replaced file on several threads, with ``flag`` for open(2), sync it, and return
+    their checksums. Raises OSError, and AbandonedError if ``cancelled()``.
     """
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | flag, 0o644)
 

@@ -41,7 +41,7 @@ def checksum(data: Any) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Encode the manifest as a line of JSON."""
+    """Return the manifest as one line of compact JSON, in UTF-8."""
     boxes = [
         [e.box.name, e.box.dtype, list(e.box.global_shape), list(e.box.offset), list(e.box.shape), e.start]
         for e in manifest.entries

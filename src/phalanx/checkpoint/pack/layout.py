@@ -291,7 +291,7 @@ def decode_header(page: bytes, path: str) -> tuple[int, int]:
 
 
 def encode_index(index: PackIndex) -> bytes:
-    """Encode the index as sealed JSON. Sections with the same layout share one list of tensors."""
+    """Return the index as sealed JSON. Sections with the same layout share one list of tensors; files are base64."""
     layouts = list(dict.fromkeys(section.tensors for section in index.sections))
     number = {layout: place for place, layout in enumerate(layouts)}
     return sealed(

@@ -166,7 +166,7 @@ def _try_direct(path: Path, flags: int) -> int | None:
 
 
 def _read_index(path: Path) -> PackIndex:
-    """Read and verify a pack's index; raises the errors of ``open_pack``."""
+    """Return the verified index of a pack; no tensor is read. Raises the errors of ``open_pack``, also for a file that was cut off."""
     try:
         with path.open("rb") as file:
             start, nbytes = decode_header(file.read(PAGE_BYTES), str(path))

@@ -167,7 +167,9 @@ def encode_record(snapshot: Snapshot, boxes: bytes, digests: bytes) -> bytes:
 
 
 def decode_record(record: bytes, location: str) -> Snapshot:
-    """Inverse of ``encode_record``. ``location`` is for messages. Raises CorruptError."""
+    """Return the snapshot that ``encode_record`` encoded, with the checksums of its blocks. ``location`` is for
+    messages. Raises CorruptError if a byte was changed, or for another format.
+    """
     if not _is_whole(record):
         raise CorruptError(
             f"{location}: the snapshot's record differs from its checksum; restore from another holder"

@@ -142,8 +142,8 @@ def _control(model: SentencePieceModel, number: int) -> str | None:
 
 
 def _model(content: bytes) -> SentencePieceModel:
-    """Parse sentencepiece's protobuf; absent fields get its defaults. Raises ``ValueError``, ``IndexError`` or
-    ``struct.error`` if it is damaged or has no pieces.
+    """Return the pieces and settings in sentencepiece's protobuf; absent fields get its defaults. Raises
+    ``ValueError``, ``IndexError`` or ``struct.error`` if it is damaged or has no pieces.
     """
     pieces: list[tuple[str, float, int]] = []
     trainer: dict[int, int | bytes] = {}

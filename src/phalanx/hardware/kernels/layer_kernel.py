@@ -125,7 +125,7 @@ class HostLayerKernels(LayerKernels):
     """The compiled ones. Raises ``NoHostKernelsError`` if they cannot be compiled or loaded."""
 
     def __init__(self) -> None:
-        """Compile and load the kernels; raises ``NoHostKernelsError``."""
+        """Compile the kernels, unless they are cached, and load them. Raises ``NoHostKernelsError``."""
         try:
             library = ctypes.CDLL(str(compiled(_SOURCE)))
             self._turn, self._norm = library.turn, library.norm

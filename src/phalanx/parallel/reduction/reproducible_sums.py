@@ -217,7 +217,9 @@ class Bins:
             self._add_by_operations(gradient)
 
     def _add_by_operations(self, gradient: Tensor) -> None:
-        """Same as ``add_gradient``, as a chain of PyTorch operations for any device."""
+        """Add a gradient in place, as ``add_gradient`` does, by a chain of PyTorch operations for any device, in
+        chunks. A span with a number that is not finite counts these instead.
+        """
         width = self.format.width
         self.raise_to(torch.maximum(self.tops, self._tops_of(gradient)))
         is_not_finite = self.tops == _NOT_FINITE

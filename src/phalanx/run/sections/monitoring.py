@@ -214,7 +214,9 @@ def fork_problems(
     runtime: RuntimeSpec,
     fleet: FleetSpec,
 ) -> Iterator[Problem]:
-    """Yield the reasons for which a run cannot fork at its spikes; none if it does not."""
+    """Yield the reasons for which a run cannot fork at its spikes; none if it does not. They are no or repeated
+    candidates, "clip" or "wide" without effect, "wide" with compilation, and audits.
+    """
     if train.on_spike != "fork":
         return
     if not spike.candidates or len(set(spike.candidates)) < len(spike.candidates):

@@ -248,8 +248,9 @@ def _cause(
     layers: Sequence[LayerNorm],
     wide: WideStep | None,
 ) -> tuple[Cause, str]:
-    """Return the likeliest cause of a spike, and a sentence with its evidence. Checked in order: no spike, number format, update
-    rate, batch, layer."""
+    """Return the likeliest cause of a spike, and a sentence with its evidence. Checked in order: no spike; fp32 does
+    not spike; diverged before; other batches rise too; some or all slots; one layer. Otherwise "rate".
+    """
     if not is_spike:
         return "no spike", "loss and gradient norm are as usual, by the run's rule (train.spike_deviations)"
     if wide is not None and not wide.is_spike:

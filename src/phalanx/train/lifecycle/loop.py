@@ -247,8 +247,9 @@ class Trainer:
         )
 
     def _compute(self, number: int) -> StepReport:
-        """Run step ``number``. Once in an attempt, also measure the memory of each rank and emit it. Raises ``WaitEndedError``,
-        ``DataError``."""
+        """Run step ``number``; before the update, wait for the checkpoint that copies the weights. In one step of an
+        attempt, also measure the memory of each rank and emit it. Raises ``WaitEndedError``, ``DataError``.
+        """
         if number != self._measured_step:
             return self._stepper.run(
                 number,

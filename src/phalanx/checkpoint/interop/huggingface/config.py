@@ -369,8 +369,8 @@ _KNOWN_ROTARY = frozenset(
 
 
 def import_notes(hf_config: JsonObject) -> tuple[str, ...]:
-    """Return notes on the fields of a ``config.json`` that the imported model ignores: unknown ones, code of the
-    publisher, windows, auxiliary losses, dropout.
+    """Return notes on the fields of a ``config.json`` that the imported model ignores: unknown ones, also of the
+    rotary embedding, code of the publisher, windows, auxiliary losses, dropout.
     """
     family = FAMILIES[str(hf_config["model_type"])]
     handled = _KNOWN | {*family.fields.values(), *family.aliases.values(), *family.constants, *family.own}

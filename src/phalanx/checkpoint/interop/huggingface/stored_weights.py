@@ -306,7 +306,9 @@ def _settle_mtp(
 def _require_tensors(
     directory: Path, spec: ModelSpec, tensors: Sequence[Published], weights: Weights
 ) -> None:
-    """Raise HuggingFaceError with the tensors that are missing, unknown, or of an unexpected shape or dtype."""
+    """Raise HuggingFaceError with the first eight tensors, by name, that are missing, unknown, or of an unexpected
+    shape or dtype. If all names lack the prefix "model.", that is the only problem.
+    """
     needed = {tensor.name: tensor.shape for tensor in tensors}
     copies = _copies(spec)
     stored = weights.tensors.keys()

@@ -324,7 +324,9 @@ def put_tokenizer(
 
 
 def read_plan(store: Store) -> PreparationPlan:
-    """Return the plan in the store. Raises ``PreparationError`` if there is none, or if it is damaged or of another version."""
+    """Return the plan in the store. Raises ``PreparationError`` if there is none, or if it is damaged, of another
+    version, or not exactly as written.
+    """
     text = _plan_bytes(store)
     if text is None:
         raise PreparationError(

@@ -50,7 +50,9 @@ class MlaAttention(nn.Module):
     """Latent attention has no sinks (``Attention.sinks``)."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:  # noqa: ARG002  all layers are the same
-        """Build the attention of layer ``layer`` of a resolved ``spec`` with ``mla``."""
+        """Build the attention of a resolved ``spec`` with ``mla``; all layers are the same. Queries have a latent
+        only with ``query_rank``. The softmax scale includes YaRN's temperature.
+        """
         super().__init__()
         assert spec.mla is not None, "model.mla selects this layer"
         mla = self.mla = spec.mla
