@@ -1,4 +1,4 @@
-"""Peaks of PyTorch's allocator in forty layouts, beside the memory that the planner predicts for rank 0.
+"""Peaks of PyTorch's allocator in forty-seven layouts, beside the memory that the planner predicts for rank 0.
 
 ``python -m null_gpu.memory`` prints a table of all, or ``python -m null_gpu.memory NAME [LIMIT]`` the figures of one in JSON. ``LIMIT`` is the
 memory that the allocator may hold, as a factor on the prediction: beyond it, PyTorch reports that memory is exhausted. Each layout runs in
@@ -136,6 +136,10 @@ JUDGING = {
     "wide, pipeline 4": _run(replace(WIDE, layers=8), 4, slots=2, each=8, pipeline=4),
     "wide, context 2": _run(WIDE, 2, slots=2, context=2),
     "wide, fast sums": _with(_run(WIDE, 8, slots=2, sharding="zero2"), "train", reduction="fast"),
+    "wide, fp32": _with(_run(WIDE, seq_len=2048), "precision", compute="fp32"),
+    "wide, fp32, 8 ranks ZeRO-2": _with(
+        _run(WIDE, 8, slots=2, seq_len=1024, sharding="zero2"), "precision", compute="fp32"
+    ),
     "tied": _run(TIED),
     "mixture, 4 slots": _run(MIXTURE, slots=4),
     "mixture, 4 ranks ZeRO-3": _run(MIXTURE, 4, slots=2, sharding="zero3"),

@@ -229,7 +229,8 @@ def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:
         schedules = tuple(name for name in stack.schedules if name not in SPLIT_BACKWARD)
         stack = replace(stack, schedules=schedules)
     if spec.precision.compute == "fp32":
-        stack = replace(stack, data=replace(stack.data, gather_bytes=4.0))
+        attention = replace(stack.attention, keeps_scores=not _is_cpu(cluster))
+        stack = replace(stack, data=replace(stack.data, gather_bytes=4.0), attention=attention)
     if _is_cpu(cluster):
         # gloo's collectives block the caller: nothing is hidden. The host computes, so a kernel launch is part of its work.
         kernels = replace(stack.kernels, launch_s=0.0)

@@ -136,6 +136,8 @@ class _RankShare:
         local = tokens / np.where(keys.sequence_parallel > 0, keys.tensor, 1)
         if rows == "gathered":
             return tokens if self.job.stack.activations.gathered_inputs else local
+        if rows == "undivided":
+            return np.where(keys.context == 1, tokens, 0.0)
         if rows == "routed":
             per_token = workload.model.moe.per_token if workload.model.moe else 0
             return tokens / keys.tensor * keys.expert_tensor * per_token * workload.imbalance

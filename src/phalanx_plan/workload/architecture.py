@@ -165,13 +165,32 @@ def _core(core: op.AttentionCore, workload: TrainingWorkload, stack: Stack) -> L
     if stack.attention.flash:
         # One fp32 number for each row and head: the logarithm of the softmax's sum (arXiv 2307.08691, section 3.1).
         sums = op.KeptTensor("core", "tokens", core.heads, "tensor", bytes=4)
-        return Layer((core, *_capping(core, workload)), (result, sums, operand))
+        fused = Layer((core, *_capping(core, workload)), (result, sums, operand))
+        return fused + _unfused(core, workload) if stack.attention.keeps_scores else fused
     # Scores in memory: written by the product, scaled and masked, normalized, dropped, read by the product.
     scores = core.heads * workload.seq_len
     moved = op.Pointwise("core", "tokens", 8 * scores, 8 * scores, "tensor", kernels=4)
     # The softmax, a dropout mask and its result: 5 bytes for each score (arXiv 2205.05198).
     softmax = op.KeptTensor("core", "tokens", 5 * scores, "tensor", bytes=1)
     return Layer((core, moved), (result, softmax, operand))
+
+
+def _unfused(core: op.AttentionCore, workload: TrainingWorkload) -> Layer:
+    """Price what fused attention would not move and keep, where no fused kernel takes fewer key than query heads.
+
+    Softmax's results are kept, and a copy of keys and values for each query head. With sinks, caps or divided sequences, attention copies
+    keys and values for a fused kernel and keeps none of it, or computes scores again (``phalanx.model.layers.attention.attend``).
+    """
+    model = workload.model
+    keys = 1 if model.mla and model.mla.absorbed else model.kv_heads
+    if keys == core.heads or core.capped or model.sinks or model.context_tiles:
+        return Layer()
+    scores = round(core.heads * core.keys(workload.seq_len))
+    copies = (core.heads - keys) * core.widths
+    return Layer(
+        (op.Pointwise("core", "undivided", 8 * scores, 8 * scores, "tensor", kernels=4),),
+        (op.KeptTensor("core", "undivided", scores + copies, "tensor"),),
+    )
 
 
 def _capping(core: op.AttentionCore, workload: TrainingWorkload) -> tuple[op.Pointwise, ...]:

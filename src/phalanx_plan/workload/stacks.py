@@ -146,6 +146,8 @@ class AttentionPath:
     """Kernels of attention, and the exchange of keys and values on the context axis."""
 
     flash: bool = True
+    keeps_scores: bool = False
+    """True if no fused kernel takes fewer key than query heads, as PyTorch's for fp32 on GPUs: softmax's results are then kept."""
     narrow: bool = False
     """True if attention multiplies in fp8 where other products are narrow."""
     rotary: bool = True

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.hardware.catalog import cluster
 from phalanx.run.layout import Layout
+from phalanx.run.spec import ModelSpec, PrecisionSpec, RunSpec, TrainSpec
+from phalanx_plan.search.query import job_of
 from phalanx_plan.step_cost.estimate import estimate, estimates, prepare
 from phalanx_plan.step_cost.memory import lasting_bytes, passing_bytes, total
 from plan.jobs import LAYOUTS, job, one, planned, small_gpt
@@ -130,6 +134,35 @@ def test_offloaded_state_is_not_on_the_accelerator() -> None:
     assert away["moments"] == away["master weights"] == 0
     assert away["activations"] < here["activations"]
     assert away["gradients"] == here["gradients"]
+
+
+def kept_in_fp32(kv_heads: int, context: int, **model: Any) -> float:
+    """Bytes of activations on a GPU of a model of eight heads, two of whose sequences of 1,024 tokens are a micro-batch."""
+    shape = ModelSpec(layers=3, dim=512, heads=8, kv_heads=kv_heads, ffn_dim=1024, vocab_size=512, **model)
+    spec = RunSpec(
+        model=shape,
+        train=TrainSpec(batch_size=2, slots=1, seq_len=1024),
+        precision=PrecisionSpec(compute="fp32"),
+    )
+    mine = job_of(spec, cluster(f"h100:{context}"))
+    layout = planned(Layout(context=context), zero=2, micro_batch=2, precision="fp32")
+    return estimate(mine, layout).memory["activations"]
+
+
+def test_fp32_on_a_gpu_keeps_scores_and_a_key_and_value_for_each_query_head_where_key_heads_are_fewer() -> (
+    None
+):
+    layers, tokens, width, fp32 = 3, 2 * 1024, 64, 4
+    scores, key_columns = 8 * 1024, 2 * width
+    beside = scores + (8 - 4) * 2 * width  # no fused kernel of PyTorch takes fewer key heads in fp32
+    fewer = 4 * key_columns
+    difference = kept_in_fp32(4, 1) - kept_in_fp32(8, 1)
+    assert difference == pytest.approx(layers * tokens * (beside - fewer) * fp32)
+
+
+@pytest.mark.parametrize("fused", [{"context": 2}, {"context": 1, "sinks": True}])
+def test_fp32_keeps_no_scores_where_attention_calls_fused_kernels_itself(fused: dict[str, Any]) -> None:
+    assert kept_in_fp32(4, **fused) < kept_in_fp32(8, **fused)
 
 
 def test_arrays_of_layouts_give_what_single_layouts_give() -> None:

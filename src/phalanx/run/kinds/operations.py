@@ -17,8 +17,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Rows = Literal["tokens", "local", "gathered", "routed"]
-"""``gathered`` is kept as ``tokens`` by stacks that keep the gathered inputs of products, and as ``local`` by others."""
+Rows = Literal["tokens", "local", "gathered", "routed", "undivided"]
+"""``gathered`` is kept as ``tokens`` by stacks that keep the gathered inputs of products, and as ``local`` by others. ``undivided`` are
+``tokens`` where no context ranks share a sequence, and else none."""
 Axis = Literal["none", "tensor", "key_heads", "expert_tensor"]
 """``key_heads`` are the tensor ranks, but at most as many as there are key and value heads: more hold copies."""
 
