@@ -237,7 +237,8 @@ def _nested(hint: Any) -> Any | None:
 
 
 def _parameters(section: Any, heading: str = "") -> Iterator[Callable[[Callable[..., None]], object]]:
-    """Yield the decorators of click for all fields of a section, and of sections nested in it.
+    """Yield the click decorators for all fields of a section, in order, and of sections nested in it: arguments for
+    fields with ``Argument``, else options.
 
     ``heading`` begins before the first option.
     """

@@ -145,7 +145,9 @@ def _fleet(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def _custom_model(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the settings that a user's own model does not support: Phalanx has its blocks, but not their division."""
+    """Yield the settings that a user's own model does not support: a malformed factory name, division over tensor,
+    context or expert ranks, layers of this project, document masks, 8-bit products.
+    """
     model, parallel = spec.model, spec.parallel
     if not is_factory_name(model.factory):
         yield Problem("model.factory", f"{model.factory!r} names no factory", 'write "package.module:name"')

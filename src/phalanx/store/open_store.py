@@ -83,7 +83,9 @@ class LocalFolder:
             os.rename(temporary, path)
 
     def create(self, key: str, data: bytes) -> None:
-        """As ``Store.create``, by a hard link. Also raises UnconditionalStoreError if the file system has no links."""
+        """As ``Store.create``, by a hard link; a file that has these bytes already is no error. Raises
+        UnconditionalStoreError if the file system has no links, and ValueError for more than ``MOST_CREATED_BYTES``.
+        """
         if len(data) > MOST_CREATED_BYTES:
             raise ValueError(f"{self._where(key)}: {len(data):,} bytes are too many to create at once")
         with self._written(key, [data], "create") as (temporary, path):
@@ -305,7 +307,9 @@ def is_remote(place: str) -> bool:
 
 
 def check_url(url: str) -> str:
-    """Return the URL or path without slashes at its end. Raises BadUrlError if it names no store; touches neither disk nor network."""
+    """Return the URL or path without slashes at its end. Raises BadUrlError if it is empty, of another scheme,
+    without a bucket, or has a user, query or fragment. Touches neither disk nor network.
+    """
     if not is_url(url):
         if not url:
             raise BadUrlError("an empty path names no store; give a folder or a URL", url, "open")

@@ -278,7 +278,7 @@ def join_catalogs(catalogs: Sequence[Catalog], packed_table: bytes | None = None
 
 
 def encode_catalog(catalog: Catalog) -> bytes:
-    """Encode the catalog; the bytes end with their checksum."""
+    """Return the catalog as a line of JSON, the packed table, the blocks' checksums, and a checksum of all before."""
     head = {
         "version": CATALOG_VERSION,
         "image_fields": ["rank", "file", "bytes", "block_bytes", "blocks"],

@@ -334,7 +334,9 @@ def _batches(parts: Iterator[_Part]) -> Iterator[list[_Part]]:
 def _write_sections(
     descriptor: int, sections: tuple[Section, ...], source: _Source, progress: Progress
 ) -> tuple[tuple[tuple[int, ...], ...], RoundingMeter]:
-    """Write all tensors, with their scales behind them; return the checksums of chunks by section, and the meter."""
+    """Read all weights in batches and write them rounded, each tensor's scales behind it; report progress in fp32
+    bytes. Return the checksums of chunks by section, and the meter.
+    """
     meter, packed_bytes = RoundingMeter(), 0
     total = sum(box.nbytes for box in source.boxes.values())
     writer = _Writer(descriptor, sections)

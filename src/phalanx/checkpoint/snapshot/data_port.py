@@ -432,7 +432,7 @@ def _connect(address: str, tls: ssl.SSLContext | None, timeout_s: float) -> Fram
 
 
 def _failure(answer: Answer, peer: str) -> Exception:
-    """Return the error that a negative answer means."""
+    """Return the error that a negative answer of ``peer`` means; HolderLostError for an answer that does not fit."""
     match answer:
         case Missing(text):
             return NoSuchStepError(f"{peer}: {text}")

@@ -325,7 +325,9 @@ class Segment:
         return self._memory
 
     def _populate(self, nbytes: int) -> None:
-        """Map the first ``nbytes`` now, writable; raises StorageFullError without memory."""
+        """Make the system back the first ``nbytes`` with memory now, writable, without changing them; raises
+        StorageFullError without memory.
+        """
         memory = self._mapped()
         try:
             memory.base.obj.madvise(_MADV_POPULATE_WRITE, 0, nbytes)  # type: ignore[union-attr]

@@ -76,7 +76,9 @@ def read_portion(plan: PreparationPlan, number: int) -> Iterator[tuple[int, Docu
 
 
 def _documents(plan: PreparationPlan, piece: Piece) -> Iterator[Document | BadDocument]:
-    """Yield a piece's documents, from a local copy of its bytes if the file is remote. Raises ``PreparationError``."""
+    """Yield a piece's documents, from a temporary local copy of its bytes if the file is remote. A bad line's number
+    is that in the full file. Raises ``PreparationError``.
+    """
     file, form = plan.files[piece.file], plan.formats[piece.file]
     options = read_options(plan.recipe, file.source)
     with scratch_folder("phalanx-portion-") as scratch:

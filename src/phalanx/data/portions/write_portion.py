@@ -369,8 +369,8 @@ def trace(
 def _in_portion(
     place: Workplace, index: DatasetIndex, name: str, start: int, stop: int
 ) -> list[TracedDocument]:
-    """Return the documents of tokens ``start`` to ``stop`` of the portion that wrote the shard ``name``; raises
-    ``PreparationError``.
+    """Return the documents of tokens ``start`` to ``stop`` of the portion that wrote the shard ``name``; in packed
+    records those of the record with ``start``. Raises ``PreparationError`` if no portion wrote it.
     """
     plan, number = place.plan, name.rpartition("-")[2]
     if not number.isdecimal() or int(number) >= len(plan.portions):

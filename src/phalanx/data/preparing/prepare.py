@@ -178,7 +178,7 @@ class _Source:
         return (document.text for split, document in self.read("train tokenizer") if split == TRAIN)
 
     def _numbered(self, stage: str) -> Iterator[tuple[int, Document]]:
-        """Yield (number, document) of the documents with text, and report progress.
+        """Yield (number, document) of the documents with text, and report progress with the number so far.
 
         At the end, notes their count and checksum; raises ``CorpusError`` if another pass had other content.
         """

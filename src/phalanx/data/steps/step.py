@@ -189,7 +189,9 @@ class GopherQuality:
     """Minimum number of different words among eight common English words; 0 for other languages."""
 
     def __call__(self, document: Document) -> Document | Dropped:
-        """Drop a document that violates a quality rule of Gopher (arXiv:2112.11446, table A1); the reason names the rule."""
+        """Return the document, or ``Dropped`` for the first quality rule of Gopher that it violates
+        (arXiv:2112.11446, table A1); the reason names the rule.
+        """
         text_words = words_of(document.text)
         words, count = text_words.units, text_words.count
         if not self.min_words <= count <= self.max_words:

@@ -234,7 +234,7 @@ def loss_bit(dtype: str) -> int:
 
 
 def read_index(directory: Path) -> DatasetIndex:
-    """Read ``directory/index.json`` and check that it is complete and of this version. Raises ``DatasetError``."""
+    """Return the index in ``directory/index.json``. Raises ``DatasetError`` if it is missing or cannot be read, and as ``parse_index``."""
     path = directory / INDEX_FILE
     try:
         with open_regular(path, follow=True) as file:
@@ -258,9 +258,8 @@ def read_index(directory: Path) -> DatasetIndex:
 
 
 def parse_index(text: str, path: Path) -> DatasetIndex:
-    """Parse the index in the JSON ``text``, and check its version, fields and fingerprint; ``path`` is for messages.
-
-    Raises ``DatasetError``.
+    """Return the index in the JSON ``text``; ``path`` is for messages. Raises ``DatasetError`` if it is damaged, of
+    an unknown version, or has another fingerprint than its content.
     """
     problems: list[Problem] = []
     shards: dict[str, tuple[ShardFile, ...]] = {}

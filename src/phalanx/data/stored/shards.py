@@ -225,7 +225,9 @@ class _MappedShard:
     checked: shard_writer.CheckedBlocks
 
     def announce(self, offsets: NDArray[np.int64], count: int) -> None:
-        """Make the system start reading ``count`` tokens from each of ``offsets``. Returns at once."""
+        """Make the system start reading ``count`` tokens from each of ``offsets``, in complete blocks where they are
+        not verified yet. Returns at once.
+        """
         starts, length_bytes = offsets * self.tokens.itemsize, count * self.tokens.itemsize
         stops = np.minimum(starts + length_bytes, len(self.mapping))
         unseen = self.checked.unseen(starts, length_bytes)

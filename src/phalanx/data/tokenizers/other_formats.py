@@ -181,7 +181,8 @@ def _model(content: bytes) -> SentencePieceModel:
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield number and value of each field of a message (https://protobuf.dev/programming-guides/encoding/).
+    """Yield number and value of each field of a message (https://protobuf.dev/programming-guides/encoding/): integers
+    of varints, bytes of all others.
 
     Raises ``ValueError`` for a damaged one.
     """
@@ -336,7 +337,8 @@ def splitting_of(ranks: Mapping[bytes, int], config: Mapping[str, object]) -> Sp
 
 
 def ranks_to_tokenizer_json(ranks: Mapping[bytes, int], splitting: Splitting) -> str:
-    """Return the text of a ``tokenizer.json`` that encodes like tiktoken with these ranks.
+    """Return the text of a ``tokenizer.json`` that encodes like tiktoken with these ranks: a byte-level BPE with all
+    merges that the ranks allow.
 
     Raises ``TokenizerError`` if a special token has another's id.
     """

@@ -45,7 +45,9 @@ class HostKernels(Kernels):
     """
 
     def __init__(self, *, mkl_roots: bool) -> None:
-        """Compile and load the kernels, with MKL's square roots or without; raises ``NoHostKernelsError``."""
+        """Compile the kernels, unless they are cached, and load them. With ``mkl_roots``, square roots are those of
+        PyTorch's MKL. Raises ``NoHostKernelsError``, also if PyTorch has none.
+        """
         self._roots: ctypes.c_void_p | None = None
         self._set_mkl_threads: Callable[[int], int] | None = None
         try:
@@ -191,7 +193,7 @@ class BinKernel:
     """Additions to words of 32 or 64 bits. Raises ``NoHostKernelsError`` if they cannot be compiled or loaded."""
 
     def __init__(self) -> None:
-        """Compile and load the kernel; raises ``NoHostKernelsError``."""
+        """Compile the kernel, unless it is cached, and load it; raises ``NoHostKernelsError``."""
         try:
             library = ctypes.CDLL(str(compiled(_SOURCE)))
             self._adding = {torch.int32: library.add_to_int32, torch.int64: library.add_to_int64}

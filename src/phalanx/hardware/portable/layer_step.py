@@ -127,9 +127,10 @@ class LayerKernel:
     """The layers of a model or of a part of one, and memory for the rows of a step."""
 
     def __init__(self, layers: Sequence[LayerWeights], rows: int) -> None:
-        """Prepare to use the weights of ``layers`` where they are, with a workspace for steps of at most ``rows`` rows.
+        """Prepare to use the matrices of ``layers`` where they are, and fp32 copies of gains and biases, with a
+        workspace for steps of at most ``rows`` rows.
 
-        Raises ``NoHostKernelsError`` or ``OSError``.
+        All layers have the shapes and dtype of the first. Raises ``NoHostKernelsError`` or ``OSError``.
         """
         self._call = load().layer_step
         some = layers[0]

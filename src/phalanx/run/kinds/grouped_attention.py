@@ -19,7 +19,7 @@ OWN_FIELDS: tuple[str, ...] = (
 
 def problems(model: ModelSpec) -> Iterator[Problem]:
     """Yield the problems of heads that do not divide or cannot be rotated in pairs; of two kinds of biases; of a
-    window without such layers or the reverse; of norms and temperatures without use.
+    window or its theta without such layers or the reverse; of norms and temperatures without use.
     """
     if model.head_dim == 0 and model.dim % model.heads:
         yield Problem(

@@ -291,7 +291,9 @@ class ModuleWitness:
         """
 
         def see(module: nn.Module, _args: object, output: object) -> None:
-            """Record each tensor of ``output``; later calls of a module in a micro-batch are numbered."""
+            """Record each tensor of ``output``, and its gradient when that comes; later calls of a module in a
+            micro-batch are numbered. Nothing is recorded outside of ``calling`` or in a backward pass.
+            """
             now = self._now
             if now is None or self._backward:  # in a backward pass, layers are only computed again
                 return

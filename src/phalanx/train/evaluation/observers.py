@@ -224,8 +224,8 @@ class Evaluator(Observer):
             )
 
     def _task(self, step: int, encoded: EncodedTask) -> dict[str, float]:
-        """Score a task, or generate and compare its answers, emit its event, and return its figures by name. Raises
-        ``EvaluationStoppedError``.
+        """Score a task, or continue its prompts and compare the answers, emit its event with the time, and return its
+        figures by name. Raises ``EvaluationStoppedError``.
         """
         training, inputs, built = self._training, self._training.inputs, self._training.built
         begin_s, report = time.perf_counter(), self._progress(step)

@@ -97,10 +97,10 @@ class Trainer:
         """Measured memory by kind, on the rank that holds most of it; empty until it is measured."""
 
     def run(self) -> RunResult | None:
-        """Train as ``train`` does; ``None`` on a request to stop.
+        """Train as ``train`` does; ``None`` on a request to stop, after which the run is saved.
 
         If samples fail to come or the wait for them is ended, save the steps of this start first (with several ranks,
-        only in the latter case).
+        only in the latter case). Errors of a step are raised.
         """
         training, progress = self._training, self._progress
         report_start(training)
@@ -430,7 +430,9 @@ class Trainer:
         return result
 
     def _result(self, scores: Scores, weights: str) -> RunResult:
-        """Return the run's result: the step's figures, evaluations, speed of this attempt, memory and hash of the weights."""
+        """Return the run's result: the step's figures, evaluations, speed of this attempt, memory, layout, hash of
+        the weights, and the early stop if it came before the last step.
+        """
         training, progress, layout = self._training, self._progress, self._training.mesh.layout
         evaluation = scores.held_out
         tokens_per_s = self._typical_speed()

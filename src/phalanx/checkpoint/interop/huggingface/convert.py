@@ -318,7 +318,7 @@ def _nbytes(tensor: Published, dtype: Dtype) -> int:
 
 
 def _header(tensors: Sequence[Published], dtype: Dtype) -> bytes:
-    """Return the safetensors header of the tensors, padded to 8 bytes."""
+    """Return the safetensors header of the tensors, sorted by name, with its length before it, padded to 8 bytes."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor, *_ in _by_name(tensors):

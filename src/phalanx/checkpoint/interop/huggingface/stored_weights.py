@@ -343,7 +343,9 @@ def _copies(spec: ModelSpec) -> dict[str, str]:
 
 
 def _dtype_problems(name: str, weights: Weights) -> list[str]:
-    """Return why a stored tensor's dtype or FP8 scales cannot be read; empty if they can."""
+    """Return why a stored tensor's dtype, or the shape of its FP8 scales, cannot be read; empty if they can. Missing
+    scales are not reported here.
+    """
     dtype = weights.tensors[name].get_dtype()
     read = (*SAFETENSORS_DTYPE.values(), _FP64)
     if dtype in read:

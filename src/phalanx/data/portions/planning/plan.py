@@ -287,7 +287,9 @@ def commit_plan(store: Store, plan: PreparationPlan, tokenizer: Tokenizer | None
 
 
 def _how_it_differs(store: Store, plan: PreparationPlan) -> str:
-    """Return the message that names what changed since the stored plan: files, software or recipe, and the remedy."""
+    """Return the message that names the first change since the stored plan, and the remedy: files if only they
+    differ, software if only that does, else recipe. Raises ``PreparationError`` if the stored plan is damaged.
+    """
     stored_head = read_plan(store).head  # raises an error for a damaged plan
     names = differences(stored_head, plan.head)
     remedy = "choose another --out, or remove that one"

@@ -113,7 +113,9 @@ def read_recipe(path: Path) -> PreparationRecipe:
 
 
 def recipe_of(table: Mapping[str, object], problems: list[Problem]) -> PreparationRecipe | None:
-    """Return the recipe that ``table`` describes; mistakes are added to ``problems``. ``None`` if the sections cannot be read."""
+    """Return the recipe that ``table`` describes; mistakes of fields and of their combinations are added to
+    ``problems``. ``None`` if the sections cannot be read.
+    """
     # A step's fields depend on its kind, which the reader of sections does not support.
     sections = {name: section for name, section in table.items() if name != "step"}
     recipe = read_section(PreparationRecipe, sections, problems)

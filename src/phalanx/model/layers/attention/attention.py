@@ -322,7 +322,9 @@ class Attention(nn.Module):
     """Names of the modules that ``by_tokens`` uses."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
-        """Build the attention of layer ``layer``, from 0, of a resolved ``spec``."""
+        """Build the attention of layer ``layer``, from 0, of a resolved ``spec``: its window, rotation, biases, norms
+        of heads or of all heads, and uninitialized sinks follow from ``spec``.
+        """
         super().__init__()
         self.head_dim = spec.head_dim
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
