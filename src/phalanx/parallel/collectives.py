@@ -103,8 +103,8 @@ class _RankStep:
         return sum(part.kind == "router" for part in self._parts(stage))
 
     def _tensor(self, stage: int) -> Calls:
-        """Count the collectives of the tensor axis, and of copied key heads, for one micro-batch of ``stage``,
-        forward and backward. None if the axis has one rank.
+        """Return the number of collectives of the tensor axis by kind, and of copied key heads, for one micro-batch
+        of ``stage``, forward and backward. Empty if the axis has one rank.
         """
         calls: Calls = Counter()
         if self.layout.tensor == 1:
@@ -233,7 +233,9 @@ class _RankStep:
         return {unit: axes[experts] for unit, experts in stacked.items() if ranks[experts] > 1}
 
     def _reduction(self, rounds: int) -> Calls:
-        """Count the gradient reductions over shards and replicas in one step of ``rounds`` slots."""
+        """Return the number of gradient reductions over shards and replicas, by axis and kind, in one step of
+        ``rounds`` slots: once for each slot, or once with ZeRO-1 or other sums.
+        """
         calls: Calls = Counter()
         reduction, sharding = self.spec.train.reduction, self.spec.parallel.sharding
         # ZeRO-1 adds a rank's slots before it exchanges them.

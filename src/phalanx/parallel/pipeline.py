@@ -430,7 +430,9 @@ class _Passage:
         return self.losses
 
     def _perform(self, action: Action) -> None:
-        """Execute one action: a forward pass, a backward pass, or postponed weight gradients, within the accumulation's context."""
+        """Execute one action: a forward pass, a backward pass (in full, or of inputs only), or postponed weight
+        gradients, the latter two within the accumulation's context.
+        """
         kind, stage, micro_batch = action
         part = self.pipeline.part_of[stage]
         postponed = self.pipeline.postponed[part]

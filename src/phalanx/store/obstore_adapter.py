@@ -410,7 +410,9 @@ def _retry_config(retry: RetryPolicy) -> "RetryConfig":
 def _client(
     url: str, credentials: str, client: "ClientConfig", retry: "RetryConfig"
 ) -> S3Store | GCSStore | AzureStore:
-    """Return the client of a bucket by the URL's scheme; no request is sent. Raises BadUrlError if settings are missing or wrong."""
+    """Return the client of a bucket: gs, az, or else S3, with the profile's credentials if that is their source. No
+    request is sent. Raises BadUrlError if settings are missing or wrong.
+    """
     parts = urlsplit(url)
     prefix = parts.path.strip("/") or None
     try:

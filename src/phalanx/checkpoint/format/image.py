@@ -290,7 +290,7 @@ class BoxTable:
 
 
 def _merged_along(dim: int, tensor: Column, begin: Column, end: Column) -> tuple[Column, Column, Column]:
-    """Unite rows that agree in all dimensions except ``dim`` and touch or overlap in it. Return fewer rows, sorted by lines."""
+    """Return the rows, sorted by lines, after uniting those that agree in all dimensions except ``dim`` and touch or overlap in it."""
     if not len(tensor):
         return tensor, begin, end
     others = [other for other in range(begin.shape[1]) if other != dim]
@@ -384,7 +384,7 @@ def encode_table(table: BoxTable) -> bytes:
 
 
 def decode_table(data: bytes) -> BoxTable:
-    """Inverse of ``encode_table``. Raises ValueError if the bytes are not a table."""
+    """Inverse of ``encode_table``, in int64. Raises ValueError if the bytes are not a table."""
     try:
         rows, dims, tensor_bytes, packed_bytes = _SIZES.unpack_from(data)
         middle = _SIZES.size + tensor_bytes

@@ -137,7 +137,7 @@ class Index:
 
 
 def encode_index(index: Index) -> bytes:
-    """Encode the index as JSON: its content, and the checksum of the content's text."""
+    """Return the index as sealed JSON: its content, and the checksum of the content's text."""
     content = {
         "version": FORMAT_VERSION,
         "step": index.step,

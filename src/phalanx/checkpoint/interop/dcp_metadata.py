@@ -226,7 +226,8 @@ def _pieces(
 ) -> Iterator[SavedPiece]:
     """Yield a tensor's pieces that have elements.
 
-    Raises DcpError if they are outside the tensor, in no file, or do not cover it.
+    Raises DcpError if one is outside the tensor, in no file or has too few bytes, or at the end if they do not have
+    all elements.
     """
     covered = 0
     for listed in _expected(list, entry.field("chunks")):

@@ -181,7 +181,7 @@ def _outside(name: str) -> SectionKind:
 
 
 def _placed(members: Iterable[tuple[str, Extent]], kind: SectionKind, form: PackFormat) -> Layout:
-    """Return where each tensor and its scales are in a section, aligned."""
+    """Return where each tensor is in a section, in order and aligned, with its scales behind it if it is narrow."""
     tensors: list[PackedTensor] = []
     end = 0
     for name, shape in members:

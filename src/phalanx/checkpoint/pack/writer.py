@@ -236,7 +236,7 @@ class _Source:
     """Weights of a committed step, hashed as they are read; each tensor must be read from its start to its end."""
 
     def __init__(self, tier: ReadableTier, step: int) -> None:
-        """List the step's weights. Raises PackError if there are none, or one is not fp32."""
+        """List the step's weights; no data are read. Raises PackError if there are none, or one is not fp32."""
         self._tier, self.step = tier, step
         self._stored: dict[str, list[StoredBox]] = defaultdict(list)
         self.boxes: dict[str, Box] = {}

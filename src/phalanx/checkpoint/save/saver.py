@@ -208,7 +208,9 @@ class AsyncSaver:
         self._jobs.task_done()
 
     def _finish(self, job: _Job) -> SaveOutcome:
-        """Write, collect and, on rank 0, commit a save and delete expired steps. Return its outcome; errors are logged."""
+        """Write this rank's image and, on rank 0, also after its failure, commit the save and delete expired steps.
+        Return the outcome, with the bytes of all ranks if committed; errors are logged.
+        """
         begin = time.perf_counter()
         nbytes = job.staged.image.layout.nbytes
         # In the background: every rank writes its share; rank 0 then waits for the others', commits, and deletes old steps.
@@ -265,7 +267,7 @@ class AsyncSaver:
         return error
 
     def _commit(self, job: _Job) -> int | CheckpointError:
-        """Commit the step; return the bytes of all ranks, or the error."""
+        """Commit the step, after waiting for all ranks; return the bytes of all ranks, or the error, of any kind, as CheckpointError."""
         try:
             return self._tier.commit(
                 job.draft,
@@ -303,7 +305,7 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
 
 
 def _own_boxes(shards: Sequence[Shard], default: Copies) -> list[tuple[int, Box]]:
-    """Return the boxes that this rank writes, each with the index of its source shard."""
+    """Return the boxes that this rank writes, its share among the ranks with the same copies, each with the index of its source shard."""
     by_copies: dict[Copies, list[int]] = {}
     for index, shard in enumerate(shards):
         copies = default if shard.copies == Copies() else shard.copies

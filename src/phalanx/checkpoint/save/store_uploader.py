@@ -207,8 +207,8 @@ class StoreUploader:
     # --- the thread ----------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Copy steps to the store in a loop: when the disk has changed, on request, and again after failures, which are
-        reported.
+        """Copy steps to the store in a loop until cancelled: when the disk or the rank's share has changed, on
+        request, and again after failures, which are reported.
         """
         last_look: object = None
         retry_s = math.inf
@@ -366,7 +366,7 @@ class StoreUploader:
             self._swept = True
 
     def _retain(self, tier: ObjectTier) -> None:
-        """Delete expired steps from the store; a failure is reported once."""
+        """Delete expired steps from the store; an equal failure is reported only once in a row."""
         try:
             for step in self._retention.expired(tier.steps()):
                 with suppress(NoSuchStepError):  # another has deleted it

@@ -243,7 +243,9 @@ class SnapshotServer:
             self._room.release()
 
     def _answer(self, wire: FramedConnection, request: Request) -> None:
-        """Answer one request; a CheckpointError becomes the answer "missing" or "refused", which is logged."""
+        """Answer one request: describe, send or receive a snapshot. A step that is not there becomes the answer
+        "missing"; another CheckpointError "refused", which is logged.
+        """
         try:
             match request:
                 case Describe():

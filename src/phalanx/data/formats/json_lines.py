@@ -171,7 +171,9 @@ def _object_or_reason(line: bytes, field: str) -> dict[str, object] | _Bad:
 
 
 def _text_or_reason(line: bytes, field: str) -> str | _Bad:
-    """Return the text in the line's ``field``; otherwise the reason, as ``_Bad``."""
+    """Return the text in the line's ``field``; if it is not valid JSON, no text, or has half of a surrogate pair, the
+    reason, as ``_Bad``.
+    """
     row = _object_or_reason(line, field)
     if isinstance(row, _Bad):
         return row

@@ -38,7 +38,7 @@ def require_packages() -> None:
 
 
 def parquet_spans(path: Path, span_bytes: int) -> list[Span]:
-    """Return spans of complete row groups, each of ``span_bytes`` or slightly more as stored. Raises ``DamagedError``."""
+    """Return spans of complete row groups, each of at least ``span_bytes`` as stored, except perhaps the last. Raises ``DamagedError``."""
     import pyarrow.parquet as pq
 
     spans: list[Span] = []
@@ -174,7 +174,9 @@ def _read_batches(
     options: ReadOptions,
     on_bytes: OnBytes | None,
 ) -> Iterator[Document | BadDocument]:
-    """Yield a document, or several pieces, for each row, and a ``BadDocument`` for a value that is null or invalid."""
+    """Yield a document, or several pieces, for each row, and a ``BadDocument`` for a value that is null or invalid.
+    Rows are numbered from ``span.first``; ``on_bytes`` gets the estimated bytes so far.
+    """
     row = span.first
     for batch in batches:
         for slice_start in range(0, batch.num_rows, 1024):
@@ -254,7 +256,7 @@ def _value(column: pyarrow.Array, row: int) -> str | UnicodeDecodeError | None:
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:
-    """Return True for a column of strings or bytes, also of a dictionary."""
+    """Return True for a column of strings or bytes, or of a dictionary of these."""
     from pyarrow import types
 
     if types.is_dictionary(kind):

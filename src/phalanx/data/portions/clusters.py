@@ -236,7 +236,9 @@ class SparkCluster:
     """Runs tasks on the executors of a Spark ``master``: ``spark://HOST:7077``, ``yarn``, ``local[8]``. Raises ``PreparationError``."""
 
     def __init__(self, master: str) -> None:
-        """Start a Spark context at ``master``; raises ``PreparationError`` if the package is missing or it cannot start."""
+        """Start a Spark context at ``master``, without its messages; a local one uses this Python. Raises
+        ``PreparationError`` if the package is missing or it cannot start.
+        """
         try:
             pyspark = importlib.import_module("pyspark")
         except ImportError as error:

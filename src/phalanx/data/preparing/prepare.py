@@ -286,7 +286,8 @@ def _commit(partial: Path, out: Path, index: DatasetIndex, held_out_in_training:
 
 
 def _find(out: Path, recipe: Recipe) -> PreparedDataset | None:
-    """Return the dataset in ``out`` if it has this recipe, None if there is nothing.
+    """Return the dataset in ``out`` if it has this recipe, None if there is nothing or an empty folder. Shards are
+    opened to check them.
 
     Raises ``DatasetExistsError`` if there is something else, or if the dataset is damaged.
     """

@@ -253,7 +253,7 @@ class SplitWriter(Generic[_D]):
             self._encode_batch()
 
     def close(self) -> Split:
-        """Encode and write the remaining documents, close the shards, and return the split's counts."""
+        """Encode and write the remaining documents, close the shards, and return the split: shards, counts and hash."""
         self._encode_batch()
         if self._packer is not None:
             self._append(self._packer.flush())

@@ -130,7 +130,7 @@ class DatasetIndex:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, over the token streams and the tokenizer."""
+        """Return the SHA-256 (hex) over the token streams and the tokenizer; of packed records also their length."""
         # A run cuts a version 1 stream into sequences; a packed dataset has its own records.
         parts = (
             str(self.version),

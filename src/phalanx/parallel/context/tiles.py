@@ -73,7 +73,9 @@ class Tile:
         rule: MaskRule,
         score: Score,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tile's shares in the gradients of its queries, keys and values."""
+        """Return the tile's shares in the gradients of its queries, keys and values, of the tile's rows and columns
+        only. See ``attend_backward``.
+        """
         causal, bias = self._mask(rule, saved.query)
         return attend_backward(
             grad_out[:, :, self.rows],

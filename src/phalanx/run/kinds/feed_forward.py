@@ -158,7 +158,9 @@ def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
 
 
 def mixture_parts(model: ModelSpec, moe: MoeSpec) -> Iterator[op.Parameter]:
-    """Yield the shared expert's gate, the router, stacks of the experts' matrices and biases, and the shared expert's parts."""
+    """Yield, each if the model has it: the shared expert's gate, the router and its bias, stacks of the experts'
+    matrices and biases, and the shared expert's parts.
+    """
     if moe.shared_gate:
         yield op.Parameter("shared_gate", (1, model.dim), "gate", products=1)
     yield op.Parameter("router.weight", (moe.experts, model.dim), "router", products=1)

@@ -97,7 +97,7 @@ class Trainer:
         """Measured memory by kind, on the rank that holds most of it; empty until it is measured."""
 
     def run(self) -> RunResult | None:
-        """Train as ``train`` does; ``None`` on a request to stop, after which the run is saved.
+        """Train as ``train`` does; ``None`` on a request to stop, after the saves and copies under way.
 
         If samples fail to come or the wait for them is ended, save the steps of this start first (with several ranks,
         only in the latter case). Errors of a step are raised.
@@ -311,7 +311,8 @@ class Trainer:
         return report
 
     def _fork(self, report: StepReport) -> StepReport | None:
-        """Save the state before the spike, train the children, and continue as the best of them, saved and logged.
+        """Save the state before the spike, train the children, and continue as the best of them, saved and logged;
+        then the children's checkpoints are removed.
 
         Return the report of its last step; ``None`` on a request to stop.
         """

@@ -97,7 +97,7 @@ class PreparationRecipe:
 
 
 def read_recipe(path: Path) -> PreparationRecipe:
-    """Return the recipe in the TOML file at ``path``. Raises ``RunFileError`` with all mistakes."""
+    """Return the recipe in the TOML file at ``path``. Raises ``RunFileError`` with all mistakes, also if it cannot be read."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
