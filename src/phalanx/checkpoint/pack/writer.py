@@ -479,7 +479,7 @@ def _explained(error: OSError, out: Path, needed: int) -> Exception:
 
 
 def _write_all(descriptor: int, data: bytes | bytearray, start: int) -> None:
-    """Write all of ``data`` at ``start``."""
+    """Write all of ``data`` at byte ``start`` of the file, whose own position does not move. Raises ``OSError``."""
     # Released before the buffer is cleared: an exported view would forbid it.
     with memoryview(data) as view:
         written = 0

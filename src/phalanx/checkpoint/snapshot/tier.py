@@ -211,7 +211,7 @@ _Source = _OwnMemory | _Peer
 
 
 def _decoded(record: bytes, key: SnapshotKey, location: str) -> Snapshot:
-    """Decode a record; raises CorruptError if it is damaged or of another snapshot."""
+    """Return the snapshot in a record; raises CorruptError if it is damaged or of another snapshot than ``key``."""
     snapshot = decode_record(record, location)
     if snapshot.key != key:
         raise CorruptError(f"{location}: gave {snapshot.key} for {key}; restore from another holder")

@@ -335,7 +335,9 @@ class DiskTier:
             sync(self.root)
 
     def sweep(self, attempt: int) -> list[str]:
-        """Remove drafts of attempts other than ``attempt``, and leftovers of deletions; return the drafts' names."""
+        """Remove drafts of attempts other than ``attempt``, and leftovers of deletions; return the drafts' names,
+        sorted. Raises ``StorageError`` if the folder cannot be listed.
+        """
         with storage_errors(self.root):
             names = sorted(os.listdir(self.root))
         partial = ((name, _PARTIAL.fullmatch(name)) for name in names)

@@ -31,7 +31,10 @@ class StoreStanding:
 
 
 def store_standing(spec: RunSpec, directory: RunDirectory) -> StoreStanding | None:
-    """Return the state of a resolved run's copies; ``None`` if it has no store. Raises ``OSError`` if its disk cannot be read."""
+    """Return the state of a resolved run's copies, from its events and its disk: the newest copied step, the steps
+    still to copy, and the newest failure since. ``None`` if it has no store. Raises ``OSError`` if its disk cannot be
+    read.
+    """
     checkpoint = spec.checkpoint
     url = checkpoint.store
     if not url:

@@ -59,8 +59,8 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
         levels: TwoLevels | None = None,
         wire: torch.dtype = torch.float32,
     ) -> None:
-        """``levels`` exchanges in two steps, inside and across machines; ``None`` in one. ``wire`` is the dtype in
-        which single slots are sent.
+        """Exchange the nodes of ``reducer``: in two steps, inside and across machines, by ``levels``; in one if
+        ``None``. ``wire`` is the dtype in which single slots are sent, and ``clock`` counts the time.
         """
         self.reducer, self.clock, self._levels, self._wire = reducer, clock, levels, wire
 
