@@ -26,6 +26,7 @@ from phalanx.cli.errors import (
 from phalanx.cli.run_places import weights_place
 from phalanx.command import Argument, AsJson, Option, command_options
 from phalanx.command_help import Command
+from phalanx.run.directory.files import RepeatedKeyError, unique_keys
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
 if TYPE_CHECKING:
@@ -244,11 +245,11 @@ def given_texts(content: bytes, name: str) -> list[str | list[int]]:
     if not text.strip():
         raise click.ClickException(f"{name} is empty: give a text, or a JSON object on each line")
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not name.endswith(".jsonl") and _given(lines[0][1]) is None:
+    if not name.endswith(".jsonl") and _given(name, *lines[0]) is None:
         return [text]
     texts: list[str | list[int]] = []
     for number, line in lines:
-        parsed = _given(line)
+        parsed = _given(name, number, line)
         if parsed is None:
             raise click.ClickException(
                 f'{name}, line {number}: {_damage(line)}give {{"text": "..."}} or {{"tokens": [1, 2, ...]}}'
@@ -268,10 +269,15 @@ def _damage(line: str) -> str:
     return ""
 
 
-def _given(line: str) -> str | list[int] | None:
-    """Return the text or the tokens in a line's JSON object; ``None`` if it has not just one of them, or is no JSON."""
+def _given(name: str, number: int, line: str) -> str | list[int] | None:
+    """Return the text or the tokens in a line's JSON object; ``None`` if it has not just one of them, or is no JSON.
+
+    Raises ClickException for an object with a key twice.
+    """
     try:
-        table = json.loads(line)
+        table = json.loads(line, object_pairs_hook=unique_keys)
+    except RepeatedKeyError as error:
+        raise click.ClickException(f"{name}, line {number}: {error}") from error
     except (ValueError, RecursionError):
         return None
     if not isinstance(table, dict) or ("text" in table) == ("tokens" in table):

@@ -6,12 +6,16 @@ interfaces that are not implemented are refused with the remedy, except where th
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+
+from phalanx.data.chat.messages import HALF_PAIR, strings_in
+from phalanx.run.directory.files import RepeatedKeyError, unique_keys
 
 
 class RefusedError(ValueError):
@@ -158,13 +162,30 @@ def read_body(kind: type[BodyT], body: bytes) -> BodyT:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Decode a body that is a JSON object. Raises RefusedError if it is not."""
+    """Decode a body that is a JSON object. Raises RefusedError, also for a repeated key and for half of a pair of surrogates.
+
+    ``msgspec`` refuses what is no JSON (``NaN``, ``1e999``), and Python's parser keys that stand there twice. That one reads half of a pair of
+    surrogates, so that its field can be named.
+    """
     try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        fields = json.loads(body.decode(), object_pairs_hook=unique_keys)
+    except RepeatedKeyError as error:
+        raise RefusedError(str(error)[:300], error.key[:100]) from error
+    except (ValueError, RecursionError) as error:
         raise RefusedError(f"the body is no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise RefusedError("the body must be a JSON object")
+    for name, value in fields.items():
+        if half := next(filter(None, map(HALF_PAIR.search, strings_in([name, value]))), None):
+            field = HALF_PAIR.sub("\ufffd", name)[:100]
+            raise RefusedError(
+                f"{field}: \\u{ord(half[0]):04x} is half of a pair of surrogates, which is no character; leave it out",
+                field,
+            )
+    try:
+        msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RefusedError(f"the body is no JSON: {error}") from error
     return fields
 
 

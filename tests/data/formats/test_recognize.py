@@ -54,6 +54,11 @@ def test_text_and_json_lines_are_told_apart(tmp_path: Path, name: str, content: 
     assert recognize(written(tmp_path / name, content)) == FileFormat(kind)
 
 
+def test_objects_with_a_repeated_key_are_bad_json_lines_and_no_text(tmp_path: Path) -> None:
+    path = written(tmp_path / "a", b'{"text": "a", "text": "b"}\n{"text": "c"}\n')
+    assert recognize(path) == FileFormat(Kind.JSONL)
+
+
 def test_the_content_of_a_compressed_file_decides_again(tmp_path: Path) -> None:
     for pack, compression in (
         (gzip.compress, Compression.GZIP),
@@ -223,6 +228,7 @@ def test_offsets_that_lead_out_of_a_table_are_damage_and_not_followed(tmp_path: 
         (b'{"text": null}', "its 'text' is null, not text"),
         (b'{"text": ["a"]}', "its 'text' is a list, not text"),
         (b'{"text": NaN}', "its 'text' is a number, not text"),
+        (b'{"text": "a", "text": "b"}', "key 'text' stands there twice; keep one"),
         (b'{"text": "\\ud800"}', r"holds \\ud800, half of a pair of surrogates"),
         (b'{"text": ' + b"[" * 100_000, "is not JSON"),
         (b'{"text": "' + b"a" * 2_000_000 + b'"}', "is longer than 1,000,000 bytes"),
@@ -242,7 +248,8 @@ def test_a_bad_line_is_named_and_the_others_are_read(tmp_path: Path, line: bytes
     ("line", "text"),
     [
         (b'{"text": "a", "score": NaN, "x": -Infinity}', "a"),
-        (b'{"text": "a", "text": "b"}', "b"),
+        (b'{"text": "text", "type": "text", "as": "\\"text\\":"}', "text"),
+        (b'{"text": "a", "id": 1, "id": 2}', "a"),
         (b'{"t\\u0065xt": "a"}', "a"),
         (b'\xef\xbb\xbf{"text": "a\\r\\n\\u0000"}', "a\r\n\0"),
         (b'{"text": "\\ud83d\\ude00"}', "😀"),
@@ -253,6 +260,22 @@ def test_lines_as_others_write_them_are_read(tmp_path: Path, line: bytes, text: 
     path = written(tmp_path / "a.jsonl", line + b"\n")
     (found,) = documents(path, "a", FileFormat(Kind.JSONL), Span(0, len(line) + 1))
     assert found == Document("a@0", text)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"messages": [], "messages": []}',
+        b'{"messages": [{"role": "assistant", "content": "a", "content": "b"}]}',
+        b'{"messages": [{"role": "assistant", "content": "a"}], "tools": "[{\\"content\\": 1, \\"content\\": 2}]"}',
+    ],
+)
+def test_a_conversation_with_a_repeated_key_is_bad(tmp_path: Path, line: bytes) -> None:
+    path = written(tmp_path / "a.jsonl", line + b"\n")
+    options = ReadOptions(chat=True)
+    (document,) = documents(path, "a", FileFormat(Kind.JSONL), Span(0, len(line) + 1), options)
+    assert isinstance(document, BadDocument)
+    assert re.search("key '(messages|content)' stands there twice; keep one", document.reason)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(

@@ -52,3 +52,32 @@ def test_any_bytes_are_read_or_refused(body: bytes) -> None:
 )
 def test_null_asks_for_nothing_and_is_taken(name: str) -> None:
     read_body(Completion, msgspec.json.encode({"model": "m", "prompt": "a", name: None}))
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        (b'{"model": "m", "messages": [], "seed": 1, "seed": 2}', "seed"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "a", "content": "b"}]}', "content"),
+    ],
+)
+def test_a_key_that_stands_there_twice_is_refused_by_its_name(body: bytes, key: str) -> None:
+    with pytest.raises(RefusedError, match=f"key '{key}' stands there twice") as refused:
+        read_body(Chat, body)
+    assert (refused.value.status, refused.value.param) == (400, key)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ('"prompt": "a\\ud800"', "prompt"),
+        ('"prompt": "a", "stop": ["b", "\\udfff"]', "stop"),
+        ('"messages": [{"role": "user", "content": [{"type": "text", "text": "\\ud83d"}]}]', "messages"),
+        ('"\\ud800": 1', "\ufffd"),
+    ],
+)
+def test_half_of_a_pair_of_surrogates_is_refused_by_its_field(fields: str, param: str) -> None:
+    body = f'{{"model": "m", {fields}}}'.encode()
+    with pytest.raises(RefusedError, match="half of a pair of surrogates") as refused:
+        read_body(Completion, body)
+    assert (refused.value.status, refused.value.param) == (400, param)

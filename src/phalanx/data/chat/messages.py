@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from phalanx.run.directory.files import unique_keys
+
 ASSISTANT = "assistant"
 TOOLS = "tools"
 """The field of a row that lists the tools the assistant could use."""
@@ -21,7 +23,10 @@ _SHAREGPT_ROLES = {
     "user": "user",
     ASSISTANT: ASSISTANT,
 }
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_TRAINED_IF = ("weight", "train")
+"""Fields of a message of the assistant that others' trainers learn from if it is 1 or true: OpenAI's and axolotl's."""
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+"""Half of a pair of surrogates, which is no character: JSON can write it, UTF-8 cannot."""
 
 Message = dict[str, object]
 
@@ -47,10 +52,10 @@ def conversation_text(row: Mapping[str, object], field: str) -> str:
         raise ValueError(f"has no message of the {ASSISTANT} in {field!r} to train on")
     tools = row.get(TOOLS)
     if isinstance(tools, str):  # tables store values without a fixed schema as JSON
-        tools = json.loads(tools) if tools.strip() else None
+        tools = json.loads(tools, object_pairs_hook=unique_keys) if tools.strip() else None
     content = {"messages": messages, **({TOOLS: _list(tools, TOOLS)} if tools else {})}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    if half := _HALF_PAIR.search(text):
+    if half := HALF_PAIR.search(text):
         raise ValueError(f"holds \\u{ord(half[0]):04x}, half of a pair of surrogates, which is no character")
     return text
 

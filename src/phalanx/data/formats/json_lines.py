@@ -1,34 +1,36 @@
 """Read JSON lines: one object per line, with the text in one of its fields.
 
-``msgspec`` decodes only that field. A line that it refuses is parsed again by Python's slower parser, which accepts ``NaN`` and gives a better
-reason for errors. A document is named by the uncompressed offset of its line, so a span can be read without counting the lines before it.
+``msgspec`` decodes only that field. A line that it refuses, or in which the field's name occurs twice, is parsed again by Python's slower parser,
+which accepts ``NaN``, refuses a repeated key and gives a better reason for errors. To parse every line so would read several times slower, and a
+repeated key that is not read changes no text. A conversation is always parsed so, since all of a message is rendered.
+
+A document is named by the uncompressed offset of its line, so a span can be read without counting the lines before it.
 """
 
 import io
 import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from phalanx.data.chat.messages import conversation_text
+from phalanx.data.chat.messages import HALF_PAIR, conversation_text
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions, pieces
+from phalanx.run.directory.files import RepeatedKeyError, unique_keys
 
 BOM = b"\xef\xbb\xbf"
 _MOST_FIELDS_NAMED = 12
 _COUNT_BYTES = 1 << 20
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def parse_object(line: bytes) -> object:
     """Return the JSON value on the line, with ``NaN`` and ``Infinity`` allowed.
 
-    A line that is not JSON, or is nested too deeply, raises nothing: its ``ValueError`` is returned.
+    A line that is not JSON, is nested too deeply or has a key twice in an object raises nothing: its ``ValueError`` is returned.
     """
     try:
-        return json.loads(line)
+        return json.loads(line, object_pairs_hook=unique_keys)
     except ValueError as error:
         return error
     except RecursionError:
@@ -128,8 +130,11 @@ def _text_reader(field: str) -> Callable[[bytes], str | _Bad]:
     """
     row = msgspec.defstruct("Row", [("text", str)], rename={"text": field})
     decode = msgspec.json.Decoder(row).decode
+    name = f'"{field}"'.encode()
 
     def text_of(line: bytes) -> str | _Bad:
+        if line.count(name) > 1:  # within a text it would be written with backslashes
+            return _text_or_reason(line, field)
         with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             text: str = decode(line).text  # type: ignore[attr-defined]
             return text
@@ -161,6 +166,8 @@ def _object_or_reason(line: bytes, field: str) -> dict[str, object] | _Bad:
     value = parse_object(line)
     if isinstance(value, UnicodeDecodeError):
         return _Bad(f"is not UTF-8 text (byte {value.object[value.start]:#04x}: {value.reason})")
+    if isinstance(value, RepeatedKeyError):
+        return _Bad(str(value))
     if isinstance(value, ValueError):
         return _Bad(f"is not JSON ({value})")
     if not isinstance(value, dict):
@@ -180,7 +187,7 @@ def _text_or_reason(line: bytes, field: str) -> str | _Bad:
     text = row[field]
     if not isinstance(text, str):
         return _Bad(f"its {field!r} is {_json_type(text)}, not text")
-    if half := _HALF_PAIR.search(text):
+    if half := HALF_PAIR.search(text):
         return _Bad(
             f"its {field!r} holds \\u{ord(half[0]):04x}, half of a pair of surrogates, which is no character"
         )

@@ -27,6 +27,7 @@ from phalanx.data.formats.document import (
     text_spans,
 )
 from phalanx.data.formats.json_lines import BOM, fields_of, parse_object, read_lines
+from phalanx.run.directory.files import RepeatedKeyError
 
 # The format of a file by its first bytes: text, JSON lines, Parquet or Arrow. Text and JSON lines may be compressed.
 #
@@ -187,8 +188,9 @@ def _kind_of_text(path: Path, head: bytes, file: io.BufferedIOBase) -> Kind:
         at_start = False
         if stripped:
             lines.append(stripped)
-    two_objects = len(lines) == 2 and all(isinstance(parse_object(line), dict) for line in lines)
-    return Kind.JSONL if two_objects else Kind.TEXT
+    # An object with a repeated key is a bad line of JSON lines, and no text.
+    objects = [isinstance(parse_object(line), (dict, RepeatedKeyError)) for line in lines]
+    return Kind.JSONL if objects == [True, True] else Kind.TEXT
 
 
 def _require_utf8(path: Path, head: bytes) -> None:

@@ -21,6 +21,7 @@ import stat
 import struct
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
@@ -120,6 +121,23 @@ def _paired(value: Any) -> Any:
     if isinstance(value, dict):
         return {_paired(key): _paired(item) for key, item in value.items()}
     return [_paired(item) for item in value] if isinstance(value, list) else value
+
+
+class RepeatedKeyError(ValueError):
+    """A JSON object has a key twice, of which a decoder would silently take the last."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"key {key!r} stands there twice; keep one")
+        self.key = key
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the JSON object with these pairs, as ``object_pairs_hook`` of Python's parser. Raises ``RepeatedKeyError``."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise RepeatedKeyError(next(key for key, count in counts.items() if count > 1))
+    return table
 
 
 _DECODER, _EXACT = json.JSONDecoder(parse_int=_integer), json.JSONDecoder()

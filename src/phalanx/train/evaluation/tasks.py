@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from typing import Literal
 import msgspec
 
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx.run.directory.files import open_regular
+from phalanx.run.directory.files import open_regular, unique_keys
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.sections.monitoring import PromptSpec
 from phalanx.run.spec import TaskSpec
@@ -157,13 +156,6 @@ _FORM: Mapping[Kind, str] = {
 }
 
 
-def _refuse_repeated_keys(pairs: list[tuple[str, object]]) -> None:
-    """Raise ``ValueError`` for a JSON object with a key twice, of which a decoder would silently take the last."""
-    counts = Counter(key for key, _ in pairs)
-    if repeated := [key for key, count in counts.items() if count > 1]:
-        raise ValueError(f"key {repeated[0]!r} stands there twice; keep one")
-
-
 def read_task(path: Path, name: str, kind: Kind, most_items: int = 0) -> Task:
     """Read the first ``most_items`` items of a task file, or all if it is 0. Blank lines are skipped; the SHA-256 is
     that of the whole file.
@@ -183,7 +175,7 @@ def read_task(path: Path, name: str, kind: Kind, most_items: int = 0) -> Task:
     for number, line in islice(lines, most_items or None):
         try:
             items.append(_ITEM_OF[kind](line))
-            json.loads(line, object_pairs_hook=_refuse_repeated_keys)
+            json.loads(line, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             raise TaskError(
                 f"{path}, line {number}: {error}; a line of kind {kind!r} is {_FORM[kind]}"
