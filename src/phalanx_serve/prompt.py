@@ -13,7 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, keeps_tokenizer, read_json
+from phalanx.checkpoint.interop.huggingface.folders import (
+    CONFIG,
+    GENERATION_CONFIG,
+    keeps_tokenizer,
+    read_json,
+)
 from phalanx.checkpoint.interop.huggingface.stored_folder import published_folder
 from phalanx.data.chat.encode import turn_ends
 from phalanx.data.chat.environment import syntax_error
@@ -276,8 +281,10 @@ def stop_tokens(
     that the run was trained on. Damaged files of a template are ignored.
     """
     stop = {tokenizer.end_of_document}
-    if published is not None and (published / GENERATION_CONFIG).is_file():
-        named = read_json(published / GENERATION_CONFIG).get("eos_token_id")
+    # As in transformers: a model without a generation config stops where its configuration does.
+    files = [] if published is None else [published / GENERATION_CONFIG, published / CONFIG]
+    if file := next((file for file in files if file.is_file()), None):
+        named = read_json(file).get("eos_token_id")
         stop |= {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
     if templates is not None and templates != published:
         with suppress(ChatTemplateError):

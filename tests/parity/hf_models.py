@@ -303,18 +303,20 @@ PHI3: dict[str, Any] = {
     "partial_rotary_factor": 0.75,
     "pad_token_id": None,
 }
+GLM: dict[str, Any] = {**SMALL, "eos_token_id": [2, 3]}
+"""Without end tokens of its own, transformers writes those of the published vocabulary."""
 JOINED: dict[str, Any] = {
-    "glm 4": Glm4Config(**SMALL, head_dim=12, rope_parameters=PARTIAL),
-    "glm": GlmConfig(**SMALL, head_dim=12, rope_parameters=PARTIAL),
+    "glm 4": Glm4Config(**GLM, head_dim=12, rope_parameters=PARTIAL),
+    "glm": GlmConfig(**GLM, head_dim=12, rope_parameters=PARTIAL),
     "glm 4, no biases, rotated whole, tied": Glm4Config(
-        **SMALL,
+        **GLM,
         head_dim=16,
         attention_bias=False,
         tie_word_embeddings=True,
         rope_parameters={**PARTIAL, "partial_rotary_factor": 1.0},
     ),
     "glm 4, stretched rotary": Glm4Config(
-        **SMALL, head_dim=16, rope_parameters={**YARN, "partial_rotary_factor": 0.5}
+        **GLM, head_dim=16, rope_parameters={**YARN, "partial_rotary_factor": 0.5}
     ),
     "phi 3": Phi3Config(**{**SMALL, "pad_token_id": None}, sliding_window=9),
     "phi 3, partly rotated, tied": Phi3Config(**PHI3, tie_word_embeddings=True),

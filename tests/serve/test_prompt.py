@@ -113,6 +113,15 @@ def test_a_text_ends_at_every_end_token_that_the_publisher_names(run: Path, publ
     assert stop_tokens(published_with(run / "nowhere", tokenizer), tokenizer) == {tokenizer.end_of_document}
 
 
+def test_without_a_generation_config_a_text_ends_at_the_tokens_of_the_configuration(
+    bare_run: RunDirectory,
+) -> None:
+    tokenizer = tokenizer_from_file(bare_run.tokenizer)
+    ends = {tokenizer.end_of_document, tokenizer.end_of_document - 1}
+    (bare_run.published / "config.json").write_text(json.dumps({"eos_token_id": sorted(ends)}))
+    assert stop_tokens(bare_run.published, tokenizer) == ends
+
+
 # Chat
 
 

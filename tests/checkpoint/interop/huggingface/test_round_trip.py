@@ -343,6 +343,35 @@ def test_a_torn_generation_config_is_refused_at_import(published: Path, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("config.json", "eos_token_id", 61),
+        ("config.json", "bos_token_id", -1),
+        ("config.json", "pad_token_id", "0"),
+        ("config.json", "eos_token_id", True),
+        ("generation_config.json", "eos_token_id", [2, 128_009]),
+        ("generation_config.json", "decoder_start_token_id", 1.5),
+    ],
+)
+def test_a_token_id_that_the_model_lacks_is_refused_with_file_field_and_range(
+    file: str, field: str, value: object, published: Path, tmp_path: Path
+) -> None:
+    content = json.loads((published / file).read_text()) | {field: value}
+    (published / file).write_text(json.dumps(content))
+    with pytest.raises(HuggingFaceError) as refused:
+        import_hf(published, tmp_path / "run")
+    assert f"published/{file}: {field} = {value}: an id, or a list of ids, from 0 to 60" in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_padding_of_minus_one_is_none_as_llama_was_published(published: Path, tmp_path: Path) -> None:
+    config = json.loads((published / "config.json").read_text())
+    (published / "config.json").write_text(json.dumps(config | {"pad_token_id": -1, "eos_token_id": [1, 2]}))
+    import_hf(published, tmp_path / "run")
+    assert (tmp_path / "run").exists()
+
+
 def test_missing_foreign_and_misshapen_tensors_are_all_named(published: Path, tmp_path: Path) -> None:
     tensors = load_file(published / "model.safetensors")
     del tensors["model.norm.weight"]

@@ -83,10 +83,7 @@ def write_small_files(
     ``OSError``.
     """
     context = folders.published_context(folders.read_json(directory / folders.CONFIG))
-    if (directory / folders.GENERATION_CONFIG).exists():
-        folders.read_json(
-            directory / folders.GENERATION_CONFIG
-        )  # generation needs it, and an export copies it
+    folders.require_token_ids(directory, spec.vocab_size)
     run.run_file.write_text(run_file_text(name, spec, context))
     without_tokenizer = _copy_tokenizer(directory, run.tokenizer)
     return without_tokenizer, folders.copy_publisher_files(directory, run.published)

@@ -87,6 +87,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def require_token_ids(folder: Path, vocab_size: int) -> None:
+    """Check the token ids in the configurations of a model's ``folder``: a text that ends at an id that the model lacks never ends.
+
+    Raises HuggingFaceError, with file, field and range, for one outside the vocabulary. A ``pad_token_id`` of -1, as LLaMA was published,
+    means that there is none.
+    """
+    for file in (folder / CONFIG, folder / GENERATION_CONFIG):
+        for name, value in (read_json(file) if file.exists() else {}).items():
+            if not name.endswith("_token_id") or value is None or (name, value) == ("pad_token_id", -1):
+                continue
+            for token in value if isinstance(value, list) else [value]:
+                if type(token) is not int or not 0 <= token < vocab_size:
+                    raise HuggingFaceError(
+                        f"{file}: {name} = {str(value)[:100]}: an id, or a list of ids, from 0 to {vocab_size - 1}, as vocab_size = {vocab_size}; "
+                        "correct it, or remove the field"
+                    )
+
+
 # The publisher's small files of an imported model: stored with the run, and written again by an export.
 #
 # A Hugging Face folder has more than weights: the maximum context, the tokens that begin and end a text, the chat template, sampling
