@@ -374,11 +374,17 @@ async def _in_thread(
     """Read a request's body, and parse it in a thread: a long text must not hold up other requests.
 
     ``frames`` is true for conversations, of which a limited number are parsed at a time. Raises RefusedError (415)
-    for another content type, and that of ``parse``.
+    for another content type or encoding, and that of ``parse``.
     """
     # A page of another origin may send a form to this machine, but no JSON.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RefusedError("send the body with Content-Type: application/json", status=415)
+    encoding = request.headers.get("content-encoding", "").strip()
+    if encoding.lower() not in ("", "identity"):
+        raise RefusedError(
+            f"the body is in Content-Encoding {encoding[:100]!r}, which is not unpacked here: send it as it is, without that header",
+            status=415,
+        )
     body = bytearray()
     try:
         await _receive_body(gateway, request, body)

@@ -120,6 +120,11 @@ def parse_request(
         if body.top_logprobs is not None and not body.logprobs:
             raise RefusedError("top_logprobs needs logprobs: true", "top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+        if None not in (max_tokens, body.max_completion_tokens) and max_tokens != body.max_completion_tokens:
+            raise RefusedError(
+                f"max_tokens = {max_tokens} and max_completion_tokens = {body.max_completion_tokens}: send one of them",
+                "max_completion_tokens",
+            )
         max_tokens = max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     else:
         contents = prompts_of(body)

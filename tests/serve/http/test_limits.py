@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import threading
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,30 +20,9 @@ from phalanx.run.peers import loopback_names
 from phalanx_serve.cli.serve_command import command
 from phalanx_serve.http.admission import add_key, parse_limits, read_keys
 from phalanx_serve.http.app import Gateway, application
-from phalanx_serve.http.worker import ModelIdentity, WorkerLoad
+from phalanx_serve.http.worker import WorkerLoad
 from phalanx_serve.prompt import ModelText
-from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Token
-
-
-class Immediate:
-    """A port with two pages that answers at once."""
-
-    identity = ModelIdentity("weights", "numerics", 1000, "trainer")
-
-    async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
-        for index in range(request.max_tokens):
-            yield Token(request.id, index, 97)
-        yield Ended(request.id, "length")
-
-    async def cancel(self, request_id: str) -> None: ...
-
-    def trouble(self) -> str:
-        return ""
-
-    def load(self) -> WorkerLoad:
-        return WorkerLoad(pages=2)
-
-    def close(self) -> None: ...
+from serve.http.ports import Immediate
 
 
 def gateway(keys: Path | None = None, text: ModelText | None = None) -> Gateway:
@@ -85,6 +64,35 @@ def test_a_path_or_a_method_that_is_not_there_is_refused_with_those_that_are() -
     assert (path.status_code, method.status_code, method.headers["allow"]) == (404, 405, "POST")
     assert "no path /completions: this server has /v1/models, " in path.json()["error"]["message"]
     assert method.json()["error"]["message"] == "/v1/completions does not take GET: it takes POST"
+
+
+def test_two_limits_of_a_chats_tokens_that_differ_are_refused() -> None:
+    tokenizer = train_bpe(["a text"], vocab_size=257)
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    server = gateway(text=ModelText("run", tokenizer, frozenset(), 257, template))
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 1}
+    differ, equal = ask(server, chat | {"max_tokens": 2}, chat | {"max_tokens": 1}, path="chat/completions")
+    assert (differ.status_code, equal.status_code) == (400, 200)
+    assert differ.json()["error"]["param"] == "max_completion_tokens"
+
+
+def test_a_compressed_body_is_refused_with_the_remedy_and_identity_is_taken() -> None:
+    async def asked() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(application(gateway()))
+        body = b'{"model": "run", "prompt": "a", "max_tokens": 1}'
+        async with httpx.AsyncClient(transport=transport, base_url="http://run") as client:
+            return [
+                await client.post(
+                    "/v1/completions",
+                    content=content,
+                    headers={"Content-Type": "application/json", "Content-Encoding": encoding},
+                )
+                for encoding, content in (("gzip", gzip.compress(body)), ("identity", body))
+            ]
+
+    packed, plain = asyncio.run(asked())
+    assert (packed.status_code, plain.status_code) == (415, 200)
+    assert "'gzip', which is not unpacked here: send it as it is" in packed.json()["error"]["message"]
 
 
 def test_a_text_with_a_token_that_the_model_does_not_have_is_refused_as_the_tokenizers_fault() -> None:
