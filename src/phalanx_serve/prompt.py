@@ -7,7 +7,6 @@ All of that is read from the run's tokenizer, and for an imported model from its
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from phalanx.checkpoint.interop.huggingface.folders import (
 from phalanx.checkpoint.interop.huggingface.stored_folder import published_folder
 from phalanx.data.chat.encode import turn_ends
 from phalanx.data.chat.environment import syntax_error
-from phalanx.data.chat.messages import Message
+from phalanx.data.chat.messages import Message, parsed_call
 from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.published import PublishedTokenizer
@@ -192,10 +191,11 @@ def plain_messages(messages: Sequence[Mapping[str, object]], template: ChatTempl
 
 
 def _plain_message(number: int, message: Mapping[str, object], template: ChatTemplate) -> Message:
-    """Return a message without empty fields, with its content as one text; a missing content is empty, or None beside
-    tool calls.
+    """Return a message without empty fields, with its content as one text; the assistant's missing content is empty,
+    or None beside tool calls.
 
-    Raises TokenizerError for an unknown role, or fields that the template does not write.
+    An empty list is an empty text, as in vLLM. Raises TokenizerError for an unknown role, another's missing content,
+    or fields that the template does not write.
     """
     # OpenAI's clients send null, or an empty list, for a field that is not there.
     plain: Message = {
@@ -210,11 +210,18 @@ def _plain_message(number: int, message: Mapping[str, object], template: ChatTem
             )
     plain["role"] = _role(number, plain.get("role"), template)
     content = plain.get("content")
+    if content is None and plain["role"] != "assistant":
+        raise TokenizerError(
+            f"messages[{number}].content: null or missing, which only the assistant's may be; give a text, which may be empty"
+        )
     if "tool_calls" in plain:
         calls = plain["tool_calls"]
         if not isinstance(calls, list):
             raise TokenizerError(f"messages[{number}].tool_calls: a list")
-        plain["tool_calls"] = [_with_arguments(number, call) for call in calls]
+        try:
+            plain["tool_calls"] = [parsed_call(call) for call in calls]
+        except ValueError as error:
+            raise TokenizerError(f"messages[{number}].tool_calls: {error}") from error
     elif content is None:
         content = ""
     plain["content"] = None if content is None else _content(number, content)
@@ -235,23 +242,6 @@ def _role(number: int, role: object, template: ChatTemplate) -> str:
             f"messages[{number}].role = 'tool': the model's chat template does not know it; write the result into a message of the user"
         )
     return str(role)
-
-
-def _with_arguments(number: int, call: object) -> object:
-    """Return a tool call with its arguments as an object, as templates expect them.
-
-    OpenAI's clients send them as JSON text. Raises TokenizerError for malformed ones.
-    """
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        raise TokenizerError(f"messages[{number}].tool_calls: each with a function")
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    try:
-        return call | {"function": function | {"arguments": json.loads(arguments or "{}")}}
-    except ValueError as error:
-        raise TokenizerError(f"messages[{number}].tool_calls: arguments that are no JSON: {error}") from error
 
 
 def _content(number: int, content: object) -> str:

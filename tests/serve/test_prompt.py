@@ -209,6 +209,11 @@ def test_a_conversation_has_the_ids_of_transformers(bare_run: RunDirectory) -> N
             [{"role": "wizard", "content": "a"}],
             r"messages\[0\].role = 'wizard': one of system, developer, user",
         ),
+        (
+            [{"role": "user", "content": None}],
+            r"messages\[0\].content: null or missing, which only the assistant's",
+        ),
+        ([{"role": "system"}], r"messages\[0\].content: null or missing"),
         ([{"role": "user", "content": 0}], r"messages\[0\].content: a text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] is of type 'image_url'"),
     ],
@@ -290,6 +295,36 @@ def test_tools_calls_results_and_variables_are_framed_as_transformers_frames_the
     }
     assert frame_messages(template, tokenizer, as_sent, framing) == expected
     assert "<none>" in expected
+
+
+@pytest.mark.parametrize("more", [{}, {"tool_calls": [CALL]}])
+def test_an_assistants_content_of_null_is_an_empty_text_as_in_vllm(
+    more: dict[str, object], bare_run: RunDirectory
+) -> None:
+    (bare_run.published / "chat_template.jinja").write_text(
+        CHAT_TEMPLATE + "{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    )
+    tokenizer, template = tokenizer_from_file(bare_run.tokenizer), read_chat_template(bare_run.published)
+    question = {"role": "user", "content": "the cat"}
+    null, no_parts, empty = (
+        frame_messages(template, tokenizer, [question, {"role": "assistant", "content": content, **more}])
+        for content in (None, [], "")
+    )
+    assert null == no_parts == empty
+
+
+def test_arguments_of_null_are_an_empty_object_as_in_vllm(bare_run: RunDirectory) -> None:
+    (bare_run.published / "chat_template.jinja").write_text(AGENT)
+    tokenizer, template = tokenizer_from_file(bare_run.tokenizer), read_chat_template(bare_run.published)
+    null, empty = (
+        frame_messages(
+            template,
+            tokenizer,
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}],
+        )
+        for arguments in (None, {})
+    )
+    assert null == empty
 
 
 @pytest.mark.parametrize("content", ["and the", "and the  ", " "])

@@ -210,6 +210,18 @@ def test_a_tokenizer_without_a_token_to_spare_is_refused(tokenizer: BpeTokenizer
         ({"messages": [{"from": "elf", "value": "a"}]}, "message 1 is from 'elf'"),
         ({"messages": ["a"]}, "message 1 is no object"),
         (
+            {"messages": [{"role": "assistant", "content": "a", "weight": 0}]},
+            r"message 1 is not to be trained on \(weight\)",
+        ),
+        (
+            {"messages": [{"from": "gpt", "value": "a", "train": False}]},
+            r"message 1 is not to be trained on \(train\)",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+            "message 1 has tool_calls: arguments that are no JSON",
+        ),
+        (
             {"messages": [{"role": "assistant", "content": [{"type": "image", "url": "x"}]}]},
             "part of type 'image'",
         ),
@@ -224,6 +236,27 @@ def test_the_form_of_sharegpt_is_read_as_well() -> None:
     old = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     new = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     assert conversation_text(old, "conversations") == conversation_text(new, "messages")
+
+
+def _call(arguments: object) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
+def test_arguments_in_json_text_are_trained_on_as_the_object_that_is_served() -> None:
+    assert conversation_text(_call('{"a": 2}'), "messages") == conversation_text(_call({"a": 2}), "messages")
+
+
+def test_parts_of_text_are_trained_on_as_the_one_text_that_is_served() -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    assert conversation_text(
+        {"messages": [{"role": "assistant", "content": parts}]}, "messages"
+    ) == conversation_text({"messages": [{"role": "assistant", "content": "a b"}]}, "messages")
+
+
+def test_a_message_of_weight_one_is_trained_on() -> None:
+    row = {"messages": [{"role": "assistant", "content": "a", "weight": 1}]}
+    assert '"content":"a"' in conversation_text(row, "messages")
 
 
 def test_tools_and_their_calls_go_to_the_template(tokenizer: BpeTokenizer) -> None:

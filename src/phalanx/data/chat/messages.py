@@ -66,6 +66,24 @@ def read_conversation(text: str) -> Conversation:
     return Conversation(content["messages"], content.get(TOOLS))
 
 
+def parsed_call(call: object) -> object:
+    """Return a tool call with its arguments as an object, as templates expect them: OpenAI's interface has them as JSON text.
+
+    Null and an empty text are no arguments, as in vLLM. Raises ``ValueError`` for a call without a function, and for malformed arguments.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise ValueError("each with a function")
+    arguments = function.get("arguments") or "{}"
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"arguments that are no JSON: {error}") from error
+    return call | {"function": function | {"arguments": parsed}}
+
+
 def strings_in(value: object) -> Iterator[str]:
     """Yield all strings in a JSON value, including field names."""
     if isinstance(value, str):
@@ -96,6 +114,12 @@ def _message(number: int, message: object) -> Message:
     message = {
         name: value for name, value in message.items() if value is not None
     }  # tables have all fields in all rows
+    author = message.get("role", _SHAREGPT_ROLES.get(str(message.get("from"))))
+    skipped = [field for field in _TRAINED_IF if message.get(field, 1) != 1]
+    if author == ASSISTANT and skipped:
+        raise ValueError(
+            f"message {number} is not to be trained on ({skipped[0]}), and every message of the {ASSISTANT} is; end the conversation before it"
+        )
     if "from" in message and "role" not in message:
         role = _SHAREGPT_ROLES.get(str(message["from"]))
         if role is None or not isinstance(message.get("value"), str):
@@ -105,6 +129,14 @@ def _message(number: int, message: object) -> Message:
         return {"role": role, "content": message["value"]}
     if not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} has no role")
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        try:
+            message["tool_calls"] = [
+                parsed_call(call) if isinstance(call, dict) and "function" in call else call for call in calls
+            ]
+        except ValueError as error:
+            raise ValueError(f"message {number} has tool_calls: {error}") from error
     content = message.get("content")
     if content is None:
         if not message.get("tool_calls"):
@@ -115,6 +147,8 @@ def _message(number: int, message: object) -> Message:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise ValueError(f"message {number} has a part of type {kind!r}; only text can be trained on")
-    elif not isinstance(content, str):
+        # As it is served: a template that trims or appends a content would write a list as Python does.
+        return {**message, "content": "".join(part["text"] for part in content)}
+    if not isinstance(content, str):
         raise ValueError(f"message {number} has a content that is no text")
     return message

@@ -104,7 +104,11 @@ class ChatTemplate:
         """
         variables = {
             **more,
-            "messages": list(messages),
+            # As in vLLM: templates that trim or append a content would write null as "None", or fail.
+            "messages": [
+                {**message, "content": ""} if message.get("content", "") is None else message
+                for message in messages
+            ],
             "tools": tools,
             "documents": None,
             "add_generation_prompt": answer,
