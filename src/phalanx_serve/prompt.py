@@ -25,7 +25,7 @@ from phalanx.data.chat.messages import Message, parsed_call
 from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.published import PublishedTokenizer
-from phalanx.data.tokenizers.tokenizer import Tokenizer, load_own_tokenizer, load_tokenizer
+from phalanx.data.tokenizers.tokenizer import END_OF_DOCUMENT, Tokenizer, load_own_tokenizer, load_tokenizer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.read import addresses
 from phalanx_serve.http.admission import LengthLimit
@@ -306,6 +306,16 @@ class ModelText:
             f"the tokenizer has {self.tokenizer.vocab_size} tokens and the model {self.vocab_size}: texts with one of those that the model does "
             "not have are refused; put the tokenizer that it was trained with into the run's folder tokenizer"
         )
+
+    @property
+    def special_tokens(self) -> dict[str, tuple[str, int]]:
+        """Name and id of the ``eos_token``, which ends a document, and the ``bos_token`` if one begins it."""
+        if not isinstance(self.tokenizer, PublishedTokenizer):
+            return {"eos_token": (END_OF_DOCUMENT, self.tokenizer.end_of_document)}
+        ids = {"eos_token": self.tokenizer.end_of_document}
+        if self.tokenizer.document_start:
+            ids["bos_token"] = self.tokenizer.document_start[0]
+        return {field: (self.tokenizer.token_name(token), token) for field, token in ids.items()}
 
     def prompt_ids(self, prompt: str | list[int], room: LengthLimit, *, begin: bool = True) -> list[int]:
         """Return the ids of a prompt; ``begin`` adds the tokenizer's start tokens to a text, not to ids.

@@ -24,7 +24,7 @@ from phalanx_serve.http.admission import AdmittedLoad, Demand, Keys, KeyUse, Len
 from phalanx_serve.http.counts import CONTENT_TYPE, Counts
 from phalanx_serve.http.limits import Limits
 from phalanx_serve.http.protocol import Chat, Completion, RefusedError, read_body
-from phalanx_serve.http.request import GenerationRequest, detokenize, parse_request, tokenize
+from phalanx_serve.http.request import GenerationRequest, detokenize, parse_request, tokenize, tokenizer_info
 from phalanx_serve.http.response import GenerationResponse, error_body
 from phalanx_serve.http.worker import WorkerPort
 from phalanx_serve.prompt import ModelText
@@ -214,6 +214,9 @@ def application(gateway: Gateway) -> ASGIApp:
     async def text(request: Request, client: KeyUse | None) -> Response:
         return await _converted(gateway, detokenize, request, client)
 
+    async def tokenizer(_request: Request, _client: KeyUse | None) -> Response:
+        return _json(tokenizer_info(gateway.model))
+
     async def explain(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return _explained(gateway, routes, request, error)
@@ -229,6 +232,7 @@ def application(gateway: Gateway) -> ASGIApp:
         Route("/v1/chat/completions", guarded(chat), methods=["POST"]),
         Route("/tokenize", guarded(ids), methods=["POST"]),
         Route("/detokenize", guarded(text), methods=["POST"]),
+        Route("/tokenizer_info", guarded(tokenizer)),
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", guarded(metrics)),

@@ -162,7 +162,8 @@ def tokenize(body: bytes, model: ModelText, room: LengthLimit) -> dict[str, Any]
     """Return the ids of a ``prompt``, or of ``messages`` if there are any, with their count and the most tokens of a
     text.
 
-    Raises RefusedError for another model or a malformed body.
+    Without ``add_special_tokens``, a prompt that is the name of a token in ``tokenizer_info`` is that token: clients
+    look up its id so. As a part of a text it is text. Raises RefusedError for another model or a malformed body.
     """
     fields = read_object(body)
     if "messages" in fields:
@@ -172,8 +173,20 @@ def tokenize(body: bytes, model: ModelText, room: LengthLimit) -> dict[str, Any]
     else:
         text = read_fields(Tokenize, fields)
         require_model(text.model, model)
-        ids = model.prompt_ids(text.prompt, room, begin=text.add_special_tokens)
+        special = {} if text.add_special_tokens else dict(model.special_tokens.values())
+        token = special.get(text.prompt)
+        ids = model.prompt_ids(text.prompt, room, begin=text.add_special_tokens) if token is None else [token]
     return {"count": len(ids), "max_model_len": room.tokens, "tokens": ids, "token_strs": None}
+
+
+def tokenizer_info(model: ModelText) -> dict[str, str | None]:
+    """Return vLLM's description of a tokenizer: names of the tokens that begin and end a document, and the chat template; None for what it lacks."""
+    names = {field: name for field, (name, _) in model.special_tokens.items()}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{field: names.get(field) for field in ("bos_token", "eos_token", "pad_token")},
+        "chat_template": None if model.template is None else model.template.source,
+    }
 
 
 def detokenize(body: bytes, model: ModelText, _room: LengthLimit) -> dict[str, Any]:

@@ -239,6 +239,11 @@ class PublishedTokenizer:
     def token_bytes(self, token: int) -> bytes:
         return self._spelled[token]
 
+    def token_name(self, token: int) -> str:
+        """Return the name of a token in ``tokenizer.json``: of a special one, that by which templates write it."""
+        require_known_ids([token], self.vocab_size)
+        return str(self._hf.id_to_token(token))
+
     @cached_property
     def _for_templates(self) -> HfTokenizer:
         """Return the tokenizer that encodes names of special tokens as these tokens, for output of chat templates,
