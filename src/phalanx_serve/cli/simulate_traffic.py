@@ -21,7 +21,10 @@ from phalanx_serve.traffic.simulated_world import Load, RouterInvariantError, ru
 )
 @click.option("--rate", default=0.0, type=FiniteRange(0), help="Requests a second; 0: drawn.")
 @click.option(
-    "--faults", default=-1.0, type=float, help="Faults a second, for the first 18 s; negative: drawn."
+    "--faults",
+    default=-1.0,
+    type=FiniteRange(-1),
+    help="Faults a second, for the first 18 s; negative: drawn.",
 )
 @click.option(
     "--trace",
@@ -94,6 +97,6 @@ def _arrivals(trace: Path) -> list[float]:
         raise click.BadParameter(
             f"{trace}: {error}; give seconds, one on a line", param_hint="--trace"
         ) from error
-    if not times or not 0 <= times[0] <= times[-1] < float("inf"):
+    if not times or not all(0 <= time < float("inf") for time in times):
         raise click.BadParameter(f"{trace}: give at least one second, none below 0", param_hint="--trace")
     return times

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from phalanx.command import FiniteRange
 from phalanx.command_help import Command
 from phalanx.fleet.health import checks as health_checks
 from phalanx.fleet.health import node_health
@@ -37,8 +38,8 @@ _COLORS = {"good": "green", "bad": "red", "slow": "yellow", "not checked": None}
 @click.option(
     "--disk-mib", type=click.IntRange(min=1), default=64, show_default=True, help="How much to write to disk."
 )
-@click.option("--least-tflops", type=float, default=0.0, help="A slower matrix product fails.")
-@click.option("--least-disk-mbps", type=float, default=0.0, help="A slower disk (MB/s) fails.")
+@click.option("--least-tflops", type=FiniteRange(min=0), default=0.0, help="A slower matrix product fails.")
+@click.option("--least-disk-mbps", type=FiniteRange(min=0), default=0.0, help="A slower disk (MB/s) fails.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     device: str,
