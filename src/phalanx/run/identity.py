@@ -182,6 +182,13 @@ def run_changes(record: Mapping[str, Any], spec: RunSpec) -> list[FieldDifferenc
     return [change for change in changes_since(record, spec) if change.owner == "run"]
 
 
+def recorded_steps(record: Mapping[str, Any]) -> int | None:
+    """Return ``train.steps`` of the last start that ``record`` is of, after which the run file may have been edited. None if it has none."""
+    fields = record.get("fields")
+    steps = fields.get("train.steps") if isinstance(fields, dict) else None
+    return steps if type(steps) is int else None
+
+
 def read_unchanged(directory: RunDirectory) -> RunSpec:
     """Return the resolved run of a run directory, whose weights are those of its run file.
 

@@ -24,7 +24,7 @@ from phalanx.launch.engines.order import FOLDER, LEAD_EXIT
 from phalanx.observe.events import Finished, Stopped
 from phalanx.run.directory.files import plain_json, read_small, write_atomically
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, read_result
-from phalanx.run.identity import Origin, read_lineage
+from phalanx.run.identity import Origin, read_lineage, recorded_steps
 from phalanx_watch.runs.probe import Tail, read_tail
 
 # Labels.
@@ -238,7 +238,13 @@ def read_facts(path: Path) -> RowFacts:
     evaluated = tail.evaluated
     bits = result.bits_per_byte if result else evaluated.bits_per_byte if evaluated else None
     train = table.get("train")
-    steps = train.get("steps") if isinstance(train, dict) else None
+    written = train.get("steps") if isinstance(train, dict) else None
+    steps = recorded_steps(record)
+    if None not in (steps, written) and steps != written:
+        problems.append(
+            f"{directory.run_file} was changed after the run was started: train.steps = {written}, and the run has {steps}; put that back"
+        )
+    steps = written if steps is None else steps
     row = RunRow(
         id=run_id(path),
         path=str(path),

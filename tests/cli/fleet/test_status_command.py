@@ -64,6 +64,11 @@ def test_how_far_a_run_is_that_has_saved_nothing_yet_is_its_newest_step(run_dir:
     assert told(run_dir, STEP).splitlines()[0] == "waiting: step 10 of 20, no checkpoint yet"
 
 
+def test_the_length_of_a_run_is_that_of_its_last_start_and_not_of_an_edited_run_file(run_dir: Path) -> None:
+    (run_dir / "record.json").write_text('{"attempts": 1, "fields": {"train.steps": 15}}')
+    assert told(run_dir, STEP).splitlines()[0] == "waiting: step 10 of 15, no checkpoint yet"
+
+
 @pytest.mark.parametrize(("phase", "said"), [(FleetPhase.RUNNING, True), (FleetPhase.FINISHED, False)])
 def test_a_fleet_that_stands_still_because_the_disk_is_full_says_so(
     phase: FleetPhase, said: bool, run_dir: Path, monkeypatch: pytest.MonkeyPatch

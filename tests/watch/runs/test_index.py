@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import socket
@@ -37,6 +38,18 @@ def test_a_row_says_what_the_runs_files_say(tmp_path: Path) -> None:
     assert (row.held_out_loss, row.bits_per_byte) == (3.5, 2.25)
     assert (row.commit, row.tags, row.note, row.weights_sha256) == ("c0ffee+", ("good",), "first", "ab" * 32)
     assert row.problems == ()
+
+
+def test_an_edited_run_file_changes_no_runs_length_and_is_named(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "a", 6)
+    record = json.loads(directory.record.read_text()) | {"fields": {"train.steps": 6}}
+    directory.record.write_text(json.dumps(record))
+    text = directory.run_file.read_text()
+    directory.run_file.write_text(text.replace("steps = 6\n", "steps = 30\n"))
+    row = read_facts(directory.path).row
+    assert row.steps == 6
+    (problem,) = row.problems
+    assert "run.toml was changed after the run was started: train.steps = 30, and the run has 6" in problem
 
 
 def test_the_newest_start_is_found_among_many(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step
 from phalanx.run.directory.files import read_small
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, read_small_json
-from phalanx.run.identity import Origin, read_lineage
+from phalanx.run.identity import Origin, read_lineage, recorded_steps
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -76,17 +76,17 @@ def summarize(path: Path) -> RunSummary:
     """
     directory = RunDirectory(path)
     spec, result = read_resolved(directory), directory.finished_result()
-    standing = store_standing(spec, directory)
+    record, standing = read_small_json(directory.record), store_standing(spec, directory)
     return RunSummary(
         path=str(path),
         name=spec.name,
-        steps=spec.train.steps,
+        steps=recorded_steps(record) or spec.train.steps,
         saved_step=max(directory.committed_steps(), default=0),
         finished=result is not None,
         loss=result.loss if result else None,
         held_out_loss=result.held_out_loss if result else None,
         weights_sha256=result.weights_sha256 if result else "",
-        lineage=tuple(read_lineage(read_small_json(directory.record))),
+        lineage=tuple(read_lineage(record)),
         store="" if standing is None else str(standing),
     )
 
