@@ -8,9 +8,11 @@ import importlib.metadata
 import json
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +21,7 @@ from pathlib import Path
 from bench.gpu.processes import run_processes, tell
 from bench.gpu.report import PartResult, page, verdicts
 from phalanx.hardware.local.detect import set_for_rank
+from phalanx.run.directory.files import write_atomically
 
 TESTS = (
     "tests/train/test_cuda.py",
@@ -54,6 +57,8 @@ class Part:
 
     name: str
     limit_s: float
+    least_s: float
+    """Time that the parts before leave for it: PyTorch starts, and finds what is worth most."""
     ranks: int = 1
 
 
@@ -61,20 +66,26 @@ def parts_for(gpus: int, ranks: int) -> list[Part]:
     """The parts in the order of their worth."""
     counts = (2, 3) if gpus < 2 else sorted({2, 3, ranks} & set(range(2, gpus + 1)))
     return [
-        Part("hashes", 150),
-        Part("speed", 170, ranks),
-        Part("trace", 70, ranks),
-        Part("hashes of another process", 60),
-        *(Part(f"hashes of {count} ranks", 60, count) for count in counts),
-        Part("serve", 100),
-        Part("kernels", 40),
-        Part("one pass", 30),
-        Part("mixture", 40),
-        Part("memory", 60, ranks),
-        Part("kinds", 80),
-        Part("variants", 150, ranks),
-        *([Part("tests", 90)] if gpus else []),
+        Part("hashes", 150, 75),
+        Part("speed", 170, 85, ranks),
+        Part("trace", 70, 30, ranks),
+        Part("hashes of another process", 60, 25),
+        *(Part(f"hashes of {count} ranks", 60, 20, count) for count in counts),
+        Part("serve", 100, 25),
+        Part("kernels", 40, 20),
+        Part("one pass", 30, 15),
+        Part("mixture", 40, 15),
+        Part("memory", 60, 20, ranks),
+        Part("kinds", 80, 20),
+        Part("variants", 150, 30, ranks),
+        *([Part("tests", 90, 20)] if gpus else []),
     ]
+
+
+def limit_of(part: Part, later: Sequence[Part], remaining_s: float) -> float:
+    """Return the time that ``part`` may take of ``remaining_s``, without the least times of the parts after it."""
+    spare_s = remaining_s - sum(following.least_s for following in later)
+    return min(part.limit_s, remaining_s, max(part.least_s, spare_s))
 
 
 def environment() -> dict[str, object]:
@@ -105,11 +116,11 @@ def gpu_count() -> int:
     return 0
 
 
-def run_part(part: Part, arguments: argparse.Namespace, limit_s: float) -> PartResult:
+def run_part(part: Part, arguments: argparse.Namespace, limit_s: float, stop: threading.Event) -> PartResult:
     """Runs one part in processes of its own."""
     if part.name == "tests":
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
-        found = run_processes(part.name, [command], limit_s, {})
+        found = run_processes(part.name, [command], limit_s, {}, stop)
         return dataclasses.replace(found, found={"pytest": found.output.splitlines()[-1:] or found.ended})
     with tempfile.TemporaryDirectory() as folder:
         own = {"OMP_NUM_THREADS": "4"}
@@ -121,7 +132,7 @@ def run_part(part: Part, arguments: argparse.Namespace, limit_s: float) -> PartR
             + [word for preset in arguments.preset for word in ("--preset", preset)]
             for rank in range(part.ranks)
         ]
-        return run_processes(part.name, commands, limit_s, own)
+        return run_processes(part.name, commands, limit_s, own, stop)
 
 
 def be_rank(arguments: argparse.Namespace) -> None:
@@ -176,21 +187,39 @@ def be_rank(arguments: argparse.Namespace) -> None:
     leave()
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, PartResult]:
-    """Runs the parts until the time is over."""
+def measure(arguments: argparse.Namespace, machine: dict[str, object], stop: threading.Event) -> None:
+    """Runs the parts until the time is over or ``stop`` is set, and writes the report after each."""
     deadline_s = time.monotonic() + arguments.minutes * 60
     gpus = gpu_count() if arguments.device == "cuda" else 0
-    results = {}
-    for part in parts_for(gpus, arguments.ranks or max(1, gpus)):
-        if arguments.only and part.name not in arguments.only:
-            continue
-        left_s = deadline_s - time.monotonic()
-        if left_s < _LEAST_S:
-            results[part.name] = PartResult(part.name, "not run: no time left")
+    parts = [
+        part
+        for part in parts_for(gpus, arguments.ranks or max(1, gpus))
+        if not arguments.only or part.name in arguments.only
+    ]
+    results = {part.name: PartResult(part.name) for part in parts}
+    write(arguments.out, machine, results)
+    for index, part in enumerate(parts):
+        remaining_s = deadline_s - time.monotonic()
+        if stop.is_set():
+            results[part.name].ended = "not run: stopped by a signal"
+        elif remaining_s < _LEAST_S:
+            results[part.name].ended = "not run: no time left"
         else:
-            results[part.name] = run_part(part, arguments, min(part.limit_s, left_s))
+            limit_s = limit_of(part, parts[index + 1 :], remaining_s)
+            results[part.name] = run_part(part, arguments, limit_s, stop)
+        write(arguments.out, machine, results)
         print(f"{part.name}: {results[part.name].ended}, {results[part.name].seconds:.0f} s", flush=True)
-    return results
+
+
+def write(out: Path, machine: dict[str, object], results: dict[str, PartResult]) -> None:
+    """Writes the report on ``results`` in place of an earlier one."""
+    record = {
+        "environment": machine,
+        "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts(results)],
+        "parts": {name: dataclasses.asdict(result) for name, result in results.items()},
+    }
+    write_atomically(out.with_suffix(".json"), json.dumps(record, indent=1).encode(), durable=False)
+    write_atomically(out.with_suffix(".md"), page(machine, results).encode(), durable=False)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -209,14 +238,10 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.run:
         be_rank(arguments)
         return
-    results, machine = measure(arguments), environment()
-    record = {
-        "environment": machine,
-        "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts(results)],
-        "parts": {name: dataclasses.asdict(result) for name, result in results.items()},
-    }
-    arguments.out.with_suffix(".json").write_text(json.dumps(record, indent=1))
-    arguments.out.with_suffix(".md").write_text(page(machine, results))
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):  # a time limit sends the first
+        signal.signal(number, lambda *_: stop.set())
+    measure(arguments, environment(), stop)
     print(f"written: {arguments.out.with_suffix('.json')}, {arguments.out.with_suffix('.md')}")
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,9 +21,13 @@ _GRACE_S = 5.0
 
 
 def run_processes(
-    name: str, commands: Sequence[Sequence[str]], limit_s: float, environment: Mapping[str, str]
+    name: str,
+    commands: Sequence[Sequence[str]],
+    limit_s: float,
+    environment: Mapping[str, str],
+    stop: threading.Event,
 ) -> PartResult:
-    """Runs ``commands`` side by side, for ``limit_s`` at most.
+    """Runs ``commands`` side by side, for ``limit_s`` at most and until ``stop`` is set.
 
     Each may append findings to the file that ``BENCH_FOUND`` names, one JSON pair of name and value a line. When one fails the
     others get a few seconds.
@@ -45,7 +50,7 @@ def run_processes(
                 for command in commands
             ]
             try:
-                result.ended = _ending(processes, begin + limit_s)
+                result.ended = _ending(processes, begin + limit_s, stop)
             finally:
                 for process in processes:
                     with suppress(ProcessLookupError):
@@ -58,18 +63,20 @@ def run_processes(
     return result
 
 
-def _ending(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float) -> str:
+def _ending(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float, stop: threading.Event) -> str:
     while True:
         codes = [process.poll() for process in processes]
         if None not in codes:
             bad = [code for code in codes if code]
             return f"exit code {bad[0]}" if bad else "ok"
+        if stop.is_set():
+            return "stopped by a signal"
         if time.monotonic() > deadline_s:
             bad = [code for code in codes if code]
             return f"exit code {bad[0]}" if bad else "time over"
         if any(codes):
             deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
-        time.sleep(_POLL_S)
+        stop.wait(_POLL_S)
 
 
 def _read(told: Path) -> dict[str, object]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
 import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench.gpu.__main__ import parts_for
+from bench.gpu.__main__ import Part, limit_of, parts_for
 from bench.gpu.processes import run_processes
 from bench.gpu.report import PartResult, page, verdicts
 from bench.gpu.trace import kernel_class, summary
@@ -82,7 +89,8 @@ def test_every_part_runs_in_small_on_a_cpu_and_what_should_hold_does(ranks: Rank
 
 def one_part(program: str, limit_s: float, ranks: int = 1) -> PartResult:
     begin = "import json, os, sys, time\ntell = lambda *pair: open(os.environ['BENCH_FOUND'], 'a').write(json.dumps(pair) + '\\n')\n"
-    return run_processes("a part", [[sys.executable, "-c", begin + program]] * ranks, limit_s, {})
+    commands = [[sys.executable, "-c", begin + program]] * ranks
+    return run_processes("a part", commands, limit_s, {}, threading.Event())
 
 
 def test_what_a_part_has_told_is_kept_when_it_hangs_or_fails() -> None:
@@ -95,6 +103,20 @@ def test_what_a_part_has_told_is_kept_when_it_hangs_or_fails() -> None:
     failed = one_part("tell('hash', 'abc')\nsys.exit('no memory')", 60.0)
     assert (failed.ended, failed.found, failed.output) == ("exit code 1", {"hash": "abc"}, "no memory\n")
     assert one_part("tell('n', 1)", 60.0).found == {"n": 1}
+
+
+def test_a_signal_ends_a_part_and_the_report_has_it(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--out", str(out)]
+    process = subprocess.Popen([*command, "--only", "hashes", "--only", "kernels"])
+    while not out.with_suffix(".md").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 0
+    parts = json.loads(out.with_suffix(".json").read_text())["parts"]
+    assert parts["hashes"]["ended"] in ("stopped by a signal", "not run: stopped by a signal")
+    assert parts["kernels"]["ended"] == "not run: stopped by a signal"
+    assert "not run: stopped by a signal" in out.with_suffix(".md").read_text()
 
 
 def test_hashes_that_differ_are_named_and_missing_ones_prove_nothing() -> None:
@@ -162,3 +184,26 @@ def test_parts_that_are_wanted_most_come_first_and_fit_into_the_ranks() -> None:
     assert one[:2] == ["hashes", "speed"]
     assert {part.ranks for part in parts_for(1, 1)} == {1, 2, 3}  # several ranks share the GPU
     assert max(part.ranks for part in parts_for(8, 8)) == 8
+
+
+def limits(parts: Sequence[Part], remaining_s: float) -> list[float]:
+    """The limits of parts that all take as long as they may."""
+    found: list[float] = []
+    for index, part in enumerate(parts):
+        found.append(limit_of(part, parts[index + 1 :], remaining_s - sum(found)))
+    return found
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_parts_that_take_all_of_their_time_leave_each_later_one_enough_to_find_something(gpus: int) -> None:
+    parts = parts_for(gpus, gpus)
+    taken = limits(parts, 9.5 * 60)
+    assert sum(taken) <= 9.5 * 60
+    assert all(part.least_s <= limit_s <= part.limit_s for part, limit_s in zip(parts, taken, strict=True))
+
+
+def test_time_that_is_too_short_for_all_parts_goes_to_those_that_are_wanted_most() -> None:
+    parts = parts_for(1, 1)
+    taken = limits(parts, 180.0)
+    assert taken[:2] == [parts[0].least_s, parts[1].least_s]
+    assert taken[-1] == 0
