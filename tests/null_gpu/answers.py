@@ -21,7 +21,7 @@ from phalanx.train.step.step import StepFlags, Stepper, StepReport
 
 NO_FLAGS = StepFlags()
 integers = 1
-"""The number that the host reads in place of each of several integers, such as the rows of experts, and of a single zero."""
+"""The number that the host reads in place of a zero integer, and of all integers of a list if it is more than 1: the rows of an expert."""
 
 
 def pretend(*, fused: bool = True) -> None:
@@ -54,15 +54,14 @@ def _answering(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 def _ones(value: Any) -> Any:
     match value:
-        case [
-            int(),
-            *_,
-        ]:  # sizes and counts, in memory that is not cleared: a number of before would be as plausible as a zero
+        case bool():
+            return value
+        case [int(), *_] if (
+            integers > 1
+        ):  # memory is not cleared: rows of experts may be any number that was there before
             return [integers] * len(value)
         case list():
             return [_ones(element) for element in value]
-        case bool():
-            return value
         case float():
             return value if 1e-30 < abs(value) < 1e30 else 1.0
         case _:

@@ -22,7 +22,7 @@ def races(spec: RunSpec, *, is_fenced: bool) -> int:
     """Train four steps with a snapshot behind the second; return the races of the first operation that has any."""
     buffers = StagingBuffers()
     try:
-        with stepper_of(spec) as (stepper, step):
+        with stepper_of(spec, spec.parallel.expert) as (stepper, step):
             step()
             step()
             built = stepper.built

@@ -10,7 +10,7 @@ from null_gpu.programs import printed
 
 KINDS = (
     *("dense", "ZeRO-3", "recompute full", "muon", "moments in int8", "integer sums", "fast sums"),
-    *("activations in host", "activations in file", "moments in host"),
+    *("activations in host", "activations in file", "moments in host", "experts on two ranks"),
 )
 
 
