@@ -84,7 +84,7 @@ def judge_gpu(
     """Judge a GPU by its report and the kernel's log.
 
     Bad for uncorrected memory errors, memory rows that wait for or failed replacement, and fatal Xids of its bus.
-    Slow if it throttles or reaches the limit of temperature, by ``limits`` or else its own. Rates are not judged.
+    It is slow if it throttles or reaches the limit of temperature, by ``limits`` or else its own. Rates are not judged.
     """
     limit_c = limits.temperature_c or reading.limit_c
     throttled = reasons_in_words(reading.throttle_reasons)
