@@ -153,9 +153,9 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     """Build everything on this rank and restore the state that training begins with. A collective call.
 
     Without a checkpoint of the run, the weights are initialized, or taken over from ``checkpoint.init_from``. Unless
-    ``inputs.warm`` brings it along, it also measures the peak rate, compares arithmetic and data between ranks, and
-    writes the machine into the run directory. On a CPU without a fleet, it raises first if the machine has too little
-    memory.
+    ``inputs.warm`` brings it along, it also measures the peak rate and writes the machine into the run directory. It
+    then compares arithmetic between ranks, unless ``runtime.mixed_machines``, and the data with the run's record. On a
+    CPU without a fleet, ``MemoryShortError`` is raised first if the machine has too little memory.
     """
     spec, ledger = inputs.spec, inputs.ledger
     ledger.switch(Bucket.START_PLAN_COMPILE)

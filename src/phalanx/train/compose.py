@@ -239,9 +239,9 @@ def make_optimizer(
     ``kinds`` has each parameter's kind and full shape. ``seed`` seeds stochastic rounding. ``boxes`` is this rank's
     part of each parameter; ``None`` if parameters are whole, or DTensors that know their part.
 
-    ``group`` has the ranks that hold each of ``parameters`` between them (``Mesh.stage_group``); a larger group
-    divides the work further, and ``None`` means that this rank holds everything. ``store`` has AdamW's fp32 moments;
-    ``None`` is the device.
+    ``group`` has the ranks that hold each of ``parameters`` between them (``Mesh.stage_group``); a larger group divides
+    the work further, and ``None`` means that this rank holds everything. ``store`` has the fp32 moments of ``spec.name
+    = "adamw"``; ``None`` is the device. Other rules do not use it.
     """
 
     def part(names: list[str]) -> dict[str, nn.Parameter]:

@@ -49,18 +49,17 @@ def restored_model(
     ahead: bool = False,
     cut: Callable[[Transformer], Mapping[str, Rows]] | None = None,
 ) -> tuple[Transformer | Chain, ModelSpec, int]:
-    """Return the model with the weights of ``step``, or of the newest step that can be read; its resolved
-    description; and the step.
+    """Return the model with the weights of ``step``, or of the newest step that can be read; its resolved description;
+    and the step.
 
     Reads ``run.toml`` and of a checkpoint only the weights (fp32 there, ``dtype`` here; routers' biases stay fp32).
     Heads that predict further ahead are left out, unless ``ahead`` is set.
 
-    ``seq_len`` is the length of the sequences that each call has a part of; 0 if a call has them from their
-    beginning. ``cut`` removes parts of the model before anything is read, and returns the tensors of which it has
-    left some rows.
+    ``seq_len`` is the length of the sequences that each call has a part of; 0 if a call has them from their beginning.
+    ``cut`` removes parts of the model before anything is read, and returns the tensors of which it has left some rows.
 
-    Raises RunDirectoryError if the run has no checkpoint, its run file was changed, or its model cannot be cut;
-    NoSuchStepError; and the errors of ``restore``.
+    Raises RunDirectoryError if the run has no checkpoint, its run file was changed or has no vocabulary size, or its
+    model cannot be cut; NoSuchStepError; and the errors of ``restore``.
     """
     # The checkpoint's names are the same without what predicts further ahead.
     directory = RunDirectory(run_dir)

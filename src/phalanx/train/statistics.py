@@ -64,7 +64,7 @@ _GROUP_OF_PART = {"attention": "attention", "ffn": "feed_forward"}
 
 def layer_of(name: str) -> str:
     """Return the layer of a parameter or module by its name: "0" for ``blocks.0.ffn.up.weight``, "mtp.0" in a
-    prediction ahead, else the module's name.
+    prediction ahead, else the name up to its first dot.
     """
     first, *rest = name.split(".")
     if first == "blocks":
@@ -232,7 +232,8 @@ class _LayerProbe:
 
     def _measure_residual(self, layer: str, stream: Tensor) -> None:
         """Add RMS and kurtosis of the residual stream after ``layer``, over the full sequence. A collective of the
-        ranks that share it. Without a finite, nonzero RMS there is no kurtosis.
+        ranks that share it. With an RMS of 0 there is no kurtosis; with one that is not finite, neither is the
+        kurtosis.
 
         If the fourth powers overflow, the stream is scaled down first.
         """

@@ -185,7 +185,7 @@ def compare_replays(first: Replay, other: Replay) -> Compared:
 
     If both cut a tensor in the same way, the pieces are compared and the ranks that differ are named. Otherwise the
     totals of the pieces are compared, if they add up. Tensors that cannot be compared, or are in one replay only, are
-    listed by name.
+    listed by name. Counts and names reach up to the first difference.
     """
     tables = [_table(replay) for replay in (first, other)]
     places = _places(min(first, other, key=lambda replay: replay.layout.get("pipeline", 1)))

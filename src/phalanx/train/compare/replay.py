@@ -87,8 +87,8 @@ class StepMeter(StepStatistics):
         self._history: list[list[float]] = []
 
     def before_step(self, step: int, progress: TrainProgress) -> None:
-        """Ahead of the last step, score its batch and the batch before it, and note the history of losses. Before all
-        other steps, do nothing.
+        """Ahead of the last step, score its batch and, if there is one, the batch before it, and note the history of
+        losses. Before all other steps, do nothing.
         """
         if step != self._last:
             return

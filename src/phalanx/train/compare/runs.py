@@ -237,8 +237,8 @@ def compare_runs(
     """Compare the runs in two directories: fields, versions, logged numbers, and common checkpoints up to the first
     that differs.
 
-    Held-out losses are compared only if both runs have equal evaluation fields. Torn lines, event files and
-    checkpoints that cannot be read, and steps that were computed twice, are listed in the result's notes.
+    Held-out losses are compared only if both runs have equal evaluation fields. The result's notes list torn lines,
+    event files and checkpoints that cannot be read, and steps that were computed again with other numbers.
 
     Raises ``RunDirectoryError`` if one is no run directory or its run file or record is damaged, and
     ``NothingToCompareError`` if the two have no logged step and no readable checkpoint in common.

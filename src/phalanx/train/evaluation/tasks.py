@@ -187,7 +187,7 @@ def read_task(path: Path, name: str, kind: Kind, most_items: int = 0) -> Task:
 
 def task_file(spec: TaskSpec, directory: RunDirectory | None) -> Path:
     """Return the file of a run's task: the path in the run file. If that is gone and an earlier start copied the same
-    path, return the copy in ``directory``. ``None``: there is no run directory yet.
+    path, return the copy in ``directory``, which is ``None`` if there is no run directory yet.
     """
     path = Path(spec.path)
     if directory is None or path.exists() or not directory.task(spec.name).exists():
@@ -216,7 +216,8 @@ class ScoredSequence:
 def sequences_of(task: Task, tokenizer: Tokenizer, seq_len: int) -> list[ScoredSequence]:
     """Return the sequences that are scored for a task, in the order of its items.
 
-    Raises ``TaskError`` for a continuation that does not fit into ``seq_len`` tokens, but for a text, which is cut into several sequences.
+    Raises ``TaskError`` for a continuation without a token of its own, and for one of more than ``seq_len`` tokens. The
+    latter does not hold for kind "text", which is cut into several sequences.
     """
     return [
         sequence
@@ -309,9 +310,10 @@ def scores_by_item(
 def figures(task: Task, scores: Sequence[Sequence[ContinuationScore]]) -> dict[str, float]:
     """Return the figures of a task whose continuations are scored.
 
-    ``choice``: ``accuracy``; ``accuracy_per_character``, which divides each log-probability by the characters of its choice; and
-    ``bits_per_byte`` of the right choices. ``completion``: ``accuracy`` and ``bits_per_byte``. ``text``: ``bits_per_byte``. Each
-    accuracy comes with its standard error, ``accuracy_error``. All are NaN if a log-probability is not finite.
+    ``choice``: ``accuracy``; ``accuracy_per_character``, which divides each log-probability by the characters of its
+    choice; and ``bits_per_byte`` of the right choices. ``completion``: ``accuracy`` and ``bits_per_byte``. ``text``:
+    ``bits_per_byte``. ``accuracy`` comes with its standard error, ``accuracy_error``. All are NaN if a log-probability
+    is not finite.
     """
     results = _figures(task, scores)
     is_finite = all(math.isfinite(score.log_probability) for of_item in scores for score in of_item)
@@ -424,7 +426,9 @@ class EncodedTask:
 
 
 def encode_task(task: Task, tokenizer: Tokenizer, seq_len: int) -> EncodedTask:
-    """Encode a task for a model that reads ``seq_len`` tokens. Raises ``TaskError`` for an item that does not fit."""
+    """Encode a task for a model that reads ``seq_len`` tokens. Raises ``TaskError`` for an item that does not fit, or
+    whose continuation has no token of its own.
+    """
     if task.kind != "generation":
         return EncodedTask(task, sequences_of(task, tokenizer, seq_len), [])
     prompts = []

@@ -75,8 +75,8 @@ def failure_file(log: Path) -> Path:
 def report_failure(error: Exception, log: Path, attempt: int, rank: int | None = None) -> None:
     """Print the error of this process on stderr, and write its record beside ``log``, for the launcher.
 
-    If the disk is full there is only the log. Lone surrogates, which stand for the bytes of a path that is not UTF-8, are
-    escaped in the record, and secrets are masked.
+    If the record cannot be written, there is only the log. In the record, secrets are masked, and lone surrogates,
+    which stand for the bytes of a path that is not UTF-8, are escaped.
     """
     print(f"error: {error}", file=sys.stderr, flush=True)
     remedy = error.remedy if isinstance(error, RunFailedError) else ""

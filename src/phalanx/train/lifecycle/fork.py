@@ -79,15 +79,13 @@ class Fork:
         self._root = training.inputs.directory.forks / f"step-{self._plan.spike:08d}"
 
     def run(self) -> TrainedChild:
-        """Train the children and return the one that is taken, with its state restored on this rank. Saved children are not trained
-        again.
+        """Train the children in the order of ``spike.candidates`` until one decides by ``spike.prefer``, and return the
+        one that is taken, with its state restored on this rank. Saved children are not trained again.
 
         Emits the fork, each child's loss, and the choice as events.
 
-        Raises:
-            ForkStoppedError: On a request to stop.
-            ForkFailedError: A checkpoint cannot be read or written.
-            LossSpikeError: No child has a finite loss.
+        Raises: ForkStoppedError: On a request to stop. ForkFailedError: A checkpoint cannot be read or written.
+        LossSpikeError: No child has a finite loss.
         """
         plan, reporter = self._plan, self._training.reporter
         candidates, prefer = self._spec.spike.candidates, self._spec.spike.prefer
@@ -168,7 +166,7 @@ class Fork:
 
     def _train(self, candidate: Candidate) -> TrainedChild:
         """Train the child of a candidate from the base to the fork's end, and save it. The "skip" child withholds the
-        spike's update. Its time is not booked on the run's ledger.
+        spike's update. The seconds of its steps are not booked one by one: the caller books the fork.
 
         Raises ``ForkStoppedError`` and ``ForkFailedError``.
         """

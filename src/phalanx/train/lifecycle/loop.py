@@ -99,8 +99,8 @@ class Trainer:
     def run(self) -> RunResult | None:
         """Train as ``train`` does; ``None`` on a request to stop, after the saves and copies under way.
 
-        If samples fail to come or the wait for them is ended, save the steps of this start first (with several ranks,
-        only in the latter case). Errors of a step are raised.
+        If the wait for samples is ended, save the steps of this start and return ``None``. On ``DataError``, a run of
+        one rank saves them and raises; with several ranks it only raises. Errors of a step are raised.
         """
         training, progress = self._training, self._progress
         report_start(training)
@@ -285,11 +285,10 @@ class Trainer:
         return report
 
     def _advance(self, report: StepReport) -> StepReport | None:
-        """Count a step as done, and return its report; after a fork, that of the last step of the child that was
-        taken.
+        """Count a step as done, and return its report; after a fork, that of the last step of the child that was taken.
 
-        If the loss forbids the step, emit the event; if the run must end, save the weights as they were before it and
-        raise as ``train`` does. Return ``None`` on a request to stop in a fork.
+        If loss or gradient norm is not finite or a spike, emit the event. If the run must end, save the weights as they
+        were before the step and raise as ``train`` does. Return ``None`` on a request to stop in a fork.
         """
         progress, train = self._progress, self._spec.train
         spike, bad = progress.spike(report, train), None
@@ -311,8 +310,8 @@ class Trainer:
         return report
 
     def _fork(self, report: StepReport) -> StepReport | None:
-        """Save the state before the spike, train the children, and continue as the best of them, saved and logged;
-        then the children's checkpoints are removed.
+        """Save the state before the spike, train the children, and continue as the best of them, saved and logged. The
+        children's checkpoints are removed once that save is durable.
 
         Return the report of its last step; ``None`` on a request to stop.
         """

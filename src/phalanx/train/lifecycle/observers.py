@@ -138,8 +138,8 @@ class StepLog(Observer):
         )
 
     def _traffic(self) -> dict[str, int]:
-        """Return the sums of bytes and requests of this rank's datasets in object stores since its start; empty
-        counts if all data are in folders.
+        """Return the sums of bytes and requests of this rank's datasets in object stores since its start; an empty
+        table if all data are in folders.
         """
         totals: Counter[str] = Counter()
         for dataset in self._training.data.cached:

@@ -147,8 +147,8 @@ class BadStep:
 
 
 def judge_nonfinite(train: TrainSpec, progress: TrainProgress, report: StepReport) -> BadStep:
-    """Decide on a step that was not finite: skip it if ``train.on_nonfinite`` is "skip" and fewer than
-    ``train.max_skipped`` were skipped in a row, else end the run with a remedy.
+    """Decide on a step that was not finite: skip it if ``train.on_nonfinite`` is "skip" and, with this one, fewer than
+    ``train.max_skipped`` were skipped in a row. Else end the run with a remedy.
     """
     skip = train.on_nonfinite == "skip" and progress.skipped_in_a_row + 1 < train.max_skipped
     sources = ", ".join(report.nonfinite[:3])
@@ -238,11 +238,12 @@ class SampleSupply:
     def prefetch(
         self, rank: int, warn: Callable[[str, IncidentKind], None], enough: Callable[[], bool] | None
     ) -> Prefetch[NDArray[np.int64]]:
-        """Return an iterator over the samples of this rank's rounds, step after step, each read while the one before
-        is computed.
+        """Return an iterator over the samples of this rank's rounds, step after step, each read while the one before is
+        computed.
 
-        Samples in object stores are also fetched further ahead. ``warn`` is called, with ``rank``, if the rank waits
-        long for them. ``enough`` is polled while it waits; once it is true, ``WaitEndedError`` is raised.
+        Samples in object stores are also fetched further ahead, and only for them ``warn`` and ``enough`` are called.
+        ``warn`` is called, with ``rank``, if the rank waits long. ``enough`` is polled while it waits; once it is true,
+        ``WaitEndedError`` is raised.
         """
         rounds, cached = len(self._rounds), self._data.cached
         numbers = range(self._begun_step * rounds, self._spec.train.steps * rounds)
@@ -330,8 +331,10 @@ class ChildStep:
     is_applied: bool
 
     def report(self, of_spike: StepReport) -> StepReport:
-        """Return the report of this step; requests, tokens and all other figures are those of the step of the spike.
-        A number that was not finite becomes NaN.
+        """Return the report of this step: its loss, norm, rate, and whether it was applied, not withheld, without
+        losses of slots. Requests, tokens and all other figures are those of the step of the spike.
+
+        A loss or norm that was not finite becomes NaN.
         """
         loss, norm = (math.nan if value is None else value for value in (self.loss, self.grad_norm))
         return replace(

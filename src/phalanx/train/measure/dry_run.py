@@ -143,8 +143,9 @@ def tiny(spec: RunSpec, ranks: int, rounds: int = 1) -> RunSpec:
     """Return a miniature of a resolved ``spec`` that makes the same collectives on ``ranks`` ranks: the same layers,
     stages, lanes and loss chunks.
 
-    It has tiny dimensions and sequences, one sequence a micro-batch, as few micro-batches as the schedule allows, at
-    most ``rounds`` slots a rank, AdamW, and no offload or compilation.
+    It runs on a CPU with AdamW, tiny dimensions, one sequence a micro-batch, as few micro-batches as the schedule
+    allows and at most ``rounds`` slots a rank. Of the precision only ``compute`` is kept. Dropped are offload,
+    recomputation, compilation, asynchronous tensor parallelism and the ends of documents.
     """
     parallel, layout = spec.parallel, layout_of(spec.parallel, ranks)
     per_slot = min(micro_batches_per_slot(spec), _fewest(spec))
@@ -176,8 +177,8 @@ def tiny(spec: RunSpec, ranks: int, rounds: int = 1) -> RunSpec:
 
 
 def _plain(spec: RunSpec) -> RunSpec:
-    """Return ``spec`` on a CPU without options that only change how operations are carried out: offload,
-    recomputation, compilation, asynchronous tensor parallelism.
+    """Return ``spec`` on a CPU with default ``memory`` and ``runtime`` and without asynchronous tensor parallelism.
+    Dropped are offload, recomputation and compilation, which only change how operations are carried out.
     """
     return dataclasses.replace(
         spec,

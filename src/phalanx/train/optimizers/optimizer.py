@@ -129,8 +129,9 @@ class MomentStore:
         self._streams = (cuda_stream(device), cuda_stream(device)) if on_gpu(device) else None
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a tensor of zeros in the store: pinned host memory, the file, or plain memory if neither applies. Raises
-        ``OffloadError`` if the disk is full."""
+        """Return a tensor of zeros in the store: pinned host memory, the file, or, if neither applies or it is empty,
+        memory of the device. Raises ``OffloadError`` if the disk is full.
+        """
         if self._pinned:
             return torch.zeros(shape, dtype=dtype, pin_memory=True)
         length = math.prod(shape) * dtype.itemsize

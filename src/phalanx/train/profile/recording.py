@@ -144,8 +144,9 @@ class Recording(Observer):
             self._end()
 
     def _decided(self, request: ProfileRequest, ending: bool) -> RecordingOrder:
-        """Decide on a request, on rank 0: make its folder, write the order and return it. If it comes in the last
-        step, beside another recording, or names impossible ranks, warn and return an order without ranks.
+        """Decide on a request, on rank 0: make its folder, write the order and return it. Warn and return an order
+        without ranks if it comes in the last step or beside another recording, names impossible ranks, or cannot be
+        written.
         """
         training, none = self._training, RecordingOrder("", 0, {})
         folder = training.inputs.directory.profiles / request.name

@@ -112,8 +112,8 @@ def resolve(spec: RunSpec, places: Mapping[str, DatasetPlace], path: Path) -> Ru
     """Return the run with every default resolved: vocabulary, dimensions, checkpoint to start from, document masks,
     device, format and arithmetic.
 
-    Raises ``RunFileError`` if the vocabulary is too small for the data, there is no checkpoint to start from, or the
-    resolved sizes break a rule.
+    Raises ``RunFileError`` if the vocabulary is too small for the data, there is no checkpoint to start from, the
+    source of a user's own model is unreadable or has changed, or the resolved sizes break a rule.
     """
     index = index_of_places(places)
     if spec.model.vocab_size and spec.model.vocab_size < index.vocab_size:
@@ -172,11 +172,11 @@ def _pinned_source(model: ModelSpec, path: Path) -> ModelSpec:
 
 
 def pinned_checkpoint(source: str, path: Path) -> str:
-    """Return the checkpoint that ``checkpoint.init_from`` means now, as an absolute path or URL: the newest if it
-    names a directory or store, so that a later start means the same. Empty stays empty.
+    """Return the checkpoint that ``checkpoint.init_from`` means now, as an absolute path or URL: the newest if it names
+    a directory or store, so that a later start means the same. Empty stays empty.
 
     A checkpoint that is named itself may be gone: a run with checkpoints of its own does without it. Raises
-    ``RunFileError`` if there is none in a named directory or store.
+    ``RunFileError`` if there is none in a named directory or store, or the store cannot be read.
     """
     if not source:
         return ""

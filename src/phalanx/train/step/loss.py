@@ -386,7 +386,7 @@ def _scores_and_losses(
 ) -> tuple[list[Tensor], Tensor]:
     """Return the log-probabilities ``(n, rows of a part)`` of each part's logits, and each token's loss ``(n,)``; fp32.
 
-    The logits are overwritten. Ignored tokens have a loss of 0.
+    The logits may be overwritten. Ignored tokens have a loss of 0.
     """
     ignored = targets[0].ignored
     if rows is None:

@@ -289,9 +289,9 @@ class RankTimes:
 
     def step_ended(self, step: int, *, last: bool = False) -> RankFrame | None:
         """Record a step. At the end of a window, or with ``last``, return the table of all ranks since the last one;
-        otherwise None. Also sets ``slowest``.
+        otherwise None. Also sets ``slowest``. Without windows, do nothing and return None.
 
-        A collective then. The result is the same on all ranks, except for the time.
+        A collective when it returns a table. The result is the same on all ranks, except for the time.
         """
         if not self._windows:
             return None

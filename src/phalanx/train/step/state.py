@@ -295,7 +295,8 @@ def _agreed_candidates(
 
 def _steps(tier: KeepingTier, tiers: Sequence[KeepingTier]) -> list[int]:
     """Return the steps of ``tier``. If a store cannot be listed while the disk, the first of ``tiers``, has
-    checkpoints, log it and return none; without any, raise ``CheckpointError``.
+    checkpoints, log it and return none. Raise ``CheckpointError`` if the disk cannot be listed, or a store while the
+    disk has none.
     """
     try:
         return tier.steps()
