@@ -74,10 +74,10 @@ class Child:
     ) -> Child:
         """Start ``command``.
 
-        ``output`` takes standard output and error, which are else this process's standard error. ``task`` is its
-        standard input, fewer than 64 KiB; empty by default. ``keep_open`` are descriptors that it inherits. With
-        ``own_session``, Ctrl-C does not reach it and ``end`` kills what it has started. ``parent`` names this
-        process in the line about a kill. Raises ``OSError``.
+        ``output`` takes standard output and error, which are else this process's standard error. ``task`` is
+        its standard input, fewer than 64 KiB; empty by default. ``keep_open`` are descriptors that it inherits.
+        With ``own_session``, Ctrl-C does not reach it and ``end`` kills what it has started. ``parent`` names
+        this process in the line about a kill. Raises ``OSError``, after ``output.failed()``.
         """
         try:
             process = subprocess.Popen(
@@ -110,7 +110,11 @@ class Child:
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """Return the exit code (below 0: the signal that killed it), None while it runs. Does not reap it."""
+        """Return the exit code (below 0: the signal that killed it), None while it runs.
+
+        Does not reap it, except where Python has no ``os.waitid`` (macOS before 3.13) or another thread reaps
+        it.
+        """
         if self._process.returncode is not None:
             return self._process.returncode
         if not hasattr(os, "waitid"):  # macOS before Python 3.13
@@ -124,7 +128,9 @@ class Child:
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
     def is_suspended(self) -> bool:
-        """Return True if a signal has stopped it and none has continued it since."""
+        """Return True if a signal has stopped it and none has continued it since. False where there is no
+        ``/proc``.
+        """
         with suppress(OSError):
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False
@@ -229,9 +235,10 @@ class LineChild(Child):
         )
 
     def exchange(self, request: Mapping[str, object]) -> dict[str, Any] | None:
-        """Send a request and return the reply, None from a child that has ended.
+        """Send a request and return the reply. Waits as long as the child takes.
 
-        A child that replies otherwise, or with more than ``most_reply_bytes``, is killed. Waits as long as the child takes.
+        Return None and kill the child if it has ended, or replies with anything but one line with a JSON object
+        of at most ``most_reply_bytes``.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None

@@ -22,7 +22,10 @@ def host_name() -> str:
 
 
 def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Return the signals that this process was not started to ignore, as by ``nohup`` or in the background of a script."""
+    """Return the signals of ``numbers`` that this process does not ignore now.
+
+    A process started by ``nohup``, or in the background of a script, ignores some from its start.
+    """
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -49,8 +52,8 @@ class StopRequest:
     def listen(self, end: Callable[[], None] | None = None) -> None:
         """Handle the signals as a request to stop, from here on. A second SIGINT interrupts as usual.
 
-        Until ``join_step`` a signal also calls ``end``, which ends the process: the first step compiles for
-        minutes, and there is nothing to save. Without ``end`` it only records the request.
+        Until ``join_step`` or ``step_ended`` a signal also calls ``end``, which ends the process: the first
+        step compiles for minutes, and there is nothing to save. Without ``end`` it only records the request.
         """
         self._end = end
         for number in heeded(self.signals):
@@ -147,8 +150,8 @@ _WHERE_UNLIMITED = 1 << 20
 def raise_open_file_limit(at_least: int = 0) -> int:
     """Raise this process's soft limit on open files to the hard limit, and return it.
 
-    Where that is infinite, to ``at_least`` or a large number. A system that refuses keeps its limit, which is
-    returned.
+    An infinite hard limit counts as ``at_least``, but no less than 2^20. An infinite soft limit is kept, and
+    this number returned. A system that refuses keeps its limit, which is returned.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = max(at_least, _WHERE_UNLIMITED) if hard == resource.RLIM_INFINITY else hard
