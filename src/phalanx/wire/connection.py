@@ -101,7 +101,7 @@ class FramedConnection:
     def receive_into(self, view: memoryview) -> None:
         """Fill ``view`` with raw bytes, straight into its memory.
 
-        Raises EndedError if the connection ends before, SilentError after the deadline.
+        Raises EndedError if the connection ends before, SilentError after the timeout or deadline.
         """
         done = 0
         while done < len(view):

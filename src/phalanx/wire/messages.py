@@ -256,7 +256,11 @@ class FrameStream:
             raise EndedError("ended the connection") from error
 
     def write(self, body: bytes, longest_bytes: int = LONGEST_MESSAGE_BYTES) -> None:
-        """Queue a frame; it is lost if the peer dies before it reads it."""
+        """Queue a frame; it is lost if the peer dies before it reads it. Does nothing once the connection is
+        closing.
+
+        Raises MessageError for a body that is too long.
+        """
         if not self._writer.is_closing():
             self._writer.write(frame(body, longest_bytes))
 

@@ -66,7 +66,10 @@ class Doorway:
         return newcomer
 
     def leave(self, newcomer: Newcomer, *, proven: bool) -> None:
-        """Free the place; a host that has ``proven`` itself is remembered. A second call does nothing."""
+        """Free the place. A host that has ``proven`` itself is remembered, as one of the latest 65,536.
+
+        A second call frees nothing, and forgets no host.
+        """
         with self._lock:
             self._waiting.pop(newcomer, None)
             if proven:
@@ -138,7 +141,9 @@ class ProvenPort:
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
-        """End all connections and stop listening. Returns once the listening thread has ended."""
+        """End all connections and stop listening. Returns once the listening thread has ended; serving threads may
+        still run.
+        """
         with self._lock:
             self._closed.set()
             for connection in self._open:
