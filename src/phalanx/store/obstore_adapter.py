@@ -108,10 +108,11 @@ class RemoteStore:
     """The objects below ``url``; the first request is sent when a method is called."""
 
     def __init__(self, url: str, retry: RetryPolicy) -> None:
-        """Set up the client for reads of ``url``; nothing is requested. HTTP without TLS is allowed only for such
-        an endpoint.
+        """Set up the client for reads of ``url``; nothing is requested.
 
-        Raises BadUrlError if settings are missing.
+        HTTP without TLS is allowed only if an endpoint variable of the environment is an http:// URL, or for
+        Azure's emulator. Raises BadUrlError if settings are missing, MissingSupportError for an AWS profile
+        without boto3.
         """
         self._url = url
         self._retry = retry
@@ -174,7 +175,7 @@ class RemoteStore:
             self._repeated(lambda: self._put_parts(key, data, len(data)), key, "put")
 
     def put_blocks(self, key: str, blocks: Iterable[bytes | memoryview], nbytes: int) -> None:
-        """As ``Store.put_blocks``; a small object is put at once, a large one is uploaded in parts."""
+        """As ``Store.put_blocks``; up to ``_LEAST_PART_BYTES`` are put in one request, more are uploaded in parts."""
         require_key(key, self._url)
         if nbytes <= _LEAST_PART_BYTES:
             self.put(key, b"".join(blocks))
@@ -410,8 +411,10 @@ def _retry_config(retry: RetryPolicy) -> "RetryConfig":
 def _client(
     url: str, credentials: str, client: "ClientConfig", retry: "RetryConfig"
 ) -> S3Store | GCSStore | AzureStore:
-    """Return the client of a bucket: gs, az, or else S3, with the profile's credentials if that is their source. No
-    request is sent. Raises BadUrlError if settings are missing or wrong.
+    """Return the client of a bucket: gs, az, or else S3, with the profile's credentials if that is their source.
+    No request is sent.
+
+    Raises BadUrlError if settings are missing or wrong, MissingSupportError for a profile without boto3.
     """
     parts = urlsplit(url)
     prefix = parts.path.strip("/") or None
@@ -474,7 +477,7 @@ def source_of(scheme: str, environment: Mapping[str, str], home: Path) -> str:
 def _aws(environment: Mapping[str, str], home: Path) -> str:
     """Return the source of credentials that the S3 client uses, in words, by its order of precedence.
 
-    Looks only at which variables and files there are; without any it is "instance metadata".
+    Reads no secret, only which variables and files there are. Without any it is "instance metadata".
     """
     if environment.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):
         return "none, by AWS_SKIP_SIGNATURE"
@@ -495,7 +498,7 @@ def _aws(environment: Mapping[str, str], home: Path) -> str:
 def _google(environment: Mapping[str, str], home: Path) -> str:
     """Return the source of credentials that the GCS client uses, in words, by its order of precedence.
 
-    Looks only at which variables and files there are; without any it is "instance metadata".
+    Reads no secret, only which variables and files there are. Without any it is "instance metadata".
     """
     for name in (
         "GOOGLE_SERVICE_ACCOUNT",
@@ -513,7 +516,7 @@ def _google(environment: Mapping[str, str], home: Path) -> str:
 def _azure(environment: Mapping[str, str]) -> str:
     """Return the source of credentials that the Azure client uses, in words, by its order of precedence.
 
-    Looks only at which variables there are; without any it is "instance metadata".
+    Reads no secret, only which variables there are, and two flags. Without any it is "instance metadata".
     """
     for name, source in (
         ("AZURE_STORAGE_TOKEN", "environment, AZURE_STORAGE_TOKEN"),

@@ -179,7 +179,8 @@ class LocalFolder:
         """Context with a durable temporary file of the content, and the path that the body should move or link it
         to.
 
-        On leaving, the folder is synced and the temporary file removed. Raises StoreError.
+        After a body without an error the folder is synced. The temporary file is removed in any case. Raises
+        StoreError, also for an ``OSError`` of the body.
         """
         path = self._path(key)
         with self._errors(key, operation):
@@ -199,7 +200,7 @@ class LocalFolder:
     def _new_file(self, path: Path) -> tuple[int, Path]:
         """Create a temporary file beside ``path``, with its parents, and return descriptor and path.
 
-        Retried a few times if a parent was pruned meanwhile; then raises ``OSError``.
+        Retried up to 1,000 times if a parent was pruned meanwhile; then raises ``OSError``.
         """
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.writing")
         races = 0
@@ -232,7 +233,8 @@ class LocalFolder:
     def _errors(self, key: str, operation: str) -> Iterator[None]:
         """Context that turns ``OSError`` into StoreError with the operation and key.
 
-        A missing file is MissingObjectError for get, ranges and info, else a plain StoreError.
+        A missing file, or a path that is no file, is MissingObjectError for get, ranges and info, else a plain
+        StoreError. Other errors become what ``_explained`` returns.
         """
         try:
             yield
