@@ -124,8 +124,9 @@ def problems(order: LaunchOrder, hosts: list[Host]) -> list[str]:
 def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
     """Return everything that keeps the hosts from training the run together; empty if nothing does.
 
-    If ``problems`` finds some, only these. Else checks on each host over ssh that it reads a random word in the run
-    directory and can write there, its software against the first host's, and its clock.
+    If ``problems`` finds some, only these. Else writes a random word into the run directory, which it creates.
+    Each host must read it, write there, have the software of the first host that answers, and a clock within 30
+    s of this machine's. If the clocks show that this machine's own is wrong, only that is returned of clocks.
     """
     if wrong := problems(order, hosts):
         return wrong
@@ -166,8 +167,9 @@ def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
 def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list[Started]:
     """Start the run on all hosts or on none; the first leads. With ``joins`` they join the fleet that trains it.
 
-    Sessions wait until a last file is written, and the record of sessions is written first; a run that is cancelled
-    before does not begin. After a failure all are killed. Raises ``EngineError`` with every reason.
+    Sessions wait until a last file is written, and the record of sessions is written first; a run that is
+    cancelled before does not begin. After a failure all are killed, and the record stays, with ``joins`` that
+    of the earlier sessions. Raises ``EngineError`` with every reason.
     """
     word, head = secrets.token_hex(8), None if joins else hosts[0]
     names = {host.name for host in hosts}
@@ -237,10 +239,11 @@ def alive(run_dir: Path) -> tuple[list[Started], list[str]]:
 def end(
     run_dir: Path, started: list[Started], number: signal.Signals | None
 ) -> tuple[list[Started], list[str]]:
-    """Send ``number`` (None: nothing) to the sessions of a run; return those that were there, and the messages of
+    """Send ``number`` (None: nothing) to the sessions of a run. Return those that were there, and the messages of
     hosts that do not answer.
 
-    SIGTERM is sent to a session once only, over all calls.
+    SIGTERM is sent to a session once only, over all calls, unless the mark of that cannot be written (a full
+    disk).
     """
     pids = {session.host.name: session.pid for session in started}
     folder = str(run_dir.resolve())
@@ -254,8 +257,9 @@ def end(
 
 
 def sentence(run_dir: Path) -> str | None:
-    """Return in words where a run's sessions are running, with the hosts that do not answer; ``None`` if none is
-    there.
+    """Return in words where a run's sessions are running, with the hosts that do not answer.
+
+    ``None`` if none is there and all hosts answer. If none is there and some do not answer, "perhaps running".
     """
     started = started_on(run_dir)
     there, wrong = alive(run_dir)

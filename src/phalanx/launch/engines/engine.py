@@ -258,11 +258,12 @@ def recorded_run(run_dir: Path) -> SubmittedRun | None:
 
 
 def submission_of(run_dir: Path) -> SubmittedRun | None:
-    """Return the last submission of a run, by its record, or else by the queue of its engine or any; ``None`` if
-    none has it.
+    """Return the last submission of a run: that of its record. ``None`` if there is neither a record nor a queued
+    job.
 
-    A submitter that was killed may have queued a job without recording its number, or anything. Raises
-    ``EngineError``.
+    A submitter that was killed may have recorded no job number, or nothing. Then the queue of the record's
+    engine gives the number; without a record, the queues of all engines are searched. A run directory without
+    the launch folder is in none. Raises ``EngineError``.
     """
     run = recorded_run(run_dir)
     if (run is not None and run.made.job) or not (run_dir / FOLDER).is_dir():
@@ -337,8 +338,9 @@ def wait_until_ended(run: SubmittedRun, poll_s: float, *, silent_timeout_s: floa
 def prevent_restart(run_dir: Path, *, at_once: bool = False) -> str:
     """Mark a run that is to end, so that nothing starts it again; return an empty text.
 
-    If the mark cannot be written (a full disk), return what follows from that. Then raise ``EngineError`` for a job
-    that would queue itself again, unless it is ended ``at_once``.
+    If the mark cannot be written (a full disk): for a job that would queue itself again, raise ``EngineError``,
+    or with ``at_once`` return an empty text all the same, since the job is ended at once. For any other run,
+    return a sentence on what follows. Also raises the errors of ``submission_of``.
     """
     try:
         mark_stopped(run_dir)

@@ -177,12 +177,12 @@ def _restart_loop(pauses_s: Sequence[int]) -> str:
 
 
 def start_script(order: LaunchOrder, host: Host, head: Host | None, word: str) -> str:
-    """Return the script that starts the agent of a host, or the fleet of this machine, as a session, and prints its
-    process number.
+    """Return the script that starts the agent of a host, or the fleet of this machine, as a session, and prints
+    its process number.
 
-    The session waits for ``word`` in the file "go". Without ``head`` the host joins the fleet of the run directory.
-    An agent that was killed (out of memory) is started again a few times; one that got SIGTERM or ended by itself
-    is not.
+    The session waits two minutes for ``word`` in the file "go", else ends with 1. Without ``head`` the host
+    joins the fleet of the run directory. An agent that was killed (out of memory) is started again a few times;
+    one that got SIGTERM or ended by itself is not.
     """
     folder = order.folder
     # The session prints its number itself: signals go to a session, and there is none before setsid has made it.
@@ -257,8 +257,9 @@ def _preamble_lines(order: LaunchOrder) -> Iterator[str]:
 
 
 def not_for_hosts(order: LaunchOrder) -> Iterator[str]:
-    """Yield a problem for each field of the run file that only a scheduler can fulfill, or a network of several
-    nodes.
+    """Yield a problem for each field of the run file that only a scheduler can fulfill.
+
+    On this machine alone (``launch.engine = "local"``) also for ``launch.most_lost_ms``.
     """
     launch = order.launch
     requested = {

@@ -76,9 +76,11 @@ class HostsEngine:
     def verified(
         self, order: LaunchOrder, spec: RunSpec, listed: list[Host], hosts: list[Host]
     ) -> tuple[RunSpec, PricedNodes | None]:
-        """Return a run that can start on the first ``hosts`` of those ``listed``, with the price of that placement if it is known.
+        """Return the run as it can start on the first ``hosts`` of those ``listed``, with the price of that
+        placement if it is known.
 
-        Fills ``launch.unit`` and ``order`` from the price if they are open, and writes the price into the run's folder.
+        If ``launch.unit`` is open, unit and order come from the price. The price, or why there is none, is
+        written into the run's folder; for this machine alone neither. The mark of an earlier stop is removed.
         Raises ``EngineError`` with everything that keeps the run from starting.
         """
         earlier = recorded_run(order.run_dir)
@@ -157,7 +159,10 @@ class HostsRun:
             )
 
     def request_stop(self, reign: int | None) -> bool:
-        """Signal the sessions before they have formed a fleet; then that is left to its coordinator."""
+        """Send SIGTERM to the sessions and return True if no coordinator leads yet (``reign`` None).
+
+        Otherwise only return False: its coordinator ends the run.
+        """
         if reign is None:
             bare.end(self.run_dir, bare.started_on(self.run_dir), signal.SIGTERM)
         return reign is None

@@ -47,10 +47,10 @@ def range_of_connections(path: Path = RANGE_FILE) -> tuple[int, int]:
 
 
 def port_of(number: int, connections: tuple[int, int]) -> int:
-    """Return the coordinator's port for ``number``, the same for the same number, outside ``connections`` (first,
-    last).
+    """Return the coordinator's port for ``number``: always the same, from 20,000 to 39,999, outside
+    ``connections`` (first, last).
 
-    If too few ports are outside of it, any port of the whole range may be returned.
+    If fewer than 1,000 of these ports are outside of it, any of them may be returned.
     """
     first, last = connections
     below = min(max(first, _FIRST), _END) - _FIRST
@@ -146,7 +146,10 @@ class LaunchOrder:
 
 
 def seconds_of(text: str) -> float:
-    """Return the seconds of a time limit: 2d, 12h, 1h30m, or Slurm's MINUTES, HH:MM:SS and D-HH:MM:SS. Raises ``EngineError``."""
+    """Return the seconds of a time limit: spans like 2d, 12h or 1h30m, or a time of Slurm's.
+
+    Those are MINUTES, MINUTES:SECONDS, HH:MM:SS and D-HH[:MM[:SS]]. Raises ``EngineError`` for another form.
+    """
     spans = _SPAN.findall(text)
     if spans and not _SPAN.sub("", text).strip():
         return sum(float(number) * _SECONDS[unit] for number, unit in spans)
@@ -181,8 +184,8 @@ _MOST_BYTES = 1 << 20
 def private_variables(
     launch: LaunchSpec, working_dir: Path, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variables whose values are not in the run file: all in ``launch.secrets``, else those named, from
-    ``environ``.
+    """Return the variables whose values are not in the run file: all those of the file ``launch.secrets``, and
+    from ``environ`` those that ``launch.environment`` only names and the file lacks.
 
     Raises ``EngineError`` for a variable without a value, and for an unusable file.
     """
@@ -215,8 +218,10 @@ def private_exports(launch: LaunchSpec, working_dir: Path) -> str:
 
 
 def _of_file(path: Path) -> dict[str, str]:
-    """Return the variables in a file of NAME=VALUE lines. Raises ``EngineError`` if it is unreadable, malformed, or accessible to
-    other users."""
+    """Return the variables in the first MiB of a file of NAME=VALUE lines; lines that begin with # are comments.
+
+    Raises ``EngineError`` if it is unreadable, malformed, or accessible to other users.
+    """
     try:
         with open_regular(path, follow=True) as file:
             mode = os.fstat(file.fileno()).st_mode

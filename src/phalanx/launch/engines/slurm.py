@@ -118,8 +118,9 @@ class SlurmJob:
 
 
 def is_known_start(text: str) -> bool:
-    """Return True if Slurm's time of a start is one: before it has looked at a job it prints N/A, or a year or more
-    from now.
+    """Return True if ``text`` is an ISO time less than 300 days from now.
+
+    Before Slurm has looked at a job it prints N/A as its start, or a year or more from now.
     """
     try:
         return datetime.fromisoformat(text) < datetime.now() + timedelta(days=_NO_LIMIT_DAYS)
@@ -172,7 +173,9 @@ def parse_jobs(text: str) -> list[SlurmJob]:
 def job_of(run_dir: Path, last: str = "") -> SlurmJob | None:
     """Return the queued or running job of a run; ``None`` if there is none.
 
-    It is looked for among the user's own jobs, without those that join, then by the number ``last``, which may be another user's.
+    It is looked for among the user's own jobs, without those that join. Then the job number ``last``, which may
+    be another user's, is taken if it is of this run; ``None`` if Slurm does not list it. Raises ``EngineError``
+    if the user's jobs cannot be listed.
     """
     own = next((job for job in jobs_of(run_dir) if not job.joins), None)
     if own is not None or not last.isdecimal():
@@ -214,8 +217,8 @@ def demand_resizable(run_dir: Path) -> None:
     """Raise ``EngineError`` if the job of a run cannot be made smaller now, before nodes leave the fleet for
     nothing.
 
-    Tried by setting its comment to the same text. Does nothing unless the run has exactly one running job that is
-    its own.
+    Tried by setting its comment to the same text. Does nothing unless the run has exactly one job, its own, and
+    that is running.
     """
     running = jobs_of(run_dir)
     if len(running) != 1 or running[0].joins or running[0].state != "RUNNING":
@@ -441,7 +444,8 @@ def parse_partitions(text: str) -> list[SlurmPartition]:
 def parse_nodes(text: str) -> list[NodeFacts]:
     """Return the nodes in the output of ``sinfo -h -N -o '%N|%T|%G'``, each once, with state and number of GPUs.
 
-    Nodes that are down, drained or do not respond are not usable.
+    Not usable are nodes that are down, drained, failing, in maintenance, reserved, powered off or do not
+    respond. Only idle ones are free.
     """
     parsed: dict[str, NodeFacts] = {}
     for line in text.splitlines():

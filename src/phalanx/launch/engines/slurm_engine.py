@@ -179,10 +179,11 @@ class SlurmRun:
         return slurm.give_back(self.run_dir, nodes)
 
     def prepare_joining(self, by: int, notify: Callable[[str], None]) -> Callable[[], str]:
-        """Write the script of a job of ``by`` nodes that join the run, and check that it could start. Return a
-        function that queues it and returns the job's number.
+        """Write the script of a job of ``by`` nodes that join the run, after checking that it could start. Return
+        a function that queues it and returns the job's number.
 
-        ``notify`` receives a line for each variable of sbatch that is used. Raises ``EngineError``.
+        ``notify`` receives a line for each variable of sbatch that is used. Raises ``EngineError``, and
+        ``OSError`` if the script cannot be written.
         """
         try:
             spec = read_resolved(RunDirectory(self.run_dir))
@@ -219,7 +220,8 @@ def queue_job(
     are missing.
 
     Return the record, and when Slurm expects the job to start (empty if unknown). Locks the run's submissions
-    meanwhile. Raises ``EngineError``, and then restores the earlier record.
+    meanwhile. Raises ``EngineError``, and then restores the earlier record; the message names the command that
+    returns nodes to the lender.
     """
     order = submission.order_of(spec, working_dir)
     private = private_variables(order.launch, working_dir)
@@ -254,7 +256,7 @@ def _borrowing(order: LaunchOrder, lender: Lender) -> LaunchOrder:
     """Return the order, with as many nodes to be taken from ``lender`` as idle ones are missing now; nothing is
     taken yet.
 
-    Raises ``EngineError`` if it was not submitted to Slurm.
+    Raises ``EngineError`` if the lender was not submitted to Slurm.
     """
     made = submission.read_record(lender.run_dir)
     if made is None or made.engine != ENGINE.name:

@@ -233,8 +233,8 @@ def recorded(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Ite
     """Context that records a submission before the body starts it, so that the run is known even if its starter is
     killed.
 
-    If the body raises ``EngineError``, the earlier record is restored, or the new one removed. Raises
-    ``EngineError``.
+    If the body raises ``EngineError``, the earlier record is restored, or the new one removed; another
+    exception leaves the new one. Raises ``EngineError``.
     """
     path = order.folder / RECORD
     try:

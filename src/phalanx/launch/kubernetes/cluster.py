@@ -104,7 +104,7 @@ def submit(request: PodRequest, submission: str, token: str) -> ClusterJob:
     """Create a run's job and, owned by it, its run file, secret and disruption budget. An earlier failed job is
     deleted first.
 
-    Raises ``EngineError``; then nothing of the new job is left.
+    Raises ``EngineError``; what was created of the new job is then deleted, without waiting for it.
     """
     namespace, resource = request.launch.namespace, _resource(request)
     earlier = refuse_second(request)
@@ -139,10 +139,10 @@ def _resource(request: PodRequest) -> str:
 
 
 def end(job: ClusterJob, *, at_once: bool = False, wait: bool = True) -> None:
-    """Delete a job; its pods have their grace to save. By default wait until all are gone.
+    """Delete a job; its pods have their grace to save. By default wait until all are gone, at most 15 minutes.
 
-    With ``at_once`` the pods are deleted without grace, and nothing is awaited. A missing job is no error. Raises
-    ``EngineError``.
+    With ``at_once`` the pods are deleted without grace, and nothing is awaited. A missing job is no error.
+    Raises ``EngineError``.
     """
     words = ["delete", job.resource, job.name, "--ignore-not-found"]
     if at_once:
@@ -397,10 +397,10 @@ def _job_set_state(spec: dict[str, Any], status: dict[str, Any]) -> tuple[str, s
 
 
 def _with_reason(job: ClusterJob) -> ClusterJob:
-    """Return the job with its state by its pods, and the reason why it, or some of its pods, waits. Unchanged if it
-    has ended.
+    """Return the job with its state and reason by its pods. Unchanged if it has ended.
 
-    The reason is the cluster's own, else Kueue's, else that of a pending pod. Reads its pods.
+    If a pod runs, the job is running, and the reason counts the pods if some are missing. Otherwise the reason
+    is the cluster's own, else Kueue's, else that of a pending pod.
     """
     if job.ended:
         return job
@@ -418,7 +418,10 @@ def _with_reason(job: ClusterJob) -> ClusterJob:
 
 
 def _queue_says(job: ClusterJob) -> str:
-    """Return why Kueue has not admitted a job: the condition QuotaReserved of its Workload; empty if there is none."""
+    """Return why Kueue has not admitted a job: the message of QuotaReserved or Admitted in its Workload.
+
+    Empty if neither is False, there is no Workload, or they cannot be listed.
+    """
     try:
         text = kubectl("get", "workloads.kueue.x-k8s.io", "-o", "json", namespace=job.namespace)
     except EngineError:

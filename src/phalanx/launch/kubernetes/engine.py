@@ -144,9 +144,9 @@ def begin_submission(run_dir: Path, submission: str) -> None:
 def exit_code(run_dir: Path, code: int, *, leads: bool) -> int:
     """Return the code with which a pod ends, given ``code``, that of its agent.
 
-    0: the run is finished. ``EXIT_GOES_ON``: another pod replaces this one, since the run was saved, or this node
-    left it. ``EXIT_OVER``, only if it ``leads``: the run was stopped for good, or has failed. Any other is a
-    failure, which is counted.
+    0: the run is finished. ``EXIT_GOES_ON``: another pod replaces this one, since the run was saved, or this
+    node left it. ``EXIT_OVER``, only if it ``leads``: the run was stopped for good, or has failed. Any other is
+    the code of an agent that does not lead, and is counted as a failure.
     """
     if RunDirectory(run_dir).finished_result() is not None:
         return 0

@@ -461,8 +461,8 @@ def _volumes(request: PodRequest) -> list[Json]:
 
 
 def _affinity(request: PodRequest) -> Json:
-    """Return the rules that exclude nodes, and that keep pods without GPUs on nodes of their own if
-    ``launch.exclusive``.
+    """Return the rules that exclude ``launch.exclude``, and with ``launch.exclusive`` keep two pods of this run,
+    if they have no GPUs, off one node.
 
     Empty if neither applies.
     """
