@@ -116,7 +116,7 @@ class Saboteur:
                 self._commit(fault)
 
     def _due(self, fault: faults.Fault, phase: faults.FaultPhase | None) -> bool:
-        """Return True if the fault is due now, in ``phase`` (None: at the end of a step).
+        """Return True if the fault is due now, in ``phase`` (None: when a step begins).
 
         A fault with a time is due from then on, one with a step only in that step; in "recovery" also later.
         """
@@ -162,11 +162,12 @@ class Saboteur:
         return False
 
     def _commit(self, fault: faults.Fault) -> None:
-        """Print the fault and inject it: kill, suspend, slow or corrupt this process, cut its connections, or fill
-        its disk.
+        """Print the fault and inject it here: kill, suspend or slow this process, cut its connections, sleep once
+        (a delayed link), flip a bit, or make the next counted loss NaN.
 
-        A coordinator and a node (this process group) are killed from here too. What lasts is undone after
-        ``for_s``.
+        A coordinator and a node (this process group) are killed from here too. A full disk is only a limit of 4
+        KiB on the files that this process writes. Suspension, slowness, a cut and a full disk end after
+        ``for_s``. With None they never end, but a link is cut only once.
         """
         print(f"fault: {fault} (rank {self.rank}, step {self.step})", flush=True)
         match fault.action:

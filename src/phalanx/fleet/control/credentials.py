@@ -276,8 +276,9 @@ class Credentials:
     async def prove(self, stream: HandshakeStream, method: Method, role: Role) -> Seals:
         """Run the mutual proof of the token over the first messages of a stream, and return its seals.
 
-        ``method`` chooses the operators' or the agents' token; earlier tokens within their grace are accepted too.
-        Raises ``UnprovenError`` if this process has no such token, or the peer does not know it or is too slow.
+        ``method`` chooses the operators' or the agents' token; a server also accepts earlier ones within their
+        grace. Raises ``UnprovenError`` if this process has no such token, or the peer does not know it or is
+        too slow, and other ``WireError``s of the stream.
         """
         operates = method == "Operate"
         token = self.operator_token if operates else self.token

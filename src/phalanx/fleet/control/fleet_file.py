@@ -236,7 +236,9 @@ def _file(directory: RunDirectory) -> Path:
 
 
 def record_distrust(directory: RunDirectory, step: int) -> None:
-    """Record that checkpoints after ``step`` are not to be trusted. Raises ``OSError``."""
+    """Record that checkpoints after ``step`` are not to be trusted; an earlier recorded step stays. Raises
+    ``OSError``.
+    """
     earlier = distrusted_after(directory)
     if earlier is None or step < earlier:
         write_atomically(_file(directory), f"{step}\n".encode())
@@ -254,7 +256,9 @@ def distrusted_after(directory: RunDirectory) -> int | None:
 
 
 def forget_distrust(directory: RunDirectory, step: int) -> None:
-    """Record that the copies after ``step`` have been set aside. Raises ``OSError``."""
+    """Record that the copies after ``step`` have been set aside. Does nothing if another step is recorded. Raises
+    ``OSError``.
+    """
     if distrusted_after(directory) == step:
         with suppress(FileNotFoundError):
             _file(directory).unlink()

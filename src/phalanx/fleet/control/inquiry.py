@@ -344,7 +344,11 @@ class FailureInquiry:
         self._asking: asyncio.Task[None] | None = None
 
     def begin(self, tell: Callable[[str], None]) -> None:
-        """Start a task that passes the first failure to ``tell``, once the other ranks have reported theirs."""
+        """Start a task that passes the first failure to ``tell`` after a second, in which other ranks may report
+        theirs.
+
+        Does nothing while such a task is in progress.
+        """
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._report_first_failure(tell))
 

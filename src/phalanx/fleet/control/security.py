@@ -241,12 +241,12 @@ def require_two_tokens(join: str, operate: str) -> None:
 
 
 def _write_keyring(path: Path, keys: Keyring, *, replace: bool = False) -> None:
-    """Write tokens to a file readable by its owner only. With ``replace``, replace the file; otherwise keep one that
-    exists.
+    """Write tokens to a file readable by its owner only. With ``replace``, replace the file; otherwise keep one
+    that exists.
 
-    The file gets its name once it is complete and on disk. Raises ``OSError``; the previous tokens then stay valid. If
-    only the sync of the folder fails, the new ones are valid: every process sees them, but a power cut may bring the
-    earlier file back.
+    The file gets its name once it is complete and on disk. Raises ``OSError``; the previous tokens then stay
+    valid. If only the sync of the folder fails, the new ones are valid, but a power cut may bring the earlier
+    file back. That failure is raised only without ``replace``.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -145,7 +145,8 @@ def _integers(seed: int, most: int, inner: int) -> tuple[Any, Any, Any]:
 def memory(device: str, nbytes: int = 256 << 20) -> CheckResult:
     """Write patterns and addresses into ``nbytes`` of the memory of ``device`` and read them back.
 
-    Bad if any word differs; measures the rate in bytes a second.
+    Bad if any word differs, with only ``wrong_words`` as measure. A good result has the rate ``bytes_per_s``,
+    in which allocation and comparison are included.
     """
     import torch
 
@@ -170,9 +171,11 @@ def memory(device: str, nbytes: int = 256 << 20) -> CheckResult:
 
 
 def disk(folder: Path, nbytes: int = 64 << 20, limits: HealthLimits = ANY_RATE) -> CheckResult:
-    """Write ``nbytes`` into a new file in ``folder``, sync it, read it back past the page cache and remove it.
+    """Write ``nbytes``, in whole MiB and at least one, into a new file in ``folder``, sync it, read it back past
+    the page cache and remove it.
 
-    Bad if a MiB differs, slow below the limit of the write rate. Raises ``OSError``.
+    Bad if a MiB differs, with only ``wrong_mib`` as measure. Slow below the limit of the write rate, sync
+    included. Raises ``OSError``.
     """
     block = os.urandom(1 << 20)
     blocks = max(1, nbytes >> 20)
@@ -213,8 +216,9 @@ def probe_link(
 ) -> CheckResult:
     """Send ``nbytes`` to a ``serve_link`` at ``address`` and check that they return unchanged.
 
-    Bad if the bytes differ, slow below the limit. Measures the shortest of 20 round trips, and bytes a second one
-    way. Raises ``OSError`` if the link breaks or ``timeout_s`` passes without data.
+    Bad if the bytes differ, slow below the limit. Measures the shortest of 20 round trips, and ``nbytes`` over
+    the time until all have returned. Raises ``OSError`` if the link breaks or ``timeout_s`` passes without
+    data.
     """
     with socket.create_connection(address, timeout_s) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

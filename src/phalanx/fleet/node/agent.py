@@ -204,7 +204,8 @@ class Agent:
         """Handle SIGTERM or SIGINT by ``at_signal``: "end" at once; "wait" only logs it; else leave at the next
         step boundary.
 
-        A second signal ends the agent, and one after that gives up the copies to the store.
+        Unless ``at_signal`` is "end", the second signal ends the agent. A signal to an agent that ends gives up
+        the copies to the store.
         """
         if self._args.at_signal != "end" and not self._warned:
             self._warned = True

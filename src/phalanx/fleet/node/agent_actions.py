@@ -248,8 +248,9 @@ def heartbeat_of(
 def end_of_last_epoch(bind: Bind, *, planned: bool, ended_unix_s: float, unix_s: float) -> tuple[bool, float]:
     """Return (planned, Unix time) of the end of the last epoch that trained; time 0 if there was none.
 
-    ``planned`` and ``ended_unix_s`` are this node's own record, the time 0 if it was not in that epoch. Then the
-    coordinator's in ``bind`` is used; of two times the earlier one.
+    ``planned`` and ``ended_unix_s`` are this node's own record. If its time is 0, since the node was not in
+    that epoch, both come from ``bind``. If both have a time, the earlier one counts, and the node's own
+    ``planned``.
     """
     if bind.left_s_ago is None:
         return planned, ended_unix_s

@@ -448,10 +448,11 @@ class AgentState:
         self.workers[index] = act.WorkerLife(running=True, last_message_s=now_s)
 
     def on_exit(self, index: int, code: int, text: str, unix_s: float) -> list[act.AgentAction]:
-        """Handle the exit of a worker's process (``code`` below 0: by that signal); ``text`` is the end of its log.
+        """Handle the exit of a worker's process (``code`` below 0: by that signal); ``text`` is the end of its
+        log.
 
-        A worker that has finished stays ended. Others are started again; unless killed here, the exit is reported
-        and the node's health checked.
+        A worker that has finished stays ended. Others are started again; unless the worker is ``doomed``, the
+        exit is reported and the node's health checked.
         """
         worker = self.workers[index]
         if worker.finished and not worker.leaving:
@@ -488,12 +489,13 @@ class AgentState:
         led: bool = True,
         working: Collection[int] = (),
     ) -> list[act.AgentAction]:
-        """Handle the passing of time: kill and report workers whose lease has run out, kill those that do not leave
-        an epoch.
+        """Handle the passing of time: kill and report workers whose lease has run out, kill those that do not
+        leave an epoch.
 
-        ``attached``: a coordinator is connected; too long without one ends the agent as failed. ``led``: that one
-        leads; long without a leader, saves are held. ``working``: silent workers that the kernel reports as
-        running; their lease is longer. After a pause of this agent itself, leases start again.
+        ``attached``: a coordinator is connected; too long without one ends the agent as failed. ``led``: that
+        one leads; long without a leader, saves are held. ``working``: silent workers that the kernel reports as
+        running; their lease is ten times longer. A worker that is not warm has 600 s. After a pause of this
+        agent itself, leases start again.
         """
         stood_s = now_s - self.ticked_s
         self.ticked_s = now_s

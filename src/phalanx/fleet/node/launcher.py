@@ -144,8 +144,8 @@ class TokenHolder:
     def token_of(self, name: str) -> str | None:
         """Return the token of this name, or the present one if the name is empty; None if it is unknown.
 
-        An unknown name is looked up in the run directory, and becomes the present token if it is there. Earlier
-        tokens count, also expired ones.
+        Another name than the present one's is looked up in the run directory, and becomes present if it is the
+        newest there. Earlier tokens count, also expired ones.
         """
         if name and name != token_name(self.credentials.token):
             self._take_over(name)

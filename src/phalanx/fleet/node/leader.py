@@ -149,8 +149,8 @@ class Successor:
     def _has_ended(self, code: int, now_s: float) -> None:
         """Handle the end of the process with exit ``code``.
 
-        One that died is restarted after a pause. After a candidate's regular end, the node waits for its turn
-        again; after EXIT_CANNOT_START it never stands again.
+        One that died is restarted after a pause, unless too many died in a row. After a candidate's regular
+        end, the node waits for its turn again; after EXIT_CANNOT_START it never stands again.
         """
         self._child = None
         self.alone_since_s = None if self.alone_since_s is None else now_s

@@ -241,10 +241,10 @@ def _shares(state: FleetState, point: RestorePoint) -> dict[str, list[tuple[int,
 
 
 def from_saving(state: FleetState, orders: list[Order]) -> bool:
-    """End the run once its newest state is on disk. If a share of it was lost with a node, conclude with other
-    holders.
+    """End the run once its newest state is on disk. If a share of it was lost with a node, conclude again.
 
-    Return True if the state changed.
+    Then the newest state that is still complete in memory is saved, or the run ends. Return True if the state
+    changed.
     """
     assert isinstance(state.source, RestorePoint)
     if state.source.step in state.durable:
@@ -258,9 +258,11 @@ def from_saving(state: FleetState, orders: list[Order]) -> bool:
 
 
 def not_saved(state: FleetState, event: NotSaved, orders: list[Order]) -> None:
-    """Handle the report that a node cannot write its share: forget all its copies, and conclude with other holders.
+    """Handle a node's report, while the run ends, that it cannot write its share.
 
-    Of another epoch, phase or incarnation it counts as stale.
+    Note it, forget all its copies, and conclude again: the newest state that is still complete in memory is
+    saved under a new epoch number. If none is newer than on disk, the run ends now. From an unknown node, or of
+    another epoch, phase or incarnation, it counts as stale.
     """
     node = state.nodes.get(event.node)
     stale = event.epoch != state.epoch or state.phase is not FleetPhase.SAVING

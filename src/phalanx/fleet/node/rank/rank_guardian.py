@@ -233,10 +233,11 @@ class RankGuardian(Guardian):
         self, tiers: Sequence[KeepingTier], shards: Sequence[Shard], mesh: Mesh
     ) -> RestoredState | None:
         """Restore the state of this epoch: from memory if the order names a step there, else from the newest
-        checkpoint.
+        checkpoint, up to ``disk_step`` if the order has one.
 
         A collective, with the same outcome on all ranks. Raises ``SnapshotsUnreadableError`` if any rank cannot
-        read its snapshot; after ``_MOST_FAILURES`` in a row, uses the newest checkpoint up to that step instead.
+        read its snapshot; after ``_MOST_FAILURES`` in a row, uses the newest checkpoint up to that step
+        instead.
         """
         set_group_timeouts(_GROUP_TIMEOUT_S)  # Only now: a shorter timeout applied to connecting.
         self._at("restoring")

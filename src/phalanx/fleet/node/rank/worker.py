@@ -249,10 +249,11 @@ class RankWorker:
             time.sleep(self._spec.fleet.worker_lease_s / _PULSES_IN_A_LEASE)
 
     def _epoch(self, bind: worker_link.JoinEpoch) -> None:
-        """Run one epoch, from rendezvous to leaving, and report how it ended.
+        """Run one epoch, from rendezvous to leaving, and report how it ended. Release process groups and memory
+        after it.
 
-        Unless the run was stopped, wait to be parked, release process groups and memory, and report LeftEpoch with
-        a new meeting point. Exits the process if the device does not answer any more.
+        Unless the run was stopped, first wait to be parked, and at the end report LeftEpoch with a new meeting
+        point. Exits the process if the device does not answer any more.
         """
         self._connections = connections = Connections()
 
