@@ -44,7 +44,10 @@ def plan_run(
 
 
 def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, object]:
-    """Return plain values of one layout's estimate: seconds, bytes, rates and failure-free cost. The keys are stable."""
+    """Return plain values of one layout's estimate, for JSON: seconds, bytes, rates, and days and dollars of the run without failures.
+
+    The keys are stable and have units in their names. "placement" is there only if the plan has placements.
+    """
     days = plan.tokens / estimate.tokens_per_s / 86_400
     return {
         "layout": str(estimate.layout),
@@ -72,9 +75,9 @@ def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, object]:
 
 
 def plan_json(plan: Plan) -> dict[str, object]:
-    """Return plain values of the whole plan, for JSON; the keys are stable.
+    """Return plain values of the whole plan, for JSON; the keys are stable, and numbers that are not finite are ``None``.
 
-    Where JSON has no number (the days of a run that would never end) there is ``None``.
+    "ideas", "front", "runners_up", "looked_at", "valid" and "excluded" are there only if layouts were searched.
     """
     cluster, search_result = plan.job.cluster, plan.search_result
     facts: dict[str, object] = {

@@ -55,7 +55,11 @@ class Fitted:
 
 
 def fit_profile(points: MeasuredPoints, base: Accelerator, origin: CalibrationOrigin) -> Fitted:
-    """Fit the constants of the accelerator that ``points`` were measured on; quantities that were not measured come from ``base``."""
+    """Fit the constants of the accelerator that ``points`` were measured on.
+
+    ``points`` must have "memory", "disk" and both ways of attention; a core of any maker also needs "matmul.fp32" and
+    "host_copy". Formats and collectives without points keep the constants of ``base``.
+    """
     start = profile.profile_of(base).constants
     accelerator = _with_peaks(points, base, origin)
     formats = [name.removeprefix("matmul.") for name in points if name.startswith("matmul.")]
@@ -82,7 +86,11 @@ def fit_profile(points: MeasuredPoints, base: Accelerator, origin: CalibrationOr
 
 
 def _with_peaks(points: MeasuredPoints, base: Accelerator, origin: CalibrationOrigin) -> Accelerator:
-    """Return ``base`` with the best measured rates as its peaks if it is a core of any maker; others keep their data sheet."""
+    """Return ``base`` with measured rates as its peaks if it is a core of any maker, else ``base`` itself.
+
+    Products in fp32 and bf16 get the best rate in fp32, copies to the host their best rate. Memory gets the rate of the
+    largest block.
+    """
     source = f"{origin.source}; the best rate seen"
     if base.vendor != "any":
         return base
@@ -158,7 +166,10 @@ def _fit_memory(
 def _fit_attention(
     points: MeasuredPoints, accelerator: Accelerator, start: profile.Constants, origin: CalibrationOrigin
 ) -> profile.AttentionFit:
-    """Return attention's median rates, forward and backward, as shares of the peak. Each rate's error is against the others' median."""
+    """Return attention's median rates, forward and backward, as shares of the higher of the fp32 and bf16 peaks.
+
+    Rates of latent attention and ``half_tokens`` are set to 0. Each rate's error is against the median of the others.
+    """
     peak = max(accelerator.flops[name].value for name in ("fp32", "bf16") if name in accelerator.flops)
     shares: dict[str, float] = {}
     errors = []
@@ -325,7 +336,10 @@ def to_tables(fitted: Fitted, cores: int, host_memory_bytes: float, origin: Cali
 
 
 def _flat(constants: JsonObject) -> JsonObject:
-    """Return the constants as the reader of profiles takes them: each ``provenance`` merged into its table, empty values left out."""
+    """Return the constants as the reader of profiles takes them: each ``provenance`` merged into its table.
+
+    Names, empty tables, and a provenance's zeros and empty texts are left out.
+    """
     table: JsonObject = {}
     for name, value in constants.items():
         if name == "provenance":

@@ -61,7 +61,7 @@ def choices(
     order: Order | None = None,
     no_straddling: bool = False,
 ) -> list[Choice]:
-    """Return all placements of the run, best first: by the slowest link, then by unit and order.
+    """Return all placements of the run, best first: by the slowest link (seconds to three digits), then by unit and order.
 
     Args:
         topology: The network, with the rate of its nodes.
@@ -69,7 +69,7 @@ def choices(
         flows: Traffic of the run.
         spares: Nodes beside those that hold ranks.
         unit: Nodes of a unit; 0 tries all sizes.
-        order: Order of ranks; None tries both (one, without pipeline).
+        order: Order of ranks; None tries both, or only "data" without a pipeline.
         no_straddling: Exclude placements with a unit that straddles the narrowest domains.
 
     Raises:

@@ -133,7 +133,10 @@ def _figures(entry: Accelerator | System) -> Table:
 
 
 def _leaves(entry: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of all figures in ``entry``; leaves out a system's accelerator, tuples and empty strings."""
+    """Yield (dotted name, value) of all figures in ``entry``; each of a fabric's ``levels`` as one text.
+
+    A system's accelerator, other tuples and empty strings are left out.
+    """
     for field in dataclasses.fields(entry):
         value, name = getattr(entry, field.name), prefix + field.name
         if isinstance(value, dict):

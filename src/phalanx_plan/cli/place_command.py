@@ -144,10 +144,10 @@ def _print_choices(spec: RunSpec, topology: Topology, options: PlaceOptions) -> 
 
 
 def _print_allocation(spec: RunSpec, topology: Topology, hosts: Sequence[str], options: PlaceOptions) -> None:
-    """Print the run's loss on the allocated nodes, all of which it uses; exit with ``REFUSED`` if it is over
-    ``most_lost_ms``.
+    """Print the run's loss on the allocated nodes; exit with ``REFUSED`` if it is over ``most_lost_ms``.
 
-    Raises ``TopologyError`` if the run cannot be placed there.
+    A run file without a number of nodes or ranks gets all nodes but its spares. Raises ``TopologyError`` if the run
+    cannot be placed there.
     """
     from phalanx_plan.placing import verify
     from phalanx_plan.planner import traffic_of, with_rates_of
@@ -164,7 +164,10 @@ def _print_allocation(spec: RunSpec, topology: Topology, hosts: Sequence[str], o
 
 
 def _on_all(spec: RunSpec, hosts: int) -> RunSpec:
-    """Return the run on all ``hosts`` but its spares, if the file sets no number of nodes or ranks."""
+    """Return the run on all ``hosts`` but its spares if its file sets no number of nodes or ranks.
+
+    Return it unchanged otherwise, or if there are no more hosts than spares.
+    """
     if spec.fleet.nodes or spec.parallel.ranks or hosts <= spec.fleet.spares:
         return spec
     return replace(spec, fleet=replace(spec.fleet, nodes=hosts - spec.fleet.spares))

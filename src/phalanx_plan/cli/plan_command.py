@@ -24,10 +24,10 @@ _TO_FILL_IN = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "sc
 
 
 def write_files(plan: Plan, spec: RunSpec, options: request.LayoutOptions) -> None:
-    """Write the files that the options name (HTML report, Perfetto trace, run file); print their paths on standard
-    error.
+    """Write the files that the options name (HTML report, Perfetto trace, run file); print their paths on standard error.
 
-    Fields of the run file that the user did not state are marked unfilled, and listed there too.
+    The run file of a known model marks the fields of ``_TO_FILL_IN`` that the user did not state as unfilled. A line on
+    standard error lists them.
     """
     report, trace, out = options.report, options.trace, options.out
     if report is not None:
@@ -251,11 +251,10 @@ def _answer_service(options: request.ServiceOptions) -> None:
 
 
 def _answer_layouts(options: request.LayoutOptions) -> None:
-    """Plan layouts of the run, write the files of the options and print the plan. ``--layout`` estimates one without
-    a search.
+    """Plan layouts of the run, write the files of the options and print the plan. ``--layout`` estimates that one.
 
-    Raises UsageError for conflicting options, and an error for a field that plans do not use. Exits with code 1 if
-    the chosen layout does not fit.
+    Searches without ``--layout``, or with ``--explain``. Raises UsageError for conflicting options, and an error for a
+    field that plans do not use. Exits with code 1 if the chosen layout does not fit, after all is written.
     """
     from phalanx_plan.api import plan_json
     from phalanx_plan.cli.plan_tables import print_plan

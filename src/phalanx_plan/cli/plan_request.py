@@ -226,8 +226,8 @@ def refuse_outputs(options: SearchOptions, trace: Path | None = None, files: tup
 def requested_placer(options: LayoutOptions, spec: RunSpec) -> Placer | None:
     """Return the placer of layouts on the network of the options; ``None`` without a network.
 
-    Reads the network's file or its scheduler. Raises UsageError if it cannot be read, or if ``--share`` has no
-    network.
+    Reads the network's file or queries its scheduler. Raises UsageError for an ``EngineError`` of the scheduler, or if
+    ``--share`` has no network. Raises ``TopologyError`` for a file or a share that is not valid.
     """
     network, shares = options.network, options.shares
     if network is None:
@@ -276,7 +276,7 @@ def refuse_without(option: str, fields: Iterable[str]) -> None:
 
 
 def refuse_beside(option: str, allowed: Iterable[str], instead: str) -> None:
-    """Raise UsageError for each given option outside ``allowed``; ``instead`` ends the message and names the remedy."""
+    """Raise one UsageError that lists the given options outside ``allowed``; ``instead`` ends the message and names the remedy."""
     wrong = [
         "a run file or directory" if field == "files" else name
         for field, name in given_options().items()

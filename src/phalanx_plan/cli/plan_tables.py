@@ -397,7 +397,7 @@ def _rows(name: str) -> Iterator[tuple[str, str, str, str]]:
 def answer_service(
     spec: RunSpec, cluster: Cluster, traffic: str, slo: str, weight_format: str, *, top: int, as_json: bool
 ) -> None:
-    """Plan and print a service, the ``top`` best fleets first. JSON if ``as_json``.
+    """Plan a service and print it: the ``top`` best fleets, and some that miss the objectives. JSON if ``as_json``.
 
     Raises ``DemandError``, with the nearest possible fleet, if none meets the objectives.
     """

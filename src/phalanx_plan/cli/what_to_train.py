@@ -70,10 +70,10 @@ def sentence(answer: BudgetAnswer, recommendation: Recommended) -> str:
 
 
 def comparison(answer: BudgetAnswer) -> Iterator[str]:
-    """Yield a sentence that compares the two kinds of models, by their own laws and by the joint law, if there are
-    two.
+    """Yield a sentence that compares the two kinds of models, by their own laws and by the joint law, if there are two.
 
-    If unique tokens are limited, also yields, for each kind, how often they are repeated and what loss that costs.
+    If unique tokens are limited, also yields one for each kind: how often they are repeated and what loss that costs,
+    or that they do not run out. Another one follows if half the budget hardly loses anything.
     """
     if len(answer.recommendations) > 1:
         first, second = answer.recommendations

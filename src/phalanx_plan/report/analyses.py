@@ -116,7 +116,11 @@ def _flush(
 def _rank(
     rank: int, chosen: Estimate, flush: list[TraceEvent], flushes: int, inside: float
 ) -> Iterator[TraceEvent]:
-    """Yield all events of a rank's step in order: terms before the flushes, the flushes with idle gaps, terms after them."""
+    """Yield all events of a rank's step in order.
+
+    First the terms before the flushes, then the first flush with idle gaps, one event for each other flush, and the
+    other terms.
+    """
     now = 0.0
     outside: Mapping[str, float] = {
         name: seconds for name, seconds in chosen.time.items() if name not in _IN_FLUSH and seconds > 0

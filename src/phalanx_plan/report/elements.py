@@ -69,7 +69,10 @@ _MOSTLY_ATTENTION = 0.75
 
 
 def unit_for(values: Sequence[float], units: Sequence[DisplayUnit]) -> DisplayUnit:
-    """Return the first of ``units``, from large to small, in which the largest of ``values`` is at least one."""
+    """Return the first of ``units``, from large to small, in which the largest of ``values`` is at least one, else the last.
+
+    Values that are not finite are ignored; if there is no other, the first unit is returned.
+    """
     most = max((abs(value) for value in values if math.isfinite(value)), default=math.inf)
     return next((unit for unit in units if most >= unit.size), units[-1])
 

@@ -156,7 +156,7 @@ def _three_of(percentiles: Percentiles) -> tuple[float, float, float]:
 
 
 def _three(plan: Plan) -> str:
-    """Compare the different plans side by side, one in a column; only a note if one layout was requested."""
+    """Compare the plan's ideas side by side, as HTML, one in a column; only a note on the requested layout if no search was made."""
     if not plan.ideas:
         return f'<p class="note">One layout was requested: {escape(str(plan.chosen.layout))}</p>'
     estimates = [idea.estimate for idea in plan.ideas]
@@ -460,7 +460,7 @@ def _run(plan: Plan) -> str:
 
 
 def _assumptions(plan: Plan) -> str:
-    """Return tables of all figures and assumptions with their sources."""
+    """Return tables of figures of the accelerator and its links, of failure classes, of the stack and of assumptions, with their sources."""
     job, chip = plan.job, plan.job.cluster.accelerator
     facts = [
         (f"peak {name}", f"{fact.value / 1e12:,.5g} TFLOP/s", fact.source, fact.date)

@@ -302,8 +302,10 @@ _RECOMPUTE = {"selective": "sel", "pointwise": "ptw", "attention": "attn", "expe
 
 
 def short(layout: PlannedLayout) -> str:
-    """Format a layout in few characters for a table, as in ``tp8 pp16x2 dp128/32 mbs1 z1 int off:ao``; degrees of 1
-    and defaults are left out.
+    """Format a layout in few characters for a table, as in ``tp8 pp16x2 dp128/32 mbs1 z1 int off:ao``.
+
+    ``mbs`` and ``z`` are always there, the schedule only with a pipeline, degrees only above 1, and others only if they
+    are not the default.
     """
     pairs = [("tp", layout.tensor), ("cp", layout.context), ("pp", layout.pipeline), ("ep", layout.expert)]
     words = [

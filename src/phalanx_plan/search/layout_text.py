@@ -22,10 +22,10 @@ from phalanx_plan.workload.stacks import TrainingJob
 
 
 def written_layout(spec: RunSpec, job: TrainingJob, ranks: int) -> PlannedLayout:
-    """Return the layout of the run file on ``ranks`` ranks, with the stack's nearest ZeRO stage. Nothing is checked
-    here.
+    """Return the layout of the run file on ``ranks`` ranks, with the stack's nearest ZeRO stage. It need not be legal.
 
-    A run file without a micro-batch size gets a micro-batch of a complete slot.
+    A run file without a micro-batch size gets a micro-batch of a complete slot. Raises ``PlanRequestError`` if the
+    cluster lacks the number format.
     """
     parallel, memory, train = spec.parallel, spec.memory, spec.train
     layout = layout_of(parallel, ranks)
@@ -258,7 +258,7 @@ def _memory(memory: MemorySpec, layout: PlannedLayout) -> MemorySpec:
 
 
 def _precision(spec: RunSpec, layout: PlannedLayout) -> PrecisionSpec:
-    """Return the precision section for the layout's format: ``matmul`` becomes "fp8-rowwise" if fp8 was not yet set."""
+    """Return the precision section for the layout: ``matmul`` becomes "fp8-rowwise" for fp8 if it is "compute", else nothing changes."""
     name = layout.precision
     if name == "fp8" and spec.precision.matmul == "compute":
         return replace(spec.precision, matmul="fp8-rowwise")

@@ -147,7 +147,7 @@ def _no_device(stack: str, accelerators: str) -> Caveat:
 
 
 def without_room(chosen: Estimate, roomy: Estimate | None) -> Iterator[Caveat]:
-    """Yield a caveat if ``chosen`` leaves less memory than the error of its prediction, with the best plan that leaves more.
+    """Yield a caveat if ``chosen`` fits but leaves less memory than the error of its prediction, with the best plan that leaves more.
 
     It decides if the free memory is below the error of even the best predicted software.
     """

@@ -221,8 +221,8 @@ def is_calibrated(cluster: Cluster) -> bool:
 def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:
     """Return this project's stack as the run file and the cluster change it.
 
-    Compiled runs lack split-backward schedules. fp32 gathers 4 bytes an element. CPUs have no launch time and no
-    overlap, and keep gradients.
+    Compiled runs lack split-backward schedules. fp32 gathers 4 bytes an element, and keeps attention's scores except on
+    CPUs. CPUs have no launch time and no overlap, and keep gradients.
     """
     stack = stack_of(spec)
     if spec.runtime.compile:

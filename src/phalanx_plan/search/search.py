@@ -469,7 +469,7 @@ def _best_of(best: _Best, candidates: Candidates, name: str, value: int) -> tupl
 
 
 def why_slower(winner: Estimate, loser: Estimate) -> str:
-    """Describe the memory that the loser lacks, or the term with the largest increase, as a share of the winner's step."""
+    """Describe the memory that the loser lacks, else which of the winner's terms grows most, as a share of the winner's step."""
     if not loser.fits:
         return f"{loser.memory_bytes / 1e9:.0f} GB > {loser.capacity_bytes / 1e9:.0f} GB"
     change = {term: loser.time.get(term, 0.0) - seconds for term, seconds in winner.time.items()}

@@ -60,7 +60,7 @@ def mean_wait_s(rate: float, service_s: float, spread: float, servers: int) -> f
 def wait_percentile_s(rate: float, service_s: float, spread: float, servers: int, share: float) -> float:
     """Return the seconds of waiting that the share ``share`` of arrivals does not exceed, with an exponential tail.
 
-    0 if fewer than the others wait at all, infinite if the servers are overloaded.
+    0 if at most the share ``1 - share`` waits at all, infinite if the servers are overloaded.
     """
     waits = erlang_c(servers, rate * service_s)
     mean = mean_wait_s(rate, service_s, spread, servers)
@@ -304,7 +304,10 @@ def _token_s(service: Service, worker: PlannedWorker, running: float) -> float:
 
 
 def _ttft_s(service: Service, worker: PlannedWorker, rate: float, servers: int, share: float) -> float:
-    """Seconds to the first token: the wait, the prompt's own prefill, and its pages' last layer on the network."""
+    """Seconds until a prompt is computed, at the quantile ``share``: the wait for a group, and the prompt's own prefill.
+
+    The first decode step and the transfer of pages are not included.
+    """
     groups = servers * worker.division.data
     busy = service.traffic.new / (worker.prefill_tokens_per_s / worker.division.data)
     return wait_percentile_s(rate, busy, service.traffic.spread, groups, share) + worker.prompt_s
@@ -320,7 +323,7 @@ def _most_rate(service: Service, worker: PlannedWorker, servers: int) -> float:
 
 
 def _most_share(holds: Callable[[float], bool]) -> float:
-    """Return the largest share of load, up to 0.98, for which ``holds``, by bisection; 0 if it fails for any."""
+    """Return the largest share of load, up to 0.98, for which ``holds``, by bisection; 0 if that is not above 1e-5."""
     low, high = 0.0, 0.98
     if holds(high):
         return high
@@ -333,7 +336,8 @@ def _most_share(holds: Callable[[float], bool]) -> float:
 def _fewest_servers(service: Service, worker: PlannedWorker, rate: float, most: int) -> int:
     """Return the fewest prefill workers that keep the time to first token at ``rate`` requests a second.
 
-    If none up to ``most`` does, the fewest that keep up.
+    Tries those that keep up with the rate, and up to 64 more, at most ``most`` in all. If none does, returns the fewest
+    that keep up, which may be more than ``most``.
     """
     least = max(1, math.ceil(rate * service.traffic.new / worker.prefill_tokens_per_s / 0.98))
     for servers in range(least, min(most, least + 64) + 1):
@@ -357,7 +361,7 @@ def _answer(
     """Return the fleet of ``count`` (prefill, decode) workers at ``rate`` with its times, cost and energy.
 
     TTFT includes the first decode step, and if apart the transfer of a layer's pages. An empty ``killed`` is set if
-    an objective is missed. Dollars are per million tokens, joules per token.
+    TTFT misses its objective, or TPOT by over 2 %. Dollars are per million tokens, joules per token.
     """
     traffic, goal = service.traffic, service.objectives
     decoding, prefilling = count[1], count[0]

@@ -171,8 +171,8 @@ class PlannedWorker:
 def divisions(model: ModelSpec, accelerators: int, domain: int) -> Iterator[Division]:
     """Yield the legal (tensor, data, pipeline) divisions of a worker of at most ``accelerators``.
 
-    Tensor ranks are powers of two in one ``domain``; only mixtures of experts have several data ranks, at most one
-    for each expert.
+    Tensor ranks are powers of two in one ``domain``. Only mixtures of experts have several data ranks, with at most as
+    many tensor x data ranks as experts.
     """
     tensors = [1 << power for power in range(7) if 1 << power <= min(domain, accelerators)]
     kind = attention_kind(model)
@@ -262,7 +262,7 @@ def _worker(service: Service, division: Division) -> PlannedWorker | None:
 
 
 def largest(time: Callable[[float], float], limit: float, room: float) -> float:
-    """Return the largest number up to ``room`` whose rising ``time`` stays within ``limit``; 0 if none does."""
+    """Return the largest number from 1 to ``room`` whose rising ``time`` stays within ``limit``, to 0.5 %; 0 if 1 exceeds it."""
     if time(1.0) > limit:
         return 0.0
     if time(room) <= limit:

@@ -84,7 +84,10 @@ class Scenario:
         return tuple(f"{level}{node // size}" for level, size in zip(LEVELS, sizes, strict=True))
 
     def spread_spares(self) -> Iterator[int]:
-        """Yield the numbers of the initial spares: groups of ``spares_together`` at equal distances over the fleet; none if that is 0."""
+        """Yield the numbers of the initial spares: complete groups of ``spares_together`` at equal distances over the fleet.
+
+        Spares that fill no group are left out. None if ``spares_together`` is 0.
+        """
         together = self.spares_together
         pieces = self.spares // together if together else 0
         places = (self.nodes + self.spares) // max(together, 1)
@@ -449,10 +452,9 @@ class LargeFleet:
         self.receive(self._joined(name))
 
     def _compute_wrongly(self, name: str) -> None:
-        """Let the next audit report a node as corrupt, with the last audited step as trusted, and admit it a day
-        later.
+        """Let the next audit report a node as corrupt, with the last audited step as trusted, and admit it a day later.
 
-        Does nothing if it does not train.
+        Does nothing unless the fleet trains and the node holds ranks.
         """
         audit_s = self.scenario.audit_every_s
         since_s = self.clock.now_s % audit_s

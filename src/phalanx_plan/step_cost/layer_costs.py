@@ -130,7 +130,10 @@ class _RankShare:
     precision: Precision
 
     def rows(self, rows: op.Rows) -> Floats:
-        """Number of tokens of a micro-batch that a rank has, by the kind of rows; routed ones are copies, times the imbalance."""
+        """Number of tokens of a micro-batch that a rank has, by the kind of rows.
+
+        Routed ones are copies, times the imbalance. "undivided" ones are 0 with several context ranks.
+        """
         keys, workload = self.keys, self.job.workload
         tokens = keys.micro_batch * workload.seq_len / keys.context
         local = tokens / np.where(keys.sequence_parallel > 0, keys.tensor, 1)

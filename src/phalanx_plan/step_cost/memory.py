@@ -140,9 +140,9 @@ def times(counts: tuple[Floats, ...], values: tuple[Floats, ...]) -> Floats:
 
 
 def _whole_sums(job: TrainingJob, candidates: Candidates) -> Floats:
-    """Sums of a rank's share of all gradients that are held while its last slot is computed.
+    """Sums of a rank's share of all gradients that are held while its last slot is computed; 0 if that is its only slot.
 
-    A binary tree holds a branch for each level, and without a tree there is one sum, both none in the first round.
+    A binary tree holds one for each level. Without a tree there is one with ZeRO-3, unless sums are of integers.
     """
     levels = np.floor(np.log2(rounds(job, candidates)))
     if job.stack.states.slot_tree:

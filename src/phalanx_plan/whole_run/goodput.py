@@ -88,7 +88,7 @@ def efficiency(risk: Risk, interval_s: float, slowdown: float = 1.0) -> float:
     """Useful over wall time, with failures of this risk (exponential times between them, after Daly 2006).
 
     Useful time passes ``slowdown`` times slower. 0 if it would never finish. Raises ``GoodputError`` for an interval
-    that is not positive.
+    that is not positive, if there are failures.
     """
     if math.isinf(risk.mtti_s):
         return (

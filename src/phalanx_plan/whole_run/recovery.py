@@ -189,11 +189,11 @@ def recovery_phases(
 
 
 def fleet_share(method: RecoveryMethod, nodes_away: float, nodes: float, replicas: int) -> float:
-    """Return the mean share of the run's throughput while ``nodes_away`` of its nodes are in repair.
+    """Return the mean share of the run's throughput while ``nodes_away`` of its nodes are in repair; 1 unless ``method`` is "shrink".
 
-    With spares in time it is 1. Without (``shrink``), a replica stops while any of its nodes is
-    away. The number away from one replica is Poisson (see ``failures.spares_needed``), so e^-mean of the
-    replicas are complete. If several replicas share a node, the same holds for nodes.
+    With "shrink", a replica stops while any of its nodes is away. The number away from one replica is Poisson (see
+    ``failures.spares_needed``), so e^-mean of the replicas are complete. If several replicas share a node, the same
+    holds for nodes.
     """
     if method != "shrink":
         return 1.0
@@ -315,7 +315,7 @@ def start(
         workers: Workers of each node.
         files: Where Python is installed.
         by_ssh: The launcher logs into every node, first to check it, then to start it.
-        restore_s: Seconds to read the checkpoint (``checkpoint_tiers``); 0 for a new run.
+        restore_s: Seconds to read the checkpoint (``read_s``); 0 for a new run.
         warmup_s: Compilation and the extra time of the first step.
         costs: Costs of one node; the measured ones by default.
 
@@ -362,9 +362,9 @@ def storm(nodes: int, costs: StartCosts) -> float:
 
 
 def read_s(checkpoint_bytes: float, nodes: int, storage_bytes_per_s: float, node_bytes_per_s: float) -> float:
-    """Seconds to read a checkpoint of which every node reads its share: by the storage's rate for all, or one node's, whichever is slower.
+    """Seconds to read a checkpoint of which every node reads its share, at the lower of the storage's rate for all and that of all nodes.
 
-    Raises ``StartError`` for a rate that is not above 0.
+    Raises ``StartError`` for a rate or a number of nodes that is not above 0.
     """
     if not (storage_bytes_per_s > 0 and node_bytes_per_s > 0 and nodes > 0):
         raise StartError(f"a rate must be above 0: {storage_bytes_per_s=}, {node_bytes_per_s=}, {nodes=}")

@@ -82,7 +82,11 @@ class PlannedLayout:
         )
 
     def __str__(self) -> str:
-        """One line in the words of ``--layout``; what is 1 or off is left out."""
+        """One line in the words of ``--layout``, as in ``tp=2,dp=8,mbs=1,zero=3``.
+
+        ``mbs`` and ``zero`` are always there; degrees only above 1, ``fsdp`` only with several replicas, the schedule
+        only with a pipeline, and others only if they are not the default.
+        """
         degrees = ("tensor", "context", "pipeline", "stages_per_rank", "expert", "expert_tensor", "data")
         shown: dict[str, object] = {name: getattr(self, name) for name in degrees if getattr(self, name) > 1}
         if self.replicate > 1:

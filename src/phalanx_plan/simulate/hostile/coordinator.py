@@ -193,8 +193,9 @@ class SimulatedCoordinator:
     def _decide(self, event: m.CoreEvent) -> None:
         """Append an event to the journal, take the core's step, check all invariants, and send its commands.
 
-        Deletes condemned checkpoints first. Deletes and sends nothing if a claim is due and fails. Raises
-        BrokenInvariant.
+        Renews the claim if that is due; a claim for a new epoch fences earlier ones on disk. Then deletes condemned
+        checkpoints, then sends. If the claim fails, by a succession or a planned fall, the head has crashed, and
+        nothing is deleted or sent. Raises BrokenInvariant.
         """
         before, doubt, now_s = mark(self.state), self.state.doubt, self.clock.now_s
         seats = len(self.state.seats)

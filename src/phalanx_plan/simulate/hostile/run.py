@@ -74,7 +74,7 @@ def _cut_all(world: HostileWorld) -> None:
 def _isolate(world: HostileWorld, node: SimulatedNode) -> None:
     """Cut a node off from the network for 0.1 to 15 s; with a chance of 0.5 its head receives ``Disconnected``.
 
-    No effect if it is down.
+    No effect if it is down or already cut off.
     """
 
     def mend() -> None:

@@ -249,10 +249,11 @@ class Group:
             self.right_until = NO_STEP - 1
 
     def enter(self, node: GroupMember, bind: Bind) -> None:
-        """Add a node with its ranks.
+        """Add a node with its ranks. A node that enters twice is listed twice.
 
-        Raises BrokenInvariant if another node, or an earlier incarnation, has one of them, or if ``bind`` describes
-        the epoch differently than the first member's did.
+        Raises BrokenInvariant if another node, or an earlier incarnation, has one of the ranks. It also does if the
+        number of ranks or the kind of ``resume`` in ``bind`` is not the group's. Other fields, such as the step, are
+        not compared.
         """
         who = f"{node.name} (incarnation {node.incarnation})"
         for _, rank in bind.places:
