@@ -237,7 +237,7 @@ class Lookout:
         return samples
 
     def _look_at(self, sampler: RunSampler, path: str, label: str, now: float) -> list[Sample]:
-        """Return the samples of one run."""
+        """Return the samples of one run: of its reasons, and of its events once they are read to the end."""
         # A partly read stream would make the newest step look days old: report a run only when it is read to the end.
         samples = sampler.samples(0.0) if sampler.catch_up(self._reading_budget_s) else []
         return [*samples, *reason_samples(reasons(RunDirectory(Path(path)), now), Labels(run=label), now)]

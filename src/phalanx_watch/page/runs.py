@@ -71,7 +71,7 @@ class RunPlaces:
             return list(self._places.values())
 
     def get(self, identifier: str) -> RunPlace | None:
-        """Return the run of an identifier; None if there is none. An unknown one makes the folders be read again."""
+        """Return the run of an identifier; None if there is none. For an unknown one, folders read over ``_STALE_S`` ago are read again."""
         place = self._places.get(identifier)
         if place is not None:
             return place
@@ -142,7 +142,7 @@ class PageRuns:
         return place
 
     def watched(self, identifiers: Sequence[str], most: int) -> list[RunPlace]:
-        """Return the existing runs of the identifiers; without identifiers all runs, at most ``most``."""
+        """Return the runs of the identifiers, without those that do not exist; without identifiers, the first ``most`` of all runs."""
         if not identifiers:
             return self.places()[:most]
         return [place for identifier in identifiers if (place := self._places.get(identifier)) is not None]

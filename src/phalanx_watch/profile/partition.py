@@ -281,11 +281,10 @@ class _Cut:
         return None
 
     def _of_operation(self, around: _Frame, place: int, end: int) -> _Frame:
-        """Return the frame of an operation. A backward one has the layer of its forward operation, by sequence
-        number.
+        """Return the frame of an operation. A backward one has the layer of its forward operation, by sequence number.
 
-        ATen operations compute or copy; others keep the category around them. Marks the innermost ones with FLOP or
-        bytes as leaves.
+        ATen operations compute or copy; others, and all in a settled frame, keep the category around them. An ATen
+        operation becomes a leaf, and the event around it is none any more if the inner one moves bytes.
         """
         name = self.trace.names[int(self.events["name"][place])]
         seq, layer = int(self.events["seq"][place]), around.layer

@@ -78,7 +78,8 @@ def _late(
 ) -> list[Finding]:
     """Return a finding for each rank that others wait for, with its cause; none if moving bytes is the cause.
 
-    The cost is the mean wait of the others, less their waits in return, but at least the rank's own excess.
+    The cost is the mean wait of the others, less their waits in return, but at least the rank's own excess as far as
+    they waited. A rank without a cost has no finding.
     """
     late_ranks = []
     for late, waiting in waits.charged.items():

@@ -361,7 +361,10 @@ def path_seconds(
     clocks: Mapping[int, ClockFit],
     bases: Mapping[int, int],
 ) -> dict[int, dict[str, float]]:
-    """Return the seconds of the path by rank and category; transfer time belongs to the last rank to arrive."""
+    """Return the seconds of the path by rank and category.
+
+    Transfer time is in the category "moving bytes: AXIS" of the rank on which the path comes out of the collective.
+    """
     seconds_by_rank: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for part in parts:
         if part.meeting is not None:

@@ -467,7 +467,8 @@ def removal(run_dir: Path, beside: Sequence[Path], together: Sequence[Path] = ()
 def remove(run_dir: Path) -> None:
     """Lock a run directory, rename it, and delete it with its content; a link's target is deleted.
 
-    Raises ``RunDirectoryError`` if it is being trained, and ``OSError``.
+    Raises ``RunDirectoryError`` if it is being trained, and ``OSError``. What could not be deleted stays under the new
+    name.
     """
     lock = take_lock(RunDirectory(run_dir).lock)
     try:

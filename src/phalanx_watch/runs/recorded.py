@@ -320,10 +320,9 @@ def _outcomes(rows: Sequence[RunRow]) -> list[Outcome]:
 
 
 def _same_bits(specs: Sequence[RunSpec], fingerprints: Sequence[str], logs: Sequence[Logged]) -> SameBits:
-    """Return whether equal bits are expected, and the first step at which a run's numbers differ from the first
-    one's.
+    """Return whether equal bits are expected, and the first step at which a run's numbers differ from the first one's.
 
-    Equal bits need equal identities and data. Steps compared are the fewest of all pairs.
+    Equal bits need equal identities and data. Steps compared are the fewest that the first run shares with another one.
     """
     identities = [identity(spec) for spec in specs]
     why_not = []

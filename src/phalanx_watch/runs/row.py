@@ -60,9 +60,9 @@ class RunLabels:
 
 
 def read_labels(run_dir: Path) -> RunLabels:
-    """Return the labels of the run in ``run_dir``: none if the file is missing; the readable part if it is damaged.
+    """Return the labels of the run in ``run_dir``: none if the file is missing, unreadable or no JSON object.
 
-    Tags are sorted and unique; surplus tags and text are cut.
+    Tags and a note of another type are left out. Tags are sorted and unique; surplus tags and text are cut.
     """
     try:
         content = plain_json(read_small(RunDirectory(run_dir).labels))
@@ -213,9 +213,9 @@ def run_id(path: Path) -> str:
 
 
 def read_facts(path: Path) -> RowFacts:
-    """Read the files of a run directory. Raises nothing: unreadable files are listed as problems of the row.
+    """Read the files of a run directory. Raises nothing: most unreadable files are listed as problems of the row.
 
-    The state in the row is a placeholder, which ``row_of`` replaces.
+    Unreadable results and labels count as missing. The state in the row is a placeholder, which ``row_of`` replaces.
     """
     directory = RunDirectory(path)
     problems: list[str] = []

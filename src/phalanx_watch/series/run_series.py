@@ -168,7 +168,10 @@ class RunSeries:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget everything that was read, with empty tables and lists of limited length."""
+        """Forget the content that was read: empty tables, and lists of limited length.
+
+        The position in the file, its index and ``restarts`` stay. A caller that wants to read again moves those itself.
+        """
         self.table = StepTable()
         self.marks: deque[CurveMark] = deque(maxlen=MOST_MARKS)
         self.starts: deque[run_events.Event] = deque(maxlen=MOST_STARTS)

@@ -174,7 +174,10 @@ class WandbSink:
         return step is not None and step <= self._newest
 
     def write(self, event: Event) -> None:
-        """Log the numbers and texts of an event; a start updates the config, warnings become alerts, an end adds the account."""
+        """Log the numbers and texts of an event; a start updates the config, an end adds the account.
+
+        Warnings, errors and left epochs become alerts.
+        """
         values = {**scalars(event), **texts(event)}
         if values:
             # W&B's own step is the run's, so that rows which are uploaded twice are the same rows.
@@ -244,7 +247,10 @@ class TrackioSink:
         return event.t < self._resent_from
 
     def write(self, event: Event) -> None:
-        """Log the numbers and texts of an event. Points wait until the record of this start is in the config; warnings become alerts."""
+        """Log the numbers and texts of an event. Points wait until the record of this start is in the config.
+
+        Warnings, errors and left epochs become alerts at once.
+        """
         self._step = step_of(event) or self._step
         values: dict[str, object] = {**scalars(event), **texts(event)}
         match event.body:

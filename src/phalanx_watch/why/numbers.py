@@ -235,7 +235,8 @@ def _is_back(observed: o.Observed, worst: LossSpike) -> bool | None:
 def not_finite(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason for the newest step that was not finite: critical if the run ended before it, else a warning.
 
-    None once the run has trained on for a window and some time, or has computed that step after all.
+    None for a finished run. A skipped step is dropped after a window of steps and ``NEWS_S`` seconds, one that ended
+    the run once a later start has computed it.
     """
     event_by_step = {event.body.step: event for event in observed.events if isinstance(event.body, NonFinite)}
     if not event_by_step or observed.finished:
@@ -308,7 +309,8 @@ def not_finite(observed: o.Observed) -> Iterator[o.Reason]:
 def imbalance(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if nearly all tokens go to the same few experts, long after the router should have learned.
 
-    By the median balance of recent steps; none if a router has collapsed, which is reported by itself.
+    By the median balance of recent steps. Yields nothing for a run that is not running, or if a router has collapsed,
+    which is a reason of its own.
     """
     moe = observed.spec.model.moe if observed.spec else None
     if not observed.running or moe is None or len(observed.recent) < o.RECENT_STEPS // 2:

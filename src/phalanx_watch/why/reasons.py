@@ -104,8 +104,7 @@ _CUT = 300
 
 
 def slow_ranks(directory: RunDirectory, attempt: int) -> list[o.SlowRankSeen]:
-    """Return the ranks of ``attempt`` that were slower than their peers in its newest windows, and the one that is
-    late in bursts.
+    """Return up to ``_MOST_NEIGHBORS`` ranks of ``attempt`` that were slower than their peers in its newest windows, or late in bursts.
 
     Empty if there are too few windows, the newest numbers are of another attempt, or files cannot be read.
     """

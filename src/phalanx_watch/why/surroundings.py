@@ -20,9 +20,9 @@ _URL = "://"
 
 
 def failed_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if checkpoints or their copies have failed since the newest good one.
+    """Yield a reason if checkpoints or their copies have failed since the newest good one; none for a finished run.
 
-    Critical for a second failure on disk, or if no checkpoint is saved.
+    Critical only on disk: for a second failure, or if no checkpoint is saved.
     """
     if observed.finished:
         return
