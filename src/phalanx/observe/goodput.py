@@ -66,8 +66,9 @@ class Goodput:
 def goodput(events: Iterable[run_events.Event]) -> Goodput:
     """Return the goodput of a run from its events, in any order of attempts but each attempt in its own.
 
-    Attempts without a ledger count their logged ``step_s`` times the steps since the last event; the rest of them
-    is unattributed. Steps without a checkpoint yet are pending, and steps computed again are rolled back.
+    Attempts without a ledger count their logged ``step_s`` times the steps since the last logged or restored
+    one; the rest of them is unattributed. Steps without a checkpoint yet are pending, and steps computed again
+    are rolled back.
     """
     attempts: dict[int, list[run_events.Event]] = {}
     for event in events:

@@ -126,7 +126,8 @@ def fill_sink(
     others every time.
 
     Blocks until the tracker has taken everything. A tracker that is a folder of the run is made again. Raises
-    SinkError as ``open_sinks`` does, and if the tracker fails; the folder is then as before.
+    SinkError as ``open_sinks`` does, and if the tracker fails, and the EventLogError of ``events``; the folder
+    is then as before.
     """
     vendor = require_sinks([name], vendors)[name]
     with _remade(run_directory / vendor.folder) if vendor.folder else nullcontext():

@@ -63,7 +63,9 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_count(number: float) -> str:
-    """Format a number with three digits and a letter: 999, 12.3 k, 4.56 M, 7.89 G, 1.2 T. Not finite: "nan", "inf"."""
+    """Format a number with three digits and a letter: 999, 12.3 k, 4.56 M, 7.89 G, 1.20 T. Not finite: "nan",
+    "inf".
+    """
     if not math.isfinite(number):
         return str(number)
     for power, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):

@@ -37,7 +37,10 @@ class Curve:
     seen: int = 0
 
     def add(self, value: float) -> Curve:
-        """Return the curve with one more value. When it is full, every other value is dropped and the stride doubled."""
+        """Return the curve after one more value, which is kept if its turn has come (every ``stride``-th).
+
+        When it is full, every other value is dropped and the stride doubled.
+        """
         values = (*self.values, value) if self.seen % self.stride == 0 else self.values
         if len(values) <= CURVE_POINTS:
             return replace(self, values=values, seen=self.seen + 1)
@@ -92,10 +95,11 @@ class State:
 
 
 def reduce(state: State, event: run_events.Event) -> State:
-    """Return the state after ``event``. Every event updates time and notes; kinds that are not shown change nothing
-    else.
+    """Return the state after ``event``. Every event updates time and notes; kinds that are not shown change
+    nothing else.
 
-    Another attempt resets speeds and endings but keeps curve and checkpoint. Events from outside change neither.
+    Another attempt resets speeds and endings but keeps curve and checkpoint. Events of ``FROM_OUTSIDE`` never
+    begin an attempt: beside time and notes they change only ``explained``, which EpochLeft sets.
     """
     new = notes(state, event)
     if isinstance(event.body, run_events.FROM_OUTSIDE):
@@ -255,7 +259,12 @@ _TASK_FIGURES = frozenset(
 
 
 def describe_figures(figures: Mapping[str, float]) -> str:
-    """Describe figures of a task as ``accuracy 0.412 ± 0.016 · 1.204 bits/byte``; figures of a user's observer by their names."""
+    """Describe figures of a task as ``accuracy 0.412 ± 0.016 · 1.204 bits/byte``.
+
+    Accuracy, accuracy per character, bits per byte and exact match come first, as far as they are there; a
+    missing error is shown as 0. Others, such as those of a user's observer, follow by name with four
+    significant digits.
+    """
     parts = []
     if "accuracy" in figures:
         parts.append(f"accuracy {figures['accuracy']:.3f} ± {figures.get('accuracy_error', 0.0):.3f}")
@@ -314,10 +323,10 @@ def groups_of(body: run_events.LayerStatistics, figure: str) -> list[str]:
 
 
 def first_nonfinite(body: run_events.LayerStatistics) -> tuple[str, str] | None:
-    """Return (layer, figure) in which the step was first not finite; ``None`` if all figures are finite.
+    """Return (layer, figure) in which the step was first not finite; ``None`` if there is none.
 
     Weights and the forward pass come first, in the order of the model; of one layer the weights. Then come
-    gradients, from the last layer to the first.
+    gradients, from the last layer to the first. Norms and ratios of updates do not count.
     """
     cells = list(_nonfinite_cells(body))
     forward = [cell for cell in cells if not cell[1].endswith(_BACKWARD)]

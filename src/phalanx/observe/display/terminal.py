@@ -278,7 +278,8 @@ def plain_lines(events: Iterable[run_events.Event], every_s: float) -> Iterator[
     """Yield a line for the first and the last step, one for a step every ``every_s`` seconds between them, and one
     for each other event worth reading.
 
-    Seconds are those of the events, not of the reader. A step that another event follows is yielded before it.
+    Seconds are those of the events, not of the reader. The newest step is also yielded before the lines of
+    another event, and at the end.
     """
     state, printed_t, pending = State(), -math.inf, ""
     for event in events:

@@ -165,7 +165,7 @@ def git(directory: Path, *arguments: str) -> str | None:
 
 
 def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Package -> installed version; those that are not installed are left out."""
+    """Return package -> installed version, and that of ``python``; packages that are not installed are left out."""
     versions = {name: version for name in names if (version := _installed(name)) is not None}
     return {"python": platform.python_version()} | versions
 
