@@ -153,8 +153,8 @@ class CustomFacts:
 
 
 def custom_facts(spec: ModelSpec, seq_len: int, dtype: torch.dtype = torch.float32) -> CustomFacts:
-    """Build a user's model on the meta device, check that it can be trained, and return its parameters and the
-    training FLOP per token of each block: three times those of its forward pass.
+    """Build a user's model on the meta device, check that it can be trained, and return its parameters and the training
+    FLOP per token of each block: three times those of its forward pass.
 
     Args:
         spec: Resolved.
@@ -163,7 +163,7 @@ def custom_facts(spec: ModelSpec, seq_len: int, dtype: torch.dtype = torch.float
 
     Raises:
         CustomModelError: The model cannot be trained.
-        FactoryError: The factory cannot be imported.
+        FactoryError: The factory cannot be imported, or has another source than ``spec`` names.
     """
     with torch.device("meta"):
         chain = Chain(spec)
@@ -191,8 +191,10 @@ def _build(factory: Callable[..., Any], spec: ModelSpec) -> Any:
 
 
 def _require_parts(model: Any, spec: ModelSpec) -> CustomModel:
-    """Return the model if it has embedding, ``spec.layers`` blocks, norm and head. Raise ``CustomModelError``
-    otherwise, and for modules, parameters or forward hooks outside these parts.
+    """Return the model if it has embedding, ``spec.layers`` blocks, norm and head, each of the required type.
+
+    Raise ``CustomModelError`` otherwise; for modules, parameters or forward hooks outside these parts; and for what
+    ``_require_head`` and ``_require_trainable`` refuse.
     """
 
     def refuse(cause: str, remedy: str) -> CustomModelError:

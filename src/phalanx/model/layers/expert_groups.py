@@ -177,7 +177,9 @@ class _ForEachRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _ProductContext, *upstream: Tensor) -> tuple[Tensor | None, None, None]:
-        """Return the gradient of the vectors: the sum over each expert's rows, by slot then over slots in a tree."""
+        """Return the gradient of the vectors: the sum over each expert's rows, by slot then over slots in a tree.
+        ``None`` for it if ``Groups.add`` passed it on.
+        """
         groups, slope = ctx.groups, upstream[0]
         lengths = groups.counts.flatten()
         # (experts slots, width)

@@ -134,8 +134,9 @@ class Router(nn.Module):
     def forward(self, tokens: Tensor) -> Routing:
         """Return the experts ``(n, k)`` and weights ``(n, k)`` of ``tokens`` ``(n, d)``.
 
-        Weights are the chosen experts' scores, normalized and scaled as configured; the balance bias affects the
-        choice only. With gradients enabled, backward counts the tokens and adds the balance losses.
+        Weights are the chosen experts' scores, normalized and scaled as configured; the balance bias affects the choice
+        only. With gradients enabled, backward counts the tokens if ``counting``, and adds the gradient of the balance
+        losses unless ``auxiliary_scale`` is 0.
         """
         # Numbers refer to DeepSeek-V3's equations (arXiv 2412.19437, section 2.1.2).
         scores, logits = self.scores(tokens)  # (15): (n, experts)

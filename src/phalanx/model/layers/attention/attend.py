@@ -146,7 +146,8 @@ def attend(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``softmax(score(query key^T) + bias) value`` ``(b, h, q, v)`` and its log-sum-exp ``(b, h, q)``, fp32.
-    Computed by a kernel of the device, or by ``capped_attend`` if there is a cap.
+
+    The result is in the queries' dtype by a kernel of the device, or fp32 by ``capped_attend`` if there is a cap.
 
     Args:
         query: ``(b, h, q, e)``.
