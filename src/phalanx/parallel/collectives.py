@@ -234,7 +234,9 @@ class _RankStep:
 
     def _reduction(self, rounds: int) -> Calls:
         """Return the number of gradient reductions over shards and replicas, by axis and kind, in one step of
-        ``rounds`` slots: once for each slot, or once with ZeRO-1 or other sums.
+        ``rounds`` slots.
+
+        Shards reduce once for each slot with ZeRO-3, and with ZeRO-2 if the reduction is reproducible; otherwise once.
         """
         calls: Calls = Counter()
         reduction, sharding = self.spec.train.reduction, self.spec.parallel.sharding

@@ -39,8 +39,8 @@ def apply_experts(
     """Distribute the experts of ``module`` over the expert axes of ``mesh``. The module is on the meta device and not
     yet sharded.
 
-    Afterwards the experts' parameters are this rank's parts, empty, and each mixture has its exchange. Each mixture
-    takes the tokens of this rank, as the other axes have divided them.
+    Afterwards the experts' parameters are this rank's parts, uninitialized, and each mixture has its exchange. Each
+    mixture takes the tokens of this rank, as the other axes have divided them.
 
     Returns:
         The partition of each expert parameter, by name; also of those that are complete on this rank.

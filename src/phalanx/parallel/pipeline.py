@@ -230,10 +230,10 @@ _Owner = tuple[WeightGradients, Tensor]
 
 
 def postpone_weight_gradients(part: nn.Module) -> WeightGradients:
-    """Make the products of a stage postpone their weight gradients.
+    """Make the products of a stage postpone their weight gradients, and return the store of these.
 
-    Layers with a custom product, a bias or derived weights are left out. The others get the store's product. Returns
-    the store.
+    Left out are linear layers with a custom product, a bias or derived weights, and experts with a custom product. The
+    others get the store's product.
     """
     store = WeightGradients()
     for module in part.modules():

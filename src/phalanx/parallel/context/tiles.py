@@ -50,7 +50,8 @@ class Tile:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, score: Score
     ) -> tuple[Tensor, Tensor]:
-        """Return the results of the tile's rows ``(b, h, q, v)`` and their log-sum-exp ``(b, h, q)``, fp32.
+        """Return the results of the tile's rows ``(b, h, q, v)`` and their log-sum-exp ``(b, h, q)``, in the dtypes of
+        ``attend``.
 
         A row that sees none of the tile's keys gets a log-sum-exp so low that its result has no weight.
         """

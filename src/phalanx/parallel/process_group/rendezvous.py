@@ -63,7 +63,7 @@ def rank_from_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
     """Return this process's rank and rendezvous, or ``None`` if no launcher started it as a rank. Recognized are this
     project's launcher, torchrun and srun, in this order.
 
-    Raise ``RendezvousError`` if an environment is incomplete.
+    Raise ``RendezvousError`` if the variables of torchrun or srun are incomplete or malformed.
     """
     if "PHALANX_RANK" in environ:
         return RankEnvironment(
@@ -161,9 +161,10 @@ def backends_for(device: torch.device) -> str:
 def join(environment: RankEnvironment, device: torch.device, timeout_s: float) -> None:
     """Make this process a rank of the default process group: gloo on CPUs, NCCL on GPUs. Waits for all ranks.
 
-    First chooses gloo's network interface, in the environment, on CPUs and with the launcher of ``phalanx train``. On
-    GPUs it makes the device current. Raises ``RendezvousError`` if the address cannot be used, or if some rank did
-    not join within ``timeout_s`` seconds, which is also the timeout of collectives.
+    First chooses gloo's network interface, in the environment: loopback with the launcher of ``phalanx train``, else,
+    on CPUs only, the one towards rank 0. On GPUs it makes the device current. Raises ``RendezvousError`` if the address
+    cannot be used, no interface is found, or some rank did not join within ``timeout_s`` seconds, which is also the
+    timeout of collectives.
     """
     _require_address(environment)
     if environment.launcher == "phalanx":
@@ -203,15 +204,15 @@ def _require_address(environment: RankEnvironment) -> None:
 
 
 def choose_interface(addresses: Sequence[str], *, shared: bool) -> None:
-    """Make gloo listen at the interface with the first of ``addresses``, unless GLOO_SOCKET_IFNAME is set.
+    """Make gloo listen at the interface with the first of ``addresses``, unless GLOO_SOCKET_IFNAME is set. The choice
+    is set in the environment of this process.
 
     By default gloo listens at the address of the host name. On many machines that is a loopback address (127.0.1.1 in
-    /etc/hosts), to which ranks of other machines cannot connect. ``shared`` is True if there may be such ranks.
+    /etc/hosts), to which ranks of other machines cannot connect. ``shared`` is True if there may be such ranks. Without
+    them, nothing is set if no interface has any of the addresses.
 
     Raises:
-        RendezvousError: No reachable interface has any of the addresses, and neither the default route nor the host name leads to one.
-
-    The choice is set in the environment of this process.
+        RendezvousError: ``shared``, and no reachable interface has any of the addresses, or one of the default route or host name.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -243,7 +244,7 @@ def _explain(error: Exception, environment: RankEnvironment) -> str:
 def leave() -> None:
     """Leave the process group, if this process is in one or has begun to make one.
 
-    If leaving a broken group raises, the group is left anyway.
+    An error of PyTorch in leaving a broken group is raised, but the group is left anyway.
     """
     try:
         if dist.is_initialized():

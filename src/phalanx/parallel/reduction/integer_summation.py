@@ -189,7 +189,9 @@ class IntegerReducer:
         return True
 
     def take_out(self) -> Bins:
-        """Return the sum of all slots of this replica, and clear it. Raise ``ValueError`` while slots are missing."""
+        """Return the sum of all slots of this replica, and clear it. Raise ``ValueError`` if slots are missing; the sum
+        is cleared then too.
+        """
         bins, added = self.bins, len(self._added_slots)
         self.clear()
         rounds = self.leaves.deal.rounds(self.mesh.replica)
@@ -236,7 +238,7 @@ class IntegerReduceScatter(PlainBuffers, ReduceScatter):
         async_op: bool = False,  # noqa: ARG002
     ) -> None:
         """Add ``input_tensor`` ``(ranks * share,)``, this rank's slot. After the last round ``output_tensor``
-        ``(share,)`` gets the sum over all slots and replicas; before, zeros.
+        ``(share,)`` gets the sum over all slots and replicas; before, or if a witness keeps the slot out, zeros.
         """
         if self.reducer.take_in(input_tensor, group) and self.reducer.intake.round.last:
             self.reducer.finish(output_tensor)

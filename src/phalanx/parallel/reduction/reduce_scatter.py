@@ -75,7 +75,7 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
         """Reduce: ``input_tensor`` ``(ranks * share,)`` is this rank's slot. A collective.
 
         After the last round ``output_tensor`` ``(share,)`` gets the sum over all slots and replicas; before, it gets
-        zeros and the slot enters the tree.
+        zeros and the slot enters the tree. A slot that a witness keeps out gives zeros and is not exchanged.
         """
         if not self.reducer.intake.admit(self.reducer.name, input_tensor):
             output_tensor.zero_()

@@ -44,7 +44,12 @@ class WholeGradient:
     _written: set[int] = field(default_factory=set)
 
     def part(self, lane: int, rows: Tensor) -> Tensor:
-        """Return memory for the gradient of a lane's ``rows``. A second call gets new memory: the first may still be needed."""
+        """Return uninitialized memory, shaped as ``rows``, for the gradient of a lane's rows: its part of the full
+        gradient's memory.
+
+        A lane's second call before ``of_parts`` gets memory of its own, since the first may still be needed; so do rows
+        whose bytes are no multiple of ``_ALIGNMENT``.
+        """
         if lane in self._written or rows.numel() * rows.element_size() % _ALIGNMENT:
             return torch.empty_like(rows)
         if not self._memory:
