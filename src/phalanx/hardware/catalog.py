@@ -63,7 +63,7 @@ def spelled_out(
 def read_accelerator(values: Values, place: str) -> Accelerator:
     """Return the accelerator that ``values``, with all inherited fields, describe.
 
-    Raises ``HardwareError`` with every mistake, also for no FLOP/s and a power below idle.
+    Raises ``HardwareError`` with every mistake of a field; if there is none, for no FLOP/s or a power below idle.
     """
     accelerator = read_entry(
         Accelerator, {name: values[name] for name in values if name not in _ORIGIN}, place
@@ -83,7 +83,8 @@ def read_accelerator(values: Values, place: str) -> Accelerator:
 def read_system(values: Values, accelerators: Mapping[str, Accelerator], place: str) -> System:
     """Return the system that ``values``, with all inherited fields, describe, made of one of ``accelerators``.
 
-    Raises ``HardwareError`` with every mistake, also for levels of the fabric out of order and a PUE below 1.
+    Raises ``HardwareError`` with the first that holds: an unknown accelerator, every mistake of a field, levels of the
+    fabric out of order, a PUE below 1.
     """
     fields = {field: value for field, value in values.items() if field != "date"}
     name = fields.get("accelerator")

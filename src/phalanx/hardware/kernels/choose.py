@@ -259,7 +259,8 @@ def kernels_for(device: torch.device, tensors: Iterable[Tensor]) -> Kernels:
 
 @functools.cache
 def fused_kernels(device: torch.device) -> Kernels:
-    """Return the one-pass kernels of ``device``, or the reference, with a logged warning, if there are none.
+    """Return the one-pass kernels of ``device``, or the reference if there are none. If candidates failed, that is
+    logged as a warning.
 
     Each candidate is compiled and compared with the reference; kernels whose bits differ are not used. Cached.
     """

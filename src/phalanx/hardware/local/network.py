@@ -82,7 +82,8 @@ def default_addresses() -> list[str]:
 def interface_for(addresses: Iterable[str], interfaces: Sequence[Interface], *, shared: bool) -> str:
     """Return the name of the interface with the first of ``addresses`` that any has; empty if none has one.
 
-    ``shared``: other machines are to connect to it, so loopback addresses are skipped.
+    ``shared``: other machines are to connect to it, so loopback addresses are skipped. Otherwise a loopback address
+    selects the first interface that has any.
     """
     for address in addresses:
         if is_loopback(address):

@@ -184,7 +184,9 @@ def _lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
 
 
 def _power(base: Tensor | float, exponent: Tensor | float) -> Tensor:
-    """Return ``base ** exponent`` in PyTorch's result dtype; bf16 and fp16 are computed in fp32, integers exactly."""
+    """Return ``base ** exponent`` in PyTorch's result dtype: bf16 and fp16 are computed in fp32, integers by repeated
+    squaring, which overflows silently. Raises ``RuntimeError`` for complex numbers and negative powers of integers.
+    """
     dtype = torch.result_type(base, exponent)
     _require_real(dtype)
     if not dtype.is_floating_point:
