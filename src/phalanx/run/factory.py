@@ -74,8 +74,9 @@ def _refuse_main(module: str, name: str) -> None:
 
 
 def source_sha256(factory: str) -> str:
-    """Return the SHA-256 (hex) of the names, sizes and contents of a factory's module and all modules that it imports
-    from the same folder. Raises ``FactoryError`` without source.
+    """Return the SHA-256 (hex) of the names, sizes and contents of a factory's module and all modules that it imports,
+    directly or not, from the same folder; of an installed package, only its own. Raises ``FactoryError`` without
+    source.
     """
     root = search_folder(factory)
     digest = hashlib.sha256()

@@ -93,7 +93,7 @@ _NAMED = 3
 def own_clock_is_wrong(ahead_s: Mapping[str, float], agreeing: int, own: str) -> str:
     """Return a sentence on why the clock of ``own`` is the wrong one; empty if it may be right.
 
-    That is so if the hosts that differ from it are more than those that agree, and agree with each other.
+    It is wrong if at least two hosts differ from it, agree with each other, and are more than those that agree with it.
 
     Args:
         ahead_s: Host -> seconds by which its clock is ahead of that of ``own`` (negative: behind), for the hosts that are too far

@@ -326,8 +326,10 @@ def _divided(degree: int) -> str:
 
 
 def _widths(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the dimensions, sequence length and loss chunk that are no multiple of what independent rows need, and of
-    a mixture also experts' width and number.
+    """Yield a problem for each size that is no multiple of what independent rows need: ``model.dim`` and ``ffn_dim``,
+    sequence length, loss chunk, and of a mixture experts' width and number.
+
+    The caller checks whether ``precision.rows`` requires this at all.
     """
     model, moe = spec.model, spec.model.moe
     widths = [
@@ -459,8 +461,8 @@ def expected_weights_problems(spec: RunSpec) -> Iterator[Problem]:
 
 
 def compared(spec: RunSpec, key: str, weights_sha256: str) -> Comparison | None:
-    """Return whether the run with ``key`` has weights that ``spec`` expects, by the prefix of its key. "not expected"
-    if the list names none for it, None without a list.
+    """Return "equal" or "different" for the weights of the run with ``key``, by the hashes that ``spec`` expects for a
+    prefix of its key. "not expected" if the list names none for it, None without a list.
     """
     if not spec.expect.weights:
         return None

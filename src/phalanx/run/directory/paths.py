@@ -464,11 +464,11 @@ class DirectoryKeeper:
         self._spec: RunSpec | None = None
 
     def look(self) -> list[str]:
-        """Check the files, and restore damaged, changed or removed ones from their last valid content. Returns a
-        message for each restored one.
+        """Check record and run file, and note valid new content. A file that was removed or damaged, or a run file that
+        describes another run, is restored from its last valid content. Returns a message for each restored one.
 
-        A file that was damaged when this process first read it is not changed. Raises ``OSError`` if one cannot be
-        read or written.
+        A file that was damaged when this process first read it is not changed. Raises ``OSError`` if one cannot be read
+        or written.
         """
         return [message for path, check in self._checks.items() if (message := self._look_at(path, check))]
 

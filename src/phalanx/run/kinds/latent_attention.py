@@ -172,8 +172,8 @@ def cache_row(model: ModelSpec) -> tuple[int, int, int]:
 
 
 def tiny(model: ModelSpec, tensor: int) -> ModelSpec:
-    """Return a model with one head for each of ``tensor`` tensor ranks, and latents and heads 8 wide; without latent
-    queries if it has none.
+    """Return a model with one head for each of ``tensor`` tensor ranks, latents 8 wide, and both parts of a head and
+    its values 8 wide each; without latent queries if it has none.
     """
     rank = 8 if _latents(model).query_rank else 0
     mla = dataclasses.replace(
