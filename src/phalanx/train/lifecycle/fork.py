@@ -84,8 +84,10 @@ class Fork:
 
         Emits the fork, each child's loss, and the choice as events.
 
-        Raises: ForkStoppedError: On a request to stop. ForkFailedError: A checkpoint cannot be read or written.
-        LossSpikeError: No child has a finite loss.
+        Raises:
+            ForkStoppedError: On a request to stop.
+            ForkFailedError: A checkpoint cannot be read or written.
+            LossSpikeError: No child has a finite loss.
         """
         plan, reporter = self._plan, self._training.reporter
         candidates, prefer = self._spec.spike.candidates, self._spec.spike.prefer
