@@ -92,7 +92,9 @@ def demand_folder(run_dir: Path, error: type[click.ClickException] = click.Click
 
 
 def full_disk(run_dir: Path) -> str:
-    """Return a sentence if the disk of a run directory is full; empty if there is room, or it cannot be determined."""
+    """Return a sentence if the disk of a run directory has less than 64 KiB free; empty otherwise, or if that
+    cannot be determined.
+    """
     try:
         disk = shutil.disk_usage(run_dir)
     except OSError:
@@ -104,7 +106,7 @@ def full_disk(run_dir: Path) -> str:
 
 
 def newest_runs(folder: Path) -> list[Path]:
-    """Return a few run directories in ``folder``, the last changed first; empty if it cannot be read.
+    """Return at most three run directories in ``folder``, the last changed first; empty if it cannot be read.
 
     Only the first ``_MOST_LOOKED_AT`` entries are looked at.
     """

@@ -98,7 +98,8 @@ def verified_hosts(run_dir: Path, made: Submitted, path: Path, by: int) -> tuple
 def join_refusal(run_dir: Path, node: str, domain: tuple[str, ...]) -> str:
     """Return why an agent started by hand must not join a fleet from this place in the network; empty if it may.
 
-    Only ``launch.most_lost_ms`` limits it. Without known places or prices every node may join. Raises
+    It must not if the fleet would lose more of a step with it than before, and more than
+    ``launch.most_lost_ms``. Without that limit, known places or prices every node may join. Raises
     ``RunDirectoryError``.
     """
     spec = read_resolved(RunDirectory(run_dir))
@@ -132,10 +133,10 @@ def _whereabouts(run_dir: Path, fleet: FleetFile) -> list[Host]:
 def _too_far(
     spec: RunSpec, order: LaunchOrder, placed: list[Host], fleet: FleetFile, hosts: list[Host]
 ) -> list[str]:
-    """Return why hosts must not join for their place in the network, as a list; empty if they may.
+    """Return why hosts must not join for their place in the network, as a list of one; empty if they may.
 
-    Then the verdict is written into the run's folder. Hosts without a price may join, unless a limit is set. Raises
-    ``OSError``.
+    If they may, the verdict on their price is written into the run's folder. Hosts without a price may join,
+    unless a limit is set. Raises ``OSError``.
     """
     names = [host.name for host in hosts]
     try:

@@ -89,10 +89,11 @@ _LETTERS = {"error": "E", "warning": "W", "debug": "D"}
 
 
 def print_lines(options: LogsOptions) -> None:
-    """Print the first failure, if there is one, and the selected lines, the newest ``options.last`` (0: all).
+    """Print the selected lines, the newest ``options.last`` (0: all), and before them the first failure, if there
+    is one, except with ``as_json``.
 
-    With ``follow``, print new ones until the run is finished. Raises ``click.ClickException`` for an error in the
-    options, or without logs.
+    With ``follow``, print new ones until the run is finished. Raises ``click.ClickException`` for an error in
+    the options, or without logs.
     """
     directory = RunDirectory(options.run_dir)
     if not directory.logs.is_dir():

@@ -349,10 +349,10 @@ def print_status(name: str, namespace: str, last: int, *, as_json: bool) -> None
 
 
 def cancel_job(name: str, namespace: str, *, now: bool, wait: bool) -> None:
-    """Delete a Kubernetes job, and print so; one that trains saves first, unless ``now``. ``wait`` until its pods
-    are gone.
+    """Delete a Kubernetes job, and print so; one that trains saves first, unless ``now``.
 
-    Raises ``EngineError`` if there is none.
+    ``wait`` until its pods are gone; with ``now`` nothing is awaited. Raises ``EngineError``, also if there is
+    no such job.
     """
     from phalanx.launch.kubernetes import cluster
 
