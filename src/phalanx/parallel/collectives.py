@@ -153,7 +153,7 @@ class _RankStep:
 
     def _tile_sums(self, stage: int) -> Calls:
         """Count the sums over context tiles for one micro-batch: weight gradients by unit, the losses, and their
-        projection's gradient. None without context tiles.
+        projection's gradient. Empty without context tiles.
         """
         if not self.spec.model.context_tiles:
             return Counter()

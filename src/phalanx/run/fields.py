@@ -303,8 +303,10 @@ def _is_utf8(text: str) -> bool:
 
 
 def _value(kind: Any, raw: object, path: str, problems: list[Problem], root: type) -> object:
-    """Return ``raw`` as a value of the type ``kind``; or ``_INVALID``, with what is wrong added to ``problems``. A
-    single string counts as a list. None is valid for a union, whose first type counts.
+    """Return ``raw`` as a value of the type ``kind``; or ``_INVALID``, with what is wrong added to ``problems``.
+
+    A single string counts as a list of one where a list is due. For a union, ``None`` is returned as it is; anything
+    else is read as the first type that is not None.
     """
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):

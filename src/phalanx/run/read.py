@@ -174,7 +174,9 @@ def _merge(base: TomlTable, over: TomlTable) -> dict[str, object]:
 
 def _apply_override(table: JsonObject, override: str) -> list[Problem]:
     """Set the field of ``section.field=value`` in ``table``, making missing tables; entries of a list go by name. A
-    value that is not TOML is a string. Return what is wrong, if anything.
+    value that is not TOML is a string.
+
+    Return a list of at most one problem. Then the field is not set, but tables before it may have been made.
     """
     path, equals, text = override.partition("=")
     if not equals or not path.strip():

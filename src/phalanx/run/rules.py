@@ -286,8 +286,8 @@ _ROWS, _WIDTH, _EXPERT_WIDTH = 4, 8, 32
 
 
 def independent_rows_problems(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the fields of ``spec`` with which rows cannot be independent: compilation, divided rows or sums, 8-bit
-    products, a user's model, and widths. None if ``precision.rows`` does not request that.
+    """Yield a problem for each field of ``spec`` with which rows cannot be independent: compilation, divided rows or
+    sums, 8-bit products, a user's model, and widths. Yield nothing unless ``precision.rows`` is "independent".
     """
     if spec.precision.rows != "independent":
         return

@@ -107,7 +107,8 @@ def dial(host: str, port: int, within_s: float) -> socket.socket:
 
     A name may resolve to an IPv6 address that leads nowhere and an IPv4 address that works. The next address is tried
     as soon as one fails, or has not accepted for ``NEXT_ADDRESS_S``. The socket has the timeout ``within_s``. Raises
-    TimeoutError after ``within_s``, or the last address's OSError.
+    TimeoutError after ``within_s``; OSError for a name that does not resolve, or the last failure if all addresses
+    fail.
     """
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     remaining = _families_in_turn([(info[0], info[4]) for info in infos])

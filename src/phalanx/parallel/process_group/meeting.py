@@ -111,7 +111,7 @@ def prove_members(token: str, purpose: str) -> None:
     """Verify through the default group that every rank has the token. A collective.
 
     Raises:
-        RendezvousError: Some ranks do not have it; the message lists them.
+        RendezvousError: Some ranks do not have it; the message lists them. Or a rank's message cannot be read.
     """
     try:
         challenge = challenge_of(gather_typed(secrets.token_bytes(_NONCE_BYTES), bytes))

@@ -120,7 +120,9 @@ class IntegerSummation(Summation):
             self._push(parameter)
 
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Set the gradient of each of ``parameters`` to the sum over all slots and replicas, and clear the sums. A collective."""
+        """Set the gradient of each of ``parameters`` to the sum over all slots and replicas, and clear the sums. A
+        collective if there are several replicas.
+        """
         for bucket in in_buckets(parameters, nn.Parameter.numel):
             sums = [self._unsharded[parameter].take_out() for parameter in bucket]
             if self.mesh.replicas > 1:

@@ -180,7 +180,9 @@ class TreeSummation(Summation):
             self._push(parameter)
 
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Set the gradient of each of ``parameters`` to the sum of all slots and replicas, and empty the trees. A collective."""
+        """Set the gradient of each of ``parameters`` to the sum of all slots and replicas, and empty the trees. A
+        collective if there are several replicas.
+        """
         if self.mesh.replicas == 1:
             for parameter in parameters:
                 parameter.grad = self._trees[parameter].take_root()

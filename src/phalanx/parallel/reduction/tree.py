@@ -362,10 +362,11 @@ def _of_all_replicas(leaves: Leaves, device: torch.device) -> tuple[int, LevelSu
 
 @functools.cache
 def _counts(leaves: Leaves, replica: int, piece: int) -> tuple[list[int] | None, list[int] | None]:
-    """Return the numbers of elements that ``replica`` receives from and sends to each replica; ``None`` if all have equally many nodes.
+    """Return the numbers of elements that ``replica`` receives from and sends to each replica; both ``None`` if all
+    have equally many nodes.
 
-    The lists are as long as there are replicas, so they are cached, and omitted where possible. At thousands of replicas they cost more
-    host time than the rest of an exchange.
+    The lists are as long as there are replicas, so they are cached, and omitted where possible. At thousands of
+    replicas they cost more host time than the rest of an exchange.
     """
     replicas = leaves.deal.replicas
     node_counts = [len(leaves.forest(other)) for other in range(replicas)]

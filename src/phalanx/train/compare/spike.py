@@ -248,8 +248,11 @@ def _cause(
     layers: Sequence[LayerNorm],
     wide: WideStep | None,
 ) -> tuple[Cause, str]:
-    """Return the likeliest cause of a spike, and a sentence with its evidence. Checked in order: no spike; fp32 does
-    not spike; diverged before; other batches rise too; some or all slots; one layer. Otherwise "rate".
+    """Return the likeliest cause of a spike, and a sentence with its evidence. The first of these that holds:
+
+    "no spike"; "format" if fp32 does not spike; "rate" if the run had diverged before, or other batches have risen too;
+    "bad batch" if some slots stand out, or all beside a usual batch before; "rate" if the loss has risen in all slots
+    and no batch before is known; "layer" if the norm of one rose far more than the median. Otherwise "rate".
     """
     if not is_spike:
         return "no spike", "loss and gradient norm are as usual, by the run's rule (train.spike_deviations)"

@@ -139,7 +139,8 @@ class Fork:
 
     def clean(self) -> None:
         """Remove the children's checkpoints on rank 0, once the run has saved the state of the child that it took.
-        Raises if this epoch has no authority over the run directory any more.
+        Failures to remove are ignored. Raises as ``Guardian.authorize`` if this epoch has no authority over the run
+        directory.
         """
         if self._training.mesh.rank == 0:
             self._training.inputs.guardian.authorize()

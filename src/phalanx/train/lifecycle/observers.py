@@ -336,8 +336,8 @@ class NamedObserver(Observer):
         """Context of a call of the observer's code, booked as evaluation time. Raises ``ObserverError`` if the code
         fails or has changed a weight.
 
-        Its traceback is printed to stderr. Errors of the types ``passed`` are raised as they are. Clocks forget what
-        they measured in it.
+        The traceback of a failure is printed to stderr. Errors of the types ``passed`` are raised as they are. If
+        nothing is raised in it, the clocks of waits forget what they measured.
         """
         before = self._versions()
         try:

@@ -146,7 +146,7 @@ class Recording(Observer):
     def _decided(self, request: ProfileRequest, ending: bool) -> RecordingOrder:
         """Decide on a request, on rank 0: make its folder, write the order and return it. Warn and return an order
         without ranks if it comes in the last step or beside another recording, names impossible ranks, or cannot be
-        written.
+        written; nothing is raised.
         """
         training, none = self._training, RecordingOrder("", 0, {})
         folder = training.inputs.directory.profiles / request.name

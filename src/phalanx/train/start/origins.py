@@ -201,8 +201,8 @@ _ASKED_FOR_BY_DATASETS = ("train.document_mask", "train.targets_within_documents
 
 
 def notes_of_earlier_data(run: OpenRun) -> list[str]:
-    """Return a sentence for each unfinished run beside this one that has the same run file but earlier data at the
-    same address. None for a run with a ``run_dir`` or a saved step.
+    """Return a sentence for each unfinished run beside this one that has the same run file but earlier data at the same
+    address. Empty for a run with a ``run_dir`` or a saved step.
     """
     if run.spec.run_dir or holds_steps(run.directory):
         return []

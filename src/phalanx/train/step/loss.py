@@ -277,10 +277,10 @@ def _in_tiles(
     tiles: RankTiles,
     of_piece: Callable[[Tensor, Tensor], _LossAndGradients],
 ) -> _LossAndGradients:
-    """Apply ``of_piece`` tile by tile. Return the sequence's loss (on the first rank; zero elsewhere), the gradient
-    of this rank's tokens, and the elements of the summed projection gradient that this rank reports. A collective.
+    """Apply ``of_piece`` tile by tile. Return the sequence's loss (on the first rank; zero elsewhere), the gradient of
+    this rank's tokens, and the elements of the summed projection gradient that this rank reports. A collective.
 
-    Without gradients, both are None.
+    If ``of_piece`` returns no gradients, both gradients are ``None``.
     """
     losses: list[Tensor] = []
     grads_hidden: list[Tensor] = []
