@@ -149,7 +149,10 @@ _MAKERS = {"cdna3": "AMD", "cdna4": "AMD", "tpu": "Google", "cpu": "any"}
 
 
 def maker_of(accelerator: str) -> str:
-    """Return the maker of an accelerator by its key: kernels and collectives are written for a maker's accelerators."""
+    """Return the maker of an accelerator by its key; NVIDIA for an unknown one.
+
+    Kernels and collectives are written for a maker's accelerators.
+    """
     return _MAKERS.get(generation_of(accelerator), "NVIDIA")
 
 

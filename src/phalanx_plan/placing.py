@@ -323,9 +323,9 @@ class PlacementAssessment:
     best: Choice
     """The best order of ranks on these nodes."""
     lost_s: float
-    """Seconds of a step by which the slowest uplink exceeds the nodes' own links; computation may hide a part."""
+    """Seconds of a step that the slowest link needs beyond the lower bound of the network; computation may hide a part."""
     levels: tuple[str, ...]
-    """Levels whose uplinks are too slow, the slowest first."""
+    """Levels whose uplinks need more than the lower bound, the slowest first."""
 
     @property
     def good(self) -> bool:

@@ -377,8 +377,8 @@ def requested_spec(options: ModelOptions, sizes: BatchOptions | None = None) -> 
 def requested_cluster(options: ClusterOptions) -> Cluster:
     """Return the cluster by its name or file, with the figures that ``--set`` overrides.
 
-    A name without a count means one domain, and a note on standard error states it. Raises UsageError or
-    ``HardwareError``.
+    A name without a count, other than ``this``, means one domain, and a note on standard error states it. Raises
+    UsageError or ``HardwareError``.
     """
     from phalanx.hardware.catalog import cluster
     from phalanx.hardware.cluster import read_figure, with_value

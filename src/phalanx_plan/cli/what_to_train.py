@@ -135,7 +135,10 @@ def tables(recommendation: Recommended) -> Iterator[tuple[str, tuple[str, ...], 
 
 
 def changes(answer: BudgetAnswer) -> Iterator[str]:
-    """Yield sentences on what the answer depends on: the laws' spread, extrapolation, half and twice the budget, and prices."""
+    """Yield sentences on what the answer depends on: the laws' spread, extrapolation, half and twice the budget, and the plan's step times.
+
+    Without tokens to be served, the last one names the options that make the best model smaller.
+    """
     for recommendation in answer.recommendations:
         name, sizes = (
             recommendation.shape.name,

@@ -125,7 +125,11 @@ _FIRST_STAGES = (2, 3, 4, 5, 6, 8, 10, 12)
 
 @lru_cache(maxsize=1024)
 def _first_sizes(share: int) -> tuple[int, ...]:
-    """Return some divisors of a slot's ``share`` of sequences, from one to all, each a few times the previous."""
+    """Return 1 and some larger divisors of a slot's ``share`` of sequences, ascending: those in ``_FIRST_SIZES``.
+
+    Another divisor is taken if it is at least twice the one before, or four times if it is above the last of
+    ``_FIRST_SIZES``.
+    """
     kept = [1]
     for size in divisors(share):
         if size in _FIRST_SIZES[1:] or size >= (4 if size > _FIRST_SIZES[-1] else 2) * kept[-1]:

@@ -202,10 +202,9 @@ def _power_limited(profile: Profile, format: str) -> float:  # noqa: A002
 
 
 def _wave_waste(tiles: Seconds, multiprocessors: int, share: float) -> Seconds:
-    """Time over that of tiles dealt evenly to multiprocessors, since the last, partly filled wave takes as long as a
-    full one.
+    """Time over that of tiles dealt evenly to multiprocessors, since the last, partly filled wave takes as long as a full one.
 
-    Only the fraction ``share`` of that waste counts; 1 if either number is 0.
+    Only the fraction ``share`` of that waste counts; 1 if ``multiprocessors`` or ``share`` is 0.
     """
     if multiprocessors == 0 or share == 0:
         return np.ones_like(tiles)

@@ -129,13 +129,13 @@ NODE_RATE = "failures_per_1000_node_days"
 def described(
     spec: RunSpec, step_s: float, steps: int, recovery: RecoveryMethod | None = None
 ) -> dict[str, object]:
-    """Return the assumptions that ``[checkpoint]`` and ``[fleet]`` of a run file replace, for ``steps`` steps of
-    ``step_s`` seconds.
+    """Return the assumptions that ``[checkpoint]`` and ``[fleet]`` of a run file replace, for ``steps`` steps of ``step_s`` seconds.
 
-    A fleet with spares replaces the lost node, one without leaves the replica out, and one without snapshots returns
-    to storage; ``recovery`` overrides that. Snapshots are the frequent saves, checkpoints the durable ones. If
-    failures are recovered from storage, checkpoints are the frequent ones. Intervals are at most ``MOST_SECONDS``. Of
-    the checkpoints that are kept forever, half count as existing.
+    A fleet with spares replaces the lost node, one without leaves the replica out, and one without snapshots returns to
+    storage; ``recovery`` overrides that. Without a fleet, "recovery" and "spare_nodes" are not replaced.
+
+    Snapshots are the frequent saves, checkpoints the durable ones. If failures are recovered from storage, checkpoints
+    are both. Intervals are at most ``MOST_SECONDS``. Of the checkpoints that are kept forever, half count as existing.
     """
     fleet, checkpoint = spec.fleet, spec.checkpoint
 

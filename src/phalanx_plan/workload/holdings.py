@@ -305,7 +305,7 @@ def holdings(
 def _holdings(
     model: ModelSpec, degrees: _Degrees, optimizer: OptimizerSpec | None, *, whole_rows: bool
 ) -> HoldingsTable:
-    """Return what a rank holds of one layer of each of ``KINDS``: elements, its shares, and the largest block.
+    """Return what a rank holds of one layer of each of ``KINDS``: elements, its shares, and what FSDP gathers as one block.
 
     ``optimizer`` None leaves out the bytes of moments.
     """

@@ -63,7 +63,10 @@ class SimulatedNode:
         self._forget()
 
     def _forget(self) -> None:
-        """Reset all but the snapshots, as at the agent's death, under a new incarnation. Cancels planned actions."""
+        """Reset the state of the agent and its workers, as at the agent's death, under a new incarnation. Cancels planned actions.
+
+        The snapshots stay, and so do the head and the faults of the machine.
+        """
         self.life += 1
         self.incarnation += 1
         self.warm = self.hung = self.maimed = self.leaving = self.bound = self.leave_at_boundary = (
@@ -267,7 +270,10 @@ class SimulatedNode:
     # --- commands
 
     def on_command(self, command: c.Command) -> None:
-        """Execute a command of the coordinator. A fence of its incarnation restarts the agent; unknown commands are ignored."""
+        """Execute a command of the coordinator; unknown commands are ignored.
+
+        A fence of its incarnation, or of a later one, restarts the agent.
+        """
         if isinstance(command, c.Park):
             self._park(command)
         elif isinstance(command, c.Bind):
