@@ -105,9 +105,9 @@ def reproduce_command(
 
 
 def _fitting(ranks: int) -> int:
-    """Return the number of ranks to train with, at least 1.
+    """Return ``ranks``, the number that the run had, to train with; 1 for 0.
 
-    Raises ``RunDirectoryError`` for more than ``_MOST_RANKS`` or this machine's cores, whichever is larger.
+    Raises ``RunDirectoryError`` if it is more than both ``_MOST_RANKS`` and this machine's cores.
     """
     if ranks > max(_MOST_RANKS, usable_cores()):
         raise RunDirectoryError(

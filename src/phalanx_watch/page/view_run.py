@@ -377,7 +377,9 @@ def runs_view(runs: PageRuns, parameters: Parameters) -> dict[str, object]:
 def settings_view(runs: PageRuns, parameters: Parameters) -> dict[str, object]:
     """Return the settings that differ between the newest runs of the filter, and the values of these and of ``names``.
 
-    ``differ`` lists the settings that belong to the run first, lists after single values. ``all`` lists the others that there are.
+    ``differ`` lists the settings that belong to the run first, lists after single values. ``all`` lists the others that
+    there are. ``values`` has only the first ``_MOST_NAMES`` of ``differ``; ``left_out`` counts the older runs that were
+    not compared.
     """
     rows, _ = _rows(runs, parameters)
     compared = sorted(rows, key=lambda row: row.updated or 0.0, reverse=True)[:_MOST_COMPARED]

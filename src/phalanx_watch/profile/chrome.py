@@ -191,10 +191,10 @@ def merged(
     *,
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the merged trace as one JSON object, with arrows for waits and curves of memory; times are microseconds
-    since the first event.
+    """Return the merged trace as one JSON object, with arrows for waits and curves of memory; times are microseconds since the first event.
 
-    Of too many events the longest of each rank are kept; the number left out is in ``otherData``.
+    Of too many events each rank keeps an equal share of ``MOST_EVENTS``, marks first and then the longest; the number
+    left out is in ``otherData``.
     """
     starts = {
         trace.rank: clocks[trace.rank].to_common(

@@ -250,7 +250,11 @@ class _Cut:
         return frame
 
     def _of_mark(self, around: _Frame, mark: Mapping[str, object], place: int, end: int) -> _Frame:
-        """Return the frame of a mark: it sets layer, phase or category, unless the category is settled by the frame around it."""
+        """Return the frame of a mark, which sets layer and phase. It sets the category too, unless the frame around it has a settled one.
+
+        A collective replaces a settled category too. A mark without a category of its own is a host gap: between steps
+        for a step or clock, else inside.
+        """
         kind, name = str(mark["kind"]), str(mark.get("name", ""))
         axis = str(mark.get("axis", name if kind == "wait" else ""))
         if kind == "wait":
@@ -362,10 +366,10 @@ class _Cut:
         self._inside(frame, place, end)
 
     def _settle_kernel(self, place: int, parent: int) -> None:
-        """Record the category of a kernel or device copy, and take layer and phase from the host event that launched
-        it.
+        """Record the category of a kernel or device copy, and take layer and phase from the host event that launched it.
 
-        Collective kernels have the axis of that event, or "shard" if it is unknown.
+        Collective kernels have the axis or the bubble of that event, or "shard" if it has neither. Other kernels are of
+        the optimizer if that event is, and compute otherwise.
         """
         name = self.trace.names[int(self.events["name"][place])]
         around = self.categories.words[int(self.category_at[parent])] if parent >= 0 else ""

@@ -117,10 +117,10 @@ def _without_waits(
 def _why(
     late: int, mine: Mapping[str, float], others: Sequence[Mapping[str, float]]
 ) -> tuple[str, float] | None:
-    """Return the cause of a late rank, by comparison with the median of its peers, and its excess in seconds per
-    step.
+    """Return the cause of a late rank, by comparison with the median of its peers, and its excess in seconds per step.
 
-    It is computing or the largest idle category. Return None if the cause is moving bytes.
+    It is computing or the largest idle category; if neither takes longer, only that the rank comes last, with 0. Return
+    None if the cause is communication.
     """
     words = {word for rank_seconds in (mine, *others) for word in rank_seconds}
     usual = {word: median(rank_seconds.get(word, 0.0) for rank_seconds in others) for word in words}

@@ -136,7 +136,11 @@ class StepIndex:
         return Chunk(stretches, records[: sum(len(stretch.records) for stretch in stretches)])
 
     def _in_order(self, records: Records, size: int) -> bool:
-        """Return True if the lines are contiguous from the end of the last chunk, within a stream of ``size`` bytes."""
+        """Return True if the lines follow each other from the end of the last chunk, within a stream of ``size`` bytes.
+
+        They may not overlap. The gaps between them are limited, each by ``_MOST_GAP_BYTES``, and together by the limit
+        of a chunk.
+        """
         starts, ends = _places(records)
         if ends.max() > size:
             return False

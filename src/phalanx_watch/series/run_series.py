@@ -49,7 +49,10 @@ class CurveMark:
 
 
 def mark_of(event: run_events.Event, step: int) -> CurveMark | None:
-    """Return the mark of an event with its text cut at ``LONGEST_TEXT``, or None; ``step`` is the last logged step before it."""
+    """Return the mark of an event with its text cut at ``LONGEST_TEXT``; None for events without a mark.
+
+    ``step`` is the last logged step before it.
+    """
     mark = _mark(event, step)
     if mark is None:
         return None

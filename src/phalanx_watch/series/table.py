@@ -129,7 +129,10 @@ class StepTable:
             self._columns[name] = grown
 
     def set_at(self, step: int, name: str, value: float, before: int) -> None:
-        """Set a number of ``step``, in the newest of the first ``before`` rows that is not after it; ignored before the first step."""
+        """Set a number of ``step``, in the newest of the first ``before`` rows whose step is not later. A sparse column gets a new entry.
+
+        Ignored if none of the newest 10,000 of these rows is of such a step.
+        """
         row = self._newest_row(step, before)
         if row is None:
             return

@@ -215,7 +215,11 @@ def _spike(event: Event) -> LossSpike:
 
 
 def _way_back(observed: o.Observed, worst: LossSpike, before: list[int], back: bool | None) -> str:
-    """Return the command that explains a spike and, if the spike stopped the run or the loss is not ``back``, the one that goes back."""
+    """Return the command that explains a spike, and the one that goes back and leaves the step out if that is due.
+
+    It is due if the spike stopped the run. It also is if training continued, the loss is not ``back``, and there is a
+    checkpoint ``before``.
+    """
     look = f"phalanx spike {observed.run} {worst.step}"
     if worst.action == "stop":
         return f"{look}; then leave it out: phalanx train {observed.run} --from {worst.step - 1} --set train.on_spike=skip"

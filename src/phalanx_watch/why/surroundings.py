@@ -269,7 +269,10 @@ def throttled(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def clock_skew(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if events are over ``SKEW_S`` in this machine's future, or one is stamped so much before the event above it."""
+    """Yield a reason if events are over ``SKEW_S`` in this machine's future, or one is stamped so much before the event above it.
+
+    Copies of checkpoints to a store may be stamped earlier. Nothing for a finished run.
+    """
     if observed.finished:
         return
     ahead = max((event.t for event in observed.events), default=0.0) - observed.now
