@@ -203,8 +203,10 @@ INLINE wides erfcx_wide(wides z) {
 INLINE wides erf_wide(wides x) {
   const wides z = wide_clamped(wide_magnitude(x), 0, 6), square = z * z;
   const wides small = z * WIDE_POLYNOMIAL(ERF_WIDE, square);
+  const wide_mask is_small = is_less_wide(z, wide_all(1));
+  if (!any_wide(~is_small)) return wide_with_sign(small, x);
   const wides large = wide_all(1) - exp_wide(-square) * erfcx_wide(z);
-  return wide_with_sign(wide_chosen(is_less_wide(z, wide_all(1)), small, large), x);
+  return wide_with_sign(wide_chosen(is_small, small, large), x);
 }
 
 /* Phi(-|x|) of the normal distribution; `*bell` is e^(-x^2 / 2). For |x| <= 16. */
