@@ -222,7 +222,102 @@ INLINE void few_rows(const int high, const int narrow, int64_t n, int64_t k, con
   if (j < n) few_rows_of_columns(high, 1, n - j, narrow, k, a, a_step, columns + j * step, step, c + j, c_step, more);
 }
 
+#if defined(AVX512)
+#define AVX512_INLINE static inline __attribute__((always_inline)) AVX512
+#define UNROLL_16 _Pragma("GCC unroll 16")
+
+/* As load_8x8, for sixteen rows of sixteen words, `step` bytes apart. */
+AVX512_INLINE void load_16x16(const char *rows, int64_t step, __m512 to[16]) {
+  UNROLL
+  for (int quarter = 0; quarter < 4; quarter++) {
+    __m512 r[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+      const char *row = rows + i * step + 16 * quarter;
+      r[i] = _mm512_castps128_ps512(_mm_loadu_ps((const float *)row));
+      r[i] = _mm512_insertf32x4(r[i], _mm_loadu_ps((const float *)(row + 4 * step)), 1);
+      r[i] = _mm512_insertf32x4(r[i], _mm_loadu_ps((const float *)(row + 8 * step)), 2);
+      r[i] = _mm512_insertf32x4(r[i], _mm_loadu_ps((const float *)(row + 12 * step)), 3);
+    }
+    const __m512d s[4] = {(__m512d)_mm512_unpacklo_ps(r[0], r[1]), (__m512d)_mm512_unpacklo_ps(r[2], r[3]),
+                          (__m512d)_mm512_unpackhi_ps(r[0], r[1]), (__m512d)_mm512_unpackhi_ps(r[2], r[3])};
+    UNROLL
+    for (int i = 0; i < 4; i += 2) {
+      to[4 * quarter + i] = (__m512)_mm512_unpacklo_pd(s[i], s[i + 1]);
+      to[4 * quarter + i + 1] = (__m512)_mm512_unpackhi_pd(s[i], s[i + 1]);
+    }
+  }
+}
+
+/* As few_rows_of_columns, for sixteen columns: half of the instructions. */
+AVX512_INLINE void few_rows_of_16_columns(const int high, const int narrow, int64_t k, const float *a, int64_t a_step, const char *b, int64_t step,
+                                          float *c, int64_t c_step, int more) {
+  const int64_t size = narrow ? 2 : 4, terms = narrow ? 32 : 16;
+  __m512 total[FEW_ROWS];
+  UNROLL
+  for (int r = 0; r < high; r++) total[r] = more ? _mm512_loadu_ps(c + r * c_step) : _mm512_setzero_ps();
+  for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
+    const int64_t end = least(k0 + DEPTH, k);
+    int64_t t = k0;
+    __m512 s[FEW_ROWS];
+    UNROLL
+    for (int r = 0; r < high; r++) s[r] = _mm512_setzero_ps();
+#define ADD_TERM(t, column)           \
+  _Pragma("GCC unroll 8") for (int r = 0; r < high; r++) s[r] = _mm512_fmadd_ps(_mm512_set1_ps(a[r * a_step + (t)]), column, s[r]);
+    for (; t + terms <= end; t += terms) {
+      __m512 parts[16];
+      load_16x16(b + t * size, step, parts);
+      UNROLL_16
+      for (int i = 0; i < 16; i++)
+        if (narrow) {
+          ADD_TERM(t + 2 * i, (__m512)_mm512_slli_epi32((__m512i)parts[i], 16))
+          ADD_TERM(t + 2 * i + 1, (__m512)_mm512_and_si512((__m512i)parts[i], _mm512_set1_epi32((int32_t)0xffff0000)))
+        } else {
+          ADD_TERM(t + i, parts[i])
+        }
+    }
+    for (; t < end; t++) {
+      float column[16];
+      for (int i = 0; i < 16; i++) column[i] = number_at(b + i * step, t, narrow);
+      ADD_TERM(t, _mm512_loadu_ps(column))
+    }
+#undef ADD_TERM
+    UNROLL
+    for (int r = 0; r < high; r++) total[r] = k0 == 0 && !more ? s[r] : _mm512_add_ps(total[r], s[r]);
+  }
+  UNROLL
+  for (int r = 0; r < high; r++) _mm512_storeu_ps(c + r * c_step, total[r]);
+}
+
+/* Sixteen columns of a matrix b (k, n) at a time, for a few rows. Returns the number of columns. */
+AVX512 static int64_t sixteens(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_step, matrix b, float *c, int64_t c_step, int more) {
+  const int64_t step = b.column * (b.narrow ? 2 : 4);
+  int64_t j = 0;
+#define SIXTEENS(HIGH)                                                                                                           \
+  case HIGH:                                                                                                                     \
+    for (; j + 16 <= n; j += 16)                                                                                                 \
+      if (b.narrow)                                                                                                              \
+        few_rows_of_16_columns(HIGH, 1, k, a, a_step, (const char *)b.at + j * step, step, c + j, c_step, more);                 \
+      else                                                                                                                       \
+        few_rows_of_16_columns(HIGH, 0, k, a, a_step, (const char *)b.at + j * step, step, c + j, c_step, more);                 \
+    break;
+  switch (m) {
+    SIXTEENS(1)
+    SIXTEENS(2)
+    SIXTEENS(3)
+    SIXTEENS(4)
+  }
+#undef SIXTEENS
+  return j;
+}
+#endif
+
 FUSING static void multiply_few(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_step, matrix b, float *c, int64_t c_step, int more) {
+#if defined(AVX512)
+  const int64_t columns = __builtin_cpu_supports("avx512f") ? sixteens(m, n, k, a, a_step, b, c, c_step, more) : 0;
+  b = transposed(below(transposed(b), columns));
+  c += columns, n -= columns;
+#endif
 #define FEW(HIGH)                                                          \
   case HIGH:                                                               \
     if (b.narrow)                                                          \
