@@ -1,6 +1,6 @@
 """Do the first steps of a run have one hash, whatever the processor's instructions, threads and ranks, and on 64-bit Arm?
 
-Each row is a kind of run: dense, a mixture, lanes, packed data, bf16, each optimizer. It is trained with portable numerics on several machines: this one under each
+Each row is a kind of run: dense, a mixture, lanes, packed data, bf16, each optimizer, operands of 8 bits. It is trained with portable numerics on several machines: this one under each
 instruction set, with 1 to 8 threads, and with 2 and 3 ranks. Exit code 1: a kind has two hashes.
 
 ``--root ROOT`` adds 64-bit Arm, alone and as rank 1 of 2. ``bench/reproduce/arm_root.sh ROOT`` makes this machine: Python and PyTorch for 64-bit Arm under qemu's
@@ -37,6 +37,7 @@ FIRST_STEPS = (
 )
 """The fields of a run file that are changed, besides those of the kind and of ``--set``."""
 OPTIMIZERS = ("adafactor", "muon")
+NARROW = ("fp8-tensorwise", "fp8-rowwise", "mxfp8")
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "dense": ("quickstart", ()),
     "bf16": ("quickstart", ("precision.compute=bf16",)),
@@ -44,6 +45,11 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lanes": ("quickstart-lanes", ("parallel.ranks=1",)),
     "packed": ("quickstart", ("data.corpus=[]",)),
     **{name: ("quickstart", (f"optimizer.name={name}",)) for name in OPTIMIZERS},
+    **{name: ("quickstart", (f"precision.matmul={name}",)) for name in NARROW},
+    "mixture-mxfp8": (
+        "quickstart-moe",
+        ("parallel.ranks=1", "precision.matmul=mxfp8", "precision.compute=bf16"),
+    ),
 }
 """By name, a run file of ``configs`` and changed fields."""
 

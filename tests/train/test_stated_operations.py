@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from layouts import DENSE, LATENT, MIXTURE, steps_on_this_rank, tiny
 from phalanx.hardware.portable.library import KERNELS, kernel_names
 from phalanx.hardware.portable.operations import unfit_processor
-from phalanx.run.spec import ModelSpec, OptimizerSpec, ParallelSpec, RunSpec
+from phalanx.run.spec import ModelSpec, OptimizerSpec, ParallelSpec, PrecisionSpec, RunSpec
 from ranks import Ranks
 from tiny_runs import tiny_run, train_on_this_rank
 from train.pieces import model_in, run_in_pieces
@@ -50,6 +50,13 @@ RUNS: dict[str, RunSpec] = {
     "gelu": tiny(dataclasses.replace(DENSE, ffn="gelu"), ParallelSpec()),
     "a mixture": tiny(MIXTURE, ParallelSpec()),
     "latent attention": tiny(dataclasses.replace(MIXTURE, mla=LATENT), ParallelSpec()),
+    **{
+        f"{name}, operands in {matmul}": dataclasses.replace(
+            tiny(model, ParallelSpec()),
+            precision=PrecisionSpec(matmul=matmul),  # type: ignore[arg-type]
+        )
+        for name, model, matmul in (("dense", DENSE, "fp8-tensorwise"), ("a mixture", MIXTURE, "mxfp8"))
+    },
     "lanes": run_in_pieces(model_in("lanes", "mixture")),
     "tiles": run_in_pieces(model_in("tiles", "shared key heads")),
     "tiles of absorbed latent attention": run_in_pieces(model_in("tiles", "absorbed")),

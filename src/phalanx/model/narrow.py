@@ -8,6 +8,7 @@ OCP Microscaling (arXiv 2310.10537). Its int8 is a fixed-point format; here int8
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -51,10 +52,12 @@ def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
 
 
 def _scale(largest: Tensor, limit: float) -> Tensor:
-    """Return the smallest power of two that brings ``largest`` within ``limit``; infinite if ``largest`` is."""
+    """Return the smallest power of two that brings ``largest`` within ``limit``; infinite if ``largest`` is not finite."""
     # Round up on the bits of the quotient: adding the largest mantissa carries into the exponent unless the mantissa is zero.
     # Logarithms and powers would round differently on different devices.
-    bits = (largest.float() / limit).view(torch.int32)
+    # NaN has bits beyond those of infinity, to which the carry gives another sign.
+    quotient = (largest.float() / limit).nan_to_num(nan=math.inf, posinf=math.inf)
+    bits = quotient.view(torch.int32)
     exponent = ((bits + 0x7FFFFF) >> 23).clamp(1, 255)
     return (exponent << 23).view(torch.float32)
 

@@ -265,7 +265,6 @@ def not_portable(spec: RunSpec) -> Iterator[tuple[str, str]]:
     for path, reason in (
         ("runtime.device", "it is arithmetic of CPUs" if spec.runtime.device == "cuda" else ""),
         ("runtime.compile", "the compiler makes kernels of its own" if spec.runtime.compile else ""),
-        ("precision.matmul", "8-bit products are not among its kernels" if spec.precision.matmul != "compute" else ""),
         (
             "optimizer.name",
             f"{optimizer} factors matrices with LAPACK, whose bits are the machine's" if optimizer in _FACTORS else "",

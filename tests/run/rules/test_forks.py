@@ -37,7 +37,7 @@ def test_a_fork_that_cannot_be_is_refused_with_its_field(
 
 def test_a_wide_child_is_of_runs_with_narrow_products_that_are_not_compiled() -> None:
     spec = dataclasses.replace(FORKING, spike=SpikeSpec(candidates=("wide",)))
-    spec = replace_at(replace_at(spec, "precision.matmul", "mxfp8"), "runtime.numerics", "native")
+    spec = replace_at(spec, "precision.matmul", "mxfp8")
     assert check(spec) == []
     compiled = check(replace_at(spec, "runtime.compile", True))
     assert [(problem.path, problem.also) for problem in compiled] == [

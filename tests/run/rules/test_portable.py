@@ -11,7 +11,7 @@ import pytest
 from phalanx.run.identity import differences, identity, run_owned
 from phalanx.run.read import device_of
 from phalanx.run.rules import portable_problems
-from phalanx.run.spec import ModelSpec, OptimizerSpec, PrecisionSpec, RunSpec, RuntimeSpec
+from phalanx.run.spec import ModelSpec, OptimizerSpec, RunSpec, RuntimeSpec
 
 RUN = RunSpec(name="portable", runtime=RuntimeSpec(numerics="portable"))
 
@@ -21,7 +21,6 @@ RUN = RunSpec(name="portable", runtime=RuntimeSpec(numerics="portable"))
     [
         ("runtime.device", replace(RUN, runtime=RuntimeSpec(numerics="portable", device="cuda"))),
         ("runtime.compile", replace(RUN, runtime=RuntimeSpec(numerics="portable", compile=True))),
-        ("precision.matmul", replace(RUN, precision=PrecisionSpec(matmul="fp8-rowwise"))),
         ("optimizer.name", replace(RUN, optimizer=OptimizerSpec(name="soap"))),
         ("model.factory", replace(RUN, model=ModelSpec(factory="mine:Model"))),
     ],

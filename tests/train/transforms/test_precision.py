@@ -101,6 +101,14 @@ def test_what_is_not_finite_shows_in_the_product(name: str, bad: float) -> None:
     assert not product[2].isfinite().any()
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, -math.nan])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_what_is_not_finite_makes_all_numbers_of_its_scale_so(scaling: Any, bad: float) -> None:
+    x = random(1, 32)
+    x[0, 5] = bad
+    assert not dequantize(quantize(x, E4M3, scaling), torch.float32).isfinite().any()
+
+
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize(("left", "right"), [(E4M3, E4M3), (E5M2, E4M3)])
 def test_multiplying_in_the_wide_format_gives_what_the_kernel_gives(

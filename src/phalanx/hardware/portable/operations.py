@@ -103,6 +103,7 @@ def prepare() -> None:
 DIGESTS = {
     "products": "93642e40a68b78",
     "bf16 products": "cd102653e414a0",
+    "8-bit formats": "4fb9243bad598b",
     "attention": "7a5156b5bf54bd",
     "square roots": "edeb7505ba82ef",
     "exponentials": "5955163e547881",
@@ -124,6 +125,12 @@ def computations() -> Iterator[tuple[str, Callable[[], Tensor]]]:
     heads = [_numbers(2 * 4 * 70, 24, seed).view(2, 4, 70, 24) / 2**7 for seed in (2, 3, 4)]
     yield "products", lambda: torch.cat((spread @ weights.t(), (spread.t() @ spread)[:48, :70]))
     yield "bf16 products", lambda: (narrow @ weights.bfloat16().t()).float()
+    # Normal and subnormal numbers. Releases of PyTorch differ only beyond the largest number, which scales exclude.
+    scaled = torch.stack((spread, spread / 2**8, spread / 2**12))
+    yield (
+        "8-bit formats",
+        lambda: torch.stack([scaled.to(dtype).float() for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]),
+    )
     yield "attention", lambda: _attention(heads)
     yield "square roots", lambda: torch.stack((positive.sqrt(), positive.rsqrt()))
     yield "exponentials", lambda: torch.stack((spread.exp(), spread.sigmoid(), spread.tanh()))
