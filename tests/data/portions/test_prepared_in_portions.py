@@ -24,9 +24,9 @@ from data.portions.making_raw import Hostile, objects, prepared, raw_folder, rec
 from phalanx.data.errors import DatasetError, PreparationError
 from phalanx.data.portions.clusters import Processes
 from phalanx.data.portions.drive import carry_out, place_plan, work_share
-from phalanx.data.portions.find_duplicates import read_portion
 from phalanx.data.portions.planning.plan import PREPARATION
 from phalanx.data.portions.planning.recipe import read_recipe
+from phalanx.data.portions.read_portion import read_portion
 from phalanx.data.portions.stages import InOrder, TaskOutcome, outcome_of
 from phalanx.data.portions.tasks import Workplace, manifest_key
 from phalanx.data.preparing.files import files_of

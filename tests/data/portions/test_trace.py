@@ -9,7 +9,7 @@ import pytest
 
 from data.portions.making_raw import prepared, raw_folder, recipe_file
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.find_duplicates import read_portion
+from phalanx.data.portions.read_portion import read_portion
 from phalanx.data.portions.tasks import Workplace
 from phalanx.data.portions.write_portion import trace
 from phalanx.data.stored.index import SPLITS

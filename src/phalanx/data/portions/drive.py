@@ -15,7 +15,6 @@ from typing import Literal
 
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.formats.document import Document, ReadOptions
-from phalanx.data.portions.find_duplicates import read_portion
 from phalanx.data.portions.planning.plan import (
     INDEX_KEY,
     PREPARATION,
@@ -25,6 +24,7 @@ from phalanx.data.portions.planning.plan import (
 )
 from phalanx.data.portions.planning.raw_files import RawFile, list_raw_files
 from phalanx.data.portions.planning.recipe import OutputRecipe, PreparationRecipe, RawSource, read_options
+from phalanx.data.portions.read_portion import read_portion
 from phalanx.data.portions.stages import Executor, outcome_of, stages_of
 from phalanx.data.portions.tasks import SEAL, Stage, Workplace, total
 from phalanx.data.portions.write_portion import held_out_in_training, sweep

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from phalanx.data.chat.encode import BadConversationError
 from phalanx.data.dedup import count_shared
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.find_duplicates import KeptDocument, stepped_documents, without_duplicates
+from phalanx.data.portions.find_duplicates import without_duplicates
 from phalanx.data.portions.planning.plan import INDEX_KEY, PREPARATION, PreparationPlan, put_tokenizer
+from phalanx.data.portions.read_portion import KeptDocument, stepped_documents
 from phalanx.data.portions.tasks import Stage, StoredObject, TaskManifest, Workplace, manifest_key
 from phalanx.data.preparing.prepare import interruptible
 from phalanx.data.preparing.split_writer import SplitWriter, packed

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from data.portions.making_raw import objects, prepared, raw_folder, recipe_file, write_lines
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.portions.drive import place_plan
-from phalanx.data.portions.find_duplicates import read_portion
 from phalanx.data.portions.planning.plan import default_portion_bytes, make_plan, read_plan
 from phalanx.data.portions.planning.raw_files import list_raw_files
 from phalanx.data.portions.planning.recipe import RawSource, read_recipe
+from phalanx.data.portions.read_portion import read_portion
 from phalanx.store.open_store import open_store
 from store.servers import Server
 
