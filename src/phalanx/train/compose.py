@@ -10,7 +10,7 @@ Before a rank builds its own part, it needs facts of the whole model (``ModelFac
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,8 +38,8 @@ from phalanx.run.layout import stages_per_rank
 from phalanx.run.spec import ModelSpec, OptimizerSpec, RunSpec
 from phalanx.train.activations import SMALLEST_BYTES, apply_activation_offload, apply_recompute
 from phalanx.train.optimizers.adamw import AdamW, NarrowAdamW
-from phalanx.train.optimizers.matrix_optimizer import MatrixOptimizer, MatrixRule
-from phalanx.train.optimizers.matrix_rules import Adafactor, Muon, Shampoo, Soap
+from phalanx.train.optimizers.matrix_optimizer import MatrixOptimizer
+from phalanx.train.optimizers.matrix_rules import MATRIX_RULES
 from phalanx.train.optimizers.optimizer import MomentStore, Optimizer, Several
 from phalanx.train.precision import apply_precision
 from phalanx.train.step.slot import LoopRunner, Losses, PipelineRunner, SlotRunner
@@ -215,14 +215,6 @@ def compile_blocks(module: nn.Module) -> None:
 # The optimizer that a run file names, with parameters assigned to it or to AdamW.
 
 
-_RULES: dict[str, Callable[[OptimizerSpec], MatrixRule]] = {
-    "adafactor": Adafactor,
-    "muon": Muon,
-    "shampoo": Shampoo,
-    "soap": Soap,
-}
-
-
 def make_optimizer(
     spec: OptimizerSpec,
     parameters: Mapping[str, nn.Parameter],
@@ -252,7 +244,7 @@ def make_optimizer(
         plain = [n for n in parameters if n not in narrow]
         wide = AdamW(spec, part(plain), kinds, boxes, store)
         return Several([NarrowAdamW(spec, part(narrow), kinds, seed, boxes), wide]) if narrow else wide
-    rule = _RULES[spec.name](spec)
+    rule = MATRIX_RULES[spec.name](spec)
     matrices = [n for n in parameters if takes_matrix(spec, kinds[n])]
     rest = [n for n in parameters if n not in matrices]
     optimizers: list[Optimizer] = [AdamW(dataclasses.replace(spec, name="adamw"), part(rest), kinds, boxes)]

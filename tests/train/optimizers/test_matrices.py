@@ -16,6 +16,7 @@ from phalanx.run.kinds.operations import Parameter
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.matrix_optimizer import matrices_of, owners_of
+from phalanx.train.optimizers.matrix_rules import MATRIX_RULES
 
 sizes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=30)
 
@@ -82,7 +83,7 @@ def test_an_expert_is_owned_by_the_rank_that_holds_it() -> None:
     assert owners_of(matrices, holders_of(named, by_rows(named, 3)), [1.0] * 7, 3) == [0, 0, 1, 1, 2, 2, 2]
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon", "shampoo", "soap"])
+@pytest.mark.parametrize("name", MATRIX_RULES)
 def test_vectors_and_routers_are_never_taken_for_matrices(name: str) -> None:
     spec = OptimizerSpec(name=name)  # type: ignore[arg-type]
     assert not takes_matrix(spec, Parameter("blocks.0.ffn_norm.weight", (8,), "norm"))

@@ -24,6 +24,7 @@ from phalanx.run.layout import Layout
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, OptimizerSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.compose import make_optimizer
 from phalanx.train.optimizers.matrix_optimizer import matrices_of, owners_of
+from phalanx.train.optimizers.matrix_rules import MATRIX_RULES
 from phalanx_plan.step_cost import memory
 from phalanx_plan.step_cost.pipeline import place_table
 from phalanx_plan.workload import stacks
@@ -34,7 +35,7 @@ SPECS = st.one_of(
     st.builds(OptimizerSpec, state=st.sampled_from(["fp32", "bf16", "int8"])),
     st.builds(
         OptimizerSpec,
-        name=st.sampled_from(["adafactor", "muon", "shampoo", "soap"]),
+        name=st.sampled_from(list(MATRIX_RULES)),
         beta1=st.sampled_from([0.0, 0.9]),
         block_size=st.sampled_from([5, 24, 1024]),
     ),
@@ -95,7 +96,7 @@ def planned_moments(spec: RunSpec, layout: Layout) -> list[float]:
 
 
 @pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "shampoo", "soap"])
+@pytest.mark.parametrize("name", ["adamw", *MATRIX_RULES])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -121,7 +122,7 @@ def test_show_and_planner_agree_on_every_optimizer_of_a_preset(name: str, state:
     assert max(planned_moments(spec, layout)) == max(shown)
 
 
-MATRIX_OPTIMIZERS = [OptimizerSpec(name=n, block_size=24) for n in ("adafactor", "muon", "shampoo", "soap")]  # type: ignore[arg-type]
+MATRIX_OPTIMIZERS = [OptimizerSpec(name=n, block_size=24) for n in MATRIX_RULES]  # type: ignore[arg-type]
 LAYOUTS = [
     (model, layout)
     for model in (DENSE, MIXTURE)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.kinds.whole_model import INT8_BLOCK
@@ -97,15 +97,25 @@ def adamw_state(spec: OptimizerSpec, shape: tuple[int, ...]) -> list[StateTensor
 def matrix_state(spec: OptimizerSpec, rows: int, columns: int) -> list[StateTensor]:
     """Return the state tensors of Adafactor, Muon, Shampoo or SOAP for one matrix, all fp32. Adafactor has a mean of
     gradients only if ``beta1`` is not 0.
+
+    Raises ``ValueError`` for AdamW, whose state is that of ``adamw_state``.
     """
     shape = (rows, columns)
-    if spec.name == "muon":
-        return [StateTensor("momentum", shape)]
-    if spec.name == "adafactor":
-        means = [StateTensor("row_mean_square", (rows,)), StateTensor("column_mean_square", (columns,))]
-        return [*means, StateTensor("exp_avg", shape)] if spec.beta1 else means
+    match spec.name:
+        case "muon":
+            return [StateTensor("momentum", shape)]
+        case "adafactor":
+            means = [StateTensor("row_mean_square", (rows,)), StateTensor("column_mean_square", (columns,))]
+            return [*means, StateTensor("exp_avg", shape)] if spec.beta1 else means
+        case "shampoo":
+            squares, factor = "exp_avg_sq", "root"
+        case "soap":
+            squares, factor = "basis_exp_avg_sq", "basis"
+        case "adamw":
+            raise ValueError("AdamW takes no matrices: call adamw_state")
+        case _:
+            assert_never(spec.name)
     grid = BlockGrid(rows, columns, spec.block_size)
-    squares, factor = ("exp_avg_sq", "root") if spec.name == "shampoo" else ("basis_exp_avg_sq", "basis")
     return [
         StateTensor("exp_avg", shape),
         StateTensor(squares, shape),

@@ -262,3 +262,12 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     nearest: Tensor = x.T if tall else x
     return nearest.float().contiguous()
+
+
+MATRIX_RULES: Mapping[str, type[MatrixRule]] = {
+    "adafactor": Adafactor,
+    "muon": Muon,
+    "shampoo": Shampoo,
+    "soap": Soap,
+}
+"""Value of ``optimizer.name`` -> the rule of its matrices."""
