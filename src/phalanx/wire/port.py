@@ -158,7 +158,7 @@ class ProvenPort:
     def _accept(self) -> None:
         """Accept connections until closed, each served in a thread of its own.
 
-        A failure to accept, or to start a thread, is logged and followed by a pause.
+        A failure to accept, or to start a thread, is logged and followed by a pause of 0.2 s.
         """
         while not self._closed.is_set():
             try:
