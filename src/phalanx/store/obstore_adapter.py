@@ -256,11 +256,11 @@ class RemoteStore:
         self._repeated(lambda: obstore.delete(self._writes, keys), keys[0], "delete")
 
     def _repeated(self, call: Callable[[], _T], key: str, operation: str) -> _T:
-        """Call until it succeeds, fails for good, or the policy's time is over; pauses between calls are random and
-        grow.
+        """Call until it succeeds, fails for good, or the policy's ``timeout_s`` is over; pauses between calls are
+        random and grow.
 
-        Expired credentials are read again by new clients, with a time limit of their own. Raises StoreError as
-        ``_explained`` returns it, and BadUrlError for a key that is refused.
+        Expired credentials are read again by new clients: for at most 60 s if they come from environment
+        variables. Raises StoreError as ``_explained`` returns it, and BadUrlError for a key that is refused.
         """
         began_s, patience_s = time.monotonic(), self._retry.timeout_s
         pause_s = self._retry.first_pause_s
