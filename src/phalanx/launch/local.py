@@ -277,8 +277,9 @@ def replay_run(
     """Replay the run in ``path`` from the state of the first of ``steps`` to the second, in the new directory
     ``folder``.
 
-    ``ranks`` 0 means as many as the run had at the last step. ``is_measured`` is as in ``ReplayOrder``. ``in_fp32``
-    computes in fp32 instead of the run's format. ``on_wait`` is called at intervals. Raises ``ReplayError``.
+    ``ranks`` 0 means as many as the run had at the last step. ``is_measured`` is as in ``ReplayOrder``.
+    ``in_fp32`` computes in fp32 instead of the run's format. ``on_wait`` is called every 50 ms. Raises
+    ``ReplayError``, and the errors of reading the run and finding its data.
     """
     directory = RunDirectory(path)
     spec, record = read_unchanged(directory), directory.read_record()

@@ -359,8 +359,9 @@ def prevent_restart(run_dir: Path, *, at_once: bool = False) -> str:
 def problems_of(spec: RunSpec, engine: LaunchEngine) -> list[Problem]:
     """Return the mistakes in a run that can be found without contacting its engine.
 
-    They are illegal layouts, unfilled fields, fields of other engines, unknown sinks and observers, variables, and
-    numbers of nodes. Without nodes where the engine needs some, only that.
+    They are illegal layouts, unfilled fields, fields of other engines, unknown sinks and observers, bad
+    variables, and ``fleet.min_nodes`` above all nodes. If the engine needs nodes and there are none, only that
+    is returned.
     """
     fleet = spec.fleet
     if not fleet.nodes and engine.needs_nodes:

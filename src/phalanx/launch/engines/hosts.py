@@ -181,8 +181,8 @@ def start_script(order: LaunchOrder, host: Host, head: Host | None, word: str) -
     its process number.
 
     The session waits two minutes for ``word`` in the file "go", else ends with 1. Without ``head`` the host
-    joins the fleet of the run directory. An agent that was killed (out of memory) is started again a few times;
-    one that got SIGTERM or ended by itself is not.
+    joins the fleet of the run directory. An agent that was killed (out of memory) is started again after each
+    of the order's ``restart_pauses_s``; one that got SIGTERM or ended by itself is not.
     """
     folder = order.folder
     # The session prints its number itself: signals go to a session, and there is none before setsid has made it.

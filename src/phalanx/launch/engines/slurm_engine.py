@@ -316,7 +316,10 @@ def _record_or_cancel(order: LaunchOrder, job: str) -> submission.Submitted:
 
 
 def _placement(spec: RunSpec) -> tuple[PricedNodes | None, str]:
-    """Return the best placement on the nodes that are free now; or ``None`` and the reason."""
+    """Return the best placement on the nodes of the partition that are free now; or ``None`` and the reason.
+
+    Raises ``EngineError`` if Slurm does not answer.
+    """
 
     def free_nodes() -> Topology:
         return load_topology("slurm", spec.launch.partition, free_only=True)

@@ -135,7 +135,7 @@ def only_submission(order: LaunchOrder) -> Iterator[None]:
 
 
 def _lock(fd: int) -> bool:
-    """Take the lock of submissions; return False if another submission still has it after a short wait."""
+    """Take the lock of submissions; return False if another submission still has it after five tries in 0.2 s."""
     for tried in range(_LOCK_TRIES):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,11 +169,11 @@ def submitter_of(run_dir: Path) -> str:
 
 
 def wait_for_submitter(run_dir: Path, notify: Callable[[str], None]) -> str:
-    """Wait until no process submits the run, so that what was started can be seen; return the process that did,
-    empty if none.
+    """Wait until no process submits the run, so that what was started can be seen. Return the last process that
+    did, empty if none.
 
-    Meanwhile the run is marked as stopped again and again: a submission that has just begun removes the mark of an
-    earlier start. ``notify`` gets one line. Raises ``EngineError`` if it takes too long.
+    Meanwhile the run is marked as stopped again and again: a submission that has just begun removes the mark of
+    an earlier start. ``notify`` gets a line for each such process. Raises ``EngineError`` after 180 s.
     """
     deadline_s, notified = time.monotonic() + _SUBMITS_S, ""
     while submitter := submitter_of(run_dir):

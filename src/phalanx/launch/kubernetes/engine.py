@@ -180,7 +180,7 @@ def node_domains(
 def _node(name: str, environ: Mapping[str, str], account: Path) -> dict[str, dict[str, dict[str, str]]]:
     """Return a node as the API server describes it, by this pod's service account.
 
-    Retries several times, except if it is refused (401, 403). Raises ``EngineError``.
+    Tries five times, 2 s apart, but once if it is refused (401, 403). Raises ``EngineError``.
     """
     host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
     try:
