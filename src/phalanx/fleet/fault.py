@@ -358,9 +358,9 @@ class FleetShape:
 def random_faults(seed: int, count: int, fleet: FleetShape) -> tuple[Fault, ...]:
     """Draw ``count`` faults that a run on ``fleet`` must survive with its bits unchanged, in order of steps.
 
-    Kills of workers, of nodes (at most ``losable_nodes``) and of the coordinator, hangs for good, and links cut for a
-    while, at random steps and phases; a quarter of them happens in the step of another. The same seed gives the same
-    faults. Raises ``ValueError`` for a run of fewer than 3 steps.
+    Kills of workers, of nodes (at most ``losable_nodes``) and of the coordinator, hangs for good, and links cut
+    for 1 to 3 s, at random steps and phases. About a quarter happens in the step of an earlier draw. The same
+    seed gives the same faults. Raises ``ValueError`` for a run of fewer than 3 steps.
     """
     if fleet.steps < 3:
         raise ValueError(f"random faults need a run of at least 3 steps, this one has {fleet.steps}")

@@ -404,7 +404,7 @@ class Coordinator:
     async def _shut_down(self) -> None:
         """End the service: send every agent a Shutdown, write fleet.json, and close metrics, server and journal.
 
-        Waits a few seconds at most for the agents to disconnect.
+        Waits at most a second for the agents to disconnect, and half a second for queued messages.
         """
         self.log(f"the run is over: {self._state.phase}, {self._state.reason}")
         for node in list(self._server.links):

@@ -310,7 +310,7 @@ class Inquiry:
     def finding(self) -> Diagnosed:
         """Return the diagnosis of all records so far, as an event for the core.
 
-        It names culprits only if they are proven and the others waited a fixed share of the silence.
+        It names culprits only if they are proven and the others waited for at least half of the silence.
         """
         diagnosis = diagnose(list(self.records.values()), self.ranks)
         proven = diagnosis.proven(_WAITED_SHARE * self.silent_s)
@@ -353,8 +353,10 @@ class FailureInquiry:
             self._asking = asyncio.create_task(self._report_first_failure(tell))
 
     async def _report_first_failure(self, tell: Callable[[str], None]) -> None:
-        """Wait a while for the other nodes' reports, and call ``tell`` with the first failure, if it can be
+        """Wait a second for the other nodes' reports, and call ``tell`` with the first failure, if it can be
         determined.
+
+        The reports are forgotten.
         """
         await asyncio.sleep(_WAIT_S)
         reports = self.take()
@@ -365,7 +367,8 @@ class FailureInquiry:
         """Record a node's report of a failed worker or epoch. Ignore other reports, and Broken ones that leave as
         ordered.
 
-        Of each node the first report within a short time counts. Beyond a limit of nodes, more are ignored.
+        Of each node the first report within two minutes counts. While 64 reports are recorded, more are
+        ignored.
         """
         if not isinstance(report, m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal):
             return

@@ -235,7 +235,9 @@ class FleetSampler:
 
 
 def _stragglers(fleet: FleetFile) -> set[str]:
-    """Return the nodes that were reported slow lately, or are quarantined for it. Times are relative to the file's."""
+    """Return the nodes that were reported slow in the 15 minutes before the file was written, or are quarantined
+    for it.
+    """
     since_s = fleet.written_unix_s - _SLOW_FOR_S
     reported = {item.node for item in fleet.happenings if item.unix_s >= since_s and item.kind in _SLOW}
     barred = {item.name for item in fleet.members if item.role == "quarantined" and item.fault in _SLOW}

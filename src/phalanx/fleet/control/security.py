@@ -130,11 +130,10 @@ def keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
 
 
 def keyring_after(token: str, run_dir: Path, role: TokenRole = "join") -> Keyring:
-    """Return the tokens of a run's file if it holds ``token``, now or before a rotation; else ``token``
-    alone.
+    """Return the tokens of a run's file if it holds ``token``, now or before a rotation; else ``token`` alone.
 
-    If the file holds neither token, it was truncated or written by someone else. A process that took over
-    such a token would be refused by the others.
+    The latter also if the file is missing or unusable. If it holds neither token, it was truncated or written
+    by someone else. A process that took over such a token would be refused by the others.
     """
     with suppress(SecurityError):
         keys = read_keyring(run_dir, role)

@@ -285,7 +285,7 @@ class FleetServer:
         """Serve one accepted connection, TLS handshake included, and close it. Errors of the connection are
         dropped.
 
-        A cancellation, which ``stop`` sends, closes it at once instead of after a moment.
+        What is queued has 5 s to be sent. A cancellation, which ``stop`` sends, closes the connection at once.
         """
         frames, close_s = None, _CLOSE_S
         try:
@@ -330,7 +330,8 @@ class FleetServer:
     async def _admit(self, stream: HandshakeStream, greeting: Greeting, peer: str) -> Seals | None:
         """Run the server's side of the handshake. Return the seals of a proven client, or None after a refusal.
 
-        A refusal is counted, its reason is sent, and it waits a moment for the client to read that.
+        A refusal is counted, its reason is sent, and at most a second passes until the client has read that.
+        Raises ``WireError`` if the reason cannot be sent.
         """
         refusal = self.credentials.refusal(greeting.facts, greeting.method)
         if greeting.method == "Attach":
@@ -499,7 +500,7 @@ async def _write(link: AgentLink, frames: FrameStream, seals: Seals) -> None:
 
 
 async def _flushed(link: AgentLink, writing: asyncio.Task[None]) -> None:
-    """Wait until the link's queue is empty, its writer has ended, or a moment has passed: the last commands (a
+    """Wait until the link's queue is empty, its writer has ended, or 0.2 s have passed: the last commands (a
     Fence, a Shutdown) are to be sent.
     """
     if link.queue.empty():

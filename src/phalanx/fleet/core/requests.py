@@ -92,10 +92,10 @@ def tick(state: FleetState, event: m.Tick, orders: list[Order]) -> None:  # noqa
 
 
 def disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> None:
-    """Replace the recorded durable steps by those on disk, of which the newest few are kept.
+    """Replace the recorded durable steps by those on disk, of which the newest 1,024 are kept.
 
-    New ones that are not trusted are condemned. If the fleet binds to an older step than one that was saved while
-    the coordinator was away, the epoch ends.
+    New ones that are not trusted are condemned. If the fleet binds to an older step than one that was saved
+    while the coordinator was away, the epoch ends.
     """
     known_steps = {*state.durable, *state.condemned}
     steps = {step_ for step_ in event.steps if step_ != m.NO_STEP}

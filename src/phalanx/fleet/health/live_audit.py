@@ -103,7 +103,8 @@ class LiveAudit:
         """Compare checksums of the parameters with the other replicas; raise ``CorruptionFoundError`` if they
         differ.
 
-        A collective, except without replicas. Otherwise ``good_step`` becomes the last step whose slots were right.
+        If they agree, or there are no replicas, ``good_step`` becomes the last step whose slots were right. A
+        collective if there are replicas.
         """
         layout = self.model.mesh.layout
         if equal_holders(layout):

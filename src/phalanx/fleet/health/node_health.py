@@ -252,7 +252,7 @@ class HealthWatch:
         """Run the node's checks after each ``suspect()``, until cancelled; pass their complaints, or "", to
         ``on_checked``.
 
-        With complaints, log them and repeat after a pause. A request during the checks starts them again without a
+        With complaints, log them and repeat after 30 s. A request during the checks starts them again without a
         result.
         """
         while True:

@@ -271,7 +271,7 @@ class Agent:
     # --- time ----------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
-        """Pass time to the state a few times a second and carry out its actions, until cancelled."""
+        """Pass time to the state at least four times a second and carry out its actions, until cancelled."""
         pause_s = min(0.25, self._spec.fleet.worker_lease_s / 8)
         while True:
             now_s = time.monotonic()

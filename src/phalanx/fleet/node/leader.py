@@ -149,7 +149,7 @@ class Successor:
     def _has_ended(self, code: int, now_s: float) -> None:
         """Handle the end of the process with exit ``code``.
 
-        One that died is restarted after a pause, unless too many died in a row. After a candidate's regular
+        One that died is restarted after a pause, but not after ten deaths in a row. After a candidate's regular
         end, the node waits for its turn again; after EXIT_CANNOT_START it never stands again.
         """
         self._child = None
@@ -163,7 +163,7 @@ class Successor:
             self._due_s = 0.0 if pause_s is None else now_s + pause_s
 
     async def end(self, *, at_once: bool) -> None:
-        """End the process, if any. Unless ``at_once``, first wait a limited time for it: it may notify the other
+        """End the process, if any. Unless ``at_once``, first wait at most 20 s for it: it may notify the other
         nodes.
         """
         child, self._child = self._child, None

@@ -302,7 +302,9 @@ class FleetProcesses:
             self._coordinator_died(fleet_file)
 
     def _coordinator_died(self, fleet_file: FleetFile | None) -> None:
-        """Schedule the coordinator's restart, or give the fleet up after too many deaths without progress."""
+        """Schedule the coordinator's restart, or give the fleet up after ten deaths in a row without progress of
+        the run.
+        """
         pause_s = self.coordinator_restarts.after_death(_standing(fleet_file))
         if pause_s is None:
             self.over, self.gave_up = True, "coordinator"
@@ -349,7 +351,8 @@ class FleetProcesses:
     def _send_stop_to_successor(self) -> None:
         """Send one more of the user's requests to the node that leads now, as ``phalanx fleet stop`` does.
 
-        A failure is retried, with a notice now and then; after a second request this node ends alone.
+        A failure is retried at the next call, with a notice every 30 s; after a second request this node ends
+        alone.
         """
         requests_sent, fleet_file = self.stop_sent[1], self.fleet_file()
         if requests_sent >= min(self.orders.made, 2) or fleet_file is None or fleet_file.over:
@@ -441,7 +444,8 @@ class FleetProcesses:
         """Record an agent's death, and when to restart it: after a pause of at least ``at_least_s``, usually
         ``repair_s``.
 
-        Given up, and announced, after too many deaths without progress. ``how`` describes the death.
+        Given up, and announced, after ten deaths in a row without progress of the run. ``how`` describes the
+        death.
         """
         self.agents.pop(name, None)
         restarts = self.agent_restarts.setdefault(name, self._new_restarts())
@@ -467,10 +471,11 @@ class FleetProcesses:
             self.dead.pop(name, None)
 
     def _stop_if_stuck(self) -> None:
-        """Request a stop if the run has waited for a while for nodes that only an operator can admit.
+        """Request a stop if for a minute all nodes were spare or barred, which only an operator can change
+        (``no_way_on``).
 
-        Also starts the nodes that an operator requested. Only for a local fleet, before any request to stop, now
-        and then.
+        Also starts the nodes that an operator requested. Only for a local fleet, before any request to stop, at
+        most once a second.
         """
         now_s = time.monotonic()
         if self.fleet.lead is not None or self.orders.made or now_s < self.looked_s + _LOOK_S:

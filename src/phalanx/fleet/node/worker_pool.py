@@ -217,10 +217,10 @@ class WorkerPool:
         """Processes that have ended."""
 
     async def start(self, index: int) -> None:
-        """Start a new process for worker ``index``, after a pause that doubles with each death before the worker
-        was warm.
+        """Start a new process for worker ``index``. For each death before it was warm the pause doubles, from 0.2
+        s to 10 s.
 
-        A failure to start is reported as its exit with code 1.
+        The first start has no pause. A failure to start is reported as its exit with code 1.
         """
         deaths = self._deaths[index]
         await asyncio.sleep((deaths and _RESTARTS.pause_s(deaths)) or 0.0)

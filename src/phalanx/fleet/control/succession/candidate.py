@@ -148,9 +148,10 @@ class Candidate:
     async def stand(self) -> Elected | None:
         """Listen and register as a candidate until elected, or withdraw and return None.
 
-        Withdraws after too long, for a better candidate, for a new start of the run, or if another claims first.
-        The registration is removed in any case. Once elected, makes the claim and takes over the state. Raises as
-        ``FleetServer.start`` and ``ClaimRegister.make`` do.
+        Withdraws after the longer of 30 s and twice ``fleet.succession_s``, for a reason of ``_yields``, or if
+        another claims first. The registration is removed in any case. Once elected, makes the claim and takes
+        over the state. Raises as ``FleetServer.start``, ``ClaimRegister.make`` and ``succeed`` do, and
+        ``OSError`` if it cannot register.
         """
         fleet, before = self._spec.fleet, self._candidacy.claim
         port = await self._server.start(self._args.listening_on, 0)

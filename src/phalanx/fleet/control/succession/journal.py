@@ -207,7 +207,7 @@ class PatientJournal:
         await self.until_written(self.journal.sync)
 
     async def until_written(self, write: Callable[[], None]) -> None:
-        """Call ``write`` in a thread until it succeeds. A JournalError is logged, and retried after a pause,
+        """Call ``write`` in a thread until it succeeds. A JournalError is logged, and retried after a second,
         without limit.
         """
         while True:
@@ -222,8 +222,8 @@ class PatientJournal:
     async def renew(self, first_line: Callable[[], bytes]) -> None:
         """Replace the journal by ``first_line()`` once it has grown beyond its limit.
 
-        On an error, log it, keep the old one, and try again after it has grown by a fixed size. The next limit is
-        at least twice the new size.
+        On an error, log it, keep the old one, and try again after it has grown by 4 MiB. The next limit is at
+        least twice the new size.
         """
         if self.journal.size_bytes <= self._renew_at_bytes:
             return

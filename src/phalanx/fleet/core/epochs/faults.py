@@ -135,7 +135,7 @@ def lose(state: FleetState, orders: list[Order], node: Node, reason: str) -> Non
 def strike(state: FleetState, node: Node, reason: str, **changes: object) -> None:
     """Record a failure of a node as an incident, and apply ``changes`` to its fields.
 
-    A GOOD node with too many failures within the strike window is quarantined.
+    A GOOD node with ``strikes`` failures or more within the strike window is quarantined.
     """
     settings = state.settings
     recent = tuple(at_s for at_s in node.strikes if state.now_s - at_s < settings.strike_window_s)
@@ -160,10 +160,10 @@ def last_heartbeat_s(state: FleetState, name: str) -> float:
 
 
 def check_leases(state: FleetState, orders: list[Order]) -> None:
-    """Lose the nodes whose lease has run out, or whose connection has been broken for too long.
+    """Lose the nodes whose lease has run out, or whose connection has been broken for ``confirm_s``.
 
-    Leases are looked at only when the next one may run out; sets that time. After a recent roll call only silent
-    nodes are looked at.
+    Leases are looked at only when the next one may run out; sets that time. After a recent roll call only
+    silent nodes are looked at. If most of the fleet is late at once, see ``_lose_late``.
     """
     settings, now_s = state.settings, state.now_s
     _lose_late(state, orders, state.suspects, settings.confirm_s, "its connection broke")
@@ -185,7 +185,8 @@ def _lose_late(
 ) -> None:
     """Lose the nodes of ``since`` (name -> time of its last sign) that have been silent for ``limit_s``.
 
-    If these are most of the fleet and no collective broke, wait longer: the network may be at fault.
+    If these are more than two and more than half of the fleet, and no collective broke, wait four times as
+    long: the network may be at fault.
     """
     late = sorted(name for name, at_s in since.items() if state.now_s - at_s >= limit_s)
     alive = len(state.seats) - len(state.vacant) + len(state.spares)

@@ -333,8 +333,8 @@ class RankGuardian(Guardian):
     def waiting_s(self) -> float:
         """Return seconds for which this rank has waited for an object store; 0 if it does not wait.
 
-        0 also after ``data.timeout_s`` and some overtime: then it hangs. Steps computed apart from the run count as
-        a short wait, until one takes longer than ``fleet.stall_s``. Called by the heartbeat thread.
+        0 also after ``data.timeout_s`` and a minute: then it hangs. Steps computed apart from the run count as
+        a wait of 1 ms, until one takes longer than ``fleet.stall_s``. Called by the heartbeat thread.
         """
         data = self._data
         waited_s = 0.0 if data is None else data.waiting_s()
@@ -408,10 +408,11 @@ class RankGuardian(Guardian):
             raise NonFiniteStepError(step, report)
 
     def ended(self, step: int, shards: Sequence[Shard], extra: dict[str, object], report: StepReport) -> None:
-        """Report the end of ``step``, and take a snapshot if one is due or all ranks leave here, unless the step is
-        unsafe.
+        """Report the end of ``step``, and take a snapshot if one is due or all ranks leave here, unless the step
+        is unsafe.
 
-        Raises ``ParkedError`` if the epoch is over, or all ranks leave here by plan; then the snapshot is complete.
+        Raises ``ParkedError`` if the epoch is over, or all ranks leave here by plan, then after the snapshot is
+        complete. At an unsafe step they leave only if the run takes no snapshots.
         """
         self._orders.check(self.epoch)
         self._send(link.StepEnded(self.epoch, step))

@@ -213,7 +213,7 @@ class RankWorker:
     def _waiting_for_data(self) -> Iterator[None]:
         """Context that sends heartbeats while datasets in object stores are opened: this worker does not hang.
 
-        Only for ``data.timeout_s`` and some overtime, and only if some dataset is remote.
+        Only for ``data.timeout_s`` and a minute, and only if some dataset is remote.
         """
         began_s, over = time.monotonic(), threading.Event()
 
@@ -411,7 +411,7 @@ def _check_machine(spec: RunSpec, directory: RunDirectory, warm: WarmState, node
     """Check that this machine has the run's data, and (without ``mixed_machines``) kernels that round as on other
     nodes.
 
-    A damaged record is read again for a moment, since the coordinator repairs it. Raises the errors of both checks.
+    A damaged record is read again for 30 s, since the coordinator repairs it. Raises the errors of both checks.
     """
     until_s = time.monotonic() + _RECORD_MENDED_S
     while True:
