@@ -222,8 +222,8 @@ class FrameIndex:
     def extend(self) -> None:
         """Index the complete frames that have come since the last call.
 
-        Raises ``RankStreamError`` if this is no file of ranks' numbers, has too many frames, or is damaged in too
-        many places.
+        Raises ``RankStreamError`` if this is no file of ranks' numbers, has more than 131,072 frames, or is
+        damaged in more than 65,536 places.
         """
         size = os.fstat(self._descriptor).st_size
         if self.position == 0:
@@ -249,8 +249,11 @@ class FrameIndex:
         return np.frombuffer(block, "<i2", head.ranks)
 
     def _read_title(self, size: int) -> None:
-        """Move to the first frame: behind the title, or to the first head of a damaged file. Raises ``RankStreamError`` if there is
-        neither."""
+        """Move to the first frame: behind the title, or to the first head of a file with a damaged title.
+
+        Stay at 0 if only a beginning of the title is there yet. Raises ``RankStreamError`` if there is neither
+        title nor head.
+        """
         title = os.pread(self._descriptor, len(TITLE), 0)
         if TITLE.startswith(title):
             self.position = len(TITLE) if title == TITLE else 0

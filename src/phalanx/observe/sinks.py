@@ -296,7 +296,7 @@ class Background:
         """Open the sink and write to it until closed, then close it. Any error of the sink is counted or gives it
         up, not raised.
 
-        It is given up if it cannot be opened or closed, or fails many times in a row.
+        It is given up if it cannot be opened or closed, or fails five times in a row.
         """
         try:
             sink = self._open_sink()

@@ -173,7 +173,10 @@ class Assembler:
         )
 
     def _ends(self, line: str) -> bool:
-        """Return True if a line is the last one of the open record: an exception's, or the end of a key."""
+        """Return True if a line is the last one of the open record: a traceback's exception, or the end of a key.
+
+        Crashes and frames have no last line of their own.
+        """
         if self._kind == _KEY:
             return line.startswith("-----END")
         return (
@@ -188,8 +191,8 @@ class Assembler:
         self._hold(line)
 
     def _hold(self, line: str) -> None:
-        """Add a line to the open record. If that is too long, replace the lines of its first half but the first by
-        "...".
+        """Add a line to the open record. Beyond ``4 * MOST`` characters, replace the lines of its first half but
+        the first by "...".
 
         The innermost frames come last and matter most.
         """

@@ -122,7 +122,7 @@ class ChildOutput:
     def _read(self) -> None:
         """Read until all writers have closed the pipe, then close the log. Runs in the thread.
 
-        Incomplete lines are written after a pause without output, and after the child's end.
+        Incomplete lines are written after half a second without output, and after the child's end.
         """
         poll = select.poll()
         poll.register(self._reading, select.POLLIN)

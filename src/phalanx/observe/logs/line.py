@@ -236,8 +236,9 @@ def first_failure(lines: Iterable[LogLine]) -> FirstFailure | None:
     """Return the first failure of the newest burst among the errors of all processes of a run, in any order;
     ``None`` if nothing failed.
 
-    One failure counts for each process. Causes and kills come before ends without a message, and those before what
-    follows from another failure; then the earliest. Other processes' failures and the evidence are attached.
+    One failure counts for each process. Causes and kills come before ends without a message, and those before
+    what follows from another failure; among equals the earliest is first. Other processes' failures and the
+    evidence are attached.
     """
     failures = _newest_burst(sorted((line for line in lines if _is_failure(line)), key=lambda line: line.t))
     if not failures:

@@ -93,7 +93,8 @@ class LogFile:
     def write(self, line: bytes) -> None:
         """Append a line, which ends in a newline; never raises ``OSError``.
 
-        After a failure, lines are counted as lost for a while. Then the loss is written before the next line.
+        After a failure, lines are counted as lost for a second. The next line after that is preceded by one on
+        the loss.
         """
         if self._missed and self._clock() < self._again_s:
             self._missed += 1
@@ -357,8 +358,8 @@ class Recorder:
         )
 
     def _learn_tokens(self) -> None:
-        """Add the tokens in the run directory's files to the mask, as they may change while it runs. Looks at
-        intervals.
+        """Add the tokens in the run directory's files to the mask, as they may change while it runs. Looks every 5
+        s.
         """
         now_s = time.monotonic()
         if now_s < self._looked_s:

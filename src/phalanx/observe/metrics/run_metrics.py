@@ -231,7 +231,7 @@ class RunFacts:
         self._keep(event)
 
     def _keep(self, event: run_events.Event) -> None:
-        """Keep an event, since goodput follows from all of them; when there are too many, thin the older half."""
+        """Keep an event, since goodput follows from all of them. Beyond 2,048, thin the older half."""
         self._ledgers.append(event)
         if len(self._ledgers) > self._most_ledgers:
             old, new = self._ledgers[: -self._most_ledgers // 2], self._ledgers[-self._most_ledgers // 2 :]

@@ -311,15 +311,16 @@ class ServingNote:
         write_atomically(self._path, msgspec.json.encode(asdict(self._look())), durable=False)
 
     def close(self) -> None:
-        """Stop writing, waiting a limited time for the thread, and delete the note."""
+        """Stop writing, waiting at most 10 s for the thread, and delete the note."""
         self._over.set()
         self._thread.join(2 * TOLD_EVERY_S)
         with suppress(OSError):
             self._path.unlink()
 
     def _write_until_closed(self) -> None:
-        """Write the note at intervals until closed; the thread's loop. Failures are logged, the first in a row as a
-        warning.
+        """Write the note every 5 s until closed; the thread's loop.
+
+        Failures are logged: of ``OSError`` the first in a row as a warning, others for debugging only.
         """
         failed = False
         while not self._over.is_set():

@@ -147,7 +147,9 @@ def installed_from(package: Path, name: str = DISTRIBUTION) -> dict[str, object]
 
 
 def git(directory: Path, *arguments: str) -> str | None:
-    """Return the standard output of git in ``directory``; None if it is not installed, fails, or takes too long."""
+    """Return the standard output of git in ``directory``; None if it is not installed, fails, or takes longer than
+    10 s.
+    """
     try:
         done = subprocess.run(
             ["git", "-C", str(directory), *arguments],
