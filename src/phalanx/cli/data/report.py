@@ -217,9 +217,10 @@ class PrepareProgress:
         self._end_line()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show the progress of a stage, at most once in a pause, and always its begin and end; nothing if quiet.
+        """Show the progress of a stage, every 0.2 s on a terminal, else every 5 s, and always its begin and end;
+        nothing if quiet.
 
-        A new stage begins a new line on a terminal. Without a terminal the pauses are longer.
+        A new stage begins a new line on a terminal.
         """
         now_s = time.monotonic()
         if stage != self._stage:
@@ -262,7 +263,7 @@ class PrepareProgress:
 
 def in_words(done: int, in_all: int, elapsed_s: float) -> str:
     """Return the progress of bytes in words, such as "1.2 of 4.0 GB, 35 MB/s, 80 s left"; no rate in the first
-    moments.
+    second.
     """
     unit, size = next(((name, size) for name, size in _UNITS if in_all >= size), ("bytes", 1))
     digits = 0 if size == 1 else 1

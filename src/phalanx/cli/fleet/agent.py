@@ -247,7 +247,7 @@ def _coordinator_of(folder: Path) -> str:
 
 
 def _wait_for(coordinator: str, folder: Path, patience_s: float, is_succeeded: Callable[[], bool]) -> None:
-    """Block until the coordinator listens and the run directory is ready, or ``is_succeeded()``; print now and then
+    """Block until the coordinator listens and the run directory is ready, or ``is_succeeded()``; print every 30 s
     what is missing.
 
     A different program on that port does not count. Raises TimeoutError after ``patience_s``.

@@ -275,11 +275,11 @@ def request_release(
 
 
 def wait_until_released(run_dir: Path, names: list[str]) -> dict[str, tuple[str, ...]]:
-    """Wait until nodes have left a fleet, or the run is over, and give them back to the run's engine. Return job ->
-    its nodes.
+    """Wait until nodes have left a fleet, or the run is over, and give them back to the run's engine. Return job
+    -> its nodes.
 
-    Prints at intervals what it waits for. Raises ``EngineError``, and ``click.ClickException`` if a node stays
-    after all.
+    Prints every 10 s what it waits for. Raises ``EngineError``, and ``click.ClickException`` if a node stays
+    after all or there is no fleet.
     """
     notice_s, leaving = time.monotonic() + _TELL_S, set[str]()
     with explained(FleetFileError):

@@ -163,10 +163,10 @@ def _progress(summary: RunSummary, directory: RunDirectory) -> str:
 
 
 def _job_line(run_dir: Path) -> str | None:
-    """Return a line on the job of a submitted run: its state or that it has ended, its log, and its placement's
-    cost.
+    """Return a line on the job of a submitted run: its state, or that it has ended, with its log. The verdict on
+    its nodes follows, if there is one.
 
-    ``None`` if no engine has the run; a line if the engine does not answer.
+    ``None`` if no engine has the run; a line that it is not known if the engine does not answer.
     """
     try:
         run = submission_of(run_dir)
