@@ -78,8 +78,9 @@ class Regions:
         self._free: dict[int, list[int]] = {}
 
     def take(self, length: int) -> int:
-        """Return the offset of a region for ``length`` bytes, rounded up to a size class: a freed region of that
-        class, else new room at the file's end. Raises ``OffloadError`` if the disk is full.
+        """Return the offset of a region for ``length`` bytes, rounded up to a size class: a freed region of that class,
+        else new room at the file's end. Raises ``OffloadError`` if the disk or quota is full; passes other ``OSError``
+        on.
         """
         size = _rounded(length)
         if self._free.get(size):

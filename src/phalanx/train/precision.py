@@ -214,7 +214,9 @@ class _NarrowGroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _GroupedContext, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """Return the rows' gradient by quantized products, and the matrices' in the wide format; None for one that is not needed."""
+        """Return the rows' gradient by quantized products, and the matrices' in the wide format. ``None`` for one that
+        is not needed, and for matrices whose gradient ``Groups.gradient`` passed on.
+        """
         rows, matrices = ctx.saved_tensors
         form, gradient = FORMATS[ctx.name], upstream[0].contiguous()
         grad_rows = grad_matrices = None

@@ -80,8 +80,8 @@ def layers_of(names: Iterable[str]) -> list[str]:
 
 
 def group_of(name: str, kind: Parameter) -> str:
-    """Return the group of a parameter: "norms", "router", "experts", a part of a layer or "other", or outside of
-    layers the module's name.
+    """Return the group of a parameter: "norms", "router", "experts" (routed, shared and their gate), "attention",
+    "feed_forward", "other", or outside of layers the name up to its first dot.
     """
     first, *rest = name.split(".")
     if kind.kind == "norm":
@@ -380,8 +380,8 @@ class LayerMeter(StepStatistics):
             self._measure_forward(0)
 
     def before_update(self, gradient_scale: float, *, finite: bool) -> bool:
-        """Add the norms of gradients and weights if the step is due or not finite, unless statistics are off. Return
-        True then, which requests the update's change. A collective then.
+        """Return True, which requests the update's change, if the step is due or not ``finite``; always False if
+        statistics are off. If True, first add the norms of gradients and weights, a collective.
         """
         if not self._every or not (self._is_due or not finite):
             return False
@@ -414,8 +414,8 @@ class LayerMeter(StepStatistics):
     def end(self, report: StepReport) -> None:
         """Emit the statistics of the step, if it was measured. A collective then.
 
-        For a non-finite slot, or a step that was not due, activations are computed again to find the first that is
-        not finite.
+        If slots were not finite, or the step was not due, activations are computed again: of the first such slot, else
+        of slot 0, up to the first micro-batch that is not finite.
         """
         if not self._figures:
             return
@@ -438,8 +438,8 @@ class LayerMeter(StepStatistics):
         )
 
     def _measure_forward(self, slot: int, *, search: bool = False) -> None:
-        """Measure activations in the first micro-batch of ``slot``; with ``search``, in each up to the first that is
-        not finite, keeping the last figures. A collective, booked as evaluation.
+        """Measure activations in the first micro-batch of ``slot``; with ``search``, in each up to the first whose
+        residual stream is not finite, keeping the figures of the last. A collective, booked as evaluation.
         """
         began_ns = time.perf_counter_ns()
         self._slot = slot

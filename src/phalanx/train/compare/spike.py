@@ -217,7 +217,9 @@ def _usual_slot(
 
 
 def _slot(slot: int, loss: float, usual: tuple[float, float] | None) -> SlotLoss:
-    """Return the loss of a slot in deviations above ``usual`` (mean, deviation): ``None`` without it, infinite if it is not finite."""
+    """Return the loss of a slot in deviations above ``usual`` (mean, deviation), and whether that is more than
+    ``_SLOT_DEVIATIONS``. Without ``usual`` the deviations are ``None``; for a loss that is not finite, infinite.
+    """
     if not math.isfinite(loss):
         return SlotLoss(slot, loss, math.inf, stands_out=True)
     if usual is None:

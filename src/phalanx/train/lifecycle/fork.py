@@ -237,7 +237,8 @@ class Fork:
     def _save(self, candidate: Candidate, child: TrainProgress, steps: list[ChildStep]) -> None:
         """Save the state of a child, and wait until it is durable.
 
-        All ranks raise ``ForkFailedError`` if a second attempt fails too. Rank 0 raises ``EpochSupersededError``.
+        All ranks raise ``ForkFailedError`` if a second attempt fails too. A rank whose save was refused because a later
+        epoch has begun raises ``EpochSupersededError`` at once.
         """
         # Twice, because authority over the run directory may be lost for a moment, when another node becomes the leader.
         for _ in range(2):

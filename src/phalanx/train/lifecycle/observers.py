@@ -191,10 +191,10 @@ class RankWindows(Observer):
 
 
 def report_start(training: Training) -> None:
-    """Emit the start and the restored checkpoint, and warn of what may be wrong: changed arithmetic, disk, data, damaged
-    checkpoints passed over.
+    """Emit the start and the restored checkpoint, and warn of what may be wrong: changed arithmetic, disk, data,
+    damaged checkpoints passed over.
 
-    Also starts the comparison of machines, on a thread.
+    The rank that reports also starts the comparison of machines, on a thread.
     """
     restored, reporter, inputs = training.restored, training.reporter, training.inputs
     if reporter.speaks:

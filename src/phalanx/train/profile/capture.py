@@ -63,7 +63,9 @@ class Marks:
         return opened
 
     def number(self, kind: str, name: str, **more: object) -> int:
-        """Return the number of a mark, and add its row if it is new. Marks without ``more`` share one row; any other gets its own."""
+        """Return the number of a mark, and add its row if it is new. Marks of one kind and name without ``more`` share
+        a row; a mark with ``more`` gets its own.
+        """
         key = kind, name
         if not more and key in self._numbers:
             return self._numbers[key]

@@ -166,7 +166,9 @@ class Recording(Observer):
         return order
 
     def _write_order(self, folder: Path, order: RecordingOrder) -> None:
-        """Write the order with the run's layout, attempt and peak rate into the profile's folder."""
+        """Write the order with the run's layout, the attempt, the peak rate of one rank and the time into the profile's
+        folder. Raises ``OSError``.
+        """
         training = self._training
         layout, inputs = training.mesh.layout, training.inputs
         content = {
@@ -319,7 +321,7 @@ class _Forgiving:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Suppress an error of the profiler: print it and drop the recording. Let through what is no ``Exception``."""
+        """Suppress any ``Exception`` of the body: print it, and drop the recording if it runs. Let through all else."""
         if error is None or not isinstance(error, Exception):
             return False
         print(f"phalanx: the profile of this rank is lost: {error}", file=sys.stderr, flush=True)

@@ -424,8 +424,10 @@ def with_numerics(spec: RunSpec, fingerprint: str) -> RunSpec:
 
 
 def _earlier(portable: RunSpec, native: RunSpec, fingerprint: str) -> Iterator[RunSpec]:
-    """Yield the run in the arithmetic in which it has begun already, or its parent. A named directory and the parent
-    are looked at first; otherwise the directories of both arithmetics. Unreadable ones are skipped.
+    """Yield the run in each arithmetic in which it, or its parent, has begun already.
+
+    With a ``run_dir`` or a parent, only these are looked at, unreadable ones skipped. Otherwise it is looked for in the
+    directories that both arithmetics would choose.
     """
     if native.run_dir or native.checkpoint.init_with == "training":
         places = [Path(native.run_dir)] if native.run_dir else []

@@ -97,7 +97,7 @@ def multiplier(schedule: ScheduleSpec, step: int, steps: int) -> float:
 
     All kinds warm up linearly, reaching the peak at step ``warmup_steps``. Then "cosine" falls to the floor along half
     a cosine, reached at the last step; "wsd" stays at the peak until the last ``decay_fraction`` of the run, where it
-    falls linearly; "constant" stays. After the last step it stays where it ended.
+    falls linearly to the floor; "constant" stays. After the last step it stays where it ended.
     """
     step = min(step, steps)
     if step <= schedule.warmup_steps:

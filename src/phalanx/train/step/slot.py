@@ -79,8 +79,8 @@ class Losses:
         """Return this rank's part of ``samples`` ``(batch, seq + 1)`` and their ``targets`` ``(batch, seq)``, on its
         device, with positions, documents and the inputs of predictions ahead.
 
-        Negative targets, and with ``targets_within_documents`` those after a document's end, become ``IGNORE``. The
-        arguments are on the host, where documents are counted.
+        Negative targets, and with ``targets_within_documents`` those after a document's end, become ``IGNORE``.
+        Negative tokens are inverted (``~token``). The arguments are on the host, where documents are counted.
         """
         tokens, layout, device = samples[:, :-1], self.mesh.layout, self.mesh.device
         # Tokens of conversations that are no targets are stored inverted (``phalanx.data.reading.dataset.NO_TARGET``).
