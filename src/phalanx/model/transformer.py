@@ -242,7 +242,8 @@ class Transformer(nn.Module):
         """Return ``readout`` of the last hidden states; by default logits.
 
         The loss is a readout, because a rank has the full projection weights only inside this call. New tokens are
-        added to ``cache``. Raises ``ValueError`` for both a cache and documents.
+        added to ``cache``. Raises ``ValueError`` for both a cache and documents, or if the cache
+        has keys that were rotated for a shorter text.
 
         Args:
             x: Tokens ``(b, s)``, int64, or the first layer's hidden states ``(b, s, d)``, as for a stage without embedding.

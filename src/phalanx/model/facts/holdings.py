@@ -280,9 +280,11 @@ def state_bytes(spec: RunSpec, layout: Layout, holding: Holding, compute_bytes: 
     - weights and gradients: fp32, the rank's share.
     - moments: the optimizer's state, see ``moment_bytes``.
     - open sums: nodes of the binary tree over the rank's slots while its last slot is computed: one share for each level but one.
-      With ZeRO-1, one full part for each level; the lowest, a slot's gradient, is in the compute dtype if the slot is one micro-batch.
+      With ZeRO-1 and the reproducible reduction, one full part for each level; the lowest, a slot's gradient, is in the
+      compute dtype if the slot is one micro-batch.
     - slot gradients: fp32, of the full part, while the micro-batches of a slot accumulate.
-    - compute copy: gathered weights in the compute dtype. ZeRO-3 keeps two blocks at a time, and embedding and head. ZeRO-2 keeps all.
+    - compute copy: gathered weights in the compute dtype. ZeRO-3 keeps two blocks at a time, and what is outside blocks.
+      Other shardings keep all. In fp32, only of parameters that are sharded.
     """
     sizes = {"weights": 4 * holding.elements}
     sizes["moments"] = moment_bytes(spec.optimizer, layout, holding)

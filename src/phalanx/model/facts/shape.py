@@ -128,10 +128,10 @@ class ModelCounts:
 
 
 def fleet_state_bytes(spec: ModelSpec, optimizer: OptimizerSpec, compute_bytes: int) -> dict[str, int]:
-    """Return the bytes of a run's state over the fleet, by kind; ``compute_bytes`` is 2 for bf16, 4 for fp32.
+    """Return the bytes of a run's state over the fleet, by kind: "weights", "gradients", each kind of the optimizer's
+    state by its name (``state_bytes_by_name``), and "compute copy". ``compute_bytes`` is 2 for bf16, 4 for fp32.
 
-    Master weights and gradients are fp32; ``optimizer_state`` lists the optimizer's state. The compute copy exists only if its dtype
-    differs from the master weights'.
+    Master weights and gradients are fp32. The compute copy exists only if its dtype differs from the master weights'.
     """
     elements = sum(parameter.numel for parameter in parameters(spec))
     sizes = {"weights": 4 * elements, **state_bytes_by_name(optimizer, parameters(spec))}
