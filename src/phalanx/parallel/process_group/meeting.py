@@ -197,8 +197,8 @@ def meet(
         rank: Rank of this process.
         ranks: Number of ranks.
         device: gloo serves CPUs, NCCL GPUs.
-        timeout_s: Timeout of the group's collectives, seconds.
-        check: Called periodically while waiting; may raise to end the wait.
+        timeout_s: Timeout of the meeting and of the group's collectives, seconds.
+        check: Called periodically while waiting for the store of another rank; may raise to end the wait.
         token: Token of the run, which every rank must have.
 
     Returns:
@@ -206,6 +206,7 @@ def meet(
 
     Raises:
         RendezvousError: Some rank does not have the token, or a value of the rendezvous is not sealed with it.
+        RuntimeError: An error of PyTorch, such as ranks that did not come within ``timeout_s``.
     """
     make_current(device)
     host, port = split_address(address)

@@ -153,7 +153,8 @@ class TreeSummation(Summation):
     def _push(self, tensor: Tensor) -> None:
         """Push the parameter's complete gradient to its tree as the slot's leaf, or as the pair's node, and clear it.
 
-        Does nothing before the slot is complete, or without a gradient.
+        Does nothing before the slot is complete, or without a gradient. A leaf that the witness keeps out is only
+        cleared.
         """
         parameter, slot = cast(nn.Parameter, tensor), self.intake.round.slot
         if not self.intake.slot_complete or parameter.grad is None:

@@ -133,7 +133,7 @@ class _SummedGradients:
         self._saved = ()
 
     def _put(self, module: nn.Module, tensors: tuple[Any, ...]) -> None:
-        """Set the named parameters of a module."""
+        """Set the named parameters of a module to ``tensors``, in their order; names without a tensor stay as they are."""
         for full_name, tensor in zip(
             self._names, tensors, strict=False
         ):  # none were saved if entering failed
@@ -185,8 +185,8 @@ def apply_tensor(
 
 
 def _cut(module: nn.Module, mesh: Mesh, table: Mapping[str, Parameter]) -> dict[str, Partition]:
-    """Replace each parameter that ``table`` divides by this rank's part, uninitialized; experts are skipped. Return
-    the partitions of all others by name.
+    """Replace each parameter that ``table`` divides by this rank's part, uninitialized. Return the partitions of all
+    parameters by name, also of undivided ones. Routed experts are skipped in both.
     """
     index, count = mesh.tensor_rank, mesh.layout.tensor
     partitions = {}
