@@ -319,8 +319,8 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype, budget_s: flo
 
 
 def _best_s(device: torch.device, dtype: torch.dtype, size: int, budget_s: float) -> float:
-    """Return the shortest time, in seconds, of a product of two random matrices ``(size, size)``, over rounds of
-    ``budget_s`` seconds, at least two.
+    """Return the shortest time, in seconds, of a product of two random matrices ``(size, size)``, over as many rounds
+    as fill ``budget_s`` seconds, at least two, after one to warm up.
     """
     # Random numbers, as a training step has: a GPU at its power limit multiplies constants more than a tenth faster.
     generator = torch.Generator(device).manual_seed(0)
