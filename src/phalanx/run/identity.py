@@ -190,7 +190,8 @@ def recorded_steps(record: Mapping[str, Any]) -> int | None:
 
 
 def read_unchanged(directory: RunDirectory) -> RunSpec:
-    """Return the resolved run of a run directory, whose weights are those of its run file.
+    """Return the resolved run of a run directory whose run file is as at its last start, so that its weights belong to
+    it.
 
     Raises ``RunDirectoryError`` as ``read_resolved`` does, and if fields of the run were changed after its last start.
     """

@@ -137,7 +137,9 @@ def layout_problems(spec: RunSpec, ranks: int) -> list[Problem]:
 
 
 def _tensor(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the problems of tensor parallelism: dimensions and key heads that do not divide, overlap without a compiled GPU run."""
+    """Yield the problems of tensor parallelism: a model or dimensions that tensor ranks cannot divide, key heads that
+    they cannot share, and overlap without a compiled GPU run.
+    """
     degree = spec.parallel.tensor
     if degree == 1:
         return
@@ -250,8 +252,9 @@ def micro_batches_per_slot(spec: RunSpec) -> int:
 
 
 def _experts(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the problems of dividing experts over ranks: experts that the model lacks, ``expert_tensor``, their
-    count, each alone; then widths and folding.
+    """Yield the problems of dividing experts over ranks. The first of these ends the check: ranks for experts that the
+    model lacks, an ``expert_tensor`` that is neither 1 nor ``tensor``, a count that does not divide. Then come widths
+    and folding.
     """
     parallel, moe = spec.parallel, spec.model.moe
     if moe is None:
