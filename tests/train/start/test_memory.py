@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -30,6 +32,21 @@ def test_a_failed_allocation_of_pytorch_is_an_error_with_a_remedy() -> None:
     short = shortage_of(failed.value)
     assert short is not None
     assert short.remedy in str(short)
+
+
+def test_a_thread_that_the_kernel_refuses_is_a_shortage_with_the_limits_as_remedy() -> None:
+    limited = (
+        "import resource, threading\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28))\n"
+        "threading.stack_size(1 << 30)\n"
+        "threading.Thread(target=print).start()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, check=False)
+    last = done.stderr.strip().rpartition("RuntimeError: ")[2]
+    short = shortage_of(RuntimeError(last))
+    assert short is not None
+    assert "no thread could be started" in str(short)
+    assert "ulimit" in short.remedy
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("bad")])

@@ -13,7 +13,10 @@ from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.ending import RunFailedError
 
 _HELD_TOGETHER = ("weights", "gradients", "moments")
-_REMEDY = "make the model smaller ([model]), divide it among more machines (phalanx plan layout), or use a larger machine"
+_REMEDY = (
+    "make the model smaller ([model]), divide it among more machines (phalanx plan layout), use a larger machine, "
+    "or raise its limits (ulimit -v, ulimit -u, those of a container)"
+)
 
 
 class MemoryShortError(RunFailedError):
@@ -37,9 +40,14 @@ def require_memory(spec: RunSpec, layout: Layout, rank: int, memory_bytes: float
 
 
 def shortage_of(error: BaseException) -> MemoryShortError | None:
-    """Return the error for the user if ``error`` is a failed allocation on host or GPU, else None."""
+    """Return the error for the user if ``error`` is a failed allocation on host or GPU, or a thread that the kernel refused, else None."""
     text = str(error).partition("\n")[0]
     # matched text: PyTorch has no type for a failed allocation on a CPU
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in text:
         return MemoryShortError(f"an allocation of memory failed ({text or type(error).__name__})")
+    # matched text: Python has no type for a thread that cannot be started, which needs memory for its stack
+    if isinstance(error, RuntimeError) and text == "can't start new thread":
+        return MemoryShortError(
+            "no thread could be started: the memory, or the number of processes, that this rank may have is used up"
+        )
     return None
