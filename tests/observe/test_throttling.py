@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from phalanx.hardware.local.detect import CpuThrottles, throttled_gpus
+from phalanx.hardware.local.detect import CpuThrottles, QuotaThrottles, throttled_gpus
 from phalanx.observe.record.notes import OVER_S, ThrottlingWatch, read_throttling
 from phalanx.run.directory.paths import RunDirectory
 
@@ -43,6 +43,35 @@ def test_a_machine_whose_kernel_does_not_say_and_counts_that_vanish_say_nothing(
     places[0].unlink()
     places[1].write_text("garbage")
     assert found.new() == []
+
+
+def cpu_stat(periods: int, stopped: int) -> str:
+    return f"nr_periods {periods}\nnr_throttled {stopped}\nthrottled_time 900\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "group"),
+    [("0::/pod/box", "pod"), ("4:cpu,cpuacct:/pod/box", "cpu,cpuacct/pod/box"), ("0::/pod/box", ".")],
+)
+def test_a_cpu_limit_that_stops_a_control_group_or_one_above_it_is_named(
+    tmp_path: Path, line: str, group: str
+) -> None:
+    membership, root = tmp_path / "cgroup", tmp_path / "groups"
+    membership.write_text(f"1:memory:/other\n{line}\n")
+    (root / group).mkdir(parents=True)
+    stat = root / group / "cpu.stat"
+    stat.write_text(cpu_stat(100, 50))
+    quota = QuotaThrottles(root, membership)
+    assert quota.new() == []
+    stat.write_text(cpu_stat(200, 60))
+    assert quota.new() == []  # a burst now and then
+    stat.write_text(cpu_stat(300, 150))
+    (sentence,) = quota.new()
+    assert "stopped it in 90 of 100 periods" in sentence
+
+
+def test_a_machine_without_control_groups_has_no_cpu_limit(tmp_path: Path) -> None:
+    assert QuotaThrottles(tmp_path, tmp_path / "none").new() == []
 
 
 @pytest.mark.parametrize(

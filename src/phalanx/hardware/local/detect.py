@@ -83,12 +83,13 @@ def _entry_named(device_name: str) -> Accelerator | None:
     return max(matches, key=lambda match: match[0])[1] if matches else None
 
 
-# Throttling of GPUs and processors: heat, a hardware slowdown, a power brake.
+# Throttling of GPUs and processors: heat, a hardware slowdown, a power brake, a quota.
 #
 # A GPU's driver tells the reasons why its clocks are low at this moment (NVML, package ``nvidia-ml-py``, optional; meanings of the bits: nvml.h). The kernel
 # counts how often a processor's clocks were lowered for heat, of each core and each package
 # (``/sys/devices/system/cpu/cpuN/thermal_throttle``; Linux, Documentation/ABI/testing/sysfs-devices-system-cpu); machines whose kernel
-# does not say, such as most virtual ones, say nothing here.
+# does not say, such as most virtual ones, say nothing here. It also counts the periods in which the processes of a control group had used up
+# their quota of processor time, such as the CPU limit of a container, and were stopped until the next (Documentation/scheduler/sched-bwc.rst).
 
 
 THROTTLED = {
@@ -100,6 +101,9 @@ THROTTLED = {
 """Reasons (bits) for low clocks that a healthy GPU does not have; idle clocks and the power cap are none."""
 CPUS = Path("/sys/devices/system/cpu")
 _COUNTS = ("package_throttle_count", "core_throttle_count")
+GROUPS = Path("/sys/fs/cgroup")
+_OFTEN = 0.25
+"""Share of the periods in which a group was stopped: a burst of threads that read data costs a few, and no step waits for them."""
 
 
 def reasons_in_words(bits: int) -> list[str]:
@@ -140,11 +144,48 @@ class Throttles:
     """Throttling of this machine, by counters read at each call."""
 
     def __init__(self, root: Path = CPUS) -> None:
-        self._cpus = CpuThrottles(root)
+        self._cpus, self._quota = CpuThrottles(root), QuotaThrottles()
 
     def now(self) -> list[str]:
-        """A sentence on each GPU that is slow at this moment, and on the processors that were since the last look."""
-        return [*throttled_gpus(), *self._cpus.new()]
+        """A sentence on each GPU that is slow at this moment, and on the processors and the quota that were since the last look."""
+        return [*throttled_gpus(), *self._cpus.new(), *self._quota.new()]
+
+
+class QuotaThrottles:
+    """The kernel's counts of periods in which this process's control group was stopped, as they were when they were looked at last."""
+
+    def __init__(self, root: Path = GROUPS, membership: Path = Path("/proc/self/cgroup")) -> None:
+        self._root, self._membership = root, membership
+        self._before = self._read()
+
+    def new(self) -> list[str]:
+        """Return a sentence if the group was stopped in many of the periods since the last call; else nothing."""
+        before, self._before = self._before, self._read()
+        periods, stopped = (
+            self._before.get(name, 0) - before.get(name, 0) for name in ("nr_periods", "nr_throttled")
+        )
+        if periods <= 0 or stopped < _OFTEN * periods:
+            return []
+        return [
+            f"the CPU limit of its control group stopped it in {stopped} of {periods} periods: raise the limit (a container's CPU limit, cpu.max)"
+        ]
+
+    def _read(self) -> dict[str, int]:
+        """Return the counters of the group and of those above it, of which the one that was stopped most often; empty if there are none."""
+        groups = [self._root / controller / name for controller, name in self._memberships()]
+        files = [folder / "cpu.stat" for group in groups for folder in (group, *group.parents)]
+        counters = [_counters(file) for file in files if file.is_relative_to(self._root)]
+        return max(counters, key=lambda group: group.get("nr_throttled", 0), default={})
+
+    def _memberships(self) -> list[tuple[str, str]]:
+        """Return folder of the controller and path in it of the groups that may limit the processor, of either version (cgroups(7))."""
+        places = []
+        with suppress(OSError):
+            for line in self._membership.read_text().splitlines():
+                _, controllers, name = line.split(":", 2)
+                if not controllers or "cpu" in controllers.split(","):
+                    places.append((controllers, name.lstrip("/")))
+        return places
 
 
 class CpuThrottles:
@@ -173,6 +214,13 @@ def _read(places: Iterable[Path]) -> dict[Path, int]:
         with suppress(OSError, ValueError):
             counters[place] = int(place.read_text())
     return counters
+
+
+def _counters(file: Path) -> dict[str, int]:
+    """Return the counters of a file of lines of a name and a number; empty if it cannot be read."""
+    with suppress(OSError, ValueError):
+        return {name: int(count) for name, count in (line.split() for line in file.read_text().splitlines())}
+    return {}
 
 
 def _spans(numbers: set[int]) -> str:
