@@ -130,9 +130,9 @@ class RankLateness:
     """Time that its peers waited for it in its slow windows, over their own time in all windows."""
 
 
-def newest_windows(stream: RankStream, last: int, attempt: int | None = None) -> range:
+def newest_windows(stream: RankStream, last: int, attempt: int | None = None, least_s: float = 0.0) -> range:
     """Return the indexes of the newest frames, at most ``last``, of an attempt (None: the newest); all have the same
-    ranks.
+    ranks. There are more than ``last`` if those span less than ``least_s`` seconds.
 
     Empty if there are none.
     """
@@ -140,7 +140,11 @@ def newest_windows(stream: RankStream, last: int, attempt: int | None = None) ->
     while attempt is not None and end and stream.head(end - 1).attempt != attempt:
         end -= 1
     first = end
-    while first and end - first < last and _of_one_epoch(stream, first - 1, end - 1):
+    while (
+        first
+        and _of_one_epoch(stream, first - 1, end - 1)
+        and (end - first < last or stream.head(end - 1).t - stream.head(first).t < least_s)
+    ):
         first -= 1
     return range(first, end)
 

@@ -43,6 +43,8 @@ class IncidentKind(StrEnum):
     """A step was not finite on a node."""
     DATA_WAIT = "data-wait"
     """Samples have not arrived for long."""
+    DAMAGED_CHECKPOINT = "damaged-checkpoint"
+    """A start has passed over a damaged checkpoint."""
     PROFILE_REFUSED = "profile-refused"
     """A request for a profile is not followed."""
 

@@ -33,9 +33,12 @@ def straggler(observed: o.Observed) -> Iterator[o.Reason]:
     """
     if not observed.running:
         return
-    for slow in [rank for rank in observed.slow_ranks if max(rank.slowdown, rank.late_share) >= o.SLOW_RANK][
-        :5
-    ]:
+    throttled = {note.node for note in observed.throttled}  # whose own reason has the cause, and the rank
+    for slow in [
+        rank
+        for rank in observed.slow_ranks
+        if max(rank.slowdown, rank.late_share) >= o.SLOW_RANK and rank.node not in throttled
+    ][:5]:
         node = f" on {slow.node}" if slow.node else ""
         is_steady = slow.slowdown >= o.SLOW_RANK
         yield o.Reason(
@@ -276,6 +279,24 @@ def fewer_ranks(observed: o.Observed) -> Iterator[o.Reason]:
         ),
         doing="training continues with fewer ranks: the bits stay the same; the others are tried again",
         next=f"see whether the nodes reach each other at the addresses that they announce: phalanx status {observed.run}, phalanx logs {observed.run}",
+    )
+
+
+def metrics_elsewhere(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if the coordinator serves its metrics at another port than the run file's, which was in use."""
+    port = observed.spec.observe.metrics_port if observed.spec else 0
+    address = observed.metrics_address
+    if _live(observed) is None or not port or not address or address.endswith(f":{port}"):
+        return
+    yield o.Reason(
+        code="metrics-elsewhere",
+        severity="warning",
+        title=f"Metrics are not at port {port}, which another process has",
+        where=f"observe.metrics_port = {port}",
+        since=None,
+        evidence=(f"the coordinator could not listen there, and serves its metrics at {address}",),
+        doing=f"a Prometheus that finds its targets in {observed.run}/targets or by phalanx ui scrapes it there; one with a fixed port does not",
+        next=f"see who has the port: ss -ltnp sport = :{port}; end that process, or start the run again with another observe.metrics_port",
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 from phalanx.observe.display.state import described_layer, first_nonfinite
-from phalanx.observe.events import Event, LayerStatistics, LossSpike, NonFinite, Step
+from phalanx.observe.events import Evaluated, Event, LayerStatistics, LossSpike, NonFinite, Step
 from phalanx_watch.why import observed as o
 from phalanx_watch.why.layers import collapsed_router
 
@@ -32,6 +32,8 @@ def spike(observed: o.Observed) -> Iterator[o.Reason]:
     }
     if not fresh:
         return
+    unplanned = {step: event for step, event in fresh.items() if not _is_planned(observed, step, window)}
+    is_planned, fresh = not unplanned, unplanned or fresh
     event = max(fresh.values(), key=lambda candidate: _spike(candidate).deviations)
     worst, count = _spike(event), len(fresh)
     back = _is_back(observed, worst)
@@ -47,14 +49,24 @@ def spike(observed: o.Observed) -> Iterator[o.Reason]:
             else ""
         ),
     ]
+    if is_planned:
+        evidence.append(
+            f"the data change after step {observed.stage_of(worst.step)[0]:,} (data.stages): what was usual is that of the data before"
+        )
     if count > 1:
         evidence.append(f"{count} steps since step {min(fresh):,} were spikes")
     if back is not None:
         evidence.append("the loss is back where it was" if back else "the loss has not come back since")
     yield o.Reason(
         code="loss-spike",
-        severity="critical" if worst.action == "stop" or back is False else "warning",
-        title=f"Loss spike in step {worst.step:,}"
+        severity="critical"
+        if worst.action == "stop" or (back is False and not is_planned)
+        else "info"
+        if is_planned
+        else "warning",
+        title=f"The loss rises in step {worst.step:,}, where the data change as planned"
+        if is_planned
+        else f"Loss spike in step {worst.step:,}"
         if worst.figure == "loss"
         else f"Spike of the gradient norm in step {worst.step:,}",
         where=f"step {worst.step:,}{slot}",
@@ -70,7 +82,9 @@ def spike(observed: o.Observed) -> Iterator[o.Reason]:
             "stop": "the run ended before it, saved",
             "fork": "the run forks: it goes on as one of its children (event ChildTaken)",
         }[worst.action],
-        next=_way_back(observed, worst, before, back),
+        next=f"phalanx data show {observed.run} --step {worst.step} (are these the texts that you mean?)"
+        if is_planned
+        else _way_back(observed, worst, before, back),
     )
 
 
@@ -145,6 +159,67 @@ def not_learning(observed: o.Observed) -> Iterator[o.Reason]:
     )
 
 
+def endless_warmup(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if the warmup is not shorter than the run, so that no step has the full learning rate."""
+    spec = observed.spec
+    if spec is None or observed.last_step is None or observed.finished:
+        return
+    _, step = observed.last_step
+    warmup = spec.schedule.warmup_steps
+    if warmup < spec.train.steps or step.step < o.RECENT_STEPS:
+        return
+    yield o.Reason(
+        code="endless-warmup",
+        severity="warning",
+        title=f"The learning rate warms up to the end: {step.lr:.3g} of {spec.optimizer.lr:.3g} at step {step.step:,}",
+        where="schedule.warmup_steps",
+        since=observed.began_at,
+        evidence=(
+            f"schedule.warmup_steps = {warmup:,} is not less than train.steps = {spec.train.steps:,}: no step has the full rate",
+            f"step {step.step:,} of {step.steps:,}: loss {step.loss:.4g}, learning rate {step.lr:.3g}",
+        ),
+        doing=observed.doing("training continues, with too small a rate"),
+        next="shorten the warmup in a run of its own: phalanx train RUN_FILE --set schedule.warmup_steps=...",
+    )
+
+
+def loss_too_low(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if the loss is lower than any text allows. The held-out loss separates a leak from memorized data."""
+    spec = observed.spec
+    losses = [(t, step) for t, step in observed.recent if math.isfinite(step.loss)]
+    if spec is None or spec.model.vocab_size < 2 or len(losses) < o.RECENT_STEPS:
+        return
+    untrained = math.log(spec.model.vocab_size)
+    limit, now = o.TOO_GOOD * untrained, median(step.loss for _, step in losses)
+    if now >= limit:
+        return
+    below = [t for t, step in observed.settled if step.loss < limit]
+    evaluated = observed.newest(Evaluated)
+    held_out = evaluated[1].loss if evaluated else None
+    cause = (
+        "either targets leak into the inputs, or the data repeat themselves"
+        if held_out is None
+        else f"so is the held-out loss, {held_out:.4g}: targets leak into the inputs, or the held-out text is in the training text"
+        if held_out < limit
+        else f"the held-out loss is {held_out:.4g}: the training data are memorized"
+    )
+    yield o.Reason(
+        code="loss-too-low",
+        severity="warning",
+        title=f"The loss is too low to be true: {now:.2g}",
+        where="the data, or the model's mask",
+        since=below[0] if below else None,
+        evidence=(
+            f"the median loss of the newest {len(losses)} logged steps, up to {losses[-1][1].step:,}, is {now:.2g} nats a token; "
+            f"an untrained model has {untrained:.4g}, and text leaves a twentieth of it",
+            cause,
+        ),
+        doing=observed.doing("training continues"),
+        next=f"phalanx data show {observed.run} --step {losses[-1][1].step} (do the texts repeat?); "
+        "of a model of your own, see that no position reads a later one; [dedup] of a recipe removes repeated documents",
+    )
+
+
 def growing_norm(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the gradient norm has grown ``NORM_GROWN`` times over the run's past, for a window of steps.
 
@@ -202,11 +277,21 @@ def _untrained_loss(observed: o.Observed) -> float:
 
 
 def _least_median(observed: o.Observed, figure: Callable[[Step], float]) -> float:
-    """Return the least median of a figure over stretches of ``RECENT_STEPS`` of the run's steps; infinite if there are too few."""
+    """Return the least median of a figure over stretches of ``RECENT_STEPS`` of the run's steps in the present stage of its data; infinite
+    if there are too few."""
     steps = [event.body for event in (*observed.past, *observed.events) if isinstance(event.body, Step)]
+    start = observed.stage_of(steps[-1].step)[0] if steps else 0
+    steps = [step for step in steps if step.step > start]
     values = [value for value in map(figure, steps) if math.isfinite(value)]
     stretches = range(0, len(values) - o.RECENT_STEPS + 1, o.RECENT_STEPS)
     return min((median(values[first : first + o.RECENT_STEPS]) for first in stretches), default=math.inf)
+
+
+def _is_planned(observed: o.Observed, step: int, window: int) -> bool:
+    """Return True if ``data.stages`` begins other data within the window before ``step``, for longer than that: the usual loss is that of the
+    data before."""
+    start, end = observed.stage_of(step)
+    return start > 0 and step - start <= window < end - start
 
 
 def _spike(event: Event) -> LossSpike:
@@ -229,8 +314,18 @@ def _way_back(observed: o.Observed, worst: LossSpike, before: list[int], back: b
 
 
 def _is_back(observed: o.Observed, worst: LossSpike) -> bool | None:
-    """Return True if the median of the newest losses is back at the level before the spike; None if there are too few steps since."""
-    since = [step.loss for _, step in observed.steps if step.step > worst.step and math.isfinite(step.loss)]
+    """Return True if the median of the newest losses is back at the level before the spike; None if there are too few steps since.
+
+    Other data that begin later (``data.stages``) do not count.
+    """
+    _, end = observed.stage_of(worst.step)
+    after = [
+        (step.step, step.loss)
+        for _, step in observed.steps
+        if step.step > worst.step and math.isfinite(step.loss)
+    ]
+    on_stage = [loss for step, loss in after if step <= end]
+    since = on_stage if len(on_stage) >= o.RECENT_STEPS // 2 else [loss for _, loss in after]
     if len(since) < o.RECENT_STEPS // 2:
         return None
     return median(since[-o.RECENT_STEPS :]) <= (1 + o.BACK) * worst.typical_loss

@@ -31,6 +31,8 @@ Code = Literal[
     "loss-spike",
     "diverged",
     "not-learning",
+    "endless-warmup",
+    "loss-too-low",
     "growing-norm",
     "growing-layer",
     "saturated-layer",
@@ -41,6 +43,8 @@ Code = Literal[
     "data-gone",
     "checkpoint-failed",
     "checkpoint-old",
+    "slow-checkpoints",
+    "checkpoint-damaged",
     "disk-full",
     "disk-filling",
     "no-coordinator",
@@ -50,6 +54,7 @@ Code = Literal[
     "hardware",
     "straggler",
     "throttled",
+    "metrics-elsewhere",
     "slow-data",
     "slower",
     "low-goodput",
@@ -91,6 +96,8 @@ class Reason:
 
 STALL_STEPS = 10
 """Usual step times without a new step; the fleet's own hang detection starts there too (``fleet.stall_s``)."""
+ADDRESS_SPACE = 0.95
+"""Used share of a process's limit of address space from which a thread, whose stack takes megabytes, may find no room."""
 STALL_LEAST_S = 30.0
 """A step of a tiny model takes milliseconds; a page fault, a slow disk or a busy neighbor takes seconds."""
 START_PATIENCE_S = 900.0
@@ -113,6 +120,8 @@ NEW_STEPS = 10
 """The first logged steps of an attempt are not judged: allocations, compilation and cold caches are in them."""
 RECENT_STEPS = 20
 """Logged steps whose median is "now"."""
+RECENT_LEAST_S = 5.0
+"""Least time that "now" covers: twenty steps of a tiny model are over in a moment, which any other process can spoil."""
 DATA_SHARE = 0.1
 """Share of step time spent waiting for samples. A healthy loader is ahead and waits for none; `phalanx status`
 shows it from 1 %.
@@ -136,6 +145,10 @@ CHECKPOINT_INTERVALS = 3
 """Intervals without a checkpoint: one is being written, one is due, and one is missing."""
 CHECKPOINT_LEAST_S = 120.0
 """For checkpoints that are due every few seconds and written to a slow disk."""
+SAVES = 5
+"""Newest saves whose delays of training are added up."""
+SAVE_SHARE = 0.1
+"""Share of the time by which saves delay training. They are written in the background: a healthy one costs a copy in memory."""
 SPIKE_WINDOWS = 1
 """A spike is reported until this many windows (``train.spike_window``) of steps have been trained since."""
 NEWS_S = 600.0
@@ -146,6 +159,8 @@ RISEN = 0.5
 """Share by which the loss must exceed the run's best for a window of steps to count as diverged. Another rule
 covers single spikes.
 """
+TOO_GOOD = 0.02
+"""Share of an untrained model's loss. Text is never so predictable: large models keep a tenth of it, on source code a twentieth."""
 UNLEARNED = 0.01
 """Share of an untrained model's loss by which the loss must have fallen after two windows of steps with the full rate."""
 NORM_GROWN = 20.0
@@ -221,6 +236,8 @@ class ProcessSeen:
     state: str
     """State letter in /proc/PID/stat, such as T for stopped and D for disk wait."""
     rank: int | None
+    address_space: float = 0.0
+    """Used share of its limit of address space (``ulimit -v``); 0 without a limit."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +246,8 @@ class DiskSeen:
 
     free: int
     total: int
+    free_files: int | None = None
+    """Files (inodes) that can still be made; None if the file system has no limit."""
 
 
 @dataclass(frozen=True)
@@ -280,10 +299,17 @@ class Observed:
     """Its queued or running job, if the engine was queried."""
     checkpoints: tuple[tuple[int, float], ...] = ()
     """Step and time of each checkpoint on disk, the oldest first."""
+    damaged_checkpoints: tuple[tuple[int, str], ...] = ()
+    """Step and error of the checkpoints that lack a file, or part of one, from the newest down to the first that does not. Only of a run
+    that has ended and is not finished."""
     checkpoint_bytes: int = 0
     """Bytes of the newest checkpoint on disk, all ranks' images together."""
+    checkpoint_files: int = 0
+    """Files of the newest checkpoint on disk."""
     disk: DiskSeen | None = None
     slow_ranks: tuple[SlowRankSeen, ...] = ()
+    metrics_address: str = ""
+    """Address ("host:port") of the coordinator's metrics; empty if it announces none."""
     machines: tuple[str, ...] = ()
     """A sentence for each fact in which the nodes' machines differ."""
     throttled: tuple[Throttling, ...] = ()
@@ -325,8 +351,9 @@ class Observed:
 
     @cached_property
     def recent(self) -> list[tuple[float, run_events.Step]]:
-        """Newest of the settled steps."""
-        return self.settled[-RECENT_STEPS:]
+        """Newest of the settled steps: ``RECENT_STEPS``, or as many as span ``RECENT_LEAST_S``."""
+        since = self.settled[-1][0] - RECENT_LEAST_S if self.settled else 0.0
+        return self.settled[-max(RECENT_STEPS, 1 + sum(t > since for t, _ in self.settled)) :]
 
     @cached_property
     def last_step(self) -> tuple[float, run_events.Step] | None:
@@ -338,6 +365,13 @@ class Observed:
                 if isinstance(event.body, run_events.Step)
             ),
             None,
+        )
+
+    def stage_of(self, step: int) -> tuple[int, int]:
+        """Return the steps after which the stage of the data (``data.stages``) that ``step`` belongs to begins and ends; 0 begins the first."""
+        stages, last = (self.spec.data.stages, self.spec.train.steps) if self.spec else ((), step)
+        return max((stage for stage in stages if stage < step), default=0), min(
+            (stage for stage in stages if stage >= step), default=max(last, step)
         )
 
     @cached_property
@@ -369,7 +403,8 @@ class Observed:
         if self.finished:
             return "nothing: it has finished"
         step = self.saved_step
-        kept = f"step {step:,} is saved, and it goes on from there" if step else "no checkpoint was saved"
+        none = "no checkpoint can be restored" if self.damaged_checkpoints else "no checkpoint was saved"
+        kept = f"step {step:,} is saved, and it goes on from there" if step else none
         return f"nothing: it has ended; {kept}"
 
     def doing(self, while_running: str) -> str:
@@ -405,10 +440,11 @@ class Observed:
 
     @cached_property
     def saved_step(self) -> int:
-        """Newest durable step on disk; 0 if there is none."""
+        """Newest durable step on disk that is not known to be damaged; 0 if there is none."""
         saved = self.newest(run_events.CheckpointSaved)
-        steps = [step for step, _ in self.checkpoints]
-        return max([*steps, saved[1].step if saved else 0])
+        damaged = {step for step, _ in self.damaged_checkpoints}
+        steps = {step for step, _ in self.checkpoints} | ({saved[1].step} if saved else set())
+        return max(steps - damaged, default=0)
 
     @cached_property
     def began_at(self) -> float | None:

@@ -39,6 +39,8 @@ def failed(observed: o.Observed) -> Iterator[o.Reason]:
         return
     first = recent_failures[0] if recent_failures else None
     evidence = [f"{failure.who}: {failure.kind}: {failure.message}" for failure in recent_failures[:3]]
+    if observed.data_error:
+        evidence.insert(0, f"its data cannot be read: {observed.data_error}")
     if given_up and observed.fleet is not None:
         evidence.append(f"the fleet has given up: {observed.fleet.reason}")
     if logged is not None:
@@ -52,12 +54,16 @@ def failed(observed: o.Observed) -> Iterator[o.Reason]:
     remedy = (
         f"{first.remedy}; then"
         if first and first.remedy
+        else "put the data right (data.path); then"
+        if observed.data_error
+        else "copy the checkpoints' files back; then"
+        if observed.damaged_checkpoints and not observed.saved_step
         else f"see phalanx logs {observed.run}, and the kernel's log (dmesg) if a process was killed; then"
     )
     yield o.Reason(
         code="failed",
         severity="critical",
-        title=f"The run has failed: {failure}",
+        title=f"The run has failed{', and its data cannot be read' * bool(observed.data_error)}: {failure}",
         where=first.who if first else logged.who if logged else "the fleet",
         since=first.at if first else logged.at if logged else observed.last_t or None,
         evidence=tuple(evidence),
@@ -214,13 +220,18 @@ def standstill(observed: o.Observed) -> Iterator[o.Reason]:
     halted = [process for process in observed.processes if process.state in _HALTED]
     evidence += [f"{_called(process)} {_HALTED[process.state]}" for process in halted[:4]]
     stopped = [str(process.pid) for process in halted if process.state in _STOPPED]
+    crowded = [process for process in observed.processes if process.address_space >= o.ADDRESS_SPACE]
+    evidence[:0] = [
+        f"{_called(process)} is out of memory: it has used {process.address_space:.1%} of its limit of address space (ulimit -v)"
+        for process in crowded[:4]
+    ]
     fleet = observed.fleet is not None
     stall_s = observed.spec.fleet.stall_s if observed.spec else 120.0
     yield o.Reason(
         code=doing.code,
         severity="critical",
         title=f"No step for {format_duration(silent_s)}, while {doing.activity}",
-        where=", ".join(map(_called, halted[:4])) or "the whole run",
+        where=", ".join(map(_called, (halted or crowded)[:4])) or "the whole run",
         since=since,
         evidence=tuple(evidence),
         doing=f"the fleet diagnoses a hang after {stall_s:g} s and replaces who hangs"
@@ -228,6 +239,8 @@ def standstill(observed: o.Observed) -> Iterator[o.Reason]:
         else "nothing: plain ranks wait for each other",
         next=f"let it go on: kill -CONT {' '.join(stopped)}"
         if stopped
+        else f"end its process (kill), raise its limit (ulimit -v), and start again: phalanx train {observed.run}"
+        if crowded
         else doing.next
         or (
             f"phalanx status {observed.run} (the fleet's view); phalanx logs {observed.run}"
@@ -344,7 +357,8 @@ def slow_data(observed: o.Observed) -> Iterator[o.Reason]:
         return
     took = sum(step.logged_s for _, step in observed.recent)
     waited = sum(step.data_wait_s for _, step in observed.recent)
-    if not took or waited < o.DATA_SHARE * took:
+    span_s = observed.recent[-1][0] - observed.recent[0][0]
+    if span_s < o.RECENT_LEAST_S or not took or waited < o.DATA_SHARE * took:
         return
     late = [t for t, step in observed.settled if step.data_wait_s >= o.DATA_SHARE * step.logged_s]
     last = observed.recent[-1][1]

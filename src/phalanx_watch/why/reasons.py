@@ -7,6 +7,7 @@ that needs them returns no reason. A healthy run has none.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -20,14 +21,17 @@ from typing import BinaryIO
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.manifest import decode_index
+from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.errors import DataError
-from phalanx.data.reading.sources import read_data_index
+from phalanx.data.reading.sources import index_of_places, open_places
+from phalanx.data.stored.index import SPLITS
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.launch.engines.engine import JobStanding
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.events import Event, decode
 from phalanx.observe.logs.line import what_happened, who
 from phalanx.observe.logs.read_lines import first_failure, read_lines
+from phalanx.observe.metrics.endpoint import coordinator_address
 from phalanx.observe.rank_stream import RankStream, RankStreamError
 from phalanx.observe.record.notes import machine_differences, newest_machines, read_throttling
 from phalanx.run.directory.files import open_regular, read_small
@@ -58,12 +62,21 @@ RULES: tuple[Rule, ...] = (
         numbers.spike,
         numbers.diverged,
         numbers.not_learning,
+        numbers.endless_warmup,
+        numbers.loss_too_low,
         numbers.growing_norm,
         surroundings.changed_run_file,
         surroundings.other_data,
         fleet.no_coordinator,
     ),
-    *(surroundings.failed_checkpoints, surroundings.full_disk, surroundings.old_checkpoint),
+    *(
+        surroundings.failed_checkpoints,
+        surroundings.full_disk,
+        surroundings.old_checkpoint,
+        surroundings.slow_checkpoints,
+        surroundings.damaged_checkpoints,
+        surroundings.passed_over_checkpoints,
+    ),
     *(
         fleet.not_finite_nodes,
         fleet.lost_nodes,
@@ -73,6 +86,7 @@ RULES: tuple[Rule, ...] = (
         fleet.hardware,
         surroundings.throttled,
         fleet.straggler,
+        fleet.metrics_elsewhere,
     ),
     *(layers.growing_layer, layers.saturated_layer, layers.collapsed_router, layers.dead_units),
     *(progress.slow_data, progress.slower_than_before, progress.low_goodput, numbers.imbalance),
@@ -112,8 +126,10 @@ def slow_ranks(directory: RunDirectory, attempt: int) -> list[o.SlowRankSeen]:
         suppress(RankStreamError, RunDirectoryError, EventLogError, OSError, IndexError, ValueError),
         RankStream(directory.ranks) as stream,
     ):
-        windows = comparison.newest_windows(stream, _WINDOWS)
+        windows = comparison.newest_windows(stream, _WINDOWS, least_s=o.RECENT_LEAST_S)
         if len(windows) < _LEAST_WINDOWS or stream.head(windows[-1]).attempt != attempt:
+            return []
+        if stream.head(windows[-1]).t - stream.head(windows[0]).t < o.RECENT_LEAST_S:
             return []
         ranks = stream.head(windows[-1]).ranks
         values = comparison.values_of(stream, "compute_s", windows)
@@ -196,7 +212,7 @@ def processes_of(directory: RunDirectory, proc: Path = Path("/proc")) -> Iterato
             return
         pid = waiting.pop()
         if stat := _stat(proc / str(pid)):
-            yield o.ProcessSeen(pid, stat[0], _rank(proc / str(pid)))
+            yield o.ProcessSeen(pid, stat[0], _rank(proc / str(pid)), _address_space(proc / str(pid), stat))
         waiting += _children(proc / str(pid))
 
 
@@ -206,6 +222,19 @@ def _stat(process: Path) -> list[str]:
         # The name of the program, in parentheses, may hold spaces.
         return (process / "stat").read_text().rpartition(")")[2].split()
     return []
+
+
+_SIZE = 20
+"""Index of the bytes of address space in what ``_stat`` returns (field 23 of proc(5))."""
+
+
+def _address_space(process: Path, stat: list[str]) -> float:
+    """Return the used share of a process's limit of address space; 0 if it has no limit, or that cannot be read."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in (process / "limits").read_text().splitlines():
+            if line.startswith("Max address space"):
+                return int(stat[_SIZE]) / int(line.split()[3])  # "unlimited" is no number
+    return 0.0
 
 
 def _children(process: Path) -> list[int]:
@@ -261,9 +290,13 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         spec = read_resolved(directory)
     record = read_small_json(directory.record)
     fingerprint = record.get("data_fingerprint")
-    data_now, data_error = _data_now(spec, record)
     failures = _failures(directory)
     is_held = KernelLocks().holds(directory)
+    is_finished = directory.result.exists()
+    # A running run has its shards and its state itself.
+    needs_files = is_held is False and not is_finished
+    data_now, data_error = _data_now(spec, record, with_shards=needs_files)
+    checkpoint_bytes, checkpoint_files = _checkpoint_size(directory)
     observed = o.Observed(
         run=str(directory.path),
         now=now,
@@ -273,15 +306,18 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         is_held=is_held,
         starts=starts if isinstance(starts := record.get("attempts"), int) else 0,
         last_line="" if events or is_held is not False else last_line(directory),
-        finished=directory.result.exists(),
+        finished=is_finished,
         fleet=_fleet(directory),
         failures=tuple(failures),
         first_failure=failed_first(directory) if failures or is_held is False else None,
         processes=tuple(processes_of(directory)) if is_held else (),
         job=job,
-        checkpoint_bytes=_checkpoint_bytes(directory),
+        damaged_checkpoints=tuple(_damaged_checkpoints(directory)) if needs_files else (),
+        checkpoint_bytes=checkpoint_bytes,
+        checkpoint_files=checkpoint_files,
         checkpoints=tuple(_checkpoints(directory)),
         disk=_disk(directory),
+        metrics_address=coordinator_address(directory),
         machines=tuple(unlike_machines(directory)),
         throttled=tuple(read_throttling(directory, now)),
         changed_fields=tuple(map(str, run_changes(record, spec))) if spec is not None else (),
@@ -374,29 +410,44 @@ def _checkpoints(directory: RunDirectory) -> list[tuple[int, float]]:
     return checkpoints
 
 
-def _checkpoint_bytes(directory: RunDirectory) -> int:
-    """Return the bytes of the newest checkpoint; 0 if there is none, or it cannot be read."""
+def _damaged_checkpoints(directory: RunDirectory) -> Iterator[tuple[int, str]]:
+    """Yield step and error of checkpoints whose files are not all there in their sizes, from the newest down to the first that is intact."""
+    with suppress(OSError, CheckpointError):
+        for step in sorted(directory.committed_steps(), reverse=True):
+            try:
+                DiskTier(directory.checkpoints).require_files(step)
+            except CheckpointError as error:
+                yield step, str(error)
+            else:
+                return
+
+
+def _checkpoint_size(directory: RunDirectory) -> tuple[int, int]:
+    """Return bytes and files of the newest checkpoint; zeros if there is none, or it cannot be read."""
     with suppress(OSError, CheckpointError):
         steps = directory.committed_steps()
         if steps:
             path = step_folder(directory.checkpoints, max(steps)) / CHECKPOINT_INDEX
-            return sum(ref.data_bytes for ref in decode_index(read_small(path), str(path)).catalogs)
-    return 0
+            index = decode_index(read_small(path), str(path))
+            files = index.world_size + len(index.catalogs) + 1  # images, catalogs, the index
+            return sum(ref.data_bytes for ref in index.catalogs), files
+    return 0, 0
 
 
 def _disk(directory: RunDirectory) -> o.DiskSeen | None:
-    """Return free and total bytes of the disk with the checkpoints; None if they cannot be read."""
+    """Return free and total bytes, and free inodes, of the disk with the checkpoints; None if they cannot be read."""
     place = directory.checkpoints if directory.checkpoints.is_dir() else directory.path
     with suppress(OSError):
-        usage = shutil.disk_usage(place)
-        return o.DiskSeen(usage.free, usage.total)
+        usage, system = shutil.disk_usage(place), os.statvfs(place)
+        return o.DiskSeen(usage.free, usage.total, system.f_favail if system.f_files else None)
     return None
 
 
-def _data_now(spec: RunSpec | None, record: dict[str, object]) -> tuple[str, str]:
+def _data_now(spec: RunSpec | None, record: dict[str, object], *, with_shards: bool) -> tuple[str, str]:
     """Return (present fingerprint of the data, reason why they cannot be opened); one of them is empty.
 
-    Both are empty without ``spec``, or for object stores, which may be slow.
+    Both are empty without ``spec``, or for object stores, which may be slow. ``with_shards`` also compares the size of each
+    shard with the index.
     """
     if spec is None:
         return "", ""
@@ -404,7 +455,11 @@ def _data_now(spec: RunSpec | None, record: dict[str, object]) -> tuple[str, str
         data = found_again(spec.data, record, same_end=False)
         if any(is_url(address) for address in addresses(data).values()):
             return "", ""
-        return read_data_index(data).fingerprint, ""
+        places = open_places(data)
+        if with_shards:
+            for place, split in itertools.product(places.values(), SPLITS):
+                place.shards(split)
+        return index_of_places(places).fingerprint, ""
     except (DataError, RunDirectoryError, StoreError, OSError) as error:
         return "", str(error)
 

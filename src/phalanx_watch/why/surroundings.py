@@ -9,7 +9,15 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from statistics import median
 
-from phalanx.observe.events import CheckpointCopied, CheckpointFailed, CheckpointSaved, Message, RunStarted
+from phalanx.observe.events import (
+    CheckpointCopied,
+    CheckpointFailed,
+    CheckpointSaved,
+    IncidentKind,
+    Message,
+    Restored,
+    RunStarted,
+)
 from phalanx.observe.throughput import format_duration
 from phalanx_watch.why import observed as o
 
@@ -88,6 +96,84 @@ def old_checkpoint(observed: o.Observed) -> Iterator[o.Reason]:
     )
 
 
+def slow_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if the newest saves delay training for much of its time, since the one before is still being written."""
+    saves = [(event.t, event.body) for event in observed.mine if isinstance(event.body, CheckpointSaved)]
+    saves = saves[-o.SAVES - 1 :]
+    if not observed.running or len(saves) < 3:
+        return
+    (began, _), *newest = saves
+    stalled_s, elapsed_s = sum(save.blocked_s for _, save in newest), newest[-1][0] - began
+    if stalled_s < max(o.RECENT_LEAST_S, o.SAVE_SHARE * elapsed_s):
+        return
+    last = newest[-1][1]
+    usual_s = median(save.seconds for _, save in newest)
+    rate = f", {last.size_bytes / usual_s / 1e6:,.3g} MB/s" if usual_s else ""
+    yield o.Reason(
+        code="slow-checkpoints",
+        severity="warning",
+        title=f"Training waits for checkpoints: {stalled_s / elapsed_s:.0%} of the time",
+        where=last.path,
+        since=began,
+        evidence=(
+            f"the newest {len(newest)} saves, up to step {last.step:,}, delayed training by {format_duration(stalled_s)} of {format_duration(elapsed_s)}",
+            f"one takes {format_duration(usual_s)} to write {last.size_bytes:,} bytes{rate}, while {format_duration(elapsed_s / len(newest))} lie between two",
+        ),
+        doing="training waits while the checkpoint before is being written",
+        next="put the run directory on a faster disk, or see what else writes to it (iostat -x 5); or save more rarely: "
+        f"phalanx train {observed.run} --set checkpoint.every_steps=0 chooses the time between two",
+    )
+
+
+def passed_over_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason for some minutes after a start that has found checkpoints with other bytes than were written."""
+    messages = [
+        (event.t, event.body.text)
+        for event in observed.mine
+        if isinstance(event.body, Message) and event.body.incident is IncidentKind.DAMAGED_CHECKPOINT
+    ]
+    if not messages or observed.finished or observed.now - messages[-1][0] >= o.NEWS_S:
+        return
+    restored = observed.newest(Restored)
+    yield o.Reason(
+        code="checkpoint-damaged",
+        severity="warning",
+        title="The newest start has passed over a damaged checkpoint",
+        where=f"{observed.run}/checkpoints",
+        since=messages[0][0],
+        evidence=tuple(text for _, text in messages[:_NAMED]),
+        doing=observed.doing(
+            f"training continues from step {restored[1].step:,}" if restored else "training continues"
+        ),
+        next=f"bytes changed on that disk or on the way to it: look at its errors (dmesg, smartctl), and at the others: phalanx checkpoint list {observed.run}",
+    )
+
+
+def damaged_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if the run has ended and its newest checkpoints lack files. Critical if it cannot be resumed."""
+    if not observed.damaged_checkpoints or observed.finished:
+        return
+    newest, _ = observed.damaged_checkpoints[0]
+    intact = observed.saved_step
+    yield o.Reason(
+        code="checkpoint-damaged",
+        severity="warning" if intact else "critical",
+        title=f"The newest checkpoint, step {newest:,}, lacks files"
+        if intact
+        else "No checkpoint can be restored: files of each are missing or cut short",
+        where=f"{observed.run}/checkpoints",
+        since=None,
+        evidence=tuple(f"step {step:,}: {error}" for step, error in observed.damaged_checkpoints[:_NAMED]),
+        doing=observed.after_end,
+        next="copy the files back (a backup, or checkpoint.store); does something remove old files there, such as a purge of scratch? "
+        + (
+            f"To go on from step {intact:,}: phalanx train {observed.run}"
+            if intact
+            else f"To start from scratch: remove {observed.run}/checkpoints"
+        ),
+    )
+
+
 def _interval_s(observed: o.Observed) -> float | None:
     """Return the intended seconds between two checkpoints, by the run file or the median gap; None if unknown."""
     assert observed.spec is not None
@@ -106,10 +192,26 @@ def full_disk(observed: o.Observed) -> Iterator[o.Reason]:
         return
     saved = observed.newest(CheckpointSaved)
     size = observed.checkpoint_bytes or (saved[1].size_bytes if saved else 0)
-    free, total = observed.disk.free, observed.disk.total
-    none_left = free < o.DISK_NEXT * size or not free
+    free, total, free_files = observed.disk.free, observed.disk.total, observed.disk.free_files
+    no_files = free_files is not None and free_files < o.DISK_NEXT * max(1, observed.checkpoint_files)
+    none_left = free < o.DISK_NEXT * size or not free or no_files
     filling = free < o.DISK_SHARE * total and free < o.DISK_CHECKPOINTS * max(size, 1 << 30)
     if not none_left and not filling:
+        return
+    if no_files:
+        yield o.Reason(
+            code="disk-full",
+            severity="critical",
+            title="The disk can hold no more files: its inodes are used up",
+            where=observed.run,
+            since=None,
+            evidence=(
+                f"{free_files:,} more files can be made (inodes), though {free:,} bytes are free",
+                f"a checkpoint takes {max(1, observed.checkpoint_files):,} files",
+            ),
+            doing="a save that fails costs nothing but itself: training continues, and older checkpoints are kept",
+            next=f"remove files, not bytes: df -i {observed.run} has the count, du --inodes -x shows where they are; or another file system, or quota",
+        )
         return
     yield o.Reason(
         code="disk-full" if none_left else "disk-filling",
@@ -256,15 +358,15 @@ def throttled(observed: o.Observed) -> Iterator[o.Reason]:
                 *node.reasons[:_NAMED],
                 f"seen in {node.looks} look{'s' * (node.looks != 1)} since then",
                 *(
-                    f"its rank {rank.rank} computes {rank.slowdown:.0%} longer than its peers"
+                    f"its rank {rank.rank} computes {rank.slowdown:.0%} longer than its peers, which waited {rank.late_share:.0%} of their time for it"
                     for rank in slow
                 ),
             ),
             doing="training continues; all ranks wait for the slowest"
             + ("; if it becomes a straggler, a spare takes its place" if in_fleet else ""),
-            next=f"look at its cooling and power; to do without it: phalanx fleet drain {observed.run} {node.node}"
+            next=f"look at its cooling, power and CPU limit, as named; to do without it: phalanx fleet drain {observed.run} {node.node}"
             if in_fleet
-            else "look at the cooling and power of that machine",
+            else "look at the cooling, power and CPU limit of that machine, as named",
         )
 
 

@@ -17,15 +17,17 @@ from phalanx.observe.events import (
     CheckpointFailed,
     CheckpointSaved,
     EpochLeft,
+    Evaluated,
     Message,
     NonFinite,
     Stopped,
     decode,
 )
 from phalanx.observe.logs.line import LogLine, encode, ended_text
-from phalanx.run.spec import ModelSpec, RunSpec
+from phalanx.run.spec import DataSpec, ModelSpec, RunSpec, ScheduleSpec, SourceSpec, TrainSpec
 from phalanx_watch.why.observed import DiskSeen, ProcessSeen
 from phalanx_watch.why.reasons import processes_of, reasons
+from tiny_runs import make_dataset
 from watch.why.test_rules import FLEET, NOTHING_DUE, only, spike
 from watch.why.watched import T0, Watched, fleet_file, member, steps
 
@@ -97,6 +99,33 @@ def test_a_loss_half_above_the_best_is_a_divergence_once_it_has_lasted_a_window(
     assert (found.code, found.where) == ("diverged", "step 61 and after")
 
 
+@pytest.mark.parametrize(
+    ("stages", "severity"), [((0, 300), "info"), ((0, 300, 301), "critical"), ((0,), "critical")]
+)
+def test_a_loss_that_rises_where_other_data_begin_by_the_run_file_is_no_trouble(
+    tmp_path: Path, stages: tuple[int, ...], severity: str
+) -> None:
+    data = DataSpec(stages=stages, sources=(SourceSpec("words", "w", (1.0,) * len(stages)),))
+    train = TrainSpec(steps=100_000)
+    run = Watched(tmp_path / "run", dataclasses.replace(VOCABULARY, data=data, train=train))
+    run.write(steps(1, 300))
+    run.write([spike(301)])
+    run.write(steps(301, 480, lambda _: {"loss": 4.0}))
+    reason = only(run.reasons())
+    assert (reason.code, reason.severity) == ("loss-spike", severity)
+    assert any("data.stages" in line for line in reason.evidence) == (severity == "info")
+
+
+def test_a_spike_is_over_if_the_loss_came_back_before_other_data_began(tmp_path: Path) -> None:
+    data = DataSpec(stages=(0, 300), sources=(SourceSpec("words", "w", (1.0, 1.0)),))
+    spec = dataclasses.replace(VOCABULARY, data=data, train=TrainSpec(steps=100_000))
+    run = Watched(tmp_path / "run", spec)
+    run.write([*steps(1, 260), spike(260), *steps(261, 300), *steps(301, 330, lambda _: {"loss": 4.0})])
+    reason = only(run.reasons())
+    assert (reason.code, reason.severity) == ("loss-spike", "warning")
+    assert "the loss is back where it was" in reason.evidence
+
+
 def test_a_loss_that_stays_at_that_of_an_untrained_model_is_named_after_two_windows(tmp_path: Path) -> None:
     run = Watched(tmp_path / "run", VOCABULARY)
     run.write(steps(1, 250, lambda _: {"loss": 8.3}))
@@ -111,6 +140,36 @@ def test_a_loss_that_falls_late_is_no_run_that_does_not_learn(tmp_path: Path) ->
     run = Watched(tmp_path / "run", VOCABULARY)
     run.write(steps(1, 400, lambda number: {"loss": 8.3 - max(0, number - 200) / 400}))
     assert run.codes() == []
+
+
+def test_a_warmup_that_is_not_shorter_than_the_run_is_named_though_the_loss_falls(tmp_path: Path) -> None:
+    for warmup, codes in ((99_999, []), (100_000, ["endless-warmup"])):
+        spec = dataclasses.replace(
+            VOCABULARY, train=TrainSpec(steps=100_000), schedule=ScheduleSpec(warmup_steps=warmup)
+        )
+        run = Watched(tmp_path / str(warmup), spec)
+        run.write(steps(1, 60))
+        assert run.codes() == codes
+    reason = only(run.reasons())
+    assert reason.where == "schedule.warmup_steps"
+    assert "warmup_steps = 100,000" in reason.evidence[0]
+
+
+@pytest.mark.parametrize(
+    ("held_out", "cause"),
+    [(None, "leak into the inputs"), (0.03, "so is the held-out loss"), (7.0, "memorized")],
+)
+def test_a_loss_that_no_text_allows_is_named_with_what_the_held_out_loss_says_of_it(
+    run: Watched, held_out: float | None, cause: str
+) -> None:
+    run.write(steps(31, 60, lambda _: {"loss": 0.2}))
+    assert run.codes() == []
+    run.write(steps(61, 90, lambda _: {"loss": 0.03}))
+    if held_out is not None:
+        run.write([Evaluated(90, held_out)])
+    reason = only(run.reasons())
+    assert (reason.code, reason.severity) == ("loss-too-low", "warning")
+    assert cause in reason.evidence[1]
 
 
 def test_a_gradient_norm_that_has_grown_for_a_window_is_named_with_the_step_and_the_way_back(
@@ -157,6 +216,20 @@ def test_a_rank_that_was_killed_is_named_as_the_failure_of_the_run(run: Watched)
     assert "dmesg" in found.next
 
 
+def test_a_run_that_failed_with_a_shard_cut_short_is_named_by_that_shard(
+    run: Watched, tmp_path: Path
+) -> None:
+    dataset = make_dataset(tmp_path / "words")
+    (run.directory.path / "run.toml").write_text(f'[data]\npath = "{dataset}"\n')
+    run.directory.record.write_text('{"data_fingerprint": "' + "a" * 64 + '"}')
+    os.truncate(dataset / "train-00000.bin", 100)
+    log_line(run, "Fatal Python error: Bus error")
+    reason = next(reason for reason in run.reasons(is_held=False) if reason.code == "failed")
+    assert "its data cannot be read" in reason.title
+    assert f"{dataset / 'train-00000.bin'} has 100 bytes instead of" in reason.evidence[0]
+    assert reason.next.startswith("put the data right")
+
+
 def test_a_failure_long_before_the_last_event_was_recovered_from(run: Watched) -> None:
     log_line(run, ended_text("was killed by SIGKILL"), at=run.t - 300)
     assert only(run.reasons(1, is_held=False)).code == "gone"
@@ -199,6 +272,33 @@ def test_a_hang_names_the_rank_whose_process_is_stopped_and_how_it_goes_on(run: 
     found = only(run.reasons(120, processes=processes))
     assert (found.code, found.where) == ("stalled", "rank 1 (process 11)")
     assert "kill -CONT 11" in found.next
+
+
+def test_a_hang_names_the_rank_that_has_used_up_its_address_space(run: Watched) -> None:
+    full = (ProcessSeen(11, "S", 0, 0.7), ProcessSeen(12, "S", 1, 0.99))
+    reason = only(run.reasons(60, processes=full))
+    assert reason.where == "rank 1 (process 12)"
+    assert "out of memory" in reason.evidence[0]
+    assert "ulimit -v" in reason.next
+
+
+def test_the_used_share_of_a_limit_of_address_space_is_read_from_the_process(tmp_path: Path) -> None:
+    run = Watched(tmp_path)
+    run.directory.lock.write_text(f"process {os.getpid()} on {os.uname().nodename}\n")
+    limited = (
+        "import resource\n"
+        "used = int(open('/proc/self/stat').read().rpartition(')')[2].split()[20])\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2 * used, 2 * used))\n"
+        "print('limited', flush=True)\n"
+        "input()\n"
+    )
+    command = [sys.executable, "-c", limited]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "limited\n"
+        shares = {seen.pid: seen.address_space for seen in processes_of(run.directory)}
+        process.communicate("\n")
+    assert 0.4 < shares[process.pid] < 0.6
 
 
 def test_the_processes_of_a_run_are_its_holder_and_what_that_started(tmp_path: Path) -> None:

@@ -140,6 +140,38 @@ def test_another_version_of_the_data_is_named(ranks: Ranks, tmp_path: Path) -> N
     assert str(dataset) in found.where
 
 
+def test_checkpoints_that_lack_files_are_named_before_a_start_and_not_offered_to_go_on_from(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    ranks.run(1, train_on_this_rank, tiny_run(dataset, tmp_path / "run", steps=4))
+    (tmp_path / "run" / "result.json").unlink()  # as of a run that is to train on
+    older, newer = (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" for step in (2, 4))
+    (newer / "rank-00000.safetensors").unlink()
+    damaged = named(tmp_path / "run", "checkpoint-damaged")
+    assert damaged.severity == "warning"
+    assert "rank-00000.safetensors" in damaged.evidence[0]
+    assert "step 2 is saved" in damaged.doing
+    (older / "rank-00000.safetensors").write_bytes(b"cut")
+    damaged = named(tmp_path / "run", "checkpoint-damaged")
+    assert damaged.severity == "critical"
+    assert "no checkpoint can be restored" in damaged.doing
+
+
+def test_a_checkpoint_whose_bytes_have_changed_is_named_once_a_start_has_passed_it_over(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    ranks.run(1, train_on_this_rank, tiny_run(dataset, tmp_path / "run", steps=8), 6)
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*")) / "rank-00000.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    ranks.run(1, train_on_this_rank, tiny_run(dataset, tmp_path / "run", steps=8), 7)
+    with going_on(tmp_path / "run"):
+        damaged = named(tmp_path / "run", "checkpoint-damaged")
+    assert damaged.severity == "warning"
+    assert "rank-00000.safetensors" in damaged.evidence[0]
+
+
 def test_a_run_whose_processes_were_killed_is_missed(ranks: Ranks, dataset: Path, tmp_path: Path) -> None:
     ranks.run(2, train_on_this_rank, tiny_run(dataset, tmp_path / "run"), 4)
     with going_on(tmp_path / "run"):

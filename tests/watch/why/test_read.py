@@ -99,6 +99,19 @@ def test_a_rank_that_computes_longer_than_its_peers_is_read_from_the_stream_of_r
     assert [one.where for one in found] == ["rank 3"]
 
 
+@pytest.mark.parametrize(("windows", "codes"), [(20, []), (80, ["straggler"])])
+def test_ranks_are_not_compared_over_a_moment(tmp_path: Path, windows: int, codes: list[str]) -> None:
+    run = Watched(tmp_path)
+    (tmp_path / "run.toml").write_text('[data]\npath = "words"\n')
+    run.write(steps(1, 80))
+    with RankStreamWriter(run.directory.ranks) as writer:
+        for window in range(1, windows + 1):
+            compute = np.array([1.0, 1.01, 0.99, 1.6], np.float32)
+            columns = {name: np.full(4, np.nan, np.float32) for name in RANK_COLUMNS} | {"compute_s": compute}
+            writer.append(RankFrame(10 * window, run.t + 0.1 * window, 0, 4, columns, 10))
+    assert run.codes() == codes
+
+
 @pytest.mark.parametrize(("others", "named"), [(0.02, ["rank 3"]), (0.9, [])])
 def test_a_rank_that_is_late_in_bursts_is_named_unless_all_are(
     tmp_path: Path, others: float, named: list[str]

@@ -23,8 +23,9 @@ from phalanx.observe.events import (
     RunStarted,
     Stopped,
 )
+from phalanx.observe.metrics.endpoint import Target, announce
 from phalanx.observe.record.notes import Throttling
-from phalanx.run.spec import CheckpointSpec, EvalSpec, FleetSpec, MoeSpec, RunSpec
+from phalanx.run.spec import CheckpointSpec, EvalSpec, FleetSpec, MoeSpec, ObserveSpec, RunSpec
 from phalanx.train.lifecycle.ending import RunFailedError, report_failure
 from phalanx_watch.why.observed import DiskSeen, Reason, SlowRankSeen
 from watch.why.watched import T0, Watched, fleet_file, happening, member, step, steps
@@ -178,6 +179,14 @@ def test_waiting_for_samples_is_named_with_its_share(run: Watched) -> None:
     assert "30%" in found.title
 
 
+def test_steps_that_are_over_in_a_moment_are_judged_over_some_seconds(run: Watched) -> None:
+    run.write(steps(31, 160, lambda _: {"logged_s": 0.02}), every_s=0.02)
+    run.write(steps(161, 180, lambda _: {"logged_s": 0.02, "data_wait_s": 0.01}), every_s=0.02)
+    assert run.codes() == []
+    run.write(steps(181, 600, lambda _: {"logged_s": 0.02, "data_wait_s": 0.01}), every_s=0.02)
+    assert run.codes() == ["slow-data"]
+
+
 def test_a_fall_of_throughput_is_named_with_what_has_grown(run: Watched) -> None:
     run.write(steps(31, 140))
     slow = {"tokens_per_s": 300.0, "step_s": 3.3, "logged_s": 3.3}
@@ -279,6 +288,29 @@ def test_a_disk_that_fails_is_named_with_its_error_and_what_is_still_good(run: W
     assert run.codes() == []
 
 
+def saves_that_delay(run: Watched, stall_s: float) -> None:
+    for number in range(40, 100, 10):
+        run.write(steps(number - 9, number))
+        run.write([CheckpointSaved(number, "/runs/x/checkpoints", 10**9, 21.0, stall_s)], every_s=stall_s)
+
+
+def test_saves_that_delay_training_for_much_of_its_time_are_named(run: Watched) -> None:
+    saves_that_delay(run, stall_s=20.0)
+    reason = only(run.reasons())
+    assert (reason.code, reason.severity, reason.where) == (
+        "slow-checkpoints",
+        "warning",
+        "/runs/x/checkpoints",
+    )
+    assert "50%" in reason.title
+    assert "47.6 MB/s" in reason.evidence[1]
+
+
+def test_saves_that_take_long_and_delay_nothing_are_no_reason(run: Watched) -> None:
+    saves_that_delay(run, stall_s=0.5)
+    assert run.codes() == []
+
+
 def test_a_checkpoint_older_than_three_of_its_intervals_is_named(run: Watched) -> None:
     run.spec = dataclasses.replace(run.spec, checkpoint=CheckpointSpec(every_steps=20))
     run.write([CheckpointSaved(20, "c", 10, seconds=1.0)])
@@ -296,6 +328,15 @@ def test_a_disk_without_room_for_the_next_checkpoint_is_named(
 ) -> None:
     run.write([CheckpointSaved(30, "c", 2 * 10**9, 1.0)])
     assert run.codes(disk=DiskSeen(free, 10**12)) == code
+
+
+def test_a_disk_without_inodes_for_the_next_checkpoint_is_named_though_it_has_bytes(run: Watched) -> None:
+    disk = DiskSeen(10**12, 10**12, free_files=9)
+    assert run.codes(disk=disk, checkpoint_files=4) == []
+    reason = only(run.reasons(disk=disk, checkpoint_files=20))
+    assert (reason.code, reason.severity) == ("disk-full", "critical")
+    assert "inodes" in reason.title
+    assert "df -i" in reason.next
 
 
 # --- the fleet -------------------------------------------------------------------------------------------
@@ -405,6 +446,16 @@ def test_a_fleet_that_has_ended_has_nothing_wrong_whatever_was_lost(run: Watched
     )
 
 
+def test_metrics_at_another_port_than_the_run_files_are_named(run: Watched) -> None:
+    spec = dataclasses.replace(FLEET, observe=ObserveSpec(metrics_port=9400))
+    for address, codes_there in (("10.0.0.1:9400", []), ("10.0.0.1:31900", ["metrics-elsewhere"])):
+        announce(run.directory, Target(address, "r", "", 0))
+        assert run.codes(spec=spec, fleet=fleet_file(run.t)) == codes_there
+    reason = only(run.reasons(spec=spec, fleet=fleet_file(run.t)))
+    assert "10.0.0.1:31900" in reason.evidence[0]
+    assert "9400" in reason.title
+
+
 # --- surroundings ----------------------------------------------------------------------------------------
 
 
@@ -442,11 +493,15 @@ def test_nodes_that_are_not_alike_are_named(run: Watched) -> None:
 
 def test_a_node_that_is_slowed_down_while_it_trains_is_named_with_its_slow_rank(run: Watched) -> None:
     note = Throttling("node-1", 900.0, 990.0, 9, ("GPU 3 at b: power brake, 600 MHz",))
-    slow = SlowRankSeen(1, 0.31, 0.2, 20, 18, None, "node-1")
-    found = next(one for one in run.reasons(throttled=(note,), slow_ranks=(slow,)) if one.code == "throttled")
+    slow = SlowRankSeen(1, 0.31, 0.2, 20, 18, None, "node-1", late_share=0.3)
+    found = only(run.reasons(throttled=(note,), slow_ranks=(slow,)))
+    assert found.code == "throttled"
     assert (found.severity, found.where, found.since) == ("warning", "node node-1", 900.0)
     assert found.evidence[0] == note.reasons[0]
-    assert found.evidence[-1] == "its rank 1 computes 31% longer than its peers"
+    assert (
+        found.evidence[-1]
+        == "its rank 1 computes 31% longer than its peers, which waited 30% of their time for it"
+    )
     assert run.codes(throttled=(note,)) == ["throttled"]
     assert "throttled" not in run.codes(throttled=(note,), finished=True)
 

@@ -402,6 +402,15 @@ def targets(directories: Iterable[Path]) -> list[Mapping[str, object]]:
     return [entry for folder in folders for path in sorted(folder.glob("*.json")) for entry in _entries(path)]
 
 
+def coordinator_address(directory: RunDirectory) -> str:
+    """Return the address ("host:port") at which the run's coordinator serves its metrics; empty if none is announced."""
+    for entry in _entries(_path(directory, COORDINATOR)):
+        addresses = entry["targets"]
+        if isinstance(addresses, list) and addresses:
+            return str(addresses[0])
+    return ""
+
+
 def _entries(path: Path) -> list[dict[str, object]]:
     """Return the entries of one target file; none of a file that is not one of ours."""
     try:

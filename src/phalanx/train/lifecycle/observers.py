@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from phalanx.hardware.local.device import most_memory_bytes
 from phalanx.observe.event_log import newest_event
-from phalanx.observe.events import Restored, RunStarted, Step
+from phalanx.observe.events import IncidentKind, Restored, RunStarted, Step
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
 from phalanx.parallel.reduction.data_parallel import local, named_parameters
@@ -223,7 +223,7 @@ def report_start(training: Training) -> None:
             )
     if restored is not None:
         for line in restored.passed_over:
-            reporter.warn(f"passed over a damaged checkpoint: {line}")
+            reporter.warn(f"passed over a damaged checkpoint: {line}", IncidentKind.DAMAGED_CHECKPOINT)
         source = restored.source or str(inputs.directory.checkpoints)
         reporter.emit(Restored(restored.step, source, restored.seconds, moved_bytes=restored.moved_bytes))
 
