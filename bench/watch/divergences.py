@@ -26,7 +26,15 @@ BEGIN, END = "<!-- divergences: begin -->", "<!-- divergences: end -->"
 EVERY_STEPS = 5
 """Steps between two judgments."""
 OF_TRAINING = {
-    *("not-finite", "loss-spike", "diverged", "not-learning", "growing-norm", "expert-imbalance"),
+    *(
+        "not-finite",
+        "loss-spike",
+        "diverged",
+        "not-learning",
+        "loss-too-low",
+        "growing-norm",
+        "expert-imbalance",
+    ),
     *("growing-layer", "saturated-layer", "collapsed-router", "dead-units"),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from free_ports import free_port
+from phalanx.data.formats.document import Document
+from phalanx.data.preparing.prepare import prepare
 from phalanx.data.stored.copies import copy_dataset
 from phalanx_process import RUN_FILE
 from spiking_runs import SPIKE, make_noise
@@ -55,6 +58,8 @@ class Problem:
     """Makes its scene in a folder; what must end with it goes on the stack."""
     alerts: tuple[str, ...] = ()
     """The rules of ``deploy/prometheus`` that are there for it, beside those for any reason of ``phalanx why``."""
+    where: str = ""
+    """Part of the place that the reason must name, such as the node."""
 
 
 FLEET = ("--nodes", "3", "--set", "fleet.lease_s=4", "--set", "fleet.heartbeat_s=1")
@@ -113,6 +118,54 @@ def full_disk(folder: Path, stack: ExitStack) -> Scene:
                 pass
 
     return Scene(_file(folder), RANKS, plant=plant)
+
+
+def no_inodes(folder: Path, stack: ExitStack) -> Scene:
+    """The run directory's own small file system (tmpfs, as root) can hold no more files, though it has bytes."""
+    runs = folder / "runs"
+    runs.mkdir()
+    options = f"size={DISK},nr_inodes=200"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(runs)], check=True)
+    stack.callback(subprocess.run, ["umount", "-l", str(runs)], check=True)
+
+    def plant(_process: int) -> None:
+        with suppress(OSError):
+            for number in range(1000):
+                (runs / f"file-{number}").touch()
+
+    return Scene(_file(folder), RANKS, plant=plant)
+
+
+def cut_shard(folder: Path, _stack: ExitStack) -> Scene:
+    """A shard of the dataset is cut short while the run reads it."""
+    return Scene(
+        _file(folder), RANKS, plant=lambda _process: os.truncate(folder / "words" / "train-00000.bin", 4096)
+    )
+
+
+def purged_checkpoints(folder: Path, _stack: ExitStack) -> Scene:
+    """The run ends, and old files are removed from its checkpoints, as by the purge of a scratch file system."""
+
+    def plant(process: int) -> None:
+        signal_all(process, signal.SIGKILL)
+        for path in (folder / "runs" / "run" / "checkpoints").glob("step-*/rank-00001.safetensors"):
+            path.unlink()
+
+    return Scene(_file(folder), RANKS, plant=plant)
+
+
+def repeated_data(folder: Path, _stack: ExitStack) -> Scene:
+    """The dataset is one document without end."""
+    documents = [Document(f"document-{number}", "abcdef 0123456789 " * 40) for number in range(24)]
+    prepare(documents, folder / "one", tokenizer="bytes", held_out_fraction=0.1)
+    return Scene(RUN_FILE.format(data=folder / "one"), RANKS)
+
+
+def taken_port(folder: Path, stack: ExitStack) -> Scene:
+    """Another process listens at the port of the run's metrics."""
+    server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    port = f"observe.metrics_port={server.getsockname()[1]}"
+    return Scene(_file(folder), (*LONG, *FLEET, "--set", port))
 
 
 def spike(folder: Path, _stack: ExitStack) -> Scene:
@@ -274,8 +327,15 @@ PROBLEMS = (
             "slow rank 1 by 4x from step 30",
         ),
         ("PhalanxStraggler",),
+        where="node-1",
     ),
     Problem("full disk", "disk-full", 12, full_disk, ("PhalanxCheckpointFailing", "PhalanxDiskFilling")),
+    Problem("no inodes", "disk-full", 12, no_inodes, ("PhalanxCheckpointFailing",)),
+    Problem("a shard is cut short", "failed", 12, cut_shard, ("PhalanxFailed",)),
+    Problem("purged checkpoints", "checkpoint-damaged", 12, purged_checkpoints),
+    Problem("warmup to the end", "endless-warmup", 20, _faulty("--set", "schedule.warmup_steps=100000")),
+    Problem("repeated data", "loss-too-low", 60, repeated_data),
+    Problem("port of metrics is taken", "metrics-elsewhere", 1, taken_port),
     Problem(
         "nothing can be written",
         "events-unwritten",

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -76,14 +77,14 @@ def measure(problem: Problem) -> Row:
         )
         began = await_step(run, problem.from_step)
         if scene.plant is not None:
-            await_none(lambda: of_page(address), problem.code)
+            await_none(lambda: of_page(address), problem)
             began = time.time()
             scene.plant(process.pid)
         with ThreadPoolExecutor(3) as pool:
             asked = (
-                pool.submit(await_reason, lambda: of_page(address), problem.code, began),
+                pool.submit(await_reason, lambda: of_page(address), problem, began),
                 pool.submit(await_alert, client, problem, began),
-                pool.submit(await_reason, lambda: of_command(run), problem.code, began),
+                pool.submit(await_reason, lambda: of_command(run), problem, began),
             )
             return Row(problem, *(one.result() for one in asked))
 
@@ -98,13 +99,16 @@ def start(folder: Path, scene: Scene, run: RunDirectory, port: int) -> subproces
         words = ["train", str(file), "--run-dir", str(run.path)]
     words += ["--set", f"observe.metrics_port={port}", *scene.words]
     with (folder / "output").open("w") as output:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "phalanx", *words],
             stdout=output,
             stderr=output,
             start_new_session=True,
             env={**os.environ, **scene.environment},
         )
+    # A bench whose child was killed and is not waited for ends (``bench.running``), and some plants kill the run.
+    threading.Thread(target=process.wait, daemon=True).start()
+    return process
 
 
 @contextmanager
@@ -163,21 +167,26 @@ def await_step(run: RunDirectory, step: int) -> float:
     raise TimeoutError(f"step {step} was never done")
 
 
-def await_reason(ask: Callable[[], list[dict[str, Any]]], code: str, began: float) -> Named:
+def names(problem: Problem, reason: dict[str, Any]) -> bool:
+    """Return True if a reason is that of the problem, in its place."""
+    return reason["code"] == problem.code and problem.where in reason["where"]
+
+
+def await_reason(ask: Callable[[], list[dict[str, Any]]], problem: Problem, began: float) -> Named:
     while time.time() < began + PATIENCE_S:
-        found = [one for one in ask() if one["code"] == code]
-        if found:
-            return Named(time.time() - began, f"{found[0]['title']} ({found[0]['evidence'][0]})")
+        reason = next((reason for reason in ask() if names(problem, reason)), None)
+        if reason is not None:
+            return Named(time.time() - began, f"{reason['title']} ({reason['evidence'][0]})")
         time.sleep(POLL_S)
     return Named()
 
 
-def await_none(ask: Callable[[], list[dict[str, Any]]], code: str) -> None:
+def await_none(ask: Callable[[], list[dict[str, Any]]], problem: Problem) -> None:
     """Waits until nothing of the kind is wrong, as while a run on a busy machine gets under way: what is named then was planted."""
     deadline = time.time() + PATIENCE_S
-    while any(one["code"] == code for one in ask()):
+    while any(names(problem, reason) for reason in ask()):
         if time.time() > deadline:
-            raise TimeoutError(f"{code} is given before anything was planted")
+            raise TimeoutError(f"{problem.code} is given before anything was planted")
         time.sleep(POLL_S)
 
 
