@@ -66,7 +66,7 @@ def _exchange(mesh: Mesh, clock: CommClock) -> moe.Exchange:
 
 
 def _cut(experts: moe.Experts, prefix: str, mesh: Mesh) -> dict[str, Partition]:
-    """Replace the parameters of ``experts`` by this rank's parts.
+    """Replace the parameters of ``experts`` by this rank's parts, uninitialized.
 
     Return the partitions by name. Biases of down projections also set where this rank's part of the result begins.
     """

@@ -73,11 +73,11 @@ def _rounding_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
 
 
 def expert_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
-    """Yield the problems of experts with ``pieces``, which make the degrees of ranks that share a slot the fleet's;
-    none without experts.
+    """Yield the problems of experts with ``pieces``, which make the tensor and context degrees the fleet's; none
+    without experts.
 
-    They are rounding, expert ranks that are no multiple of those degrees, and sums over several slots that meet at an
-    expert.
+    They are rounding; expert ranks that are no multiple of the product of both degrees, which ends the check; and sums
+    over several slots that meet at an expert.
     """
     parallel, train = spec.parallel, spec.train
     degree = parallel.tensor * parallel.context

@@ -149,8 +149,11 @@ class Fork:
                 self._root.parent.rmdir()
 
     def _saved(self, candidate: Candidate) -> TrainedChild | None:
-        """Return the child of a candidate if it was saved in full, in this start or an earlier one; else None. A
-        damaged checkpoint is set aside, with a warning. A collective.
+        """Return the child of a candidate if its last step was saved, in this start or an earlier one; else None. A
+        collective.
+
+        Only the checkpoint's ``extra`` is read, on rank 0. If that is damaged, the checkpoint is set aside, with a
+        warning.
         """
         tier, end = DiskTier(self._root / candidate), self._plan.end
         extra = dict[str, object]()

@@ -417,8 +417,8 @@ def _there_and_back(buffer: torch.Tensor) -> None:
 
 
 def measure_step(spec: RunSpec, ranks: int, steps: int = 4) -> MeasuredStep:
-    """Return the median of ``steps`` steps of ``spec`` on ``ranks`` new processes of this machine, after two that
-    warm up. Times are the slowest rank's, memory is the most of any rank.
+    """Return the median of ``steps`` steps of ``spec`` on ``ranks`` new processes of this machine, after two that warm
+    up. Times are the slowest rank's, memory is the most of any rank. Raises ``RuntimeError`` if a rank failed.
     """
     results = _on_ranks(ranks, MeasureSteps(to_table(spec), steps))
     measured = [result.step for result in results if result.step is not None]

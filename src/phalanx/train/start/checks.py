@@ -205,8 +205,9 @@ def _remote_origin_problems(spec: RunSpec, start: str) -> Iterator[Problem]:
 
 
 def _other_model_problems(spec: RunSpec, start: str, remedy: str) -> Iterator[Problem]:
-    """Yield a problem if the checkpoint ``start`` has other parameters than the model, with the first three that differ. A user's
-    own model is not checked."""
+    """Yield a problem if the checkpoint ``start`` lacks parameters of the model, or has them in other shapes, with the
+    first three. Further tensors of the checkpoint are allowed; a user's own model is not checked.
+    """
     misfits = [] if spec.model.factory else list(_misfits(spec.model, start))
     if misfits:
         more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""

@@ -67,9 +67,9 @@ def claim_store(spec: RunSpec, fingerprint: str, *, has_begun: bool = False) -> 
     """Claim ``checkpoint.store`` for a resolved run on the data of ``fingerprint``, by an object in it, unless it is
     already the run's. Return the changes of layout against the owner's.
 
-    If the run ``has_begun``, it has checkpoints on disk: an unreachable store is then only logged, and nothing
-    returned. Raises ``RunDirectoryError`` if the store has another run's checkpoints, cannot commit, or cannot be
-    reached.
+    If the run ``has_begun``, it has checkpoints on disk: an unreachable store is then only logged, and an empty list
+    returned. Raises ``RunDirectoryError`` if the store is another run's, has checkpoints of no known run, cannot
+    commit, or cannot be reached.
     """
     url = spec.checkpoint.store
     try:
@@ -277,11 +277,11 @@ def _taken(fd: int) -> bool:
 
 
 def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> list[str]:
-    """Check that the directory is this run's, and return the changes of layout since the last start; none if it has
-    no checkpoint yet.
+    """Check that the directory is this run's, and return the changes of layout since the last start.
 
-    Raises ``RunDirectoryError`` for foreign files, another run, other data, or another definition of portable
-    numerics. For another run that shares its past, the error has the command that continues it.
+    Raises ``RunDirectoryError`` for foreign files without a record. If it has a checkpoint, also for another run, other
+    data, or another definition of portable numerics; without one, nothing more is checked and nothing is returned. For
+    another run that shares its past, the error has the command that continues it.
     """
     strangers = (
         {entry.name for entry in directory.path.iterdir() if not entry.name.startswith(".")}
