@@ -168,8 +168,8 @@ def train_run(
 def _launch(run: OpenRun, path: Path, on_event: Callable[[Event], None] | None) -> Ending:
     """Train a prepared run on this machine, as a fleet if it has nodes, and return how it ended.
 
-    Events of this attempt go to ``on_event``; if it raises, the run saves and stops, and the error is raised with a
-    note.
+    Events of this attempt, and of later ones that a fleet makes meanwhile, go to ``on_event``. If it raises, the run
+    saves and stops, and the error is raised with a note.
     """
 
     def while_running(ended: Callable[[], bool]) -> None:

@@ -212,7 +212,9 @@ def is_tables(declared: FieldType) -> bool:
 
 
 def _take_apart(hint: Any) -> FieldType:
-    """Return a field's plain type, its range (None without one) and its owner, from the notes of ``Annotated``."""
+    """Return a field's plain type, and from the notes of ``Annotated`` its range (``None`` without one), whether the
+    fleet or the layout owns it, and whether it was added later.
+    """
     if get_origin(hint) is not Annotated:
         return FieldType(hint, None, fleet_owned=False, layout_owned=False)
     plain, *notes = get_args(hint)

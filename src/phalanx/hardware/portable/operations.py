@@ -34,7 +34,7 @@ def begin() -> None:
 
     Replaces PyTorch's kernels on CPUs and switches oneDNN off, then compares a check's bits. Raises
     ``NotPortableError`` if the machine or the installation do not allow it, or if bits differ; native kernels then
-    stay.
+    stay. Raises ``NoHostKernelsError``, with oneDNN off, if PyTorch refuses a kernel.
     """
     if _ended:
         return

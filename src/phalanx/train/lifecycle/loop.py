@@ -430,8 +430,8 @@ class Trainer:
         return result
 
     def _result(self, scores: Scores, weights: str) -> RunResult:
-        """Return the run's result: the step's figures, evaluations, speed of this attempt, memory, layout, hash of
-        the weights, and the early stop if it came before the last step.
+        """Return the run's result: the step's figures, evaluations, typical speed (``_typical_speed``), memory, layout,
+        hash of the weights, and the early stop if it came before the last step.
         """
         training, progress, layout = self._training, self._progress, self._training.mesh.layout
         evaluation = scores.held_out

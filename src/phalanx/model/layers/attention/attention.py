@@ -106,8 +106,8 @@ class LayerCache:
         """Append keys and values ``(b, k, s, .)``, and return the attention of queries ``(b, h, s, e)`` to all cached
         tokens, ``(b, h, s, v)``.
 
-        ``expand``, if given, computes the keys and values of attention from the cached ones. Raises ``ValueError`` if
-        the buffer is full.
+        ``expand``, if given, computes the keys and values of attention from the cached ones. Raises ``ValueError``, and
+        appends nothing, if the buffer has no room for the new tokens.
         """
         key, value = self.append(key, value)
         if expand is not None:
