@@ -316,8 +316,8 @@ def slurm_domains(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def started_as_rank(environ: Mapping[str, str]) -> bool:
-    """Return True under ``torchrun`` (or anything that sets RANK and WORLD_SIZE) and inside a Slurm step of several
-    tasks.
+    """Return True under ``torchrun`` (or anything that sets RANK and WORLD_SIZE), or inside a Slurm step of
+    several tasks.
 
     A shell from ``srun --pty`` is a step of one task and does not count as a rank.
     """

@@ -61,8 +61,9 @@ class SlurmEngine:
         """Queue the run, with unit and order of the best placement on the nodes that are free now, unless the file
         gives a unit.
 
-        With ``dry_run`` only return the script. ``request.lender`` gives back missing nodes. Raises ``EngineError``
-        if the run is finished, queued already, or could never start.
+        With ``dry_run`` only return the script. ``request.lender`` gives back missing nodes. Raises
+        ``EngineError`` if the run is finished, queued already, or could never start, if the lender is no run
+        under Slurm, or Slurm does not answer.
         """
         order = submission.order_of(spec, working_dir)
         if request.dry_run:

@@ -237,10 +237,11 @@ def _body(order: LaunchOrder) -> Iterator[str]:
 
 
 def _queued_again(order: LaunchOrder) -> Iterator[str]:
-    """Yield the lines that queue the job again if its run was saved for now, and not cancelled or stopped for good.
+    """Yield the lines that queue the job again if its run was saved for now, and not cancelled or stopped for
+    good.
 
-    Not after several jobs in a row that used up their time limit without a new checkpoint: that ends with an error
-    and 67.
+    Not after three jobs in a row that used up their time limit without a new checkpoint: that ends with an
+    error and 67.
     """
     folder, checkpoints = shlex.quote(str(order.folder)), shlex.quote(str(order.run_dir / "checkpoints"))
     # Of a job that was cancelled the state is another; phalanx cancel and phalanx fleet stop leave the file.

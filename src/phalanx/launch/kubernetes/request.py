@@ -132,7 +132,10 @@ def with_pod_run_dir(spec: RunSpec) -> RunSpec:
 
 
 def request_of(spec: RunSpec, run_file: str) -> PodRequest:
-    """Return the request for a run with a known directory; ``run_file`` is the frozen run file. Raises ``EngineError`` with all problems."""
+    """Return the request for a run with a known directory; ``run_file`` is the frozen run file.
+
+    Raises ``EngineError`` with all findings of ``problems``, or for a mount or pod patch that cannot be used.
+    """
     wrong = list(problems(spec))
     if wrong:
         raise EngineError("this run cannot start on Kubernetes:\n  " + "\n  ".join(wrong))
