@@ -176,8 +176,8 @@ class FleetServer:
     async def start(self, host: str, port: int) -> int:
         """Listen, over TLS if there are certificates, and return the port (a free one for 0).
 
-        Connections are accepted in a task until ``stop``. Raises ``TransportError`` if the port is taken, or the
-        host is no address of this machine.
+        Connections are accepted in a task until ``stop``. Raises ``TransportError`` if the port is taken, or
+        the host is no address of this machine, and ``OSError`` for unusable certificates.
         """
         certificates = self.credentials.certificates
         tls = None if certificates is None else certificates.server_context()

@@ -167,7 +167,7 @@ def untold(state: FleetState, event: m.Untold, orders: list[Order]) -> None:  # 
 
 
 def stood_still(state: FleetState, event: m.StoodStill, orders: list[Order]) -> None:  # noqa: ARG001
-    """Extend every lease and deadline by exactly the time in which no message could be read.
+    """Extend every lease and deadline by the time in which no message could be read; none begins later than now.
 
     They are not restarted: then a coordinator that stalls again and again would never notice that a node is
     silent.

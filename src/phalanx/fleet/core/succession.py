@@ -125,8 +125,8 @@ def is_due(claim: Claim, state: FleetState) -> bool:
     O(nodes).
 
     Due after another epoch, stop, end, distrust, settings or drained nodes; a quarantine alone can be repeated.
-    Also due if many of the voters changed, unless most of them are lost: then this head may be the one that is cut
-    off.
+    Also due if more than a quarter of the voters changed, unless most of them are lost: then this head may be
+    the one that is cut off.
     """
     facts = (state.epoch, state.stopping, _ended(state), state.distrust, state.settings)
     if facts != (claim.epoch, claim.stopping, claim.ended, claim.distrust, claim.settings):

@@ -145,7 +145,11 @@ def gpus(limits: machine_checks.HealthLimits = machine_checks.ANY_RATE) -> list[
 
 
 def read_gpu(nvml: Any, number: int) -> GpuReading:
-    """Read the report of GPU ``number`` through the module ``nvml``; a missing counter counts as no error."""
+    """Read the report of GPU ``number`` through the module ``nvml``. A counter that it does not support counts as
+    no error.
+
+    Raises NVML's other errors.
+    """
     gpu = nvml.nvmlDeviceGetHandleByIndex(number)
 
     def ask(question: Callable[..., Any], *args: Any, otherwise: Any = 0) -> Any:

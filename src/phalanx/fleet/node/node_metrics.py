@@ -160,10 +160,10 @@ XID = Metric(
 
 
 def gpu_samples(labels: Labels) -> list[Sample]:
-    """Return the samples of this machine's GPUs; none if it has no GPUs, or ``nvidia-ml-py`` is not
-    installed.
+    """Return the samples of this machine's GPUs; none if it has no GPUs, ``nvidia-ml-py`` is not installed, or
+    NVML does not start.
 
-    May hang where a driver does. Raises NVML's errors.
+    May hang where a driver does. Raises NVML's later errors.
     """
     try:
         nvml: Any = importlib.import_module("pynvml")  # Optional: only machines with GPUs need it.

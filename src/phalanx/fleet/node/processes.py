@@ -494,8 +494,10 @@ class FleetProcesses:
     # --- the end ---------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End every remaining process, workers included, and reap it. Agents get SIGTERM, and time if the run is
-        over; then SIGKILL.
+        """End every remaining process, workers included, and reap it.
+
+        Agents get SIGTERM, and ``times.farewell_s`` seconds if fleet.json shows that the run is over; then
+        SIGKILL, as the coordinator does at once.
         """
         fleet_file = self.fleet_file()
         agents_know = self.over and not self.gave_up and fleet_file is not None and fleet_file.over

@@ -214,6 +214,8 @@ class Candidate:
     async def _take_over(self, before: Claim, claim: Claim, port: int) -> Elected:
         """Restore the state for the new reign in a thread, and return it with this candidate's server and queued
         reports.
+
+        Raises as ``succeed`` does.
         """
         empty = initial_state(settings_of(self._spec), time.time(), self._server.credentials.fencing)
         reign = await asyncio.to_thread(

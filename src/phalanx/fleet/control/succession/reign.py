@@ -182,8 +182,9 @@ def succeed(
 ) -> Reign:
     """Return the reign of a coordinator that has just made ``claim``, as successor of the maker of ``before``.
 
-    Writes a new journal that begins with the predecessor's state; if its journal is unreadable, with the state that
-    ``before`` records. Raises ``JournalError`` if the new one cannot be written.
+    Writes a new journal that begins with the predecessor's state. If its journal is unreadable, of another
+    start or behind ``before``, it begins with the state that ``before`` records. Raises ``JournalError`` if the
+    new one cannot be written.
     """
     lines = read_journal(journal_path(directory, attempt, before.reign))
     journal = Journal(journal_path(directory, attempt, claim.reign))

@@ -124,9 +124,9 @@ def buddy_ring(domains: Sequence[tuple[str, ...]]) -> tuple[tuple[int, ...], int
     """Return seat -> the seat of its buddy, and the number of levels of the domain in which buddies differ.
 
     Each seat is the buddy of exactly one other. The seats are sorted by domain and rotated by the size of the
-    largest domain. Then no buddy is in its seat's own domain, provided that no domain has more than half of
-    the seats. The widest level for which that holds is taken. A single seat is its own buddy and keeps one
-    copy only.
+    largest domain, at the widest level at which no domain has more than half of the seats. So no buddy is in
+    its seat's own domain of that level. Without such a level they are rotated by one, and the number is 0. A
+    single seat is its own buddy and keeps one copy only.
     """
     count = len(domains)
     order = sorted(range(count), key=domains.__getitem__)

@@ -204,8 +204,9 @@ def _lose_late(
 def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  # noqa: ARG001
     """Handle a roll call like the reports that it stands for, from all members but ``event.absent``.
 
-    "heartbeat" renews leases and counts progress, "bound" stops waiting for the members, and the third is
-    ``_parked_all``. Of another epoch or phase it counts as stale, except that a heartbeat renews leases.
+    "heartbeat" renews leases, and counts progress in its epoch. "bound" stops waiting for the members while
+    BINDING, and "parked" is ``_parked_all``. These two count as stale for another epoch, or if no epoch is
+    bound, running or parking.
     """
     if event.report == "heartbeat":
         for name in set(event.absent) - state.silent:

@@ -271,8 +271,9 @@ class RankGuardian(Guardian):
     ) -> tuple[str, dict[str, object], int]:
         """Fill ``shards`` from snapshots in own memory and on other nodes.
 
-        Return the error ("" if there is none; it is not raised), the snapshot's ``extra``, and the bytes that came
-        from other processes. A collective if the holders are shared among ranks.
+        Return the error of reading ("" if there is none; it is not raised), the snapshot's ``extra``, and the
+        bytes that came from other processes. A collective if the holders are shared among ranks. Raises
+        ``ParkedError`` if the epoch is over during a pause.
         """
         resume, records = bind.resume, dict[int, bytes]()
         holders = [SnapshotHolder(holder.rank, holder.address) for holder in resume.holders]
