@@ -218,7 +218,9 @@ def _account(events: list[run_events.Event]) -> _Account:
 
 
 def _account_from_step_times(events: list[run_events.Event], end_ns: int) -> _Account:
-    """Return the account of an attempt without a ledger: each logged step's seconds count for all steps since the one before."""
+    """Return the account of an attempt without a ledger: each logged step's seconds count for all steps since the
+    one logged or restored before.
+    """
     in_steps: list[_InSteps | None] = []
     done_ns, cursor = 0, 0
     for event in events:

@@ -90,10 +90,10 @@ class RankStream:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Index what was written since the last call. Return True if there is anything new.
+        """Index what was written since the last call. Return True if frames came or went, or a file was opened.
 
-        Another file of that name, also a coarsened one, is indexed from its start; a missing one is empty. Raises
-        ``RankStreamError``.
+        Another file of that name, also a coarsened one, is indexed from its start; a missing one is empty.
+        Raises ``RankStreamError``.
         """
         before, descriptor = len(self), open_for_reading(self.path)
         if descriptor is None or not self._same_file(descriptor):

@@ -71,7 +71,8 @@ class Assembler:
     def add(self, text: str) -> list[Record]:
         """Take a piece of text and return the records that it completes, which a traceback in progress delays.
 
-        A line longer than ``MOST`` is given at once as one record; its rest is dropped.
+        A line that exceeds ``MOST`` before its end has come is given at once as one record, shortened; its rest
+        is dropped.
         """
         records: list[Record] = []
         *ended, rest = text.split("\n")

@@ -142,7 +142,7 @@ class ChildOutput:
         self._drained.set()
 
     def _read_what_is_there(self) -> bool:
-        """Read until the pipe is empty, or for a few seconds after the child's end. Return False if no process has
+        """Read until the pipe is empty, but after the child's end for 5 s at most. Return False if no process has
         it open any more.
         """
         until_s = time.monotonic() + _DRAIN_S

@@ -136,9 +136,10 @@ class SecretMask:
         return cls(secret_values(environment))
 
     def add(self, *secrets: str) -> None:
-        """Mask further secrets, each also URL-quoted, as a Python literal, and by its long lines.
+        """Mask further secrets, each also URL-quoted, as a Python literal, and by its lines of more than 16
+        characters.
 
-        Those that are too short or too common are left out.
+        Those of fewer than 8 characters, numbers, and words such as "default" are left out.
         """
         for secret in secrets:
             for part in {secret, *(line for line in secret.split("\n") if len(line) > 2 * _SHORTEST)}:

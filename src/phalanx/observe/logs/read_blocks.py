@@ -117,7 +117,8 @@ def forward(stream: Stream, span: LineBounds, block_bytes: int = BLOCK) -> Itera
     """Yield the writer's lines in blocks, oldest first, until one is later than ``span``; earlier lines may come
     too.
 
-    Keys are times that never go back. Files that ended before ``span``, or cannot be read, are skipped.
+    Keys are times that never go back. Files that were last written before ``span``, or cannot be read, are
+    skipped, but a raw text file that cannot be read raises ``OSError``.
     """
     key = 0.0
     for path in stream.files:
@@ -137,10 +138,10 @@ def forward(stream: Stream, span: LineBounds, block_bytes: int = BLOCK) -> Itera
 
 
 def backward(stream: Stream, span: LineBounds, block_bytes: int = BLOCK) -> Iterator[LineBlock]:
-    """Yield the writer's lines in blocks, newest first, until one is before ``span``. Files that cannot be read are
-    skipped.
+    """Yield the writer's lines in blocks, newest first, until one is before ``span``.
 
-    Keys are times that never go forward.
+    Keys are times that never go forward. Files that cannot be read are skipped; with a ``since``, one that
+    cannot be examined ends the search.
     """
     key = float("inf")
     for path in reversed(stream.files):

@@ -214,7 +214,7 @@ def newest_lines(
 ) -> Iterator[LogLine]:
     """Yield the lines that ``query`` selects, of all processes, newest first.
 
-    ``block_bytes`` of a file are read at once, or less where there are many files.
+    ``block_bytes`` of a file are read at once, but at most 16 KiB with 256 writers or more.
     """
     span, selected = query.span, streams(directory, query.attempt)
     block_bytes = block_bytes if len(selected) < _MANY else min(block_bytes, _SMALL_BLOCK)
@@ -314,7 +314,11 @@ def recovered_step(directory: RunDirectory, failure: LogLine) -> int | None:
 
 
 def _end_of(stream: Stream, most: int = 400) -> list[LogLine]:
-    """Return at most ``most`` lines from the end of a writer's logs, errors among them; empty if it cannot be read."""
+    """Return at most ``most`` lines from the end of a writer's logs; empty if it cannot be read.
+
+    Of a raw log they are oldest first. Else they are of the last block, newest first, without lines of level
+    "info" but its last line.
+    """
     try:
         if stream.raw:
             return raw_lines(stream, stream.files[-1])[-most:]
