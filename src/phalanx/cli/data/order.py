@@ -192,10 +192,10 @@ def where_command(
 
 
 def where_lines(steps_by_record: Mapping[int, Sequence[int]]) -> Iterator[str]:
-    """Yield a line for each record that steps train on, and one for each range of unread records; of many steps the
-    first few.
+    """Yield a line for each record that steps train on, with at most 20 of them, and one for each range of unread
+    records.
 
-    Without records, one line that it is never read.
+    Without records, one line that no step reads there.
     """
     if not steps_by_record:
         yield "no record: it is behind the last complete sequence of its dataset, where no step reads"

@@ -202,10 +202,10 @@ def _placement_lines(run_dir: Path) -> str:
 
 
 def _data_bound(directory: RunDirectory) -> str | None:
-    """Return a line on the share of the newest logged steps that was spent waiting for samples, with the actual and
-    needed rate.
+    """Return a line on the share of the newest logged steps that was spent waiting for samples, with the actual
+    and needed rate in sequences a second.
 
-    None if it is small, or there is no step.
+    None if it is below 1 %, or no step is logged.
     """
     events = directory.events
     newest = None

@@ -146,9 +146,9 @@ def command(options: TrainOptions) -> None:
 def _read_requested_run(place: Path | None, options: TrainOptions) -> tuple[RunSpec, Path]:
     """Return the run of the command line, and the path of its run file, for messages.
 
-    ``place`` is a run file, a run directory (which continues), or None with --from-model. With --from it is a child
-    run of the directory. Raises ``click.UsageError`` if options are missing or contradict each other, and
-    ``RunFileError``.
+    ``place`` is a run file or a run directory, which continues; with --from a directory, of which this is a
+    child run; with --from-model a run file or None. Raises ``click.UsageError`` if options are missing or
+    contradict each other, and ``RunFileError``.
     """
     from_step, model, data = options.from_step, options.from_model, options.data
     overrides = [*options.overrides, *set_fields(options)]
