@@ -299,7 +299,8 @@ def evidence_for(
     """Look up the evidence for ``software`` on ``accelerator``: bias factor, error band and number of published runs.
 
     Runs count only if they are on accelerators of the same maker. Without any, the band is that of software the
-    planner had not seen. A machine of any maker has the assumed band of ``UNKNOWN_MACHINE``, unless it is calibrated.
+    planner had not seen. A CPU, whose maker is "any", has the assumed band of ``UNKNOWN_MACHINE``, unless it is
+    calibrated.
 
     Args:
         table: Table made from published runs.

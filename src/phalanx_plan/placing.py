@@ -366,8 +366,8 @@ def verify(
     the best.
 
     Raises:
-        TopologyError: There are too few nodes, one is not in the topology, or a unit straddles a domain with
-            ``no_straddling``.
+        TopologyError: There are too few nodes, one is not in the topology, ``unit`` does not divide the seats, or a unit
+            straddles a domain with ``no_straddling``.
     """
     if len(set(nodes)) < shape.seats:
         raise TopologyError(

@@ -317,7 +317,7 @@ def answer_fit(
     """Fit a law to the run directories among ``places``, and print it with its predictions, as text or JSON.
 
     Predicts the run file among ``places``, and the best model for ``budget`` (FLOP), if they are given. Raises
-    UsageError for two run files or for options without one, and ``FitError``.
+    ``FitError``, and UsageError for two run files, options without one, or a budget in another unit.
     """
 
     files = [place for place in places if place.suffix == ".toml"]

@@ -220,7 +220,8 @@ class Front:
         """Add a chunk whose first geometry is number ``first``. ``alive`` are its geometries with a fitting layout.
 
         ``seconds``, shape (choices, alive), and ``ranks``, shape (alive,), are of these; ``bytes_``, shape (choices,
-        geometries), of all. Keeps those that nothing before beats in time, memory and ranks.
+        geometries), of all. Keeps, for each number of ranks, those quicker than all before that take no more memory;
+        memory counts in ``_FRONT_STEPS`` steps.
         """
         choices = len(seconds)
         quickest, least = seconds.min(axis=0), self._steps(bytes_.min(axis=0)[alive])

@@ -288,8 +288,8 @@ def options_of(
 ) -> Options:
     """Return the options of a search for this run; it offloads only AdamW with fp32 state, and not on CPUs.
 
-    Raises ``PlanRequestError`` for an unknown objective ``optimize``. For "cost" and "gpus", fewer accelerators are
-    tried too, halving their number.
+    Fewer accelerators are tried too, halving their number, down to one for "gpus" and three times for "cost". Raises
+    ``PlanRequestError`` for an unknown objective ``optimize``.
     """
     if optimize not in get_args(Objective):
         raise PlanRequestError(f"--optimize {optimize}: take one of {', '.join(get_args(Objective))}")

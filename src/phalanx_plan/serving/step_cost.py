@@ -82,7 +82,7 @@ def rank_token_bytes(model: ModelSpec, division: Division) -> float:
 
 
 def weight_bytes(model: ModelSpec, division: Division, format: str) -> float:  # noqa: A002
-    """Bytes of weights on the fullest rank: a stage's layers, and of the ends the larger.
+    """Bytes of weights on the fullest rank: a stage's layers, and of the ends the larger, or both without a pipeline.
 
     Only matrices of blocks and the output have ``format``; all other weights take two bytes.
     """

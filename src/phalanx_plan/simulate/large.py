@@ -435,7 +435,7 @@ class LargeFleet:
         self._plan_tick()
 
     def _a_peer_notices(self) -> None:
-        """Let the first node that is well report a broken connection; nothing if there is none."""
+        """Let the first node that has a seat and is well report a broken connection; nothing if there is none."""
         state = self.state
         for name in state.seats:
             if name not in self.down and name not in self.cold:

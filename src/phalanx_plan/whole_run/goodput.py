@@ -148,8 +148,9 @@ def nested_breakdown(frequent: Risk, interval: float, rare: Risk, rare_interval_
 
 
 def _interrupted(rare: Risk, frequent: Risk) -> Risk:
-    """The rare risk with the mean length of its recovery when frequent failures restart it: M (e^(R/M) -
-    1).
+    """The rare risk with the mean length of its recovery when frequent failures restart it: M (e^(R/M) - 1).
+
+    R is the length without them, and M their mean time to an interruption.
     """
     if math.isinf(frequent.mtti_s) or rare.recovery_s == 0:
         return rare

@@ -162,9 +162,9 @@ def _cannot_train(world: HostileWorld) -> None:
 
 
 def _corrupt(world: HostileWorld) -> None:
-    """Let a running group compute wrongly from its next step on, and report the node a few seconds later.
+    """Let the running group of a random node compute wrongly from its next step on, and report the node a few seconds later.
 
-    Nothing if no such group runs.
+    Nothing if the node does not compute in a running group, or the group's state is corrupt already.
     """
     node = _somebody(world)
     group = node.group
