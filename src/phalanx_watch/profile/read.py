@@ -69,8 +69,11 @@ def profiles(directory: RunDirectory) -> list[ProfileSummary]:
 
 
 def _listed(directory: RunDirectory, name: str) -> ProfileSummary:
-    """Return the summary of the profile ``name``, with the size of its trace. Raises ``OSError`` if a file is missing, and ``KeyError``,
-    ``TypeError`` or ``ValueError`` for a damaged summary."""
+    """Return the summary of the profile ``name``, with the size of its trace.
+
+    Raises ``ProfileError`` if the summary cannot be read, ``OSError`` if there is no trace, and ``KeyError``,
+    ``TypeError``, ``ValueError`` or ``OverflowError`` for a damaged summary.
+    """
     summary = read_summary(directory, name)
     requested = summary.get("asked_unix_s")
     return ProfileSummary(

@@ -75,7 +75,7 @@ def fit_clocks(traces: Sequence[RankTrace]) -> dict[int, ClockFit]:
 def fitted(passed: Mapping[int, tuple[tuple[Times, Times], tuple[Times, Times]]]) -> dict[int, ClockFit]:
     """Return ``fit_clocks`` from barrier times: for each rank those before and after the steps, as (entered, left).
 
-    Offsets are to the first rank's clock, as the middle of their bounds. Bounds that exclude each other give one
+    Offsets are to the first rank's clock, as the middle of their bounds. Bounds before and after that overlap give one
     constant offset. A rank without a barrier has an infinite error.
     """
     first = next(iter(passed.values()), None)

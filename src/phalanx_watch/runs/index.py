@@ -147,7 +147,7 @@ class _Cache:
     def _selected(self, paths: Collection[str]) -> list[tuple[str, str, bytes]]:
         """Return the cached rows of the present version; for up to ``_MOST_NAMED`` paths only theirs, else all.
 
-        Empty if the cache is busy. A damaged cache is deleted.
+        Empty if the cache is missing, busy or not readable. A damaged cache is deleted.
         """
         if not self._path.exists():
             return []

@@ -113,8 +113,10 @@ class OtelSink:
         self._meters.shutdown(_FLUSH_MS)
 
     def _observer(self, derived: Derived[RunFacts]) -> Callable[[Any], Iterable[Any]]:
-        """Return the SDK's callback for one metric. It runs on the SDK's thread while events arrive, and skips
-        partial updates until the next time.
+        """Return the SDK's callback for one metric.
+
+        It runs on the SDK's thread while events arrive. A figure that fails on a partial update is left out until the
+        next time.
         """
 
         def observe(_options: Any) -> list[Any]:

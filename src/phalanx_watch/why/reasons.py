@@ -179,7 +179,7 @@ def last_line(directory: RunDirectory) -> str:
 
 
 def failed_first(directory: RunDirectory) -> o.FirstFailureSeen | None:
-    """Return the first failure in the logs of the newest start; None if nothing failed."""
+    """Return the first failure in the logs of the newest start; None if nothing failed, or they cannot be read."""
     with suppress(OSError, ValueError):
         line = first_failure(directory)
         if line is not None:
@@ -196,9 +196,10 @@ _RANK = (b"PHALANX_RANK", b"RANK", b"SLURM_PROCID")
 
 
 def processes_of(directory: RunDirectory, proc: Path = Path("/proc")) -> Iterator[o.ProcessSeen]:
-    """Yield the process that holds the run directory, its siblings that write there, and the descendants of them all.
+    """Yield the process that holds the run directory, its siblings that write there, and the descendants of them all, at most ``_MOST``.
 
-    The siblings are the ranks that torchrun or srun has started beside rank 0. Processes that this user may not read are left out.
+    The siblings are the ranks that torchrun or srun has started beside rank 0. Processes that this user may not read
+    are left out.
     """
     holder = holder_of(directory)
     if holder is None:

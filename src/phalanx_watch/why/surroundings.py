@@ -256,7 +256,10 @@ def changed_run_file(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def other_data(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the data cannot be opened (warning), or differ from those at the start of the run (critical)."""
+    """Yield a reason if the data cannot be opened (warning), or differ from those at the start of the run (critical).
+
+    Nothing for a finished run.
+    """
     if observed.finished or not observed.data_fingerprint:
         return
     if observed.data_error:
@@ -297,7 +300,10 @@ def _data_path(observed: o.Observed) -> str:
 
 
 def other_libraries(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the nodes differ in libraries, drivers or hardware, and one if the run was begun with other libraries."""
+    """Yield a reason if the nodes differ in libraries, drivers or hardware, and one if the run was begun with other libraries.
+
+    Nothing for a finished run.
+    """
     if observed.finished:
         return
     if observed.machines:
