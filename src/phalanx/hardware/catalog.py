@@ -206,8 +206,8 @@ def this_machine() -> Path:
 
 
 def load_user(path: Path) -> System:
-    """Return the system in a user's TOML file: ``[system]``, and ``[accelerator]`` and ``[profile]`` where the catalog
-    has none.
+    """Return the system in a user's TOML file: ``[system]``, and optionally ``[accelerator]``, which replaces one of
+    that name in the catalog, and ``[profile]``.
 
     With ``[profile]``, the file is its accelerator's profile. Raises ``HardwareError`` that names the field and the
     remedy.

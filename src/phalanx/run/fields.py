@@ -237,11 +237,12 @@ def read_section(
 ) -> _Section | None:
     """Read a ``section`` from ``table``; mistakes are added to ``problems``.
 
-    ``root`` is the section at the top of the file, whose other sections are searched for a field that stands in the wrong one. Without it,
-    ``section`` is the top itself.
+    ``root`` is the section at the top of the file, whose other sections are searched for a field that stands in the
+    wrong one. Without it, ``section`` is the top itself.
 
-    A field that cannot be read takes its default, so that rules for several fields can still be applied to the others. Returns ``None`` if a field
-    without a default is missing or wrong.
+    A field that cannot be read takes its default, so that rules for several fields can still be applied to the others.
+    After ``_MOST_PROBLEMS`` mistakes the reading ends with one more problem, which names the next field; the fields not
+    yet read take their defaults. Returns ``None`` if a field without a default is missing, wrong or not yet read.
     """
     types = field_types(section)
     values: dict[str, object] = {}

@@ -45,7 +45,8 @@ def run_file_at(place: Path) -> Path:
 def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[str] = ()) -> RunSpec:
     """Return the run that a TOML file and ``section.field=value`` overrides describe.
 
-    If there is no such file, ``configs/NAME.toml`` is one that comes with Phalanx. Raises ``RunFileError`` with every problem.
+    If there is no such file, ``configs/NAME.toml`` is one that comes with Phalanx. Raises ``RunFileError``: with the
+    one problem of a file that cannot be read or is not TOML, otherwise with every problem found in fields and overrides.
     """
     path = shipped_or_given(path)
     try:

@@ -117,8 +117,8 @@ DIGESTS = {
 
 
 def computations() -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield the computations of the check: the name, and a function that returns its results on fixed numbers. They
-    are products, attention, elementwise functions, softmax and sums.
+    """Yield the computations of the check: the name, and a function that returns its results on fixed numbers. They are
+    products, conversions to 8-bit formats, attention, elementwise functions, softmax and sums.
     """
     spread, narrow = _numbers(48, 517, 0) / 2**6, _numbers(48, 517, 0).bfloat16()
     positive, weights = spread.abs() + 2**-12, _numbers(70, 517, 1) / 2**7

@@ -192,7 +192,7 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
         costs: Cost of each layer, in any unit; embedding and output projection count with the first and last layer.
         stages: At most the number of layers.
 
-    Raises ``ValueError`` if there are more stages than layers.
+    Raises ``ValueError`` if there are more stages than layers, or less than one stage.
     """
     layers = len(costs)
     if not 1 <= stages <= layers:

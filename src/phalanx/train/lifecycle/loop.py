@@ -350,11 +350,11 @@ class Trainer:
         return last.report(report)
 
     def _conclude(self, report: StepReport) -> bool:
-        """Do what is due after a step: observers, snapshot, checkpoint, observers after saving. Return True if the
-        run is to stop.
+        """Do what is due after a step: observers, snapshot, checkpoint, observers after saving. Return True if the run
+        is to stop.
 
-        The state is saved if a stop or save was requested, a node leaves without snapshots, or the step is due; not
-        after the last step. A stopped evaluation also saves and stops.
+        The state is saved if a node leaves without snapshots, or if, except after the last step, a stop or save was
+        requested or the step is due. A stopped evaluation also saves and stops.
         """
         training, spec, progress = self._training, self._spec, self._progress
         end = StepEnd(
