@@ -162,7 +162,7 @@ class LocalFolder:
                     path.unlink(missing_ok=True)
 
     def _prune(self, folder: Path) -> None:
-        """Remove ``folder`` and its parents up to the root while they are empty, and make the removal durable."""
+        """Remove ``folder`` and its parents below the root while they are empty, and make the removal durable."""
         while folder != self._root:
             try:
                 folder.rmdir()
@@ -309,8 +309,10 @@ def is_remote(place: str) -> bool:
 
 
 def check_url(url: str) -> str:
-    """Return the URL or path without slashes at its end. Raises BadUrlError if it is empty, of another scheme,
-    without a bucket, or has a user, query or fragment. Touches neither disk nor network.
+    """Return the URL or path without slashes at its end. Touches neither disk nor network.
+
+    Raises BadUrlError if it is empty, of another scheme, without a bucket, or has a user, query or fragment;
+    also for a file URL with a host, or without a path.
     """
     if not is_url(url):
         if not url:
