@@ -59,9 +59,10 @@ def run_locally(
 ) -> Ending:
     """Start ``ranks`` ranks of an opened run as processes, wait for their end, and return how the run ended.
 
-    ``while_running`` is called once with a function that returns True once all have ended, and returns after that.
-    If it raises, the ranks save and stop before the error is raised. ``notify`` gets lines about requests to stop.
-    ``program`` is the module that each rank runs. All processes have ended on return.
+    ``while_running`` is called once with a function that returns True once all have ended, and returns after
+    that. If it raises, the ranks save and stop before the error is raised. ``notify`` gets lines about requests
+    to stop. ``program`` is the module that each rank runs. All processes have ended on return. Raises
+    ``OSError`` if a rank cannot be started.
     """
     # The ranks of this attempt meet through a file; those of attempts that were killed are removed.
     for stale in run.directory.path.glob(".meeting-point-*"):
@@ -157,8 +158,8 @@ class _Ranks:
     def ended(self) -> bool:
         """Return True once all ranks have exited; call it repeatedly. Shows messages about requests to stop.
 
-        If one has failed, the others are killed after a grace. After a request to stop, so are ranks that have not
-        saved in time.
+        If one has failed, the others are killed after a grace. After a request to stop, so are those that still
+        run some time after the first has ended.
         """
         self.orders.tell_new()
         codes = self.codes()

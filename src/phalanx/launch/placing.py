@@ -201,8 +201,8 @@ class Shape:
         return sequence(self.seats, self.layout.pipeline, self.block, order)
 
     def units(self, order: Order) -> Iterator[int]:
-        """Yield the numbers of seats that make sense as a unit, ascending: a block, a stage, and a pipeline or
-        replica of blocks.
+        """Yield the numbers of seats that make sense as a unit, ascending: a block and a stage, and for "pipeline"
+        a pipeline of blocks, for "data" a replica.
 
         Only those that divide the seats.
         """
@@ -385,8 +385,9 @@ def expanded(text: str) -> list[str]:
 
 
 def _hosts(part: str, text: str) -> Iterator[str]:
-    """Yield the hosts of one part of a list, all combinations of its brackets. Raises ``ValueError`` if there are
-    too many.
+    """Yield the hosts of one part of a list, all combinations of its brackets.
+
+    Raises ``ValueError`` if there are more than ``MOST_HOSTS``, or a bracket is malformed.
     """
     pieces = re.split(r"\[([^\]]*)\]", part)
     # Odd pieces were in brackets.

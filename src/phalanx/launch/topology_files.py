@@ -57,8 +57,9 @@ def load_topology(place: str, partition: str = "", *, free_only: bool = False) -
 def _of_slurm(partition: str, *, free_only: bool) -> Topology:
     """Return the topology of Slurm's nodes; without switches or blocks, one of no levels.
 
-    Nodes outside the partition or not usable are taken; with ``free_only``, all that are not idle. A node that no
-    switch names is alone on each level. Raises ``EngineError``, also for no nodes.
+    Nodes outside the partition or not usable are taken; with ``free_only``, all that are not idle. A node that
+    no switch names is alone on each level. Raises ``EngineError``, also for no nodes, and ``TopologyError`` if
+    a switch lies below itself.
     """
     usable = ("idle",) if free_only else _USABLE
     words = ["sinfo", "-h", "-N", "-o", "%N %T", *(["-p", partition] if partition else [])]
@@ -131,7 +132,8 @@ def parse_topology(text: str, source: str) -> Topology:
 def from_slurm(text: str, source: str) -> Topology:
     """Return the tree of Slurm's switches, or if there are blocks, only these as scale-up domains.
 
-    ``text`` is topology.conf or ``scontrol show topology``. Nodes that no switch names are left out.
+    ``text`` is topology.conf or ``scontrol show topology``. Nodes that no switch names are left out. Raises
+    ``TopologyError`` if a switch lies below itself.
     """
     switches: dict[str, Json] = {}
     blocks: dict[str, list[str]] = {}

@@ -57,7 +57,8 @@ class Started:
 def on_host(host: Host, script: str, timeout_s: float = 120.0) -> str:
     """Run a shell script on a host, through ssh unless it is this machine, and return its output.
 
-    Raises ``EngineError``, naming the host and a remedy, if it fails or takes longer than ``timeout_s``.
+    Raises ``EngineError`` if it fails or takes longer than ``timeout_s``, for another host with its name and a
+    remedy.
     """
     if host.destination == HERE:
         return run_tool(["bash", "-s"], stdin=script, timeout_s=timeout_s)

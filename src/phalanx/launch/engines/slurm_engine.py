@@ -94,7 +94,10 @@ class SlurmEngine:
         return slurm.jobs()
 
     def queued(self, run_dir: Path) -> submission.Submitted | None:
-        """Return the job of a run in the queue; ``None`` if there is none, or Slurm's tools are not installed."""
+        """Return the job of a run in the queue; ``None`` if there is none, or Slurm's tools are not installed.
+
+        Raises ``EngineError`` if the jobs cannot be listed.
+        """
         job = slurm.job_of(run_dir) if shutil.which("squeue") is not None else None
         if job is None:
             return None

@@ -68,7 +68,10 @@ def refuse_second(request: PodRequest) -> ClusterJob | None:
 
 
 def _missing_queue(resource: str, queue: str, namespace: str) -> Iterator[str]:
-    """Yield the problem if a queue, or its kind, is not in the cluster; nothing if this user may not list queues."""
+    """Yield the problem if a queue, or its kind, is not in the cluster; nothing if this user may not list queues.
+
+    Raises ``EngineError`` for other errors.
+    """
     try:
         names = kubectl(
             "get", resource, "-o", "jsonpath={.items[*].metadata.name}", namespace=namespace
@@ -85,7 +88,10 @@ def _missing_queue(resource: str, queue: str, namespace: str) -> Iterator[str]:
 
 
 def _unfit_claim(claim: str, request: PodRequest, namespace: str) -> Iterator[str]:
-    """Yield the problem if a PersistentVolumeClaim is missing, or only one pod can write it and there are several."""
+    """Yield the problem if a PersistentVolumeClaim is missing, or only one pod can write it and there are several.
+
+    Raises ``EngineError`` if the cluster does not answer.
+    """
     text = kubectl(
         "get", "persistentvolumeclaims", claim, "-o", "json", "--ignore-not-found", namespace=namespace
     )
