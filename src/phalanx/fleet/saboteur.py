@@ -232,7 +232,7 @@ class Saboteur:
         gradients = built.runner.gradients
 
         def spoiled(work: SlotWork) -> list[Tensor]:
-            """Return the losses; the first of them is NaN if a fault is due, once."""
+            """Return the losses; the first that counts is NaN if a fault is due, once."""
             losses = gradients(work)
             counted = [turn for turn, current in enumerate(work.rounds) if current.counts]
             if self._nan and counted:

@@ -372,9 +372,10 @@ def _make_once(path: Path, content: bytes) -> bool:
 
 
 def _make_exclusively(path: Path, content: bytes) -> None:
-    """Create a durable file on a file system without hard links. If writing fails, remove it and raise.
+    """Create a durable file on a file system without hard links. If writing fails, remove it.
 
-    It is not atomic: a reader that is too early cannot decode it, and reads it again.
+    It is not atomic: a reader that is too early cannot decode it, and reads it again. Raises
+    ``FileExistsError`` if it is there already, else ``OSError``.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:

@@ -393,7 +393,8 @@ class FailureInquiry:
     def finding(self, reports: Mapping[str, LogLine]) -> str:
         """Describe which rank failed first, by time; empty if that cannot be determined.
 
-        Reads the last error lines of each reporting node's logs; a node without any counts with its report itself.
+        Reads the error lines of the last two minutes at the ends of each reporting node's logs; a node without
+        any counts with its report itself.
         """
         errors: list[LogLine] = []
         since = time.time() - _RECENT_S

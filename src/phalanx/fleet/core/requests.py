@@ -224,7 +224,9 @@ def choose(state: FleetState, by: int, leader: str) -> tuple[str, ...]:
 
 
 def require_enough(state: FleetState, names: tuple[str, ...]) -> None:
-    """Raise ``CannotShrinkError`` if too few nodes would remain without ``names``."""
+    """Raise ``CannotShrinkError`` if without ``names`` too few living, good nodes would remain for
+    ``fleet.min_nodes`` or any legal number of ranks.
+    """
     going, settings = set(names), state.settings
     good = sum(
         node.alive and node.eligibility is Eligibility.GOOD and node.name not in going
@@ -308,8 +310,10 @@ def _idle(state: FleetState) -> Iterator[Node]:
 
 
 def _has_moved_on(state: FleetState) -> bool:
-    """Return True if the source of the present epoch is not needed any more: there are newer snapshots, or
-    the step is on disk.
+    """Return True if the source of the present epoch is not needed any more: there are newer snapshots, or the
+    step is on disk.
+
+    Also True for a fresh start, or without snapshots.
     """
     source, every = state.source, state.settings.snapshot_every_steps
     if isinstance(source, Fresh) or not every or max(state.durable, default=m.NO_STEP) >= source.step:

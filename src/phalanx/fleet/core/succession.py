@@ -168,9 +168,11 @@ def _describing(state: FleetState, claim: Claim) -> Claim:
 
 
 def _line(state: FleetState, head: str) -> tuple[str, ...]:
-    """Return the order of succession: living members, then other living nodes; failure domains take turns.
+    """Return the living nodes in the order of succession: failure domains take turns, and in each turn members
+    come first.
 
-    The head's own node is last if alive, and its domain begins a turn behind.
+    Nodes without a domain are all in the first turn. The head's own node is last if alive, and its domain
+    begins a turn behind.
     """
     met: Counter[tuple[str, ...]] = Counter()
     place: dict[str, int] = {}

@@ -331,7 +331,9 @@ class Agent:
                 self._carry_out(action)
 
     def _carry_out(self, action: act.AgentAction) -> None:
-        """Carry out one action of the state: send, start or kill, save, or end this agent."""
+        """Carry out one action of the state, such as to send a report or kill a worker. Slow ones run in the
+        background.
+        """
         match action:
             case act.SendReport(report):
                 self._link.send(report)

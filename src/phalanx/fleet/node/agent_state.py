@@ -296,7 +296,8 @@ class AgentState:
     ) -> list[act.AgentAction]:
         """Handle a message of a worker, which also renews its lease; return the actions.
 
-        Messages of a doomed or ended worker, and most of another epoch, are dropped.
+        Messages of a doomed or ended worker are dropped. So are those of another epoch, except Warm, Unfit,
+        SnapshotTaken, CheckpointCommitted, LeftEpoch of a later one, and the text of RunFailed.
         """
         worker = self.workers[index]
         worker.last_message_s = now_s

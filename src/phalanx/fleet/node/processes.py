@@ -384,11 +384,11 @@ class FleetProcesses:
     # --- the agents ----------------------------------------------------------------------------
 
     def _look_after_agents(self) -> None:
-        """Note agents that have died, and restart those that are due; at once if the fleet waits for nodes or none
-        is left.
+        """Note agents that have died, and restart those that are due; these are due earlier if the fleet waits for
+        nodes or none is left.
 
-        Nodes that were given back are dropped. In a local fleet, give up once every dead agent was given up and the
-        fleet waits.
+        Nodes that were given back are dropped. In a local fleet, give up once every dead agent was given up and
+        the fleet waits.
         """
         for name, agent in list(self.agents.items()):
             if agent.exit_code() is not None:

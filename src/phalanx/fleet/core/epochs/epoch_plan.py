@@ -246,7 +246,7 @@ class Crowd:
     """
 
     def __init__(self, state: FleetState, ranks_by_node: dict[str, int]) -> None:
-        """Index the holders of a state by domain: at each level, the first few by name."""
+        """Index the holders of a state by domain: at each level, the first ``HOLDERS_NAMED`` by name."""
         self.ranks_by_node = ranks_by_node
         self._first: dict[tuple[str, ...], list[str]] = {}
         for name in sorted(ranks_by_node):
@@ -326,7 +326,9 @@ def _nearest(
 def _candidates(
     state: FleetState, point: RestorePoint, node: Node, key: int, crowds: Crowds
 ) -> dict[str, int]:
-    """Return the holders of a state that may be among the nearest, with their ranks; all if there are few."""
+    """Return the holders of a state that may be among the nearest, with their ranks; all if there are at most
+    ``_FEW``.
+    """
     if key not in crowds:
         copies = copies_of(state, point, key)
         if len(copies) <= _FEW:

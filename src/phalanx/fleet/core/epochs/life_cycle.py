@@ -203,8 +203,9 @@ def regroup(
 ) -> None:
     """End the present epoch: note it as an incident, count it, and order all members to park.
 
-    A planned end, at a step boundary, counts as a regroup; any other as a recovery and a try. An unplanned end
-    while a planned one is in progress replaces it. Otherwise does nothing outside an epoch.
+    A planned end, at a step boundary, counts as a regroup; any other, and any while BINDING, as a recovery and
+    a try. An unplanned end while a planned one is in progress replaces it, as a recovery. Otherwise does
+    nothing outside an epoch.
     """
     if state.phase is FleetPhase.PARKING and state.planned and not planned:
         state.planned, state.left_planned, state.reason = False, False, reason
