@@ -325,8 +325,8 @@ def _other_lines(before: State, state: State, event: run_events.Event) -> list[s
 
 
 def _milestone(state: State, event: run_events.Event) -> str | None:
-    """Return the line of an event that the panel shows by other means than notes (a start, evaluation, checkpoint,
-    end).
+    """Return the line of an event that the panel shows by other means than notes, such as a start, an evaluation,
+    a checkpoint or the end.
 
     ``None`` for other events.
     """

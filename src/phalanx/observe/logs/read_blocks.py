@@ -220,7 +220,7 @@ def _block(lines: Sequence[LogLine], before: float = 0.0) -> LineBlock:
 
 
 def _is_older(path: Path, since: float) -> bool:
-    """Return True if a file was last written before ``since`` (Unix seconds, with some tolerance), or cannot be
+    """Return True if a file was last written more than two minutes before ``since`` (Unix seconds), or cannot be
     examined.
 
     False for ``since`` 0.

@@ -240,8 +240,8 @@ class RunFacts:
 
 
 def _thinned(events: list[run_events.Event]) -> list[run_events.Event]:
-    """Drop every other step of an attempt, and all but the last of its other events, except starts, restores and
-    non-finite steps.
+    """Drop every other step, and all but the newest event of each other kind in an attempt; starts, restores,
+    non-finite steps and an attempt's last step stay.
 
     The sums stay as they are: a ledger counts from the beginning of its attempt.
     """
