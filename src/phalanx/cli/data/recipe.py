@@ -123,7 +123,8 @@ class ChosenWorkers:
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """Context that prints at an error or interruption that the same command resumes the preparation.
+    """Context that prints at a ``DataError``, ``StoreError`` or interruption that the same command resumes the
+    preparation.
 
     An interruption exits with code 130; errors are raised again.
     """

@@ -74,7 +74,9 @@ def lines_of_counts(counts: Mapping[str, int]) -> Iterator[str]:
 
 
 def lines_of_files(formats: Iterable[FileFormat], files: Files) -> Iterator[str]:
-    """Yield lines such as "3 files: 1 jsonl (12,031 documents), 2 parquet (8,000 documents)", and on unread files."""
+    """Yield lines such as "3 files: 1 jsonl (12,031 documents), 2 parquet (8,000 documents)", and on documents
+    without text, what was left out as bad, and files that were not read.
+    """
     documents = files.report.documents
     by_format = Counter(map(str, formats))
     parts = (
@@ -109,8 +111,8 @@ def facts_of_files(formats: Iterable[FileFormat], files: Files) -> dict[str, obj
 
 
 def print_left_out(files: Files) -> None:
-    """Print to standard error each bad file or row that was left out, and the remedy for files that are one JSON
-    array.
+    """Print to standard error each bad file or row that was left out, beyond a limit only their number, and the
+    remedy for files that are one JSON array.
     """
     report = files.report
     for bad in report.bad:

@@ -110,9 +110,9 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
     """Take part in a run to its end, or to that of this node's part. Return the exit code, and whether this node
     led.
 
-    With a run file, lead or wait for the coordinator and join; if another node leads by now, join that. With a run
-    directory, join its fleet from outside, unless the node's place would slow it beyond the limit. Raises
-    ``click.ClickException``.
+    With a run file, lead or wait for the coordinator and join; if another node leads by now, join that. With a
+    run directory, join its fleet from outside; not outside of Slurm if the node's place would slow it beyond
+    the limit. Raises ``click.ClickException``.
     """
     run = options.run
     folder = run.parent if run.name == "run.toml" and (run.parent / "record.json").exists() else run
@@ -175,7 +175,9 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
 
 
 def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:
-    """Read a run file, and check that it can run on a cluster. Raises ``click.UsageError`` without ``run_dir``, nodes or coordinator."""
+    """Read a run file, and check that it can run on a cluster. Raises ``click.UsageError`` without ``run_dir``,
+    nodes or coordinator, and ``click.ClickException`` for mistakes in the file.
+    """
     with explained():
         spec = read_run(run, PRESETS, list(overrides))
     if not spec.run_dir:

@@ -72,7 +72,7 @@ class RunSummary:
 def summarize(path: Path) -> RunSummary:
     """Return the summary of the run in the directory ``path``.
 
-    Raises ``RunDirectoryError`` if there is none, ``OSError``.
+    Raises ``RunDirectoryError`` if there is none, and ``OSError``.
     """
     directory = RunDirectory(path)
     spec, result = read_resolved(directory), directory.finished_result()

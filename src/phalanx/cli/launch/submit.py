@@ -333,7 +333,7 @@ def leading_log(run: SubmittedRun) -> Path:
 def print_status(name: str, namespace: str, last: int, *, as_json: bool) -> None:
     """Print the state of a Kubernetes job; if it runs, also that of its fleet, as the leading pod reports it.
 
-    ``last`` is the number of incidents. Raises ``EngineError``.
+    With ``as_json``, only the fleet's if it runs. ``last`` is the number of incidents. Raises ``EngineError``.
     """
     from phalanx.launch.kubernetes import cluster
 

@@ -105,7 +105,9 @@ def console_for(as_json: bool) -> Console:
 
 
 def progress_on(console: Console) -> Callable[[str, int, int], None]:
-    """Return a callback ``(label, done, total)`` that prints the progress of data preparation, at most once a second."""
+    """Return a callback ``(label, done, total)`` that prints the progress of data preparation: at most once a
+    second for each label, and at its end.
+    """
     last_s: dict[str, float] = {}
 
     def show(label: str, done: int, total: int) -> None:
