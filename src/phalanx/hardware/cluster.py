@@ -261,8 +261,8 @@ def with_value(cluster: Cluster, name: str, value: float, source: str = "set by 
 
 def _replaced(owner: Any, path: list[str], value: float, source: str, name: str) -> Any:
     """Return a copy of ``owner`` with the figure at ``path`` set to ``value``; a fact gets ``source``. Raises
-    ``HardwareError`` if there is no such single figure, or for a fraction in place of an integer. ``name`` is the
-    full path, for messages.
+    ``HardwareError`` if there is no such single figure, for a fraction in place of an integer, or for a size that
+    ``_check_size`` refuses. ``name`` is the full path, for messages.
     """
     here, rest = path[0], path[1:]
     if isinstance(owner, dict):

@@ -42,9 +42,10 @@ def is_factory_name(name: str) -> bool:
 
 
 def factory_name(factory: object) -> str:
-    """Return the ``package.module:name`` with which every rank can import a class or function; a string is returned unchanged.
+    """Return the ``package.module:name`` with which every rank can import a class or function; a string is returned
+    unchanged. Nothing is imported.
 
-    Raises ``FactoryError`` if another process could not import it.
+    Raises ``FactoryError`` for a malformed name, and for what another process could not import by its name.
     """
     if isinstance(factory, str):
         if not is_factory_name(factory):

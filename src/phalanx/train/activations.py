@@ -98,7 +98,7 @@ class Regions:
 
     def _extend(self, size: int) -> int:
         """Reserve ``size`` bytes at the file's end and return their offset. Raises ``OffloadError`` if the disk or
-        quota is full; passes other ``OSError`` on.
+        quota is full or the file would be too large; passes other ``OSError`` on.
         """
         offset = self.size
         try:
@@ -380,9 +380,11 @@ class _Offloading:
 def apply_activation_offload(
     module: nn.Module, spec: MemorySpec, device: torch.device, smallest: int = SMALLEST_BYTES
 ) -> None:
-    """Offload the activations of each block of ``module`` that have at least ``smallest`` bytes to the place that ``spec.offload_activations`` names.
+    """Offload the activations of each block of ``module`` that have at least ``smallest`` bytes to the place that
+    ``spec.offload_activations`` names.
 
-    Call it after recomputation is applied (then only the blocks' inputs are left to offload), and before blocks are sharded. On a CPU, activations are in host memory already: "host" changes nothing.
+    Call it after recomputation is applied (then only the blocks' inputs are left to offload), and before blocks are
+    sharded. On a CPU, activations are in host memory already: "host" changes nothing.
     """
     where = spec.offload_activations
     if where == "host" and on_gpu(device):

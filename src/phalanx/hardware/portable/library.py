@@ -64,7 +64,8 @@ def register(namespace: str) -> Callable[[], None]:
     """Register the kernels for the operations of ``namespace`` on CPUs, for the whole process; return a function that
     withdraws them.
 
-    Raises ``NoHostKernelsError`` if the library is missing or PyTorch refuses a kernel.
+    Raises ``NoHostKernelsError`` if the library cannot be compiled or PyTorch refuses a kernel, and ``OSError`` if the
+    library cannot be loaded.
     """
     library = load()
     registered = library.register_kernels(namespace.encode())

@@ -174,9 +174,11 @@ def _inside(shared: Mapping[str, SharedParameter], path: str) -> list[SharedPara
 
 
 def rotation_of_sequence(seq_len: int) -> RotaryTables:
-    """Rotary tables computed for the full sequence, so that a kernel's arguments do not depend on the context degree.
+    """Return rotary tables computed for the full sequence, so that a kernel's arguments do not depend on the context
+    degree.
 
-    They are not cached: 8,192 positions of 128 elements take one CPU core 11 ms, and tables of long sequences are large.
+    They are not cached: 8,192 positions of 128 elements take one CPU core 11 ms, and tables of long sequences are
+    large.
     """
 
     def rows(

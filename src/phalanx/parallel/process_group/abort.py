@@ -134,8 +134,8 @@ class Connections:
                     connection.shutdown(socket.SHUT_WR)
 
     def _duplicate(self) -> set[int]:
-        """Duplicate each settled connection that gloo has open and that has no duplicate yet. Return the inodes of
-        the connections that gloo has open.
+        """Duplicate each settled connection that gloo has open and that has no duplicate yet. Return the inodes of the
+        settled connections that gloo has open.
         """
         own = self._settled or frozenset()
         numbers = {duplicate.socket.fileno() for duplicate in self._duplicates.values()}

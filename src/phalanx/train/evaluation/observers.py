@@ -99,8 +99,8 @@ class BestRule:
         return best
 
     def recorded(self, events: Path, sha256: str = "") -> dict[int, float]:
-        """Return the value of each evaluated step in an event file, the newest of repeated ones; none if it cannot be
-        read.
+        """Return the value of each evaluated step in an event file, the newest of repeated ones. If reading fails,
+        those read before are returned: none of a file that does not exist.
 
         Evaluations of a task count only if its file had the hash ``sha256``.
         """
@@ -310,7 +310,9 @@ class KeepBest(Observer):
     def __init__(
         self, training: Training, saving: Saving, progress: TrainProgress, evaluator: Evaluator
     ) -> None:
-        """Read the figures of earlier starts from the events, on rank 0, and choose the best saved step. A collective."""
+        """Read the figures of earlier starts from the events, on rank 0, choose the best saved step, and have its
+        checkpoint kept. A collective.
+        """
         self._training, self._saving, self._progress, self._evaluator = training, saving, progress, evaluator
         self.rule = BestRule(training.inputs.spec.evaluation.keep_best)
         recorded: dict[int, float] = {}

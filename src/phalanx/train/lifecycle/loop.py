@@ -395,7 +395,7 @@ class Trainer:
         during the evaluation.
 
         The save comes first: evaluation and hash need memory that training did not, and their failure shall not cost
-        steps. Raises ``UnsavedError`` if it fails. A run that ended early emits that event first.
+        steps. Raises ``UnsavedError`` if the save fails. A run that ended early emits that event first.
         """
         training, guardian, progress = self._training, self._guardian, self._progress
         first, early = training.mesh.rank == 0, self._early_stop

@@ -432,11 +432,12 @@ class Holders:
 def gather_holders(
     shapes: Mapping[str, tuple[int, ...]], boxes: Mapping[str, LocalSlice], group: dist.ProcessGroup | None
 ) -> dict[str, Holders]:
-    """Return the holders of every parameter in ``shapes``, from the boxes of each rank of ``group``. A collective
-    call, in chunks of bounded memory.
+    """Return the holders of every parameter in ``shapes``, from the boxes of each rank of ``group``. A collective call,
+    in chunks of bounded memory.
 
-    ``shapes`` are of the whole parameters, in the same order on all ranks. ``boxes`` are this rank's parts; a
-    parameter of which it has nothing may be left out. ``group`` is ``None`` if this rank has everything.
+    ``shapes`` are of the whole parameters, of at most three dimensions, in the same order on all ranks. ``boxes`` are
+    this rank's parts; a parameter of which it has nothing may be left out. ``group`` is ``None`` if this rank has
+    everything.
     """
     ranks = group.size() if group else 1
     names, holders = list(shapes), {}

@@ -270,11 +270,11 @@ def restore_newest(
 def _agreed_candidates(
     tiers: Sequence[KeepingTier], mesh: Mesh, up_to: int | None
 ) -> Iterator[tuple[int, str]]:
-    """Yield the steps to try, newest first, each with the name of its tier; the same on all ranks. Rank 0 lists them,
-    because a shared file system may show them to other ranks later.
+    """Yield the steps to try, at most ``up_to`` unless that is None, newest first, each with the name of its tier; the
+    same on all ranks. Rank 0 lists them, because a shared file system may show them to other ranks later.
 
-    If the disk has ``up_to``, no other copy is newer, so the stores, which may not answer for minutes, are listed
-    only if it is damaged.
+    If the disk has ``up_to``, no other copy is newer, so the stores, which may not answer for minutes, are listed only
+    if it is damaged.
     """
     disk = tiers[0]
     tried = up_to is not None and broadcast_typed(mesh.rank == 0 and up_to in disk.steps(), bool)

@@ -272,8 +272,9 @@ class Stepper:
     def _run_slots(self, audit: Audit | None) -> tuple[Tensor, Tensor]:
         """Run forward and backward of this rank's slots.
 
-        Return two vectors ``(slots * context ranks,)``, float64: the summed loss and the number of targets of each slot's sequence
-        pieces. Pieces of other ranks are zero.
+        Return two vectors ``(slots * context ranks,)``, float64: the summed loss and the number of targets of each
+        slot's sequence pieces. Pieces of other ranks are zero, and all pieces on a rank that does not report losses
+        (see ``reports`` of the runner).
         """
         built, context = self.built, self._mesh.layout.context
         pieces = built.spec.train.slots * context

@@ -237,7 +237,7 @@ def _efficient_backward(
     causal: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries ``(b, h, q, w)``, and of keys and values ``(b, k, n, w)``, of the
+    """Return the gradients of queries ``(b, h, q, w)``, keys ``(b, k, n, w)`` and values ``(b, k, n, v)`` of the
     memory-efficient kernel. It needs equal heads and aligned log-sum-exps, so inputs are repeated and padded.
     """
     kv_heads = key.shape[1]
