@@ -187,9 +187,9 @@ _ELEMENTWISE: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def _shapes(spec: RunSpec) -> list[tuple[int, int]]:
-    """Return (outputs, inputs) of up to ``_MOST_PRODUCTS`` of the run's matrices, each cut down to a limit. Different
-    numbers of inputs come first, since inputs are what a product sums over. Of a user's own model, only ``dim`` is
-    known.
+    """Return (outputs, inputs) of up to ``_MOST_PRODUCTS`` of the run's matrices but gates, with lanes those of one
+    lane, each cut down to a limit. Different numbers of inputs come first, since inputs are what a product sums over.
+    Of a user's own model, only ``dim`` is known.
     """
     model = spec.model
     if model.factory:  # its matrices are known only once it is built
