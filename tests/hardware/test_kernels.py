@@ -285,7 +285,7 @@ for program, signature in ((gpu._adamw, update), (gpu._peak, peak), (gpu._extrac
         source = ASTSource(program, signature | dict.fromkeys(fixed, "constexpr"), constexprs=fixed)
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
         found = re.findall(r"\\b([a-z]+(?:[.][a-z]+)*)[.]f(?:32|64)\\b", made.asm["ptx"])
-        operations = sorted({one for one in found if not one.startswith(("ld", "st", "mov"))})
+        operations = sorted({one for one in found if not one.startswith(("ld", "st", "mov", "neg"))})
         print(len(made.asm["cubin"]) > 0, "ld.global.v4" in made.asm["ptx"], *operations)
 """
 """Compiles for a GPU that need not be there, down to its instructions."""
@@ -295,6 +295,7 @@ def test_the_programs_for_a_gpu_compile_for_hopper_to_operations_that_each_round
     pytest.importorskip("triton")
     ended = subprocess.run([sys.executable, "-c", FOR_HOPPER], capture_output=True, text=True)
     # No fma, nothing approximate, and no flushing of small numbers to zero (ftz). Aligned tensors are loaded four elements at a time.
+    # A change of sign is exact: some releases of Triton write one where others subtract.
     operations = ["add.rn div.rn mul.rn sqrt.rn sub.rn", "", "add.rn cvt mul.rn sub.rn"]
     expected = [f"True {aligned} {names}".rstrip() for names in operations for aligned in (True, False)]
     expected += 2 * ["True False abs add.rn cvt.rn mul.rn selp setp.lt sub.rn"]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from phalanx.run.kinds import block
 from phalanx.run.kinds import operations as op
+from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx_plan.workload.stacks import Stack, TrainingWorkload
 
 _PERMUTING = 8
@@ -182,7 +183,7 @@ def _unfused(core: op.AttentionCore, workload: TrainingWorkload) -> Layer:
     keys and values for a fused kernel and keeps none of it, or computes scores again (``phalanx.model.layers.attention.attend``).
     """
     model = workload.model
-    keys = 1 if model.mla and model.mla.absorbed else model.kv_heads
+    keys = 1 if is_absorbed(model) else model.kv_heads
     if keys == core.heads or core.capped or model.sinks or model.context_tiles:
         return Layer()
     scores = round(core.heads * core.keys(workload.seq_len))

@@ -174,7 +174,7 @@ def disk(folder: Path, nbytes: int = 64 << 20, limits: HealthLimits = ANY_RATE) 
     """Write ``nbytes``, in whole MiB and at least one, into a new file in ``folder``, sync it, read it back past
     the page cache and remove it.
 
-    Bad if a MiB differs, with only ``wrong_mib`` as measure. Slow below the limit of the write rate, sync
+    Bad if a MiB differs, with only ``wrong_mib`` as measure. Too slow below the limit of the write rate, sync
     included. Raises ``OSError``.
     """
     block = os.urandom(1 << 20)
