@@ -274,7 +274,8 @@ def _from_toml(table: Json, source: str) -> Topology:
     """Return the topology of a TOML table: levels, nodes with their paths ("a.b"), taken nodes, and the rate in
     GB/s.
 
-    Raises ``TopologyError`` for unknown fields, nodes or values.
+    Raises ``TopologyError`` for unknown fields, nodes or values, and ``ValueError`` for a malformed list of
+    hosts.
     """
     unknown = sorted(table.keys() - {"node_gb_per_s", "taken", "levels", "nodes"})
     if unknown or "nodes" not in table:

@@ -106,8 +106,8 @@ def order_of(spec: RunSpec, working_dir: Path) -> LaunchOrder:
 def only_submission(order: LaunchOrder) -> Iterator[None]:
     """Context that locks the submissions of a run: two that both see nothing queued would both queue it.
 
-    Waits a little for the lock. Raises ``EngineError`` naming the holder, or if the lock cannot be had. Its file
-    stays: removing one that another process waits for would let in a third.
+    Tries for 0.2 s to get the lock. Raises ``EngineError`` naming the holder, or if the lock cannot be had. Its
+    file stays: removing one that another process waits for would let in a third.
     """
     path = order.folder / _SUBMITTING
     try:

@@ -464,7 +464,9 @@ def pods_of(job: ClusterJob) -> list[dict[str, Any]]:
 
 
 def pod_of_index(job: ClusterJob, index: int) -> str | None:
-    """Return the name of the newest pod of an index; ``None`` if there is none."""
+    """Return the name of the newest pod of an index; ``None`` if there is none. Raises ``EngineError`` if the
+    cluster does not answer.
+    """
     for pod in pods_of(job):
         labels, name = pod["metadata"].get("labels", {}), str(pod["metadata"]["name"])
         own = labels.get("batch.kubernetes.io/job-completion-index", name.rpartition("-")[2])

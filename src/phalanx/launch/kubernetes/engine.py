@@ -117,7 +117,7 @@ _ASK_TIMES, _ASK_AGAIN_S = 5, 2.0
 
 
 def show_life(path: Path) -> None:
-    """Start a thread that touches a file every few seconds. It stops if this process hangs in native code."""
+    """Start a thread that touches a file every five seconds. It stops if this process hangs in native code."""
 
     def touch() -> None:
         while True:
