@@ -264,7 +264,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def _action(words: _Words) -> FaultAction:
-    """Parse the first words of a fault: what happens, and to which target."""
+    """Parse the first words of a fault: what happens, and to which target. Raises ``FaultError``."""
     match words.one_of("kill", "stop", "slow", "cut", "delay", "corrupt", "nan", "fill"):
         case "kill":
             return _kill(words)

@@ -146,10 +146,8 @@ def read_keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
     """Read the tokens for a role from a run's file, ignoring the environment.
 
     The first line is the token. Further lines are earlier ones, each with the Unix time from which it is
-    refused.
-
-    Raises:
-        SecurityError: There is none, it cannot be read, or it is too short to be a secret.
+    refused. Raises ``SecurityError`` if there is no file, it cannot be read or is malformed, or a token is too
+    short to be a secret.
     """
     path = run_dir / _TOKEN_FILES[role]
     try:

@@ -355,7 +355,8 @@ class FleetServer:
         """Record by how much the host's clock differs, and return ``refusal``.
 
         If the records of other hosts show that this machine's own clock is wrong, the refusal's reason becomes
-        that. A refusal for another cause than clocks is returned as it is, and so are this host and odd names.
+        that. Nothing is recorded or changed for a refusal with another cause, this host, odd names, or beyond
+        ``_HOSTS_COMPARED`` hosts.
         """
         own_host = host_name()
         full = len(self._clocks) >= _HOSTS_COMPARED and host not in self._clocks

@@ -352,7 +352,8 @@ def _bound(state: FleetState, event: m.Bound, orders: list[Order]) -> None:
 def _durable(state: FleetState, event: m.Durable, orders: list[Order]) -> None:
     """Take the report that a checkpoint is on disk: its step becomes durable and is no longer condemned.
 
-    Ignored if its step is distrusted or its epoch is later than the present one. The newest few are kept.
+    Ignored if its step is distrusted or its epoch is later than the present one. The newest ``DURABLE_KEPT``
+    are kept.
     """
     node = _sender(state, event.node, event.incarnation, orders)
     if node is None or event.epoch > state.epoch:

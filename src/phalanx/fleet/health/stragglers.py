@@ -127,7 +127,9 @@ def lateness(
 def _outstanding(
     times_s: Mapping[int, float], rule: StragglerRule
 ) -> Iterator[tuple[int, tuple[float, float]]]:
-    """Yield (rank, (slowdown, deviations)) of the ranks that exceed both limits of ``rule``. All have the same work."""
+    """Yield (rank, (slowdown, deviations)) of the ranks that reach both limits of ``rule``. All have the same
+    work.
+    """
     ranks = list(times_s)
     slowdown, deviations = lateness(np.fromiter(times_s.values(), np.float64, len(ranks)), rule)
     for place in np.flatnonzero((slowdown >= rule.slowdown) & (deviations >= rule.deviations)):

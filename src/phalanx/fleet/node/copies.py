@@ -172,7 +172,9 @@ class SnapshotCourier:
         return False, ""
 
     def _write(self, order: SaveSnapshots, stopped: Callable[[], bool]) -> bool:
-        """Write this node's share of the snapshots as a checkpoint; return True if that committed it."""
+        """Write this node's share of the snapshots as a checkpoint; return True if that committed it. Raises as
+        ``save_snapshots`` does.
+        """
         share = [(SnapshotKey(order.ranks, rank, order.step), state) for rank, state in order.share]
         return save_snapshots(
             self._memory,

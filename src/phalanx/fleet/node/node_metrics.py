@@ -97,7 +97,9 @@ def agent_samples(facts: Callable[[], AgentFacts], labels: Labels) -> list[Sampl
 
 
 def machine_samples(run_dir: Path, labels: Labels) -> list[Sample]:
-    """Return the samples of the machine. Waits for the run directory's file system, which may hang."""
+    """Return the samples of the machine. Waits for the run directory's file system, which may hang. Raises
+    ``OSError`` if that fails.
+    """
     disk = os.statvfs(run_dir)
     page = os.sysconf("SC_PAGE_SIZE")
     facts = MachineFacts(
