@@ -56,8 +56,8 @@ class FileTail:
     ) -> None:
         """Set up a tail from the start of ``path``, which need not exist yet; nothing is opened.
 
-        A line longer than ``most_line_bytes`` is dropped and counted, or replaced by ``instead_of_long``.
-        ``block_bytes`` are read at a time.
+        A line longer than ``most_line_bytes`` is dropped and counted, and if ``instead_of_long`` is given,
+        replaced by that. ``block_bytes`` are read at a time.
         """
         self.path = path
         self._most_line_bytes, self._block_bytes = most_line_bytes, block_bytes

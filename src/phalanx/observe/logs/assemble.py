@@ -231,7 +231,7 @@ def clean(line: str) -> str:
     """Return a line as a terminal would show it last: text after the last carriage return, without colors, and
     shortened.
 
-    Other control characters are escaped.
+    Other control characters are escaped. A line that is printable is returned as it is.
     """
     if line.isprintable():
         return line

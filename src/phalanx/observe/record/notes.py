@@ -208,7 +208,10 @@ def newest_machines(directory: RunDirectory) -> list[Machine]:
 
 
 def machine_differences(machines: Sequence[Machine]) -> list[MachineDifference]:
-    """Return the facts in which machines differ, each with the most common value, and the nodes by other values."""
+    """Return the facts in which machines differ, each with the most common value, and the nodes by other values.
+
+    The hash of all packages is left out if another fact differs on the same nodes.
+    """
     tables = {machine.node: machine.facts() for machine in machines}
     differences = []
     for fact in dict.fromkeys(fact for table in tables.values() for fact in table):
