@@ -372,7 +372,7 @@ def print_log(name: str, namespace: str, *, index: int, follow: bool, last: int)
 
 
 def _job_named(name: str, namespace: str) -> ClusterJob:
-    """Return the job of a name. Raises ``EngineError`` if there is none."""
+    """Return the job of a name. Raises ``EngineError`` if there is none, or the cluster does not answer."""
     from phalanx.launch.kubernetes import cluster
 
     job = cluster.job_named(name, namespace)
