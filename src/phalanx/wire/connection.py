@@ -58,17 +58,17 @@ class FramedConnection:
             self._send(body)
 
     def send_frame(self, body: bytes) -> None:
-        """Send bytes as one frame."""
+        """Send bytes as one frame. Raises WireError."""
         with self._sending:
             self._send(frame(body))
 
     def send(self, body: memoryview | bytes) -> None:
-        """Send raw bytes, straight from their memory."""
+        """Send raw bytes, straight from their memory. Raises WireError."""
         with self._sending:
             self._send(body)
 
     def receive_message(self, decoder: MessageDecoder[_T]) -> _T:
-        """Return the next message. Raises MessageError if it is none of the decoder's."""
+        """Return the next message. Raises WireError, also MessageError if it is none of the decoder's."""
         body = self.receive_frame()
         with _naming(self.peer):
             return decoder.decode(body)
@@ -89,11 +89,11 @@ class FramedConnection:
             return decoder.decode(body)
 
     def receive_frame(self) -> bytes:
-        """Return the bytes of the next frame. Raises MessageError if it is too long."""
+        """Return the bytes of the next frame. Raises WireError, also MessageError if it is too long."""
         return self._body(self.receive(LENGTH_BYTES))
 
     def receive(self, nbytes: int) -> bytes:
-        """Return that many raw bytes."""
+        """Return that many raw bytes. Raises WireError."""
         body = bytearray(nbytes)
         self.receive_into(memoryview(body))
         return bytes(body)
@@ -267,6 +267,8 @@ def sealed(
 
 
 def secured_client(connection: socket.socket, tls: ssl.SSLContext | None, host: str) -> socket.socket:
-    """Return a connection that was made to ``host``, under TLS if there is a context. Small messages are sent at once."""
+    """Return a connection that was made to ``host``, under TLS if there is a context. Small messages are sent at
+    once. Raises ``OSError``.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection if tls is None else tls.wrap_socket(connection, server_hostname=host)

@@ -291,7 +291,7 @@ class SealedStream:
         return decoder.decode(self._seals.incoming.open(await self._frames.receive()))
 
     def send_message(self, message: msgspec.Struct) -> None:
-        """Queue a message; it is lost if the peer dies before it reads it."""
+        """Queue a message; it is lost if the peer dies before it reads it. Raises MessageError if it is too long."""
         self._frames.write(self._seals.outgoing.close(encode(message)))
 
     def close(self) -> None:
