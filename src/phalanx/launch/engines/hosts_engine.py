@@ -141,7 +141,7 @@ class HostsRun:
         return f"{self.made.leader}.log"
 
     def standing(self) -> JobStanding | None:
-        """Return the state of the sessions."""
+        """Return the state of the sessions; ``None`` if none is there and all hosts answer."""
         doing = bare.sentence(self.run_dir)
         return None if doing is None else JobStanding(self.title, doing)
 

@@ -137,7 +137,7 @@ def _days(time_left: str) -> float:
 
 
 def jobs() -> list[SlurmJob]:
-    """The queued and running jobs that Phalanx submitted. Raises ``EngineError``."""
+    """This user's queued and running jobs that Phalanx submitted. Raises ``EngineError``."""
     return parse_jobs(run_tool(["squeue", "-h", "--me", "-o", _FORMAT]))
 
 
@@ -188,7 +188,9 @@ def job_of(run_dir: Path, last: str = "") -> SlurmJob | None:
 
 
 def jobs_of(run_dir: Path) -> list[SlurmJob]:
-    """The queued and running jobs of a run: its own, and those whose nodes join its fleet."""
+    """This user's queued and running jobs of a run: its own, and those whose nodes join its fleet. Raises
+    ``EngineError``.
+    """
     path = str(run_dir.resolve())
     return [job for job in jobs() if job.run_dir == path]
 
@@ -276,7 +278,7 @@ def named_partitions(launch: LaunchSpec) -> list[str]:
 
 
 def _nodes_of(partition: str) -> list[NodeFacts]:
-    """The nodes of a partition; all nodes if it has no name."""
+    """The nodes of a partition; all nodes if it has no name. Raises ``EngineError``."""
     only = ["-p", partition] if partition else []
     return parse_nodes(run_tool(["sinfo", "-h", "-N", "-o", "%N|%T|%G", *only]))
 
@@ -304,7 +306,9 @@ def cancel(job: str) -> None:
 
 
 def cancel_joining(run_dir: Path, *, waiting_only: bool = False) -> None:
-    """Cancel the jobs whose nodes join the fleet of a run that ends; with ``waiting_only`` those that wait for nodes."""
+    """Cancel the jobs whose nodes join the fleet of a run that ends; with ``waiting_only`` those that wait for
+    nodes. Raises ``EngineError``.
+    """
     for job in jobs_of(run_dir):
         if job.joins and (not waiting_only or job.state == "PENDING"):
             cancel(job.id)

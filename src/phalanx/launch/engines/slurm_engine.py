@@ -132,7 +132,7 @@ class SlurmRun:
         return f"job-{self.made.job}.log"
 
     def standing(self) -> JobStanding | None:
-        """Return the state of the job in the queue."""
+        """Return the state of the job; ``None`` if the queue does not have it."""
         job = self._job()
         return None if job is None else JobStanding(self.title, job.sentence, job.is_waiting, job.is_held)
 
