@@ -429,8 +429,9 @@ def fault_marker(run_dir: Path, number: int) -> Path:
 def read_faults(arguments: Iterable[str], fleet: FleetShape) -> tuple[Fault, ...]:
     """Parse all ``--fault`` arguments: a fault, ``random:SEED:COUNT``, or a file with one fault a line.
 
-    In files, empty lines and comments after ``#`` are ignored, and errors name file and line. Raises ``FaultError``
-    for a syntax error, and ``ValueError`` if ``fleet`` lacks the target of a fault.
+    In files, empty lines and comments after ``#`` are ignored, and errors name file and line. Raises
+    ``FaultError`` for a syntax error, ``ValueError`` if ``fleet`` lacks the target of a fault, and ``OSError``
+    for a file that cannot be read.
     """
     return tuple(fault for argument in arguments for fault in _read_argument(argument, fleet))
 

@@ -73,7 +73,7 @@ class Saboteur:
         ]
 
     def enters(self, rank: int) -> None:
-        """Note that this worker has become a rank."""
+        """Note that this worker has become a rank, which is not slowed down at first."""
         self.rank, self._slow = rank, 1.0
 
     def leaves(self) -> None:

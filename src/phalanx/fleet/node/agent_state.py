@@ -422,7 +422,9 @@ class AgentState:
         return [act.StreamSnapshot(index, snapshot, address)]
 
     def on_pushed(self, index: int, snapshot: worker_link.SnapshotTaken) -> list[act.AgentAction]:
-        """Handle the arrival of a snapshot at the buddy."""
+        """Handle the arrival of a snapshot at the buddy: report it as safe to the worker, unless that is in
+        another epoch by now.
+        """
         if snapshot.epoch != self.workers[index].epoch:
             return []
         return [act.SendToWorker(index, worker_link.SnapshotSafe(snapshot.epoch, snapshot.step))]

@@ -290,7 +290,9 @@ class Launcher:
         self._keeper = DirectoryKeeper(self.run.directory)
 
     def coordinator(self) -> Child:
-        """Start the coordinator's process and return it, after making sure of the run directory. Raises ``OSError``."""
+        """Start the coordinator's process and return it; damaged files of the run directory are repaired first.
+        Raises ``OSError``.
+        """
         lead = self.fleet.lead
         where = lead.coordinator_arguments if lead else ["--port", str(self.run.spec.fleet.port)]
         self._keep_directory()

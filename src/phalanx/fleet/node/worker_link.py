@@ -269,7 +269,7 @@ class WorkerEnd:
         self._connection = FramedConnection(socket.socket(fileno=descriptor), "the agent of this worker")
 
     def send(self, message: ToAgent) -> None:
-        """Send a message, from any thread."""
+        """Send a message, from any thread. Raises WireError if the agent has ended."""
         self._connection.send_message(message)
 
     def receive(self) -> ToWorker:

@@ -358,7 +358,7 @@ class Leadership:
         """The newest claim that it has made."""
 
     def leads(self) -> bool:
-        """True if nobody has made a later claim."""
+        """True if nobody has made a later claim. Raises ``OSError`` if the claims cannot be read."""
         return self._register.newest_term() <= self.claim.term
 
     def look_for_successor(self) -> None:
