@@ -224,7 +224,9 @@ def _decode_or_torn(line: bytes, number: int, last: Event) -> Event:
 
 
 def next_attempt(path: Path) -> int:
-    """The number for the next attempt at the run whose events are in ``path``: 0 if there are none."""
+    """The number for the next attempt at the run whose events are in ``path``: 0 if there are none. Raises as
+    ``read_events`` does.
+    """
     if not path.exists():
         return 0
     return max((event.attempt + 1 for event in read_events(path)), default=0)

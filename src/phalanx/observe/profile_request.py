@@ -169,7 +169,7 @@ class ProfileDesk:
         return self._waiting is not None
 
     def take(self) -> ProfileRequest | None:
-        """The request that waits, which is nobody's concern any more afterwards."""
+        """Return the request that waits, and forget it; ``None`` if there is none."""
         taken, self._waiting = self._waiting, None
         return taken
 

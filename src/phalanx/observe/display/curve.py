@@ -189,7 +189,7 @@ class Series:
 def draw_curve(events: Iterable[Event], path: Path) -> None:
     """Write the curve to ``path``. A reader sees the old file or the new one, never half of it.
 
-    Raises CurveError while there is no finite loss to draw.
+    Raises CurveError while there is no finite loss to draw, and ``OSError``.
     """
     write_atomically(path, svg_curve(events).encode())
 

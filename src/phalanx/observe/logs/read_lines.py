@@ -79,7 +79,7 @@ class LogGroup:
 
 
 def normalized(text: str) -> str:
-    """A text without what varies."""
+    """Return a text with "#" in place of each number and identifier, by which repeated texts differ."""
     return _VARYING.sub("#", text)
 
 

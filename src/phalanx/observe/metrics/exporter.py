@@ -104,7 +104,7 @@ class Exporter:
         """Start a thread for each source.
 
         ``labels`` are those of the exporter's own metrics; ``log`` takes a line when a source begins to fail. A
-        source has ``patience_s`` seconds; ``share`` is the processor time that all may use.
+        source has ``patience_s`` seconds; ``share`` is the fraction of one processor's time that all may use.
         """
         self._collectors = [_Collector(name, collect) for name, collect in sources.items()]
         self._labels, self._log, self._patience_s, self._share = labels, log, patience_s, share

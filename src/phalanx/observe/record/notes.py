@@ -284,7 +284,7 @@ class Serving:
     next_token_s: float | None = None
 
     def silent(self, now: float) -> bool:
-        """True if the server has written nothing for too long."""
+        """True if the server has written nothing for more than ``SILENT_S`` seconds."""
         return now - self.seen_s > SILENT_S
 
 
