@@ -111,8 +111,8 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
     led.
 
     With a run file, lead or wait for the coordinator and join; if another node leads by now, join that. With a
-    run directory, join its fleet from outside; not outside of Slurm if the node's place would slow it beyond
-    the limit. Raises ``click.ClickException``.
+    run directory, join its fleet from outside; except in a Slurm step, refuse that if the node's place would
+    slow the fleet beyond the limit. Raises ``click.ClickException``.
     """
     run = options.run
     folder = run.parent if run.name == "run.toml" and (run.parent / "record.json").exists() else run

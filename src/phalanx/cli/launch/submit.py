@@ -365,7 +365,9 @@ def cancel_job(name: str, namespace: str, *, now: bool, wait: bool) -> None:
 
 
 def print_log(name: str, namespace: str, *, index: int, follow: bool, last: int) -> int:
-    """Print the output of a run's pod. Return kubectl's exit code."""
+    """Print the output of a run's pod. Return kubectl's exit code. Raises ``EngineError`` if there is no such job
+    or pod.
+    """
     from phalanx.launch.kubernetes import cluster
 
     return cluster.print_logs(_job_named(name, namespace), index=index, follow=follow, last=last)
