@@ -311,7 +311,9 @@ def die_with_parent() -> None:
 
 
 def watch_parent() -> None:
-    """End this process soon after its parent's end: for children that outlive the thread that started them."""
+    """End this process at most half a second after its parent's end: for children that outlive the thread that
+    started them.
+    """
     threading.Thread(target=_end_after, args=(_parent(),), daemon=True).start()
 
 

@@ -24,8 +24,8 @@ class RestartPolicy:
     """Deaths in vain in a row after which the process is given up; None: never."""
 
     def pause_s(self, in_vain: int) -> float | None:
-        """Return the seconds to wait after ``in_vain`` deaths in a row: doubling up to a limit; None if the process
-        is given up.
+        """Return the seconds to wait after ``in_vain`` deaths in a row: doubling from ``first_pause_s`` up to
+        ``longest_pause_s``; None if the process is given up.
         """
         if self.most_deaths is not None and in_vain >= self.most_deaths:
             return None
