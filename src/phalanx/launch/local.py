@@ -158,8 +158,8 @@ class _Ranks:
     def ended(self) -> bool:
         """Return True once all ranks have exited; call it repeatedly. Shows messages about requests to stop.
 
-        If one has failed, the others are killed after a grace. After a request to stop, so are those that still
-        run some time after the first has ended.
+        If one has failed, the others are killed 10 s later. After a request to stop, so are those that still
+        run 10 s after SIGTERM itself has ended one, or ``save_s`` after one has stopped as asked.
         """
         self.orders.tell_new()
         codes = self.codes()
@@ -309,8 +309,8 @@ def replay_locally(
     """Replay a resolved run on ``ranks`` processes of this machine, wait for them, and return what they observed.
 
     ``folder`` is created. ``fingerprint`` is of the data that the run was trained on; empty if any will do.
-    ``on_wait`` is called at intervals. Raises ``ReplayError`` if the run cannot be laid out on these ranks, there
-    are too few GPUs, or a rank failed.
+    ``on_wait`` is called every 50 ms. Raises ``ReplayError`` if the run cannot be laid out on these ranks,
+    there are too few GPUs, or a rank failed.
     """
     problems = layout_problems(spec, ranks)
     if problems:
