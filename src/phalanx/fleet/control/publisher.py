@@ -66,8 +66,8 @@ class Publisher:
     def publish(self, state: FleetState, now_s: float, *, over: bool) -> None:
         """Publish the incidents since the last call, and start a write of fleet.json if one is due.
 
-        It is due periodically, and at once when an epoch begins to train. None is started while one is in progress
-        or if ``over``.
+        It is due ``least_pause_s`` after the last write, later if that was slow, and at once when an epoch
+        begins to train. None is started while one is in progress or if ``over``.
         """
         # The incidents since the last call.
         for incident in state.incidents:

@@ -258,8 +258,8 @@ class FleetServer:
     async def _listen(self, listener: socket.socket, tls: ssl.SSLContext | None, most: int) -> None:
         """Accept connections until cancelled, each served in a task.
 
-        Above ``most`` connections, each new one closes the oldest that has not proven itself. A failure to accept
-        is counted as refused, and retried after a pause.
+        Above ``most`` connections, each new one closes the oldest that has not proven itself. A failure to
+        accept is counted as refused, and retried after 0.2 s.
         """
         with listener:
             while True:

@@ -181,9 +181,9 @@ def resync(
 ) -> tuple[FleetState, list[Order]]:
     """Return a consistent state rebuilt from ``state``, and the orders that request every node's description.
 
-    All seats and snapshots are forgotten, and the fleet forms again; it counts as a recovery and a try, and too
-    many tries fail the run. A run that was over, or that the contradictory turn ended, stays over. ``before`` marks
-    the last good state; ``detail`` and ``cause`` are texts for people.
+    All seats and snapshots are forgotten, and the fleet forms again; it counts as a recovery and a try, and
+    more than ``max_tries`` tries fail the run. A run that was over, or that the contradictory turn ended, stays
+    over. ``before`` marks the last good state; ``detail`` and ``cause`` are texts for people.
     """
     was_over = before.phase in OVER
     over = was_over or state.phase in OVER

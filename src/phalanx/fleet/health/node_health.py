@@ -273,7 +273,7 @@ class HealthWatch:
                 self._suspicion.set()
 
     async def _complaints(self) -> str:
-        """Run the node's checks in a thread and return their complaints; not ending in time is one."""
+        """Run the node's checks in a thread and return their complaints; not ending within ``_EXAMINE_S`` is one."""
         checks = asyncio.get_running_loop().run_in_executor(self._doctor, of_node)
         try:
             async with asyncio.timeout(_EXAMINE_S):

@@ -282,7 +282,9 @@ class Agent:
             await asyncio.sleep(pause_s)
 
     async def _follow_leader(self) -> None:
-        """Look for a leader repeatedly, until cancelled; end the agent once a claim states the end of the run."""
+        """Look for a leader every half second, until cancelled; end the agent once a claim states the end of the
+        run.
+        """
         patience_s = self._spec.fleet.succession_s
         while True:
             over = await look_for_leader(self._args, self._link, self._successor, patience_s)

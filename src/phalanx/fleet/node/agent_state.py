@@ -207,8 +207,9 @@ class AgentState:
     def _order_out(self, epoch: int, reason: str, *, planned: bool, now_s: float) -> list[act.AgentAction]:
         """Raise the fence to ``epoch`` and order every worker out of it and of earlier epochs. Return the actions.
 
-        Unplanned, a worker must leave within a limit, or is killed later; planned, it leaves at a step boundary. A
-        worker that had ended with the run is started again.
+        Unplanned, a worker must leave within ``leave_s``, or ``_MEETING_LEAVE_S`` if it is not bound yet, or is
+        killed later; planned, it leaves at a step boundary. A worker that had ended with the run is started
+        again.
         """
         self.fence = max(self.fence, epoch)
         actions: list[act.AgentAction] = []
@@ -495,10 +496,11 @@ class AgentState:
         """Handle the passing of time: kill and report workers whose lease has run out, kill those that do not
         leave an epoch.
 
-        ``attached``: a coordinator is connected; too long without one ends the agent as failed. ``led``: that
-        one leads; long without a leader, saves are held. ``working``: silent workers that the kernel reports as
-        running; their lease is ten times longer. A worker that is not warm has 600 s. After a pause of this
-        agent itself, leases start again.
+        ``attached``: a coordinator is connected; more than ``coordinator_s`` without one ends the agent as
+        failed. ``led``: that one leads; after more than ``saves_s`` without a leader, saves are held.
+        ``working``: silent workers that the kernel reports as running; their lease is ten times longer. A
+        worker that is not warm has 600 s. After a pause of this agent itself of more than half a lease, leases
+        start again.
         """
         stood_s = now_s - self.ticked_s
         self.ticked_s = now_s

@@ -157,7 +157,7 @@ class TokenHolder:
         """Change to the token of this name, as soon as the run directory shows it; a network file system may be
         late.
 
-        Gives up after a time limit, and logs that.
+        Gives up after a minute, and logs that.
         """
         deadline_s = time.monotonic() + _NEW_TOKEN_S
         while not self._take_over(name):

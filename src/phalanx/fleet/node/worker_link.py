@@ -335,8 +335,7 @@ class Orders:
             self._changed.notify_all()
 
     def break_off(self) -> None:
-        """Call the session's ``abort``, now and again, whenever its epoch has been parked. Runs in a thread without
-        end.
+        """Call the session's ``abort``, every 20 ms, while its epoch is parked. Runs in a thread without end.
 
         Its exceptions are printed.
         """
@@ -368,7 +367,7 @@ class Orders:
 
     @contextmanager
     def session(self, epoch: int, abort: Callable[[], None]) -> Iterator[None]:
-        """Call ``abort`` from another thread, repeatedly, once ``epoch`` is parked inside the context.
+        """Call ``abort`` from another thread, every 20 ms, while ``epoch`` is parked inside the context.
 
         Its end waits for a call in progress.
         """

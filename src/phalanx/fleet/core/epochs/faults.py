@@ -162,8 +162,8 @@ def last_heartbeat_s(state: FleetState, name: str) -> float:
 def check_leases(state: FleetState, orders: list[Order]) -> None:
     """Lose the nodes whose lease has run out, or whose connection has been broken for ``confirm_s``.
 
-    Leases are looked at only when the next one may run out; sets that time. After a recent roll call only
-    silent nodes are looked at. If most of the fleet is late at once, see ``_lose_late``.
+    Leases are looked at only when the next one may run out; sets that time. Within a lease after a roll call
+    only silent nodes are looked at. If most of the fleet is late at once, see ``_lose_late``.
     """
     settings, now_s = state.settings, state.now_s
     _lose_late(state, orders, state.suspects, settings.confirm_s, "its connection broke")

@@ -146,8 +146,8 @@ def _from_parking(state: FleetState, orders: list[Order]) -> bool:
 
 
 def pause_s(tries: int) -> float:
-    """Return seconds to wait before the next epoch is tried: 0 for the first ``QUICK_TRIES``, then doubling up to a
-    limit.
+    """Return seconds to wait before the next epoch is tried: 0 for the first ``QUICK_TRIES``, then doubling from
+    ``FIRST_PAUSE_S`` up to ``LONGEST_PAUSE_S``.
 
     A fault that lasts some seconds (a flapping link, a switch that restarts) must not use up all tries in that
     time.

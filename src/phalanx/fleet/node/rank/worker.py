@@ -218,7 +218,7 @@ class RankWorker:
         began_s, over = time.monotonic(), threading.Event()
 
         def pulse() -> None:
-            """Send heartbeats until the data are open, or have taken too long."""
+            """Send heartbeats until the data are open, or have taken a minute longer than ``data.timeout_s``."""
             while not over.wait(self._spec.fleet.worker_lease_s / _PULSES_IN_A_LEASE):
                 waited_s = time.monotonic() - began_s
                 if waited_s > self._spec.data.timeout_s + OVERTIME_S:
