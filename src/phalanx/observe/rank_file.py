@@ -276,7 +276,8 @@ def unfinished(descriptor: int, position: int) -> int:
 def _frames(path: Path, descriptor: int, position: int, size: int) -> Iterator[tuple[int, FrameHead]]:
     """Yield (offset, head) of the complete frames between ``position`` and ``size``; damaged places are skipped.
 
-    Ends at a frame that is being written. Raises ``RankStreamError`` if too many places are damaged.
+    Ends at a frame that is being written. Raises ``RankStreamError`` if more than ``_MOST_DAMAGED`` places are
+    damaged.
     """
     block, block_at, damaged = b"", 0, 0
     while position + HEAD_BYTES <= size:

@@ -68,10 +68,11 @@ class RankStreamWriter:
         self._open()
 
     def append(self, frame: rank_file.RankFrame) -> None:
-        """Write one frame, and coarsen the file if it is too long. A file that was replaced is opened again.
+        """Write one frame, and coarsen the file if it is beyond its bounds. A file that was replaced is opened
+        again.
 
-        Raises ``ValueError`` for a frame that cannot be encoded, and ``RankStreamError`` if it cannot be written: earlier frames
-        are intact.
+        Raises ``ValueError`` for a frame that cannot be encoded, and ``RankStreamError`` if it cannot be
+        written: earlier frames are intact.
         """
         data = rank_file.encode_frame(frame)
         if self._replaced():

@@ -120,8 +120,8 @@ class MetricsServer:
         """Accept connections, and queue each for the serving threads once its client sends something. Runs in a
         thread.
 
-        Silent ones are closed after the time of a request, or the oldest if there are too many: they delay no other
-        client. If too many are queued, the next one is closed.
+        Silent ones are closed after ``request_timeout_s``, or the oldest beyond ``_MOST_SILENT``: they delay no
+        other client. While ``_MOST_READY`` are queued, further ones are closed.
         """
         silent: dict[socket.socket, float] = {}
         with selectors.DefaultSelector() as selector:
@@ -221,8 +221,7 @@ def _request(connection: socket.socket, timeout_s: float) -> tuple[str, str, Hea
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
-    """Send all of ``data`` within ``_ANSWER_S``, then close the sending half and wait a moment for the client.
-
+    """Send all of ``data`` within ``_ANSWER_S``, then close the sending half and wait 0.2 s for the client's end.
     Raises ``OSError`` if the client does not take it.
     """
     deadline_s, view = time.monotonic() + _ANSWER_S, memoryview(data)

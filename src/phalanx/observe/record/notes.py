@@ -304,7 +304,7 @@ class ServingNote:
         self._thread = threading.Thread(target=self._write_until_closed, name="serving-note", daemon=True)
 
     def start(self) -> Self:
-        """Start to write the note at intervals, on a thread."""
+        """Start to write the note every 5 s, on a thread."""
         self._thread.start()
         return self
 
@@ -409,7 +409,7 @@ class ThrottlingWatch:
         self._over = threading.Event()
 
     def start(self) -> Self:
-        """Start to look at intervals, on a thread."""
+        """Start to look every 10 s, on a thread."""
         threading.Thread(target=self._watch, name="throttling", daemon=True).start()
         return self
 
@@ -418,7 +418,7 @@ class ThrottlingWatch:
         self._over.set()
 
     def _watch(self) -> None:
-        """Look at intervals until closed; the thread's loop. Errors are logged for debugging only."""
+        """Look every 10 s until closed; the thread's loop. Errors are logged for debugging only."""
         while not self._over.is_set():
             try:
                 self.once()
