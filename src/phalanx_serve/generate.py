@@ -95,15 +95,14 @@ def continued(
     """Yield the text that continues ``prompt``, piece by piece, at most ``tokens`` tokens; it ends with the document.
 
     With ``chat`` the prompt is a user's message, framed by the run's chat template, and the text is the answer.
-
     ``model`` replaces the run's own model if it is open already (``phalanx_serve.weights``); ``step``, ``device`` and
     ``dtype`` are then ignored. ``dtype`` is PyTorch's name of the format to compute in.
 
     ``device`` is "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one, but the CPU for a run with portable
-    numerics. There the text has exact numerics, as ``phalanx serve`` generates it on any machine.
+    numerics. On a CPU, the text of such a run has exact numerics, as ``phalanx serve`` generates it on any machine.
 
     The other arguments are those of ``phalanx_serve.generate.generate``. Raises the errors of that function and of
-    ``load_model``, at once.
+    ``load_model``, at once; for logits that are not finite, while the text is read.
     """
     tokenizer = prompts.load_run_tokenizer(run_dir)
     published = prompts.published_with(run_dir, tokenizer)
@@ -141,10 +140,10 @@ def _text(ids: Iterator[int], detokenizer: IncrementalDetokenizer) -> Iterator[s
 
 
 def sample_text(run_dir: Path, sample: SampleSpec) -> str:
-    """Return the prompt and its continuation by the run's newest checkpoint, on a device of the kind that trained the
-    run.
+    """Return the prompt and its continuation by the run's newest checkpoint.
 
-    One kind of device gives the same text every time. Raises the errors of ``continued``.
+    A run that was trained on CUDA is sampled on a GPU if there is one and its numerics are not portable; others on
+    the CPU. One kind of device gives the same text every time. Raises the errors of ``continued``.
     """
     trained_on = read_resolved(RunDirectory(run_dir)).runtime.device
     pieces = continued(

@@ -388,8 +388,9 @@ class ModelText:
 def read_model_text(run_dir: Path, name: str, vocab_size: int, chat_template: str = "") -> ModelText:
     """Load the text side of a run's model: tokenizer, stop tokens and chat template.
 
-    ``chat_template`` is a file that replaces its own; empty for none. Raises TokenizerError. A damaged template of
-    the run's own is left out.
+    ``chat_template`` is the file of a template to use instead of the run's own; empty keeps that. Its ends of turns
+    become stop tokens too. Raises TokenizerError, also for a damaged file. A damaged template of the run's own is
+    left out.
     """
     tokenizer = load_run_tokenizer(run_dir)
     published = published_with(run_dir, tokenizer)

@@ -270,9 +270,10 @@ def _damage(line: str) -> str:
 
 
 def _given(name: str, number: int, line: str) -> str | list[int] | None:
-    """Return the text or the tokens in a line's JSON object; ``None`` if it has not just one of them, or is no JSON.
+    """Return the text or the tokens in a line's JSON object.
 
-    Raises ClickException for an object with a key twice.
+    Returns None for what is no JSON, an object with neither or both fields, a value of another type, or a text with
+    half of a pair of surrogates. Raises ClickException for an object with a key twice.
     """
     try:
         table = json.loads(line, object_pairs_hook=unique_keys)
@@ -303,7 +304,11 @@ def _encoded(text: str | list[int], tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _bytes(text: Sequence[int], tokenizer: Tokenizer | None) -> int:
-    """Bytes of text that the tokens behind the first stand for, without the tokenizer's own prefix; 0 without a tokenizer."""
+    """Return the bytes of text that the tokens behind the first stand for; 0 without a tokenizer.
+
+    Ids beyond the tokenizer's count nothing. If the text begins with the start tokens, ``prefix_bytes`` is
+    subtracted.
+    """
     if tokenizer is None:
         return 0
     lengths, start = tokenizer.byte_lengths, tokenizer.document_start

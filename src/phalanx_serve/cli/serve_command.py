@@ -136,8 +136,8 @@ def start(options: ServeOptions, served: ServedRun, output: ServePrinter) -> Non
     """Serve until a signal.
 
     Raises UsageError for a public address without keys, and ClickException for a model that cannot be served, a
-    missing folder or a taken port. Listens before the model is opened. A published folder is converted to a run for
-    the time of serving.
+    missing folder or a taken port. Listens before the model is opened. A Hugging Face folder is served through a
+    temporary run directory that refers to its weights.
     """
     from phalanx.hardware.local.network import ListenError, is_private, listen
 

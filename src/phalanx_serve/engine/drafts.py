@@ -74,10 +74,12 @@ class Drafter:
 
     @torch.no_grad()
     def guess(self, texts: Sequence[DraftInput], length: int) -> list[tuple[DraftState, tuple[int, ...]]]:
-        """Return each text's state, which is updated in place if it continues, and the drafts of its next tokens, at
-        most its ``count``.
+        """Return each text's state and the drafts of its next tokens, at most its ``count``.
 
-        ``length`` is that of ``Transformer``. A depth whose logits are not finite ends the drafts.
+        A state that continues is updated in place; else it is a new one. A text gets no drafts unless all but its
+        last token is computed, but its state is updated all the same. Drafts are drawn as their tokens will be, by
+        the text's sampling and position. If any text's logits are not finite at a depth, the drafts of all texts end
+        before it. ``length`` is that of ``Transformer``.
         """
         aheads = [self._state_of(text) for text in texts]
         guesses: list[list[int]] = [[] for _ in texts]

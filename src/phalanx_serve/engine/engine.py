@@ -464,7 +464,8 @@ class Engine:
     def _take_token(self, text: RunningText, sampled: SampledToken) -> None:
         """Append a sampled token to a text, and emit it, after the prompt's scores if they were requested.
 
-        Ends the text at its length, or at a stop token, which is not emitted. A text that becomes long begins again.
+        Ends the text at its length, or at a stop token, which is neither appended nor emitted. A text that passes
+        LongRoPE's switch keeps its tokens, and its keys and values are computed again.
         """
         request = text.request
         if text.scores_prompt:

@@ -97,8 +97,11 @@ class FastProducts:
         self._product = operations().mm
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return ``x`` ``(..., inputs)`` times the transpose of ``matrix`` ``(outputs, inputs)``, plus ``bias``
-        ``(outputs,)``: ``(..., outputs)``. Computes as PyTorch does for other formats or devices, or with gradients.
+        """Return ``x`` ``(..., inputs)`` times the transpose of ``matrix`` ``(outputs, inputs)``, plus ``bias``:
+        ``(..., outputs)``.
+
+        Uses the portable kernel if ``matrix`` is bf16 and ``x`` is on a CPU. Computes as PyTorch does for all else,
+        for an empty ``x``, and wherever gradients are enabled.
         """
         outputs, inputs = matrix.shape
         # A model may have been moved since it got these products.
@@ -258,7 +261,8 @@ def _attention(block: nn.Module) -> Attention:
 def _weights(block: nn.Module, model: Transformer) -> layer_step.LayerWeights | None:
     """Return a block's weights for the kernel.
 
-    ``None`` if it is no plain block of attention and SwiGLU, or has hooks, post-norms or other products.
+    Returns None unless it is a block of attention and SwiGLU with plain norms before both, no norms after them, no
+    hooks, and linear layers that are ``_plain``.
     """
     if not isinstance(block, Block):
         return None
@@ -303,7 +307,9 @@ def _weights(block: nn.Module, model: Transformer) -> layer_step.LayerWeights | 
 
 
 def _plain(linear: Linear) -> bool:
-    """Return True for a linear layer that the kernel computes: on a CPU, in a known format, contiguous, without another product."""
+    """Return True for a linear layer that the kernel computes: on a CPU, in a known format, contiguous, with no other
+    product than ``FastProducts``.
+    """
     weight, bias = linear.weight, linear.bias
     # Other processes may have a part of the product, and a library may compute bf16 rows faster.
     own = linear.affine is None or isinstance(linear.affine, FastProducts)

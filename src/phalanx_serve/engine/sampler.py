@@ -367,7 +367,11 @@ def _keeps_all(sampling: Sampling) -> bool:
 def _drawn_rows(
     logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], keep: _Keep
 ) -> Tensor:
-    """Draw a token for each row of ``(rows, vocab)``, among those that ``keep`` marks; None marks all. Uses Gumbel-max in fp64."""
+    """Draw a token for each row of ``(rows, vocab)``, among those in the mask that ``keep`` returns; if it returns
+    None, among all.
+
+    Uses Gumbel-max in fp64.
+    """
     wide, device = logits.double(), logits.device
     factors = [_factor(sampling.temperature) for sampling in samplings]
     scores = (wide - wide.amax(-1, keepdim=True)) * _column(factors, torch.float64, device)  # (rows, vocab)

@@ -272,8 +272,8 @@ class Keys:
 def read_keys(file: Path) -> Keys:
     """Read the keys in ``file``.
 
-    Raises KeyFileError for a file that others can read, a malformed line, a repeated name, or no key. Blank lines and
-    comments are skipped.
+    Raises KeyFileError for a file that cannot be read, or that others can read or write, a malformed line, a repeated
+    name, or no key. Blank lines and comments are skipped.
     """
     try:
         mode = file.stat().st_mode
@@ -303,7 +303,8 @@ def add_key(file: Path, name: str = "", limits: KeyLimits | None = None) -> str:
     """Make a key, append its hash to ``file``, and return the key, which is not stored.
 
     Creates the file for its owner alone. An empty name is left out, and so are limits of 0. Raises KeyFileError for a
-    name that is malformed or taken.
+    name that is malformed or taken; with a name, also the errors of ``read_keys`` for a file that exists. Raises
+    OSError if the file cannot be written.
     """
     if name and not _NAME.fullmatch(name):
         raise KeyFileError(f"the key's name {name!r}: 1 to 64 letters, digits, dots, dashes or underscores")
@@ -375,7 +376,7 @@ class TokenBucket:
     at: float
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until ``amount`` can be taken, which is at most ``limit``."""
+        """Return the seconds until ``amount`` can be taken, 0.0 if it can be now. ``amount`` is at most ``limit``. Takes nothing."""
         self._fill(now)
         # Rounding must not refuse a request that the bucket has just enough for.
         lacking = amount - self.left
@@ -416,9 +417,11 @@ class KeyUse:
         return cls(key, full(key.limits.requests), full(key.limits.tokens))
 
     def begin(self, now: float) -> None:
-        """Take a request from the limits, before any work is done for it, and count it as running and admitted.
+        """Count a request as running and admitted, and take it from the requests of a minute, before any work is done
+        for it.
 
-        Raises RefusedError (429), which names the limit and the time to wait.
+        Raises RefusedError (429), which names the limit and the time to wait. A refusal takes nothing, and is
+        counted.
         """
         limits = self.key.limits
         if limits.concurrent and self.running >= limits.concurrent:
@@ -428,10 +431,10 @@ class KeyUse:
         self.admitted += 1
 
     def take_tokens(self, tokens: int, now: float) -> None:
-        """Take the most tokens that a request may need from the limits.
+        """Take the most tokens that a request may need from the limit; nothing if the key has none.
 
-        Raises RefusedError (429), which names the limit and the time. A request over the limit of a full minute gets
-        no time to retry.
+        A refusal takes no tokens, and is counted. Raises RefusedError: 429 with the time to retry if too few are
+        left; 400 without a time if the request needs more than the limit of a full minute.
         """
         if self.tokens is not None and tokens > self.tokens.limit:
             self.refused["tokens"] += 1
@@ -444,7 +447,9 @@ class KeyUse:
         self._take("tokens", self.tokens, tokens, now)
 
     def _take(self, name: str, bucket: TokenBucket | None, amount: int, now: float) -> None:
-        """Take ``amount`` from a limit, if there is one. Raises RefusedError with the time to wait."""
+        """Take ``amount`` from a limit, if there is one. If too little is left, take nothing, count a refusal, and
+        raise RefusedError (429) with the time to wait.
+        """
         if bucket is None:
             return
         if wait := bucket.wait_s(amount, now):
@@ -452,7 +457,7 @@ class KeyUse:
         bucket.take(amount, now)
 
     def ended(self, taken: int, prompt_tokens: int, generated_tokens: int, now: float) -> None:
-        """Record the end of a request that had reserved ``taken`` tokens, with those it used; the others are given back."""
+        """Record the end of a request that had taken ``taken`` tokens, and the tokens that it used; the difference is given back."""
         self.running -= 1
         self.prompt_tokens += prompt_tokens
         self.generated_tokens += generated_tokens

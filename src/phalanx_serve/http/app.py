@@ -122,10 +122,11 @@ class Gateway:
             raise _ending()
 
     def require_room(self, demand: Demand) -> None:
-        """Raise RefusedError if a request is not admitted: the server drains, it has too many texts, or there is too
-        much to do.
+        """Raise RefusedError if a request is not admitted.
 
-        The last gets a 429 with the seconds after which to retry.
+        A draining server refuses all. A request of more texts than the server ever admits gets a 400. A 429 with the
+        seconds after which to retry is for one that exceeds the limit together with the running texts, or would wait
+        too long.
         """
         self.require_open()
         if demand.texts > self.limits.requests:
@@ -325,7 +326,8 @@ async def _answer(
 ) -> Response:
     """Parse, admit and charge a request for text, and return its response, which computes when it is sent.
 
-    ``client`` None has no limits. Raises RefusedError, and then charges a request but no tokens.
+    ``client`` None has no limits. Raises RefusedError. A refusal of ``KeyUse.begin`` charges nothing, a later one a
+    request and no tokens.
     """
 
     def parse(body: bytes) -> GenerationRequest:
@@ -360,7 +362,8 @@ async def _converted(
 
 @contextmanager
 def _charged(gateway: Gateway, client: KeyUse | None) -> Iterator[ExitStack]:
-    """Count a request in the limits of its key, until the stack closes; the caller may keep it open with ``pop_all``.
+    """Take a request from its key's limits, and count it as running until the stack closes; the caller may keep that
+    open with ``pop_all``.
 
     Raises RefusedError if the server drains, or a limit is reached.
     """
@@ -377,8 +380,8 @@ async def _in_thread(
 ) -> ResultT:
     """Read a request's body, and parse it in a thread: a long text must not hold up other requests.
 
-    ``frames`` is true for conversations, of which a limited number are parsed at a time. Raises RefusedError (415)
-    for another content type or encoding, and that of ``parse``.
+    With ``frames`` true, it waits until no other such request is parsed. Raises RefusedError (415) for another
+    content type or encoding, and those of ``_receive_body`` and ``parse``.
     """
     # A page of another origin may send a form to this machine, but no JSON.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":

@@ -162,10 +162,11 @@ def read_body(kind: type[BodyT], body: bytes) -> BodyT:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Decode a body that is a JSON object. Raises RefusedError, also for a repeated key and for half of a pair of surrogates.
+    """Return the fields of a body that is a JSON object.
 
-    ``msgspec`` refuses what is no JSON (``NaN``, ``1e999``), and Python's parser keys that stand there twice. That one reads half of a pair of
-    surrogates, so that its field can be named.
+    Raises RefusedError, also for a repeated key, a number that JSON lacks (``NaN``, ``1e999``), and half of a pair of
+    surrogates. Python's parser detects the first and the last, so that the error names the field; ``msgspec`` refuses
+    such numbers.
     """
     try:
         fields = json.loads(body.decode(), object_pairs_hook=unique_keys)

@@ -183,8 +183,8 @@ def open_run(
 def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> OpenedEngine:
     """Open the engine of a run or a pack: divided over processes, streamed or packed, or in this process.
 
-    By default it drafts as many tokens as the model predicts ahead. ``tell`` receives progress messages. Raises
-    ServeError, and the errors of ``restored_model`` and ``open_model``.
+    Only the last drafts tokens, by default as many as the model predicts ahead. ``tell`` receives progress messages.
+    Raises ServeError, and the errors of ``restored_model`` and ``open_model``.
     """
     device = device_of(served)
     if served.stages > 1 or served.tensor > 1:
@@ -362,8 +362,8 @@ class CheckpointFollower:
         """Swap in the weights of ``step``, report it and return True; if that fails, report the reason and return
         False.
 
-        Lack of memory and storage errors are tried again; another model or a damaged checkpoint is not, while its
-        files stay the same.
+        Another model, or a damaged checkpoint, is not tried again while its files stay the same. All other failures
+        are, such as lack of memory, storage errors or defects.
         """
         files = self._files_of(step)  # before they are read: they may be copied meanwhile
         try:

@@ -272,7 +272,8 @@ class StageLink:
     def receive(self, decoder: MessageDecoder[_T], longest_s: float = LONGEST_STEP_S) -> _T:
         """Return the next message that is no heartbeat.
 
-        Raises SilentError if there are only heartbeats for ``longest_s``, and WireError if the connection ends.
+        Raises SilentError if there are only heartbeats for ``longest_s``, or not even those for the silence of
+        ``expect_life``. Raises WireError if the connection ends.
         """
         begin_s = time.monotonic()
         while (body := self._receive()) == _HEARTBEAT:
@@ -337,7 +338,11 @@ class StageLink:
         return bool(self._polled(select.POLLIN))
 
     def _polled(self, events: int) -> int:
-        """Return which of some events have happened, without waiting. Raises EndedError if this end has closed the connection."""
+        """Return the bits of ``events`` that have happened, with those of hang-ups and errors; 0 if none. Does not
+        wait.
+
+        Raises EndedError if this end has closed the connection.
+        """
         if self._socket.fileno() < 0:
             raise EndedError("this end has closed the connection")
         poll = select.poll()

@@ -350,8 +350,8 @@ def _end_job(
 ) -> None:
     """Close a request whose job has ended, or continue it on a decode worker after prefill. May begin an audit.
 
-    A job that the worker canceled or that ended too early moves to another worker. One that failed moves once; the
-    second failure ends the request.
+    A job that the worker canceled or that ended too early moves to another worker. A job that failed moves too,
+    unless it is the second failure or loss since the request's last token: then the request ends with the error.
     """
     if output.outcome == "cancelled" or (
         output.outcome == "length" and not entry.complete and not state.jobs[number].prefill
@@ -386,7 +386,9 @@ def _go_to_decode(
     commands: list[events.Command],
 ) -> None:
     """Continue a request after its first token: the prefill worker offers the pages, and the cheapest decode worker
-    pulls them. Without decode workers, any other worker takes it.
+    pulls them.
+
+    Without workers that decode, it is assigned or queued as a new one, perhaps to the same worker.
     """
     workers = [w for w in state.pool.open_to_work() if w.role != "prefill"]
     if not workers:

@@ -64,8 +64,10 @@ class PoolWorker:
         return len(names)
 
     def hint(self, names: Sequence[bytes]) -> None:
-        """Record pages that the worker computed or fetched as its newest, the first name last. The oldest beyond its
-        pages are dropped.
+        """Record pages that the worker computed or fetched. They become its newest, the first of ``names`` the newest
+        of all.
+
+        The oldest pages beyond ``pages`` are dropped.
         """
         for name in reversed(names):  # the first is used last: a chain is evicted from its end
             self.hints[name] = None

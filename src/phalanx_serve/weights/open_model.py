@@ -183,10 +183,10 @@ def _not_of(index: PackIndex, run: RunDirectory, step: int, weights_sha256: str 
 def empty_model(
     index: PackIndex, dtype: torch.dtype, seq_len: int = 0
 ) -> tuple[Transformer | Chain, ModelSpec]:
-    """Return the pack's model without weights (NaN everywhere, which takes no memory) and its spec, without multi-token
-    prediction.
+    """Return the pack's model without weights and its spec, both without multi-token prediction.
 
-    ``seq_len`` is the length of the sequences that each call gets a part of; 0 if a call gets full sequences.
+    Parameters are NaN, which takes no memory; buffers are 0. ``seq_len`` is the length of the sequences that each
+    call gets a part of; 0 if a call gets full sequences.
     """
     recorded = recorded_run(index)
     spec = resolve(without_predictions(recorded.model))

@@ -355,7 +355,11 @@ class OfferedPages:
             self._batches.pop(job, None)
 
     def _batch(self, pages: dict[bytes, bytes]) -> _Batch:
-        """Return pages ready to be read, in shared memory if this is enabled and possible; the first failure is logged."""
+        """Return pages ready to be read.
+
+        They are in shared memory if that is enabled and possible, and fewer than ``_MOST_FILES`` batches are kept.
+        The first failure is logged.
+        """
         shared = None
         if self._share and pages and len(self._batches) < _MOST_FILES:
             try:
@@ -398,10 +402,11 @@ class PageServer:
         self._port.close()
 
     def _converse(self, wire: SealedConnection) -> None:
-        """Offer pages to a client and send them as it requests, through the socket or over NIXL, until it is done.
+        """Offer pages to a client and send them as it requests, through the socket or over NIXL, until it sends
+        ``Done``, which ends the lease.
 
-        A client of another identity is refused. The end releases the lease. Raises WireError for a silent or
-        misbehaving client.
+        A client of another identity is refused. Raises WireError for a silent or misbehaving client, and then keeps
+        the lease.
         """
         wire.raw.set_timeout(_SILENT_S)
         request = wire.receive_message(MESSAGES)
