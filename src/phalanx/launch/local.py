@@ -159,7 +159,7 @@ class _Ranks:
         """Return True once all ranks have exited; call it repeatedly. Shows messages about requests to stop.
 
         If one has failed, the others are killed 10 s later. After a request to stop, so are those that still
-        run 10 s after SIGTERM itself has ended one, or ``save_s`` after one has stopped as asked.
+        run 10 s after SIGTERM itself has ended one, or ``save_s`` after one has stopped on request.
         """
         self.orders.tell_new()
         codes = self.codes()

@@ -141,7 +141,7 @@ def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
     sent_s = time.time()
 
     def ask(host: Host) -> tuple[str, float]:
-        """Return software and clock (Unix seconds) of a host."""
+        """Return software and clock (Unix seconds) of a host. Raises ``EngineError``."""
         answer = _answer(host, on_host(host, script), "phalanx-host ", "not run Phalanx")
         software, unix_s = json.loads(answer)
         return str(software), float(unix_s)

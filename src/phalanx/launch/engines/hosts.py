@@ -249,7 +249,10 @@ def signal_script(run_dir: str, pids: list[int], number: int) -> str:
 
 
 def _preamble_lines(order: LaunchOrder) -> Iterator[str]:
-    """Yield the shell lines before a host's command: working directory, variables, prologue."""
+    """Yield the shell lines before a host's command: working directory, variables, prologue.
+
+    Raises ``EngineError`` for a bad name of a variable.
+    """
     yield f"cd {shlex.quote(str(order.working_dir))} || exit 66"
     yield "export PYTHONUNBUFFERED=1"
     yield from exports_of(order.launch)

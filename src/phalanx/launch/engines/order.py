@@ -210,7 +210,10 @@ def exports_of(launch: LaunchSpec) -> Iterator[str]:
 
 
 def private_exports(launch: LaunchSpec, working_dir: Path) -> str:
-    """Return the shell lines that export ``private_variables``, to be sent to a shell and never written."""
+    """Return the shell lines that export ``private_variables``, to be sent to a shell and never written.
+
+    Raises ``EngineError`` as ``private_variables`` does.
+    """
     return "".join(
         f"export {name}={shlex.quote(value)}\n"
         for name, value in private_variables(launch, working_dir).items()

@@ -377,7 +377,9 @@ def _problems_in(
     """Yield the reasons for which a job would never start in its partition, which is the default one if it names
     none.
 
-    Checked are existence, state, size, time limit against partition and ``grace_s``, usable nodes, and their GPUs.
+    Checked are existence, state, size, time limit against partition and ``grace_s``, usable nodes, and their
+    GPUs. Raises ``EngineError`` for a malformed time limit, and ``ValueError`` for a malformed
+    ``launch.exclude``.
     """
     launch = order.launch
     names = ", ".join(candidate.name for candidate in partitions if candidate.up)
@@ -427,7 +429,10 @@ def _problems_in(
 
 
 def parse_partitions(text: str) -> list[SlurmPartition]:
-    """Return the partitions in the output of ``scontrol show partition -o``; limits that are not set are ``None``."""
+    """Return the partitions in the output of ``scontrol show partition -o``; limits that are not set are ``None``.
+
+    Raises ``EngineError`` for a malformed time.
+    """
     parsed = []
     for line in text.splitlines():
         fields = dict(part.split("=", 1) for part in line.split() if "=" in part)

@@ -43,12 +43,19 @@ class SlurmEngine:
     options: frozenset[str] = frozenset({"lender"})
 
     def prepare(self, spec: RunSpec, working_dir: Path) -> tuple[RunSpec, list[str]]:
-        """Return the run with what sbatch's environment variables set, and a line on each."""
+        """Return the run with what sbatch's environment variables set, and a line on each.
+
+        Raises ``EngineError`` for variables that contradict the launcher.
+        """
         launch, lines = from_environment(spec.launch, os.environ)
         return submission.with_run_dir(replace(spec, launch=launch), working_dir), lines
 
     def doubts(self, spec: RunSpec, working_dir: Path) -> Iterator[str]:
-        """Yield warnings: datasets that this machine does not see, and workers of a node that would share one core."""
+        """Yield warnings: datasets that this machine does not see, and workers of a node that would share one
+        core.
+
+        Raises ``EngineError`` if an option has a quote without an end.
+        """
         yield from submission.missing_data(spec, working_dir)
         options = {name for line in spec.launch.options for name in options_in(line)}
         if not spec.launch.exclusive and not options & {"cpus-per-task", "cpus-per-gpu", "mincpus"}:
@@ -159,8 +166,8 @@ class SlurmRun:
     def request_stop(self, reign: int | None) -> bool:
         """Send SIGTERM to the batch shell, which saves and ends the run.
 
-        Return False, without a signal, if there is no job or a successor leads (``reign`` above 1): the shell is
-        lost with the first node.
+        Return False, without a signal, if there is no job or a successor leads (``reign`` above 1): the shell
+        is lost with the first node. Raises ``EngineError``.
         """
         job = self._job()
         if job is None or reign not in (None, 1):

@@ -300,6 +300,8 @@ def limits_of(order: LaunchOrder, run: Callable[[Sequence[str]], str] = run_tool
 def limit_problems(order: LaunchOrder, limits: Sequence[Limit]) -> Iterator[str]:
     """Yield one line for each limit that the job of ``order`` exceeds, with the remedy: nodes, time, and GPUs if
     the nodes are within it.
+
+    Raises ``EngineError`` for a malformed time limit.
     """
     gpus = order.all_nodes * order.gpus_per_node
     wall_s = seconds_of(order.launch.time_limit) if order.launch.time_limit else None

@@ -406,7 +406,8 @@ def _with_reason(job: ClusterJob) -> ClusterJob:
     """Return the job with its state and reason by its pods. Unchanged if it has ended.
 
     If a pod runs, the job is running, and the reason counts the pods if some are missing. Otherwise the reason
-    is the cluster's own, else Kueue's, else that of a pending pod.
+    is the cluster's own, else Kueue's, else that of a pending pod. Raises ``EngineError`` if the cluster does
+    not answer.
     """
     if job.ended:
         return job

@@ -39,7 +39,7 @@ class KubernetesEngine:
     options: frozenset[str] = frozenset({"out", *FIELDS_OF_PODS})
 
     def prepare(self, spec: RunSpec, working_dir: Path) -> tuple[RunSpec, list[str]]:  # noqa: ARG002
-        """Return the run with its directory in the pods."""
+        """Return the run with its directory in the pods. Raises ``EngineError`` if that is in no mount."""
         return with_pod_run_dir(spec), []
 
     def doubts(self, spec: RunSpec, working_dir: Path) -> Iterator[str]:  # noqa: ARG002
