@@ -66,7 +66,9 @@ class Saboteur:
     _parts: Sequence[nn.Module] = ()
 
     def learn(self, sentences: Iterable[str]) -> None:
-        """Parse and add faults. They are numbered in the order of the arguments, the same on every worker."""
+        """Parse and add faults. They are numbered in the order of the arguments, the same on every worker. Raises
+        ``FaultError``.
+        """
         first_number = len(self._faults)
         self._faults += [
             (first_number + n, faults.parse_fault(sentence)) for n, sentence in enumerate(sentences)

@@ -257,7 +257,9 @@ async def _receive_unless(frames: FrameStream, dropping: asyncio.Future[str]) ->
 
 @asynccontextmanager
 async def _opened(address: str, credentials: Credentials) -> AsyncIterator[FrameStream]:
-    """Connect to an address and yield the stream, closed afterwards."""
+    """Connect to an address and yield the stream, closed afterwards. Raises ``EndedError`` if it cannot be
+    reached.
+    """
     frames = await connect(address, credentials.certificates)
     try:
         yield frames

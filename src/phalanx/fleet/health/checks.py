@@ -274,7 +274,9 @@ def _there_and_back(connection: socket.socket, nbytes: int) -> tuple[bytes, byte
 
 
 def loopback(nbytes: int = LINK_BYTES, limits: HealthLimits = ANY_RATE) -> CheckResult:
-    """Check the network stack of this machine by ``probe_link`` over 127.0.0.1; a thread of this process answers."""
+    """Check the network stack of this machine by ``probe_link`` over 127.0.0.1; a thread of this process answers.
+    Raises ``OSError``.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = threading.Thread(target=serve_link, args=(listener,), daemon=True)
         server.start()

@@ -223,7 +223,7 @@ class StoreCopies:
         self._uploader.deal(CopyShare(ranks, of))
 
     def _begin(self) -> StoreUploader:
-        """Start the uploader to the run's store."""
+        """Start the uploader to the run's store. Raises ``StoreError``."""
         from phalanx.checkpoint.save.store_uploader import Condemned, CopyRules, StoreUploader, UploadTimes
         from phalanx.checkpoint.tiers.disk import DiskTier
         from phalanx.store.open_store import open_store

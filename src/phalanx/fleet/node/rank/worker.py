@@ -430,8 +430,9 @@ def _check_machine(spec: RunSpec, directory: RunDirectory, warm: WarmState, node
 def _account(directory: RunDirectory, bind: worker_link.JoinEpoch) -> Ledger:
     """Return the open ledger of this epoch, in the bucket of the rendezvous.
 
-    On rank 0 after another epoch it begins at the last accounted event. The time since counts as reconfiguration if
-    that ended by plan; else as fault undetected until the fault was detected, then as drain.
+    On rank 0 after another epoch it begins at the last accounted event. The time since counts as
+    reconfiguration if that ended by plan; else as fault undetected until the fault was detected, then as drain.
+    Raises ``EventLogError`` if the events cannot be read.
     """
     now_ns = time.monotonic_ns()
     if bind.rank != 0 or bind.detected_unix_s == 0 or not directory.events.exists():
