@@ -246,7 +246,7 @@ class RankStream:
         return numbers
 
     def _undamaged_columns(self, numbers: list[int], place: int) -> Iterator[Codes]:
-        """Yield one column of each of these frames that is not damaged."""
+        """Yield one column of each of these frames that is not damaged. Raises ``RankStreamError``."""
         for number in numbers:
             codes = self._codes(number, place)
             if codes is not None:
@@ -266,7 +266,7 @@ class RankStream:
     def _code_of_rank(self, number: int, place: int, rank: int) -> int:
         """Return one number's code as it is in the file, ``UNKNOWN`` if it is damaged.
 
-        The column around it is read only the first time, to be verified.
+        The column around it is read only the first time, to be verified. Raises ``RankStreamError``.
         """
         if (number, place) not in self._verified:
             codes = self._codes(number, place)

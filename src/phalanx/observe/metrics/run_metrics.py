@@ -144,7 +144,8 @@ class RunFacts:
     def _take_step(self, line: bytes) -> None:
         """Take a step's line, of which only position, time and ledger are decoded.
 
-        With a ledger that JSON cannot express, it is decoded as a whole.
+        With a ledger that JSON cannot express, it is decoded as a whole. Raises ``ValueError`` for a line that
+        is no event, or whose ledger is no table of numbers.
         """
         try:
             step = _step_line.decode(line)
