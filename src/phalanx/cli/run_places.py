@@ -58,8 +58,9 @@ def checkpoint_place(path: Path, step: int | None = None) -> CheckpointPlace:
 def weights_place(path: Path, step: int | None = None) -> Iterator[CheckpointPlace]:
     """Context with the checkpoints as ``checkpoint_place`` returns them, also of a Hugging Face folder.
 
-    That is represented by a temporary run directory, whose notes are printed to standard error; its ``step`` is not
-    checked. A ``CheckpointError`` in the block then becomes ``ClickException``.
+    That is represented by a temporary run directory, whose notes are printed to standard error; its ``step`` is
+    not checked. A ``CheckpointError`` in the block then becomes ``ClickException``. Raises ``ClickException``
+    for another path without checkpoints, or without ``step``.
     """
     if not is_published(path):
         yield checkpoint_place(path, step)

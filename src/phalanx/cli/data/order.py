@@ -215,7 +215,9 @@ def where_lines(steps_by_record: Mapping[int, Sequence[int]]) -> Iterator[str]:
 def _of_document(
     spec: RunSpec, index: DatasetIndex | MixtureIndex, source: str, document: int
 ) -> Iterator[int]:
-    """Yield the complete records of a document. The incomplete one at the end of a dataset is never read."""
+    """Yield the complete records of a document. The incomplete one at the end of a dataset is never read. Raises
+    ``DatasetError``.
+    """
     dataset = index_of(index, source)
     place = open_place(addresses(spec.data)[source], cache_options(spec.data))
     records = records_of_document(spec, place, document, load_tokenizer(place.folder).end_of_document)
@@ -226,7 +228,8 @@ def _of_document(
 def read_data_run(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, DatasetIndex | MixtureIndex]:
     """Return the run of a run file or directory with ``overrides``, and the index of its data.
 
-    For a directory, data that moved are looked up where an earlier start had them.
+    For a directory, data that moved are looked up where an earlier start had them. Raises ``RunFileError`` and
+    ``DatasetError``.
     """
     spec = read_run(run / RUN_FILE if run.is_dir() else run, PRESETS, overrides)
     if run.is_dir():

@@ -175,7 +175,11 @@ def _lines_of_overlap(dataset: PreparedDataset, *, by_recipe: bool) -> Iterator[
 
 
 def _lines_of_turns(out: str, index: DatasetIndex) -> Iterator[str]:
-    """Yield a warning if no token of the conversations in the folder ``out`` ends a turn; none for text, and for datasets in stores."""
+    """Yield a warning if no token of the conversations in the folder ``out`` ends a turn; none for text, and for
+    datasets in stores.
+
+    Raises ``TokenizerError``.
+    """
     from phalanx.data.chat.encode import saved_template, turn_ends
     from phalanx.data.tokenizers.tokenizer import load_tokenizer
 

@@ -80,7 +80,9 @@ def send_request(run_dir: Path, operation: OperatorRequest, certificates: Path |
 def send_and_print(
     run_dir: Path, operation: OperatorRequest, certificates: Path | None, as_json: bool
 ) -> None:
-    """Send a request and print the coordinator's answer; exit code 1 if it refuses."""
+    """Send a request and print the coordinator's answer; exit code 1 if it refuses. Raises as ``send_request``
+    does.
+    """
     answer = send_request(run_dir, operation, certificates)
     values: dict[str, object] = {"accepted": answer == "accepted", "answer": answer}
     click.echo(json.dumps(values) if as_json else answer)

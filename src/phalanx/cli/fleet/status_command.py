@@ -151,8 +151,10 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
 
 
 def _progress(summary: RunSummary, directory: RunDirectory) -> str:
-    """Return the run's progress: newest logged step and newest saved step; the summary's state if it is finished or
-    logged none.
+    """Return the run's progress: newest logged step and newest saved step; the summary's state if it is finished
+    or logged none.
+
+    Raises ``EventLogError`` if the events cannot be read.
     """
     events = directory.events
     newest = newest_event(events, lambda event: isinstance(event.body, Step)) if events.exists() else None
@@ -205,7 +207,7 @@ def _data_bound(directory: RunDirectory) -> str | None:
     """Return a line on the share of the newest logged steps that was spent waiting for samples, with the actual
     and needed rate in sequences a second.
 
-    None if it is below 1 %, or no step is logged.
+    None if it is below 1 %, or no step is logged. Raises ``RunDirectoryError`` if the run file cannot be read.
     """
     events = directory.events
     newest = None

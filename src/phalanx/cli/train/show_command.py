@@ -120,7 +120,7 @@ def dry_run_facts(
 ) -> list[JsonObject]:
     """Return for each chosen rank the dry run's comparison of derived with built parameters and collectives.
 
-    ``on_rank`` is called with the rank before each.
+    ``on_rank`` is called with the rank before each. Raises ``LayoutError`` if the run does not allow ``ranks``.
     """
     from phalanx.train.measure.dry_run import dry_run
 
