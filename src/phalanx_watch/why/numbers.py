@@ -184,10 +184,14 @@ def endless_warmup(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def loss_too_low(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the loss is lower than any text allows. The held-out loss separates a leak from memorized data."""
+    """Yield a reason if the loss of a run from fresh weights is lower than any text allows.
+
+    The held-out loss separates a leak from memorized data. Trained models are left out: short answers, such as labels, can be learned to
+    such a loss.
+    """
     spec = observed.spec
     losses = [(t, step) for t, step in observed.recent if math.isfinite(step.loss)]
-    if spec is None or spec.model.vocab_size < 2 or len(losses) < o.RECENT_STEPS:
+    if spec is None or spec.checkpoint.init_from or spec.model.vocab_size < 2 or len(losses) < o.RECENT_STEPS:
         return
     untrained = math.log(spec.model.vocab_size)
     limit, now = o.TOO_GOOD * untrained, median(step.loss for _, step in losses)

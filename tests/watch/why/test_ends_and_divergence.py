@@ -24,7 +24,7 @@ from phalanx.observe.events import (
     decode,
 )
 from phalanx.observe.logs.line import LogLine, encode, ended_text
-from phalanx.run.spec import DataSpec, ModelSpec, RunSpec, ScheduleSpec, SourceSpec, TrainSpec
+from phalanx.run.spec import CheckpointSpec, DataSpec, ModelSpec, RunSpec, ScheduleSpec, SourceSpec, TrainSpec
 from phalanx_watch.why.observed import DiskSeen, ProcessSeen
 from phalanx_watch.why.reasons import processes_of, reasons
 from tiny_runs import make_dataset
@@ -170,6 +170,12 @@ def test_a_loss_that_no_text_allows_is_named_with_what_the_held_out_loss_says_of
     reason = only(run.reasons())
     assert (reason.code, reason.severity) == ("loss-too-low", "warning")
     assert cause in reason.evidence[1]
+
+
+def test_a_trained_model_may_learn_answers_to_a_loss_that_no_text_allows(run: Watched) -> None:
+    run.write(steps(31, 90, lambda _: {"loss": 0.03}))
+    assert run.codes() == ["loss-too-low"]
+    assert run.codes(spec=dataclasses.replace(VOCABULARY, checkpoint=CheckpointSpec(init_from="hf"))) == []
 
 
 def test_a_gradient_norm_that_has_grown_for_a_window_is_named_with_the_step_and_the_way_back(
