@@ -226,7 +226,8 @@ class Recovery:
 
 
 def recoveries(events: Iterable[Event], first_attempt: int) -> list[Recovery]:
-    """Return all recoveries after ``first_attempt``, in order: source step, lost steps, and seconds by phase.
+    """Return all recoveries after ``first_attempt``, in order: source step, lost steps, seconds by phase, and
+    moved bytes.
 
     Epochs that ended before their first logged step are left out.
     """
