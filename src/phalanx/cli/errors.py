@@ -138,8 +138,8 @@ def require_trusted_code(run_dir: Path, *, trust_code: bool, place: Path | None 
     """Raise FactoryError if the run in ``run_dir`` has a model of code that the user has not chosen to run
     (``require_trusted``).
 
-    ``place`` is the pack that the run directory was taken from. Without a run file, or with ``trust_code``, do
-    nothing.
+    ``place`` is the pack that the run directory was taken from. Without a run file, or with ``trust_code``,
+    nothing is refused. Raises ``RunDirectoryError`` if the run file cannot be read.
     """
     from phalanx.run.directory.paths import RunDirectory, read_resolved
 

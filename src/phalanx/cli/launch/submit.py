@@ -183,7 +183,7 @@ def _take_nodes(lender: Path, count: int) -> list[str]:
     """Have the run ``lender`` give back ``count`` nodes of its choice, and wait until they have left it. Return
     their names.
 
-    Prints them to standard error. Raises as the two requests do.
+    Prints them to standard error. Raises as ``request_release`` and ``wait_until_released`` do.
     """
     from phalanx.cli.fleet.fleet_command import request_release, wait_until_released
 
