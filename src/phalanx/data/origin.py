@@ -288,9 +288,10 @@ def _stored(index: DatasetIndex, token: int) -> tuple[str, int]:
 
 
 def provenance(index: DataIndex, addresses: Mapping[str, str]) -> dict[str, dict[str, object]]:
-    """Return what each dataset was made of and its sizes, by the name of its source.
+    """Return the address, hashes, sizes and recipe of each dataset, by the name of its source.
 
-    ``addresses`` are by the same names. The name is empty for a run without ``[[data.sources]]``.
+    ``addresses`` are by the same names, and "" is the name in a run without ``[[data.sources]]``. Recipe fields that
+    are None, empty or 0 are left out. Empty for another kind of index.
     """
     indices: Mapping[str, DatasetIndex] = {}
     if isinstance(index, DatasetIndex):
@@ -351,8 +352,9 @@ def show_batch(
 
 
 def _shown(place: DatasetPlace, reading: Reading, seq_len: int) -> ShownSample:
-    """Return the record of a reading as text, with the documents in it; None for packed datasets, or a record too far
-    into the data to count them.
+    """Return the record of a reading as text, with the documents in it.
+
+    The documents are None for a packed dataset, or a record too far into the data to count them.
     """
     record = show_record(place, TRAIN, reading.record, seq_len)
     documents = None

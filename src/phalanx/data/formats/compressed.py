@@ -47,10 +47,10 @@ class DamagedError(Exception):
 def open_stream(
     path: Path, compression: Compression, on_bytes: OnBytes | None = None
 ) -> Iterator[io.BufferedReader]:
-    """Yield the uncompressed bytes of a file. ``on_bytes`` receives the number of bytes read from the file.
+    """Yield the uncompressed bytes of a file.
 
-    Errors that show damage become ``DamagedError`` within the block. Raises ``MissingPackageError`` without
-    ``zstandard``. ``on_bytes`` is called after each read with the total so far.
+    ``on_bytes`` is called after each read with the number of stored bytes read so far. Errors that show damage become
+    ``DamagedError`` within the block. For zstd, raises ``MissingPackageError`` without ``zstandard``.
     """
     with path.open("rb", buffering=0) as raw:
         counted = _Counted(raw, on_bytes)

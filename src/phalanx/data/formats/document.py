@@ -82,10 +82,10 @@ _TAIL_BYTES = 1 << 12
 
 
 def text_spans(path: Path, size: int, span_bytes: int, options: ReadOptions) -> list[Span]:
-    """Return spans of ``span_bytes`` or slightly more, each of complete documents.
+    """Return spans of complete documents, each of ``span_bytes`` or up to a document more; the last may be shorter.
 
-    Reads only the bytes around the cuts. A file of at most ``options.document_bytes`` is one document and one span; an
-    empty one has none.
+    Reads only the bytes around the cuts. A file of at most ``options.document_bytes`` is one document and one span;
+    an empty one has none.
     """
     if size <= options.document_bytes:
         return [Span(0, size, 0, size)] if size else []
@@ -165,7 +165,11 @@ def _decoded(path: Path, name: str, piece: bytes, place: str) -> Document | BadD
 
 
 def _piece_end(file: BinaryIO, start: int, size: int, piece_bytes: int) -> int:
-    """Return the end of the piece that begins at ``start``, with the same cuts as ``pieces``: searches backward from the limit for a line end."""
+    """Return the end of the piece that begins at ``start``, with the same cuts as ``pieces``.
+
+    It is ``size`` if that is nearer than ``piece_bytes``; else after the last line end up to the limit, which is
+    searched backward; without one, between two characters. Moves the file's position.
+    """
     limit = start + piece_bytes
     if limit > size:
         return size

@@ -226,11 +226,12 @@ _LINES_LOOKED_AT = 20
 def spans(
     path: Path, file_format: FileFormat, span_bytes: int, options: ReadOptions = DEFAULTS
 ) -> list[Span]:
-    """Return the spans of a file in order, each of ``span_bytes`` or slightly more as stored; none for an empty file.
+    """Return the spans of a file in order, each of about ``span_bytes`` as stored; none for an empty file.
 
-    Plain text is cut at document boundaries, so ``options.document_bytes`` must be the same as for reading. Raises
-    ``CorpusError`` if the file cannot be read or is damaged, or if a package is missing. Compressed files are one span.
-    Raises ``ValueError`` if ``span_bytes`` is not positive.
+    Spans of text and tables end with a document, row group or batch, so they may be larger; the last may be smaller.
+    Compressed files are one span. Plain text is cut at document boundaries, so ``options.document_bytes`` must be the
+    same as for reading. Raises ``CorpusError`` if the file cannot be read or is damaged, ``MissingPackageError`` for
+    a table without pyarrow, and ``ValueError`` if ``span_bytes`` is not positive.
     """
     if span_bytes < 1:
         raise ValueError(f"span_bytes = {span_bytes} is not positive")

@@ -58,7 +58,8 @@ def parquet_spans(path: Path, span_bytes: int) -> list[Span]:
 
 
 def arrow_spans(path: Path, span_bytes: int) -> list[Span]:
-    """Return spans of complete record batches, each of ``span_bytes`` or slightly more. Raises ``DamagedError``.
+    """Return spans of complete record batches, each of at least ``span_bytes``, except perhaps the last. Raises
+    ``DamagedError``.
 
     The file is mapped, and little more than the headers of batches is read. Bytes are those of the batches' buffers.
     """

@@ -335,8 +335,8 @@ class SlurmArray:
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
         """Run the tasks in array jobs, and yield outcomes as manifests appear in the store.
 
-        Cancels other arrays of the same dataset first. Submits jobs that have ended while some of their tasks are
-        missing.
+        The first call cancels other arrays of the same dataset. Submits jobs that were not submitted yet, and again
+        those that have ended while some of their tasks are missing.
         """
         place = Workplace(url)
         mark = hashlib.sha256(f"{place.plan.sha256} {url}".encode()).hexdigest()[:12]
@@ -432,8 +432,8 @@ def failure_message(log: Path) -> str:
 def _slurm(*command: str, may_fail: bool = False, tries: int = 1) -> str:
     """Return the output of a Slurm command.
 
-    Raises ``PreparationError`` with its message if it fails ``tries`` times. With ``may_fail``, returns an empty text
-    instead. A timeout counts as a failure.
+    Raises ``PreparationError`` if it fails ``tries`` times, or at once if there is no such command. With
+    ``may_fail``, returns an empty text instead. A timeout counts as a failure.
     """
     trouble = ""
     for attempt in range(tries):

@@ -70,8 +70,10 @@ class SplitRule:
         return split_of(document.name if by_name else normal_form(document.text), self.held_out)
 
     def divide(self, document: _D, portion: int, number: int) -> Iterator[tuple[str, _D]]:
-        """Yield (split, document) for document ``number`` of a portion; two parts for the document whose end is held
-        out. Documents are assigned by hash.
+        """Yield (split, document) for document ``number`` of a portion, by the hash of the document.
+
+        The document of ``end`` becomes two parts, of which the second is held out; if it is to stay whole, it goes to
+        the split that would be empty.
         """
         end = self.end
         if end is None or (end.portion, end.document) != (portion, number):
@@ -109,11 +111,12 @@ def held_out_end(
     *,
     divisible: bool,
 ) -> HeldOutEnd | None:
-    """Choose the document whose end is held out: the longest, or if not ``divisible`` the whole last one. ``None`` if
-    hashes leave no split empty; then no more ``documents`` are read.
+    """Choose the document for a split that would be empty: the longest, whose end is held out, or if not
+    ``divisible`` the whole last one.
 
-    ``documents`` has (portion, number in the portion, document) of each document with text. ``rule`` is without an
-    end. ``files`` are named in a message. Raises ``CorpusError`` if there is too little text for two splits.
+    Returns ``None`` if hashes leave no split empty; then no more ``documents`` are read. ``documents`` has (portion,
+    number in the portion, document) of each document with text. ``rule`` is without an end. ``files`` are named in a
+    message. Raises ``CorpusError`` if there is too little text for two splits.
     """
     required = {TRAIN, HELD_OUT} if rule.held_out > 0 else {TRAIN}
     splits: set[str] = set()

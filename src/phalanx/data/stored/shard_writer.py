@@ -145,7 +145,7 @@ class CheckedBlocks:
         self._unchecked_count = len(self._verified) - int(np.count_nonzero(self._verified))
 
     def unseen(self, starts_bytes: NDArray[np.int64], length_bytes: int) -> NDArray[np.bool_] | None:
-        """Return for which of ``starts_bytes`` ``check`` would verify the first or last block; ``None`` if nowhere."""
+        """Return for which of ``starts_bytes`` ``check`` would verify the first or last block; ``None`` if all blocks are verified."""
         if not self._unchecked_count:
             return None
         last = np.minimum((starts_bytes + length_bytes - 1) // BLOCK_BYTES, len(self._verified) - 1)
@@ -216,7 +216,9 @@ class ShardWriter:
     """
 
     def __init__(self, place: ShardPlace, *, dtype: str, shard_tokens: int) -> None:
-        """Write shards of ``shard_tokens`` tokens (else ``DatasetError`` below 1) of ``dtype``, little-endian, to ``place``."""
+        """Write shards of ``shard_tokens`` tokens of ``dtype``, little-endian, to ``place``. Raises ``DatasetError``
+        if ``shard_tokens`` is below 1.
+        """
         if shard_tokens < 1:
             raise DatasetError(f"shard_tokens = {shard_tokens} is not positive")
         self._place = place

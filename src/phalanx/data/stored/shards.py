@@ -258,7 +258,8 @@ def verify(
 ) -> int:
     """Verify all shards of the dataset against their checksums and block sums.
 
-    Checks sizes first, and the splits' fingerprints last. A missing shard raises at once.
+    Raises at once for a shard that is missing or of another size, and for block sums that are cut short or of other
+    bytes. Other damage is collected. The splits' fingerprints are compared last.
 
     Args:
         directory: The dataset's folder.

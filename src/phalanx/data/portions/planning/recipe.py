@@ -196,7 +196,7 @@ def recipe_table(recipe: PreparationRecipe) -> JsonObject:
 def differences(first: object, second: object, path: str = "") -> list[str]:
     """Return dotted names of the fields in which two tables of plain values differ.
 
-    They are sorted; lists of unequal length differ as a whole.
+    A missing field counts as None. Fields of a table are sorted; lists of unequal length differ as a whole.
     """
     if isinstance(first, dict) and isinstance(second, dict):
         return [
