@@ -117,7 +117,8 @@ def _plan(
     may_be_missing: frozenset[str],
 ) -> tuple[PlannedRead, ...]:
     """Return the reads for ``needed``: from the boxes of ``rank`` if these cover it, else from all ranks' (logged).
-    ``None`` reads from all. Tensors in ``may_be_missing`` that no tier has are left out.
+
+    With ``rank`` None, from all ranks'. Tensors in ``may_be_missing`` that no tier has are left out.
     """
     if rank is not None:
         try:
@@ -175,9 +176,9 @@ def restore_weights(
 ) -> int:
     """Fill a ``model`` with the weights of ``step``, or of the newest readable step, and return the step.
 
-    The tensors in ``parts`` are parts of the checkpoint's, all others are complete. Without ``step``, a damaged checkpoint is skipped with
-    a warning. ``place`` names the run in messages. Raises RunDirectoryError if the run has no checkpoint, NoSuchStepError, and the errors of
-    ``restore``.
+    The tensors in ``parts`` are parts of the checkpoint's, all others are complete. Without ``step``, a step that
+    cannot be read is skipped with a warning. ``place`` names the run in messages. Raises RunDirectoryError if the run
+    has no checkpoint, or none that can be read; NoSuchStepError for ``step``; and the errors of ``restore``.
     """
     if step is not None:
         return _restore_step(tier, step, model, parts or {})

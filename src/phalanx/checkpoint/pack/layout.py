@@ -196,8 +196,10 @@ def _placed(members: Iterable[tuple[str, Extent]], kind: SectionKind, form: Pack
 
 
 def stored_dtype(name: str, shape: Extent, kind: SectionKind, form: PackFormat) -> str:
-    """Return the dtype of a tensor in a pack of this format, by its name after the section's prefix. Narrow formats
-    apply to matrices of blocks and experts; embedding and head are bf16 then, and router biases always fp32.
+    """Return the dtype of a tensor in a pack of this format, by its name after the section's prefix.
+
+    Narrow formats apply to matrices of blocks, experts and prediction modules. Embedding and head are bf16 then.
+    Router biases are always fp32.
     """
     if name.endswith("router.bias"):
         return "float32"  # not a parameter; the router's choice is always computed in fp32

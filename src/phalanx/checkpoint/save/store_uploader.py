@@ -305,7 +305,10 @@ class StoreUploader:
 
     def _copy(self, tier: ObjectTier, step: int, share: CopyShare) -> CheckpointError | None:
         """Copy this process's share of a step, and commit it if this is the committing process; return the error, if
-        any. Failed drafts are copied again from the start. A commit is reported.
+        any.
+
+        A commit is reported. After a failure the next call copies the share again, except images that the draft has
+        in full size.
         """
         began_s, draft = time.monotonic(), None
         try:

@@ -377,7 +377,8 @@ class SnapshotClient:
     def push(self, memory: SnapshotMemory, key: SnapshotKey) -> None:
         """Copy a snapshot of ``memory`` to the other side; on return it is there, complete and verified.
 
-        Raises SnapshotRefusedError also if the bytes were damaged in transit, or the snapshot was replaced meanwhile.
+        Raises NoSuchStepError if ``memory`` lacks it, BusyError, and the errors of ``holder_errors``.
+        SnapshotRefusedError also means that bytes were damaged in transit, or replaced meanwhile.
         """
         with memory.reading(key) as (segment, snapshot), holder_errors():
             record = segment.record()

@@ -456,7 +456,10 @@ class SnapshotMemory:
         raise NoSuchStepError(f"{key} is not in this memory")
 
     def _room_for(self, key: SnapshotKey, previous: int, nbytes: int) -> Segment:
-        """Return the buddies' segment with the oldest step that is not in use or protected, or a new one; raises
+        """Return a segment of the buddies that is not in use and has neither the step of ``key`` nor ``previous``;
+        else a new one.
+
+        Of several, those that are large enough come first, then the one with the oldest step. Raises
         StorageFullError.
         """
         # A segment is free if it has no reader, and contains neither the rollback target nor this step.

@@ -461,9 +461,12 @@ def pinned_in_store(url: str) -> str | None:
 
 
 def open_origin(start: str) -> tuple[DiskTier | ObjectTier, int]:
-    """Return the tier of the checkpoint ``start``, PLACE/step-00000100, and its step, without checking that it exists.
+    """Return the tier of the checkpoint ``start``, PLACE/step-00000100, and its step, without checking that it
+    exists.
 
-    Raises ValueError without a step.
+    An ObjectTier for any URL, ``file://`` included; a DiskTier for a path, whose folder PLACE is created if it is
+    missing. Raises ValueError without a step, StorageError for a folder that cannot be made, and the errors of
+    ``open_store``.
     """
     if is_url(start):
         place, step = _place_and_step(start)

@@ -248,7 +248,9 @@ def copy_kept(carried_over: CarriedOver, folder: Path, out: Path) -> None:
 
 
 def note_lost_fields(folder: Path | None, written: Mapping[str, object]) -> tuple[str, ...]:
-    """Return a note on the fields of the published ``config.json`` that the one ``written`` does not have."""
+    """Return notes: the fields of the published ``config.json`` that the one ``written`` lacks, and a change of
+    ``model_type``. Empty if there are none.
+    """
     published = _read_config(folder)
     lost = [
         key
@@ -280,10 +282,12 @@ def published_context(config: JsonObject) -> int:
 
 
 def served_context(folder: Path, spec: ModelSpec, trained_seq_len: int) -> int:
-    """Return the maximum number of tokens of a text for a run with the publisher's files in ``folder``, which may not exist.
+    """Return the maximum number of tokens of a text for a run with the publisher's files in ``folder``, which may not
+    exist.
 
-    It is the value that an export writes into ``config.json``: the publisher's if positions are rotated as in the published model, else that
-    of a training sequence. Raises HuggingFaceError for a damaged ``config.json``.
+    It is the value that an export writes into ``config.json``. If positions are rotated as in the published model, it
+    is the larger of the publisher's and ``trained_seq_len``; else it is ``trained_seq_len``. Raises HuggingFaceError
+    for a damaged ``config.json``.
     """
     config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
     return _context(config, spec, 0, trained_seq_len)[0]

@@ -179,7 +179,12 @@ def published_folder(run: RunDirectory) -> Path | None:
 
 
 def weights_tier(run: RunDirectory) -> DiskTier | FolderTier:
-    """Return the tier with the weights of a run, or of the published model that it stands in for. Raises RunDirectoryError if there are none."""
+    """Return the tier with the weights of the published model that ``run`` stands in for, else that of its own
+    checkpoints, which may be empty.
+
+    Raises RunDirectoryError if the run has no folder ``checkpoints``, which is not created. Raises HuggingFaceError
+    and the errors of ``open_folder`` for a stand-in.
+    """
     folder = published_folder(run)
     if folder is not None:
         return FolderTier(folder, compared=True)  # the stand-in has compared them

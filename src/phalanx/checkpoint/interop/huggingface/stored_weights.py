@@ -165,7 +165,10 @@ class Weights:
     storage: Storage
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
-        """Return a part of a tensor, as fp32. FP8 is scaled by its blocks. Only the part is read."""
+        """Return a part of a tensor, as fp32. Only the part is read.
+
+        FP8 is multiplied by the scales of its blocks, which are all read.
+        """
         stored = self.tensors[name]
         values: torch.Tensor = stored[part].to(torch.float32)
         if stored.get_dtype() != _FP8 or self.storage.fp8_block is None:

@@ -116,7 +116,10 @@ def in_family_terms(spec: ModelSpec, family: Family) -> ModelSpec:
 
 
 def unsayable(spec: ModelSpec, family: Family) -> list[str]:
-    """Return a sentence for each field of a resolved model that ``family`` cannot express, or only with other values."""
+    """Return a sentence for each field of a resolved model that ``family`` cannot express, or only with other values.
+
+    If the family has other kinds of layers, that is the only sentence. Empty if it can express all.
+    """
     name = family.architecture.removesuffix("ForCausalLM")
     if not _has_its_kinds(spec, family):
         return [f"{name} has other kinds of layers"]
@@ -149,11 +152,11 @@ def _has_its_kinds(spec: ModelSpec, family: Family) -> bool:
 
 @lru_cache(maxsize=16)
 def family_for(spec: ModelSpec, wished: str = "") -> Family:
-    """Return the family that a resolved model is written as. If none can express all of it, return the one with the
-    fewest problems among those with its kinds of layers.
+    """Return the family that a resolved model is written as: one that can express all of it.
 
-    ``wished`` is the preferred ``model_type``, used if it can express the model, such as that of the model's
-    publisher.
+    If none can, return the one with the fewest problems, among those with its kinds of layers, and preferably its
+    ``qk_norm``. ``wished`` is the preferred ``model_type``, such as that of the model's publisher; it is used if it
+    can express the model.
     """
     preferred = FAMILIES.get(wished)
     if preferred is not None and preferred.written and not unsayable(spec, preferred):
