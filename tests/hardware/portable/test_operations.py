@@ -130,6 +130,31 @@ assert operations.digests() == operations.DIGESTS
 """
 
 
+PROGRAM_THAT_IS_REFUSED = """
+import pytest, torch
+from phalanx.hardware.kernels.compiler import NoHostKernelsError
+from phalanx.hardware.portable import operations
+from phalanx.run.rules import NotPortableError
+
+def refuse(namespace):
+    raise NoHostKernelsError("PyTorch 9.9 refuses a kernel")
+
+native = operations.digests()
+operations.library.register = refuse
+with pytest.raises(NotPortableError, match="PyTorch 9.9 refuses a kernel"):
+    operations.begin()
+assert not operations.begun()
+assert torch.backends.mkldnn.enabled
+assert operations.digests() == native
+"""
+
+
+def test_a_release_of_pytorch_that_refuses_a_kernel_leaves_all_kernels_native() -> None:
+    if reason := operations.unfit_processor():
+        pytest.skip(reason)
+    subprocess.run([sys.executable, "-c", PROGRAM_THAT_IS_REFUSED], check=True)
+
+
 PROGRAM_IN_INFERENCE = """
 import torch
 from phalanx.hardware.portable import operations

@@ -33,8 +33,8 @@ def begin() -> None:
     """Make this process compute with portable numerics from now on; a second call does nothing.
 
     Replaces PyTorch's kernels on CPUs and switches oneDNN off, then compares a check's bits. Raises
-    ``NotPortableError`` if the machine or the installation do not allow it, or if bits differ; native kernels then
-    stay. Raises ``NoHostKernelsError``, with oneDNN off, if PyTorch refuses a kernel.
+    ``NotPortableError`` if the machine or the installation do not allow it, if PyTorch refuses a kernel, or if bits
+    differ; native kernels and oneDNN then stay.
     """
     if _ended:
         return
@@ -47,10 +47,13 @@ def begin() -> None:
         warnings.simplefilter("ignore", UserWarning)
         for name, kernel in KERNELS.items():
             registered.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
-    withdraw = library.register("aten")
-    _ended.extend((withdraw, registered._destroy))
+    _ended.append(registered._destroy)
     try:
+        _ended.append(library.register("aten"))
         different = differences(digests())
+    except NoHostKernelsError as error:
+        end()
+        raise NotPortableError(f"portable numerics needs its kernels: {error}", _REMEDY) from error
     except BaseException:
         end()  # what is not checked is not computed with
         raise
