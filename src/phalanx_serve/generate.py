@@ -51,11 +51,11 @@ def generate_text(
     ``run_dir`` is a run directory, or a folder of Hugging Face.
 
     The tokenizer's start tokens precede the prompt. Any of the model's end tokens ends the text. With ``chat`` the
-    prompt is a user's message, which the chat template of an imported model frames. The same seed gives the same
-    text.
+    prompt is a user's message, which the run's chat template frames. The same seed gives the same text.
 
     ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 keep all tokens. ``device`` is "cpu",
-    "cuda", "cuda:1", or "auto": a GPU if there is one. Another kind of device may round to another text.
+    "cuda", "cuda:1", or "auto": a GPU if there is one, but the CPU for a run with portable numerics. Another kind of
+    device may round to another text.
 
     Raises ``RunDirectoryError`` if the run has no checkpoint, ``CheckpointError``, ``DataError`` without a tokenizer
     or chat template, and ``ValueError`` for numbers out of range.

@@ -191,11 +191,11 @@ def plain_messages(messages: Sequence[Mapping[str, object]], template: ChatTempl
 
 
 def _plain_message(number: int, message: Mapping[str, object], template: ChatTemplate) -> Message:
-    """Return a message without empty fields, with its content as one text; the assistant's missing content is empty,
-    or None beside tool calls.
+    """Return a message without empty fields, with its content as one text.
 
-    An empty list is an empty text, as in vLLM. Raises TokenizerError for an unknown role, another's missing content,
-    or fields that the template does not write.
+    The assistant's missing content is empty, or None beside tool calls. An empty list is an empty text, as in vLLM.
+    Raises TokenizerError for an unknown role, another's missing content, malformed tool calls, parts that are no
+    text, or fields that the template does not write.
     """
     # OpenAI's clients send null, or an empty list, for a field that is not there.
     plain: Message = {
@@ -350,7 +350,8 @@ class ModelText:
         """Return the ids of a conversation, up to the start of the answer, or to the end of a message that is
         continued.
 
-        Raises RefusedError if there is no template, if it refuses the messages, or they are too long.
+        Raises RefusedError if there is no template, if fields contradict each other, if it refuses the messages, if
+        they are too long, or if the model lacks an id.
         """
         if self.template is None:
             raise RefusedError(

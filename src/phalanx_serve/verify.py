@@ -162,10 +162,10 @@ def other_texts(
     tokens: int,
     python: str = "",
 ) -> tuple[str, list[list[int]]]:
-    """Return the engine's version and its greedy texts, computed in a new process of the interpreter ``python``;
-    empty for this one.
+    """Return the engine's version and its greedy texts, computed in a new process of the interpreter ``python``.
 
-    Raises VerifyError, with the last lines of its errors.
+    An empty ``python`` means this interpreter. Raises VerifyError if the engine is not installed or cannot be
+    started, or with the last lines of its errors.
     """
     remedy = f"install it there (pip install {engine}), or name the python of an environment that has it: --verify-python PATH"
     if not python and find_spec(engine) is None:

@@ -364,7 +364,8 @@ def _over(
 ) -> OpenedEngine:
     """Let each process read its layers of ``step``, and return the engine over all.
 
-    Reads this process's own layers meanwhile. Raises ServeError if checkpoints, or exact numerics, differ.
+    Reads this process's own layers meanwhile. Raises PartNotOpenedError if another process cannot read its layers,
+    ServeError if checkpoints, or exact numerics, differ, and the errors of reading.
     """
     dtype = getattr(torch, served.dtype)
     for link, opening in zip(links, parts.opens(served, step), strict=True):

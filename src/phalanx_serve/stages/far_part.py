@@ -109,9 +109,11 @@ class FarPart:
                     self._answer(link, partial(self._read, message.place))
 
     def _keep(self, message: m.ToStage, body: bytearray) -> None:
-        """Allocate pages, apply the pending KV operations of a message, and write the page it carries.
+        """Do the part of a message that concerns memory: allocate the pages of ``Hold``, or apply the KV operations
+        that come with another.
 
-        Raises ServeError for an unexpected message.
+        Then writes the page of a ``WritePage``. Computes and answers nothing. Raises ServeError for an unexpected
+        message.
         """
         match message:
             case m.Hold(pages):
@@ -210,7 +212,8 @@ def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> s
 def _run_opened(link: StageLink, opened: m.OpenStage, run_dir: Path | None) -> str:
     """Open the part and work until the connection ends, then return an empty string.
 
-    If opening or working fails, send the reason to the server and return it; a defect at opening is raised.
+    If the part cannot be opened, or must not go on working (ServeError), send the reason to the server and return it.
+    A defect while opening is sent and raised; a defect while working is raised.
     """
     try:
         part = FarPart(opened, run_dir or opened.served.path, link)

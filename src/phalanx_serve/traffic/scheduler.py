@@ -192,7 +192,10 @@ class BlockTable:
         return place
 
     def name(self, place: int, name: bytes, before: bytes) -> int:
-        """Name a page in use that is full now. If a page of this name exists, use that one instead. Return the place in use."""
+        """Name a page in use that is full now, and return its place.
+
+        If another page has this name, release ``place``, use that page instead, and return its place.
+        """
         if name in self._places:
             existing = self._places[name]
             if existing != place:
@@ -222,7 +225,7 @@ class BlockTable:
             pass
 
     def _evict(self) -> bool:
-        """Free the least recently used cached page that no other page follows; False if there is none."""
+        """Free the least recently used of the cached pages that are not in use and that no other page follows; False if there is none."""
         leaves = [
             (p.used_at, place)
             for place, p in self._pages.items()

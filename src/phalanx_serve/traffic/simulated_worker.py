@@ -156,9 +156,9 @@ class SimulatedWorker:
         self.stepping = False
 
     def _beat(self, process: int) -> None:
-        """Expire leases, evict pages, send a heartbeat, and plan the next; ends with the process.
+        """Expire leases, evict pages and send a heartbeat; none of these while stopped, and no heartbeat while cut.
 
-        Does none of this while stopped, and sends none while cut.
+        Plans the next call in any case, until the process ends.
         """
         if process != self.process or not self.up:
             return

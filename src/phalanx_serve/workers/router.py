@@ -246,7 +246,7 @@ class RequestRouter:
     # The core.
 
     async def _tick(self) -> None:
-        """Send a tick to the traffic every ``tick_s``, and report each late worker once, for ever."""
+        """Send a tick to the traffic every ``tick_s``, until the task is canceled. Reports a late worker once in each of its lives."""
         while True:
             await asyncio.sleep(self.settings.tick_s)
             self._hear(events.ClockTick())
