@@ -105,9 +105,11 @@ def _list(value: object, field: str) -> list[object]:
 
 
 def _message(number: int, message: object) -> Message:
-    """Return a message with role and content, converted from ShareGPT and without null fields. With tool calls, the
-    content may be absent. ``number`` is for messages. Raises ``ValueError`` without a role, or unless the content is
-    text.
+    """Return a message with role and content, without null fields.
+
+    Fields of ShareGPT are converted, and parts of text joined. With tool calls, the content may be absent. ``number``
+    is for error messages. Raises ``ValueError`` without a known role, unless the content is text, for malformed
+    calls, and for an assistant's message that is marked as not to be trained on.
     """
     if not isinstance(message, dict):
         raise ValueError(f"message {number} is no object with role and content")

@@ -108,9 +108,11 @@ class FileFormat:
 
 
 def recognize(path: Path, *, may_be_damaged: bool = False) -> FileFormat:
-    """Return the format of the file at ``path`` from its content. An empty file is text. With ``may_be_damaged``, JSON lines are accepted if only later lines are damaged.
+    """Return the format of the file at ``path`` from its content; a name such as ``.jsonl`` makes a text JSON lines.
 
-    Raises ``FormatError`` for unsupported files, and ``MissingPackageError`` if a required package is not installed.
+    An empty file is text. With ``may_be_damaged``, compressed JSON lines are accepted if only later lines are
+    damaged. Raises ``FormatError`` for a file that is unsupported, unreadable, or damaged at its beginning, and
+    ``MissingPackageError`` if a required package is not installed.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):

@@ -200,7 +200,7 @@ def _named(stage: Stage, task: int) -> str:
 def sealed_index(place: Workplace) -> DatasetIndex | None:
     """Return the index of the dataset if it is sealed, otherwise None.
 
-    Raises ``PreparationError`` if it is the index of another recipe.
+    Raises ``PreparationError`` if it is the index of another plan, and ``DatasetError`` if it is damaged.
     """
     try:
         text = place.store.get(INDEX_KEY)

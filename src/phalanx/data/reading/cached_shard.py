@@ -81,7 +81,9 @@ class Room:
                 os.close(descriptor)
 
     def _drop(self) -> None:
-        """Truncate shards, those with the oldest writes first, until ``_KEPT_FRACTION`` of the limit is in use."""
+        """If more than the limit is in use, truncate shards, those with the oldest writes first, until at most
+        ``_KEPT_FRACTION`` of it is.
+        """
         shards = []
         for path in self._root.glob("*/*.bin"):
             status = path.stat()

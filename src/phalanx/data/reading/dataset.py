@@ -367,7 +367,9 @@ def _open_source(name: str, place: DatasetPlace, seq_len: int) -> SourceData:
 
 
 def tokenizer_of(place: DatasetPlace) -> Tokenizer:
-    """Return the tokenizer of a dataset. Raises ``DataError`` if its tokens were made with another one."""
+    """Return the tokenizer of a dataset. Raises ``DatasetError`` if its tokens were made with another one, and
+    ``TokenizerError`` if it cannot be loaded.
+    """
     tokenizer = load_tokenizer(place.folder)
     if tokenizer.fingerprint != place.index.tokenizer_fingerprint:
         raise DatasetError(

@@ -235,7 +235,8 @@ class UserFunction:
 def with_code(step: UserFunction, folder: Path) -> UserFunction:
     """Return the step with the text of its file in ``folder``.
 
-    Raises ``PreparationError`` if there is no such function. Runs the file's code to check it.
+    Runs the file's code to check it. Raises ``PreparationError`` if it cannot be read or run, or has no such
+    function.
     """
     file = folder / step.use.rpartition(":")[0]
     try:
@@ -285,7 +286,7 @@ _OTHERS = ("FILE.py:FUNCTION", f"{PREFIX}FILTER")
 def read_steps(tables: object, problems: list[Problem]) -> tuple[AnyStep, ...]:
     """Return the steps that the tables ``[[step]]`` describe; mistakes are added to ``problems``.
 
-    Steps with mistakes are left out.
+    Steps that cannot be read are left out. Without new ``problems``, the steps are complete.
     """
     if not isinstance(tables, list | tuple):
         problems.append(Problem("step", "is no list of tables", "write [[step]]"))
@@ -296,8 +297,10 @@ def read_steps(tables: object, problems: list[Problem]) -> tuple[AnyStep, ...]:
 
 
 def _read(table: object, path: str, problems: list[Problem]) -> AnyStep | None:
-    """Return the step that ``table`` describes, by its ``use``; ``None`` if it cannot be read. Mistakes are added to
-    ``problems`` under ``path``.
+    """Return the step that ``table`` describes, by its ``use``. Mistakes are added to ``problems`` under ``path``.
+
+    Returns ``None`` if it cannot be read. A step whose ``allowed`` is no class of characters is returned, with a
+    problem.
     """
     use = table.get("use") if isinstance(table, Mapping) else None
     if not isinstance(table, Mapping) or not isinstance(use, str):

@@ -260,7 +260,8 @@ class C4:
     def __call__(self, document: Document) -> Document | Dropped:
         """Keep the lines that end as sentences and are long enough; drop the document if too few sentences are left.
 
-        Documents with "lorem ipsum" or braces are dropped. Lines that mention javascript are removed.
+        Documents with "lorem ipsum" or "{" are dropped. Lines that mention javascript, or end with "...", are
+        removed.
         """
         if "lorem ipsum" in document.text.lower():  # matched text: the user's documents
             return Dropped("c4: lorem ipsum")

@@ -130,7 +130,9 @@ class DatasetIndex:
 
     @property
     def fingerprint(self) -> str:
-        """Return the SHA-256 (hex) over the token streams and the tokenizer; of packed records also their length."""
+        """Return the SHA-256 (hex) over the format's version, the dtype, the tokenizer and the token streams; of
+        packed records also their length.
+        """
         # A run cuts a version 1 stream into sequences; a packed dataset has its own records.
         parts = (
             str(self.version),

@@ -295,7 +295,7 @@ def is_ranks(content: bytes) -> bool:
 def read_ranks(content: bytes) -> dict[bytes, int]:
     """Return the rank of each token in a tiktoken file, one base64 token and rank a line.
 
-    Raises ``TokenizerError`` if a line is damaged or a byte has no token.
+    Raises ``TokenizerError`` if a line is damaged, two tokens have one rank, or a byte has no token.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
