@@ -231,8 +231,9 @@ def read_ahead(
 ) -> Iterator[ByteArray]:
     """Prefetch: yield for each of ``requests`` the bytes that ``read`` puts into a buffer, ``threads`` reads ahead.
 
-    A buffer has ``size_of(request)`` bytes. ``read`` runs in one of ``threads`` threads and returns the number of bytes filled. Its errors
-    are raised when its bytes are due. A result is valid until the next one is requested.
+    A buffer has at least ``size_of(request)`` bytes. ``read`` runs in one of ``threads`` threads and returns the
+    number of bytes filled. Its errors are raised when its bytes are due. A result is valid until the next one is
+    requested.
     """
     pending = iter(requests)
     with ThreadPoolExecutor(threads, "checkpoint-read") as pool:

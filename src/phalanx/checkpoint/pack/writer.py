@@ -434,8 +434,9 @@ class _Writer:
 def _new_file(out: Path, needed: int) -> Iterator[int]:
     """Yield the descriptor of a file with a hidden name; rename it to ``out`` on success, and remove it on failure.
 
-    Raises PackError if ``out`` exists by then, and StorageFullError at once if fewer than ``needed`` bytes are free.
-    Creates the folder, and removes what killed processes have left of ``out``.
+    Raises PackError if ``out`` exists by then, StorageFullError at once if fewer than ``needed`` bytes are free, or
+    if the disk is full later, and StorageError in place of any other OSError. Creates the folder, and removes what
+    killed processes have left of ``out``.
     """
     temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
     descriptor = None

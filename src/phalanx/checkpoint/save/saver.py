@@ -232,7 +232,10 @@ class AsyncSaver:
         return SaveOutcome(job.draft.step, "committed", nbytes, seconds, None, deleted, retention_error)
 
     def _write(self, job: _Job) -> CheckpointError | None:
-        """Write the staged image and release its buffer. Return the error, which is also reported to the other ranks."""
+        """Write the staged image and release its buffer. Return None, or the error.
+
+        An error is recorded in the draft for the other ranks, unless the save was abandoned.
+        """
         try:
             self._tier.write(job.draft, self._rank, job.staged.wait(), cancelled=self._cancelled.is_set)
         except Exception as error:
@@ -242,7 +245,7 @@ class AsyncSaver:
         return None
 
     def _collect(self, job: _Job) -> CheckpointError | None:
-        """Collect the catalog of the ranks that this one leads, if any; return the error."""
+        """Collect the catalog of the ranks that this one leads, if any. Return None, or the error, of any kind, as CheckpointError."""
         try:
             self._tier.collect(
                 job.draft,

@@ -56,7 +56,7 @@ class SnapshotRefusedError(CheckpointError):
 
 @contextmanager
 def holder_errors() -> Iterator[None]:
-    """Convert failures of the connection to a holder to failures of its snapshot."""
+    """Convert a WireError: UnprovenError to SnapshotRefusedError, EndedError to HolderEndedError, any other to HolderLostError."""
     try:
         yield
     except UnprovenError as error:

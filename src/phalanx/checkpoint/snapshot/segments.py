@@ -277,7 +277,9 @@ class Segment:
         self._populate(_end_of(nbytes))
 
     def _grow(self, nbytes: int) -> None:
-        """Enlarge the segment to hold an image of ``nbytes`` bytes and a record, and map it; raises StorageFullError."""
+        """Enlarge the segment to hold an image of ``nbytes`` bytes and a record, and map it. Raises StorageFullError,
+        and then restores its size.
+        """
         before_bytes = self.capacity_bytes
         try:
             if _end_of(nbytes) > before_bytes:

@@ -304,7 +304,7 @@ class DiskTier:
     def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
         """Read an image from the disk, past the page cache, and yield (bytes read, error or None) for each block.
 
-        A file of another length is an error too.
+        A file of another length is one more error, with 0 bytes. For a file that cannot be opened, that error is all.
         """
         # Drop cached pages, so that the disk is read.
         path = self.folder(step) / manifest.file

@@ -289,7 +289,11 @@ class ObjectTier:
             self._shared = None
 
     def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
-        """Read an image and yield (bytes read, error or None) for each block; a missing object is one error."""
+        """Read an image and yield (bytes read, error or None) for each block.
+
+        An object of another length is one more error, with 0 bytes. For a missing object, or a commit that cannot be
+        read, that error is all.
+        """
         key = self._key(step, manifest.file)
         try:
             size = self.draft_sizes(self._commit(step)[0]).get(manifest.file)
@@ -431,7 +435,11 @@ def require_conditional_store(store: Store) -> None:
 
 @contextmanager
 def store_errors() -> Iterator[None]:
-    """Convert a StoreError, which has the URL and the remedy, to the corresponding CheckpointError."""
+    """Convert a StoreError, which has the URL and the remedy, to a CheckpointError.
+
+    A missing object becomes MissingFileError, a short one CorruptError, a full store StorageFullError, all else
+    StorageError.
+    """
     try:
         yield
     except MissingObjectError as error:

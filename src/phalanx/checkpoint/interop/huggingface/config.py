@@ -149,7 +149,8 @@ def _require_expressible(spec: ModelSpec, family: Family) -> None:
 def spec_of(hf_config: JsonObject) -> ModelSpec:
     """Return the resolved model of a ``config.json``.
 
-    Raises UnsupportedModelError with every field whose value this transformer does not support.
+    Raises UnsupportedModelError with every field that is missing or has a value that this transformer does not
+    support; for an unknown family or fields of wrong types, with that alone.
     """
     _require_types(hf_config)
     family = family_of(hf_config)

@@ -325,7 +325,11 @@ def write_sparse_step(spec: ModelSpec) -> Mapping[str, object]:
 
 
 def read_shared_width(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Read Qwen2-MoE's shared experts from their total width, a multiple of that of a routed one."""
+    """Read Qwen2-MoE's shared experts from their total width. Return fields and problems.
+
+    A width that is no multiple of a routed expert's is a problem. Without a valid ``moe_intermediate_size``, nothing
+    is read.
+    """
     shared = hf_config.get("shared_expert_intermediate_size")
     expert_width = hf_config.get("moe_intermediate_size")
     if not isinstance(expert_width, int) or expert_width < 1:
@@ -435,7 +439,10 @@ def best_of_groups(spec: ModelSpec) -> Iterator[str]:
 
 
 def read_two_biases(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Read Seed-OSS's separate switches for the biases of queries, keys and values, and of the output projection."""
+    """Read Seed-OSS's separate switches for the biases of queries, keys and values, and of the output projection.
+
+    Return fields and problems: a bias of the output projection without the others is a problem.
+    """
     inner, output = hf_config.get("attention_bias", True), hf_config.get("attention_out_bias", False)
     if output and not inner:
         problem = (
