@@ -141,8 +141,11 @@ def frame_messages(
 
     A message has a ``role`` (system, developer, user, assistant, tool) and a ``content``: a text, or a list of parts
     of type text, which are joined; and other fields that the template names, such as ``tool_calls``. ``framing`` sets
-    tools, variables, and whether the last message is continued. Raises TokenizerError, with the field, for what the
-    template would leave out, if there is no template, if it refuses the messages, or does not come to an end.
+    tools, variables, and whether the last message is continued.
+
+    Raises TokenizerError if there is no template, if it refuses the messages or does not come to an end, or for what
+    it would leave out of them. Raises its subclass FramingError, with the field, for a ``framing`` that cannot be
+    done.
     """
     if not isinstance(tokenizer, PublishedTokenizer) or template is None:
         raise TokenizerError(

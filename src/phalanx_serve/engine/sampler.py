@@ -210,8 +210,8 @@ def draw_rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence
     """Draw a token for each row of ``(rows, vocab)``, as ``draw`` does, with one device synchronization; ``[]``
     without rows.
 
-    Raises LogitsError for logits that are not finite, and ValueError unless there is one sampling and position per
-    row.
+    Raises LogitsError as ``draw`` does, if any row is such, and ValueError unless there is one sampling and position
+    per row.
     """
     if not len(logits) == len(samplings) == len(positions):
         raise ValueError(

@@ -468,9 +468,11 @@ class LayerKVCache:
         return self._mask(begin, end, 0, 0, device).repeat(heads, 1)
 
     def _mask(self, begin: int, end: int, first: int, window: int, device: torch.device) -> Tensor:
-        """Return the mask ``(q, n)`` of the keys ``first`` to ``end`` for the queries ``begin`` to ``end``.
+        """Return the mask ``(q, n)`` of the keys ``first`` to ``end`` for the queries ``begin`` to ``end``, True
+        where a key is visible.
 
-        True where a key is visible. Each is made once and kept.
+        A key is visible to its own and later queries, at most ``window`` of them; 0 sets no limit. Each mask is made
+        once a step and kept.
         """
         name = (begin, end, first, window)
         if name not in self._masks:

@@ -134,7 +134,7 @@ def cut(model: Transformer, share: Share) -> dict[str, Rows]:
     """Reduce a weightless full model to one share, in place.
 
     Return, by name, the row range of each reduced tensor in the full one. Shares but the first lose the embedding if
-    there is a separate head.
+    there is a separate head, and keep only their rows of a tied one.
     """
     rows_by_name: dict[str, Rows] = {}
     for layer, block in model.blocks.items():

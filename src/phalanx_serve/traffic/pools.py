@@ -161,10 +161,10 @@ def _remove(pool: Pool, number: int) -> events.Lost:
 
 
 def _beat(pool: Pool, event: events.Beat, now_s: float, commands: list[events.PoolCommand]) -> None:
-    """Record a sign of life and whether steps advance; a worker whose steps do, or that has no jobs, is no longer
-    late.
+    """Record a sign of life, and a step if steps have advanced or the worker has no jobs.
 
-    Refuse a worker that is not in the pool; ignore an earlier life.
+    The worker is no longer late if its last recorded step is recent enough. Refuse a worker that is not in the pool;
+    ignore an earlier life.
     """
     worker = pool.current(event.worker, event.life)
     if worker is None:

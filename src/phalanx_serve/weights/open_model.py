@@ -251,7 +251,8 @@ def scorer_of(
     """Return the scorer of a pack, or of a run that is packed for streaming, computing in ``compute``; None for the
     run's own format.
 
-    With ``stream`` the process takes at most ``memory_bytes``, by default four fifths of the free memory. Weights
+    With ``stream`` the process takes at most ``memory_bytes``, by default what it has and four fifths of the free
+    memory. Without it, the weights must fit into ``memory_bytes``, by default four fifths of the free memory. Weights
     rounded to 8 bits are noted. Raises the errors of ``open_model``.
     """
     dtype = DTYPES[compute] if compute else None

@@ -195,7 +195,9 @@ class _Pull:
         return True
 
     def _fetch(self, offer: Offer) -> None:
-        """Receive the remaining pages through the socket; they are hashed in a thread meanwhile. Raises WireError for damaged ones."""
+        """Receive the remaining pages through the socket; they are hashed in a thread meanwhile. Raises WireError for
+        damaged ones, or without a digest for each.
+        """
         self.pulled.way = "socket"
         names = offer.names[len(self.pulled.pages) :]
         self.wire.send_message(Fetch(len(self.pulled.pages), len(names)))
