@@ -126,8 +126,8 @@ def read_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
     """Return the template in ``file``, or else that of a publisher's ``folder``: its own file, or an entry of the
     tokenizer's configuration.
 
-    Special tokens are from the folder's tokenizer. Raises ChatTemplateError if there is no template. Of several named
-    templates, "default" is taken.
+    Special tokens are from the folder's tokenizer. Of several named templates, "default" is taken. Raises
+    ChatTemplateError if there is no template, or a file cannot be read.
     """
     try:
         config = read_config(folder)

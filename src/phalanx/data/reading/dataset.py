@@ -211,8 +211,10 @@ class RunData:
 
     @classmethod
     def of_run(cls, spec: RunSpec) -> Self:
-        """Return the data of a run, in its order: of one dataset, or of its sources mixed. Raises ``DatasetError`` if
-        a dataset is missing, damaged or too short.
+        """Return the data of a run, in its order: of one dataset, or of its sources mixed.
+
+        Raises ``DatasetError`` if a dataset is missing, damaged or too short, or sources do not fit together, and
+        ``TokenizerError``.
         """
         places = open_places(spec.data)
         index, within_documents = index_of_places(places), spec.train.targets_within_documents

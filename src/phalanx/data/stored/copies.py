@@ -42,11 +42,11 @@ class Copied:
 
 
 def copy_dataset(source: str, target: str, on_bytes: OnBytes = lambda _done, _of: None) -> Copied:
-    """Copy the dataset at one path or URL to another, and verify its checksums. Does nothing if it is there already;
-    ``on_bytes`` receives (bytes done, bytes of all shards).
+    """Copy the dataset at one path or URL to another; ``on_bytes`` receives (bytes done, bytes of all shards).
 
-    Raises ``DatasetError`` if the source is damaged or a store fails, ``DatasetExistsError`` if ``target`` has
-    another dataset.
+    Copied shards are verified by their checksums. Copies nothing if the same index is there already, and no shard
+    whose block sums are there. Raises ``DatasetError`` if the source is damaged or a store fails,
+    ``DatasetExistsError`` if ``target`` has another dataset.
     """
     try:
         return _copy(open_store(source), open_store(target), on_bytes)

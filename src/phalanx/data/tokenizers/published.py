@@ -273,7 +273,8 @@ class FallbackTokenizer(PublishedTokenizer):
     def __post_init__(self) -> None:
         """Load the tokenizer without its prefix space, and set ``end_of_document`` and ``prefix_bytes``.
 
-        Raises ``TokenizerError`` if there is no end token, text can spell it, or encoding and decoding change a text.
+        Raises ``TokenizerError`` if there is no end token, text can spell it, normalization is unbounded, text is
+        split in an unknown way, or encoding and decoding change a text.
         """
         serialized = without_stripping(self.serialized)
         original = _unlimited(HfTokenizer.from_str(serialized))

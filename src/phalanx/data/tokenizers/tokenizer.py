@@ -146,8 +146,8 @@ class BpeTokenizer(published.PublishedTokenizer):
     def __post_init__(self) -> None:
         """Load the tokenizer and set ``end_of_document``.
 
-        Raises ``TokenizerError`` if this is not a byte-level tokenizer, text can spell its end token, or encoding and
-        decoding change a text.
+        Raises ``TokenizerError`` if this is not a byte-level tokenizer, normalization is unbounded, there is no end
+        token, text can spell it, or encoding and decoding change a text.
         """
         hf = _parse(published.without_stripping(self.serialized))
         published.require_bounded(hf)
