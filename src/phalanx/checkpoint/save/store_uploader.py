@@ -240,11 +240,11 @@ class StoreUploader:
         return self._cancelled or self._share != self._passing
 
     def _copy_all(self, share: CopyShare) -> bool:
-        """Copy this process's share of all steps that the store lacks; return True if nothing has failed. Failures, and
-        steps that are lost before they were copied, are reported.
+        """Copy this process's share of all steps that the store lacks; return True if nothing has failed.
 
-        With ``share.commits``, also sets aside condemned steps and deletes expired ones. After a storage error the
-        remaining steps wait.
+        Failures, and steps that are lost before they were copied, are reported. After a storage error the remaining
+        steps wait. With ``share.commits``, also sets aside condemned steps, and deletes expired ones if nothing has
+        failed. Without it, returns False until condemned steps are set aside. Without ranks, does nothing.
         """
         if not share.ranks:
             return True

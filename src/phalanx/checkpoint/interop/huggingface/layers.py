@@ -138,8 +138,9 @@ def read_layer_types(window: int, is_windowed: Callable[[int], bool]) -> Read:
     """
 
     def read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-        """Return the fields and problems of ``layer_types``; nothing for an implausible number of layers. A window of
-        0 or null makes all layers full.
+        """Return the fields and problems of ``layer_types``; nothing for an implausible number of layers.
+
+        Without ``layer_types``, a window of 0 or null makes all layers full.
         """
         layers = hf_config.get("num_hidden_layers")
         if not isinstance(layers, int) or layers > _MOST_LAYERS:
