@@ -270,7 +270,8 @@ _ANSWER = "answer"
 def save_template(folder: Path, template: ChatTemplate) -> None:
     """Write the template's file to ``folder``, and add its special tokens that the tokenizer's configuration lacks.
 
-    Writes nothing if the same template is there already. Raises ``OSError``.
+    Writes nothing if the same template is there already. Raises ``OSError``, and ``TokenizerError`` for a damaged
+    configuration, after the template is written.
     """
     with suppress(ChatTemplateError):
         if read_chat_template(folder) == template:

@@ -184,7 +184,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield number and value of each field of a message (https://protobuf.dev/programming-guides/encoding/): integers
     of varints, bytes of all others.
 
-    Raises ``ValueError`` for a damaged one.
+    Raises ``ValueError`` or ``IndexError`` for a damaged one.
     """
     offset = 0
     while offset < len(content):

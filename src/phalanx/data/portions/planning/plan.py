@@ -136,8 +136,9 @@ def make_plan(
 ) -> tuple[PreparationPlan, Tokenizer | None]:
     """Return the plan of a recipe whose file is in ``folder``, and its tokenizer if it exists already.
 
-    Lists the sources except what is below ``out``, unless ``files`` are given in order, and reads the beginning of each file. Raises ``CorpusError``,
-    ``TokenizerError`` and ``StoreError``.
+    Lists the sources except what is below ``out``, unless ``files`` are given in order, and reads the beginning of
+    each file. Raises ``CorpusError``, ``TokenizerError``, ``StoreError``, and ``PreparationError`` for a step or a
+    missing package.
     """
     recipe = replace(recipe, step=tuple(resolved(step, folder) for step in recipe.step))
     tokenizer = named_tokenizer(recipe.output.tokenizer, folder)
