@@ -79,8 +79,8 @@ def verify_tier(
 ) -> list[StepProblem]:
     """Return all problems of committed ``step`` of ``tier``, or of all of its steps if ``step`` is None.
 
-    An empty list means that every byte is as written. ``progress(done_bytes, total_bytes)`` is called after each block; ``name`` is the
-    tier's name in messages. Raises NoSuchStepError if there is nothing to verify.
+    An empty list means that every byte is as written. ``progress(done_bytes, total_bytes)`` is called after each
+    intact block; ``name`` is the tier's name in messages. Raises NoSuchStepError if there is nothing to verify.
     """
     committed = tier.steps()
     steps = committed if step is None else [step]
