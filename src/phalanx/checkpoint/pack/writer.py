@@ -172,10 +172,12 @@ def pack(
 ) -> tuple[Path, PackIndex]:
     """Pack committed ``step`` (by default the newest) of a run; return the new file and its index.
 
-    Memory: some hundred MiB for any model. Raises RunDirectoryError, PackError if ``path`` exists or a number does not
-    fit, NoSuchStepError, CorruptError if the run's weights do not match its hash, StorageFullError and the errors of
-    reading the step; no files remain then. ``progress(packed_bytes, total_bytes)`` is called after each batch. The file
-    is named after the run, step and format by default.
+    Memory: some hundred MiB for any model. The file is named after the run, step and format by default.
+    ``progress(packed_bytes, total_bytes)`` is called after each batch.
+
+    Raises PackError if that file exists, ``path`` is not given for a published model, the step has no weights, one is
+    not fp32, or a number does not fit; RunDirectoryError, NoSuchStepError, CorruptError if the run's weights do not
+    match its hash, StorageFullError and the errors of reading the step. No new file remains then.
     """
     run = RunDirectory(run_dir)
     spec = read_unchanged(run)
