@@ -77,8 +77,8 @@ def framed(template: ChatTemplate, conversation: Conversation, specials: Sequenc
     """Return the rendered conversation and the character ranges of the assistant's answers, which are trained on.
 
     ``specials`` are the texts of special tokens. Answers are the template's ``{% generation %}`` marks, or else are
-    located by rendering prefixes of the conversation. Raises ``BadConversationError`` if the template fails, or if
-    prefixes render differently.
+    located by rendering prefixes of the conversation. Raises ``BadConversationError`` if the template fails; without
+    marks also if the assistant begins the conversation, or if prefixes render differently.
     """
     messages, tools = conversation.messages, conversation.tools
     try:
