@@ -196,7 +196,19 @@ def test_at_the_end_of_any_chain_of_waiting_stands_the_culprit(
     assert found.culprits == (chain[-1],)
 
 
-@pytest.mark.parametrize("text", [b"", b"{}", b"[1]", b'{"rank": 0, "groups": [], "recorder": {}}'])
+ENTRY = b'{"is_p2p": false, "process_group": ["0"], "input_sizes": 3}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{}",
+        b"[1]",
+        b'{"rank": 0, "groups": [], "recorder": {}}',
+        b'{"rank": 0, "groups": {}, "taken_ns": 1, "recorder": {"entries": [' + ENTRY + b"]}}",
+    ],
+)
 def test_what_is_no_record_is_refused(text: bytes) -> None:
     with pytest.raises(FlightRecordError, match="no flight record"):
         parse_record(text)

@@ -104,6 +104,12 @@ def test_every_reason_why_a_job_would_wait_for_ever_is_told_at_once() -> None:
     assert "18 nodes with 8 GPUs are asked for, and 0 have so many (at most 4)" in told[1]
 
 
+@pytest.mark.parametrize("exclude", ["n[", "n[1-x]", "n[0-99999999]"])
+def test_nodes_to_exclude_that_are_no_list_are_refused_by_their_field(exclude: str) -> None:
+    with pytest.raises(EngineError, match=r"^launch\.exclude: "):
+        problems(order(exclude=exclude), [MAIN], {"": []})
+
+
 def test_of_several_partitions_one_that_can_start_the_job_is_enough_and_all_must_be_there() -> None:
     small = SlurmPartition("small", up=True, most_nodes=4, longest_s=86_400, default=False)
     nodes = [NodeFacts(f"n{k}", usable=True, free=True, gpus=8) for k in range(20)]

@@ -195,7 +195,8 @@ def shortened(record: bytes, most_bytes: int = MOST_RECORD_BYTES) -> str:
 def _call(entry: Mapping[str, object]) -> Call:
     """Return a collective call from an entry of PyTorch's flight record."""
     sizes = entry["input_sizes"]
-    assert isinstance(sizes, list)
+    if not isinstance(sizes, list):
+        raise TypeError("input_sizes is no list")
     return Call(
         number=int(str(entry["collective_seq_id"])),
         operation=str(entry["profiling_name"]),

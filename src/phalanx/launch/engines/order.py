@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.launch.placing import expanded
 from phalanx.run.directory.files import open_regular
 from phalanx.run.read import launch_variables
 from phalanx.run.spec import LaunchSpec
@@ -165,6 +166,14 @@ def seconds_of(text: str) -> float:
     else:  # MINUTES, MINUTES:SECONDS
         hours, (minutes, seconds) = 0, (*parts, 0)[:2]
     return int(days or 0) * 86_400 + hours * 3_600 + minutes * 60 + seconds
+
+
+def excluded_nodes(launch: LaunchSpec) -> list[str]:
+    """Return the nodes that ``launch.exclude`` names; empty if it is. Raises ``EngineError`` for another form."""
+    try:
+        return expanded(launch.exclude)
+    except ValueError as error:
+        raise EngineError(f"launch.exclude: {error}; write the names as n[1-4,7],m2") from error
 
 
 def slurm_time(seconds: float) -> str:

@@ -17,7 +17,14 @@ from pathlib import Path
 from shlex import quote
 from tempfile import TemporaryDirectory
 
-from phalanx.launch.engines.order import EngineError, LaunchOrder, run_tool, seconds_of, slurm_time
+from phalanx.launch.engines.order import (
+    EngineError,
+    LaunchOrder,
+    excluded_nodes,
+    run_tool,
+    seconds_of,
+    slurm_time,
+)
 from phalanx.launch.engines.slurm_options import limit_problems, limits_of, without_overrulers
 from phalanx.launch.engines.slurm_script import COMMENT, JOINING_COMMENT
 from phalanx.launch.placing import expanded
@@ -262,7 +269,7 @@ def idle_nodes(order: LaunchOrder) -> int:
 
     Raises ``EngineError``.
     """
-    excluded = set(expanded(order.launch.exclude)) if order.launch.exclude else set()
+    excluded = set(excluded_nodes(order.launch))
     return max(
         sum(
             node.free and node.gpus >= order.gpus_per_node and node.name not in excluded
@@ -378,8 +385,7 @@ def _problems_in(
     none.
 
     Checked are existence, state, size, time limit against partition and ``grace_s``, usable nodes, and their
-    GPUs. Raises ``EngineError`` for a malformed time limit, and ``ValueError`` for a malformed
-    ``launch.exclude``.
+    GPUs. Raises ``EngineError`` for a malformed time limit or ``launch.exclude``.
     """
     launch = order.launch
     names = ", ".join(candidate.name for candidate in partitions if candidate.up)
@@ -412,7 +418,7 @@ def _problems_in(
         )
     if limit_s is not None and limit_s < 2 * launch.grace_s:
         yield f"launch.time_limit: {launch.time_limit} leaves no time beside launch.grace_s = {launch.grace_s:g} s to save: --time"
-    excluded = set(expanded(launch.exclude)) if launch.exclude else set()
+    excluded = set(excluded_nodes(launch))
     usable = [node for node in nodes if node.usable and node.name not in excluded]
     fitting = [node for node in usable if node.gpus >= order.gpus_per_node]
     if len(usable) < order.all_nodes:

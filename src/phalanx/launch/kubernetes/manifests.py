@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from phalanx.launch.engines.order import seconds_of
+from phalanx.launch.engines.order import excluded_nodes, seconds_of
 from phalanx.launch.kubernetes.request import (
     CONFIG_FOLDER,
     NODE_READER,
@@ -32,7 +32,6 @@ from phalanx.launch.kubernetes.request import (
     toleration_of,
     user_of,
 )
-from phalanx.launch.placing import expanded
 from phalanx.run.read import launch_variables
 
 EXIT_GOES_ON, EXIT_OVER = 75, 76
@@ -468,8 +467,8 @@ def _affinity(request: PodRequest) -> Json:
     """
     launch, host = request.launch, "kubernetes.io/hostname"
     rules: Json = {}
-    if launch.exclude:
-        away = {"key": host, "operator": "NotIn", "values": expanded(launch.exclude)}
+    if excluded := excluded_nodes(launch):
+        away = {"key": host, "operator": "NotIn", "values": excluded}
         term = {"nodeSelectorTerms": [{"matchExpressions": [away]}]}
         rules["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": term}
     # Pods that take all GPUs of a node need no rule to be alone there, and the rule is dear with many pods
