@@ -38,9 +38,14 @@ class CheckpointPlace:
 
 
 def checkpoint_place(path: Path, step: int | None = None) -> CheckpointPlace:
-    """Return the checkpoints that ``path`` names: ``RUN_DIR``, ``RUN_DIR/checkpoints`` or ``.../step-00000100``.
+    """Return the folder of checkpoints that ``path`` names, and the step.
 
-    Raises ``ClickException`` with a remedy if there are none, or it is a checkpoint of another step than ``step``.
+    ``path`` is ``RUN_DIR``, ``RUN_DIR/checkpoints`` or ``.../step-00000100``. The step is that of the path, else
+    ``step`` (``None``: the newest). It may not exist, and the folder of a run directory may be empty;
+    ``CheckpointPlace.newest`` checks both.
+
+    Raises ``ClickException`` with a remedy if ``path`` is no folder or none of these, or is a checkpoint of another
+    step than ``step``. A run directory without that folder is none of these, nor is an empty folder.
     """
     demand_folder(path)
     with explained(RunDirectoryError):

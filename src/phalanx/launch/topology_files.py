@@ -168,10 +168,10 @@ def _path_to(switch: str, above: Mapping[str, str], source: str) -> Domains:
 
 
 def _of_equal_depth(nodes: Mapping[str, Domains], source: str) -> Topology:
-    """Return a tree without the roots that all share, and with leaves at one depth: a short path repeats its last
-    domain.
+    """Return a tree without the roots that all share, and with leaves at one depth: a short path repeats its last domain. The last domain
+    of a path is never removed as a root.
 
-    Levels are called leaf, spine, core, from the narrowest.
+    Levels are called leaf, spine, core, level 4 to level 8, from the narrowest. Raises ``TopologyError`` for more.
     """
     while (
         nodes and all(len(path) > 1 for path in nodes.values()) and len({p[0] for p in nodes.values()}) == 1
@@ -271,11 +271,10 @@ def _label_levels(present: set[str]) -> dict[str, str]:
 
 
 def _from_toml(table: Json, source: str) -> Topology:
-    """Return the topology of a TOML table: levels, nodes with their paths ("a.b"), taken nodes, and the rate in
-    GB/s.
+    """Return the topology of a TOML table: levels, nodes with their paths ("a.b"), taken nodes, and the rate.
 
-    Raises ``TopologyError`` for unknown fields, nodes or values, and ``ValueError`` for a malformed list of
-    hosts.
+    The rate is in GB/s there and in bytes/s here. Raises ``TopologyError`` for unknown fields, nodes or values, without [nodes], or for a
+    node without a domain of each level. Raises ``ValueError`` for a malformed list of hosts or of tables.
     """
     unknown = sorted(table.keys() - {"node_gb_per_s", "taken", "levels", "nodes"})
     if unknown or "nodes" not in table:

@@ -141,10 +141,11 @@ class BudgetAnswer:
 
 
 def answer(question: Question, on_progress: Callable[[str], None] = lambda _: None) -> BudgetAnswer:
-    """Find the best model of each kind for a budget; ``on_progress`` is called before each search of layouts.
+    """Find the best model of each kind for a budget; ``on_progress`` is called with a line before each search of layouts.
 
-    Raises ``BudgetError`` for a budget that buys nothing or needs a cluster, ``PlanRequestError`` if no layout fits. A
-    kind of model without a layout is left out with the reason, unless no kind has one. Best first, by predicted loss.
+    Raises ``BudgetError`` for a budget that buys nothing or needs a cluster, for dollars where an hour has no price and none is
+    assumed, and for an implausible best size. A kind of model for which no layout fits, or a token's cost is 0 or not finite, is
+    left out with the reason. If that is every kind, raises ``PlanRequestError``. Best first, by predicted loss.
     """
     if question.cluster is None and question.budget.unit != "flop":
         raise BudgetError(

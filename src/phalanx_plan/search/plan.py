@@ -147,9 +147,10 @@ def _no_device(stack: str, accelerators: str) -> Caveat:
 
 
 def without_room(chosen: Estimate, roomy: Estimate | None) -> Iterator[Caveat]:
-    """Yield a caveat if ``chosen`` fits but leaves less memory than the error of its prediction, with the best plan that leaves more.
+    """Yield a caveat if ``chosen`` fits but leaves less memory than its prediction may be off by (``LEAST_ROOM``).
 
-    It decides if the free memory is below the error of even the best predicted software.
+    It names ``roomy``, the best plan that leaves more, or for ``None`` other ways to make room. It decides if the free memory is below the
+    error of even the best predicted software (``NO_ROOM``).
     """
     room = free_share(chosen)
     if 0 <= room < LEAST_ROOM:

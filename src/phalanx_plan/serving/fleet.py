@@ -360,8 +360,11 @@ def _answer(
 ) -> ServingFleet:
     """Return the fleet of ``count`` (prefill, decode) workers at ``rate`` with its times, cost and energy.
 
-    TTFT includes the first decode step, and if apart the transfer of a layer's pages. An empty ``killed`` is set if
-    TTFT misses its objective, or TPOT by over 2 %. Dollars are per million tokens, joules per token.
+    If together, the same workers do both, and both counts are their number. Times are (median, at the objectives' percentile). TTFT
+    includes a median TPOT, and if apart the transfer of a layer's pages.
+
+    An empty ``killed`` is set if at that percentile TTFT misses its objective, else if TPOT does by over 2 %. Dollars are per million
+    tokens of answers, joules per token.
     """
     traffic, goal = service.traffic, service.objectives
     decoding, prefilling = count[1], count[0]

@@ -288,11 +288,11 @@ def divided(spec: ModelSpec, stages: int) -> list[range]:
 def restored_part(
     run_dir: Path, step: int, layers: range, dtype: torch.dtype
 ) -> tuple[Transformer, ModelSpec, dict[str, TensorDigest]]:
-    """Load these layers with the weights of ``step``. Return the model, the full model's spec, and the digest of each
-    tensor.
+    """Load these layers with the weights of ``step``. Return the model, the full model's spec, and the digest of each tensor.
 
-    The last layers include the norm and the output projection, by a copy of tied embeddings. Digests have the
-    tensors' names in the full model. Raises the errors of ``restored_model``.
+    The last layers include the norm and the output projection, by a copy of tied embeddings. Digests are of the tensors in ``dtype``
+    (routers' biases in fp32), under their names in the full model. Raises the errors of ``restored_model``, and ServeError if the model has
+    fewer layers.
     """
     model, spec, _ = restored_model(run_dir, step, dtype=dtype, cut=partial(_cut, layers=layers))
     assert isinstance(model, Transformer), "others are refused where they are cut"

@@ -406,10 +406,10 @@ def _make_peace(world: SimulatedService) -> None:
 
 
 def _finish(world: SimulatedService) -> None:
-    """Run until all requests have ended, for at most ``ENDED_WITHIN_S``, and then until leases are over.
+    """Run until all requests have ended, for at most ``ENDED_WITHIN_S`` of simulated time, and then until leases are over.
 
-    Raises RouterInvariantError if they do not, if workers still hold pages, or rightly computing ones are
-    quarantined.
+    Raises RouterInvariantError if they do not end, or the router breaks an invariant (``check``). Also raises it if workers still hold
+    pages, leases or jobs, or rightly computing ones are in quarantine.
     """
     end_s = world.clock.now_s + ENDED_WITHIN_S
     while world.clock.now_s < end_s:

@@ -245,8 +245,9 @@ class PrepareProgress:
         self._width = 0
 
     def _line(self, done: int, total: int, elapsed_s: float) -> str:
-        """Return the line of progress: bytes of files if they are known, else items done, with the time left from 1
-        s on.
+        """Return the line of progress. With files: their bytes, and after the first second their rate and the time left.
+
+        Otherwise the items done; of ``total`` unless that is 0, with the time left at the pace of this stage if it is at least 1 s.
         """
         if self._files is not None:
             return f"{self._stage}: {in_words(self._files.report.bytes_done, self._files.bytes_in_all, elapsed_s)}"

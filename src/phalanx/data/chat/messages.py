@@ -40,10 +40,13 @@ class Conversation:
 
 
 def conversation_text(row: Mapping[str, object], field: str) -> str:
-    """Return a row's conversation as one line of JSON: messages from ``field``, and tools if the row has any.
+    """Return a row's conversation as one line of JSON: messages from ``field``, and tools if the row has any, as a list or its JSON text.
 
-    ShareGPT messages ("from", "value") become "role" and "content"; null fields are removed. Raises ``ValueError`` with
-    the reason if the conversation is malformed or has no message of the assistant.
+    ShareGPT messages ("from", "value") become "role" and "content". Null fields of messages are removed, but with tool calls a missing
+    content is null. Parts of text are joined, and the arguments of calls parsed.
+
+    Raises ``ValueError`` with the reason if the conversation is malformed, has no message of the assistant, or has one that is marked as
+    not to be trained on.
     """
     if field not in row:
         raise ValueError(f"has no field {field!r}")

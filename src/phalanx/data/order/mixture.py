@@ -246,9 +246,11 @@ class Mixture:
         return sample // self.batch_size + 1
 
     def steps_of(self, source: str, record: int, until: int) -> list[int]:
-        """Return the steps among the first ``until``, counted from 1, that train on ``record`` of the source named ``source``.
+        """Return the steps among the first ``until``, counted from 1, that train on ``record``, counted from 0, of the source named
+        ``source``.
 
-        Raises ``ValueError`` if there is no such source or record.
+        They ascend, one for each time that the record is drawn: a step is there twice if its batch has the record from two epochs. Raises
+        ``ValueError`` if there is no such source or record.
         """
         number = next((n for n, candidate in enumerate(self.sources) if candidate.name == source), None)
         if number is None:

@@ -43,8 +43,10 @@ class Processes:
         self._closed = False
 
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
-        """Yield the tasks' outcomes as they end, from worker processes on this machine, which threads feed. Workers
-        stay for the next stage.
+        """Yield one outcome for each task as they end, from worker processes on this machine, which threads feed.
+
+        The work begins with the first ``next``; workers stay for the next stage. A task whose worker died is lost and not repeated here;
+        the worker is replaced. After ``close`` the rest are lost.
         """
         todo: queue.SimpleQueue[int] = queue.SimpleQueue()
         outcomes: queue.SimpleQueue[TaskOutcome] = queue.SimpleQueue()

@@ -127,11 +127,11 @@ def exact_products(device: str, products: int, seed: int = 0) -> CheckResult:
 
 
 def _integers(seed: int, most: int, inner: int) -> tuple[Any, Any, Any]:
-    """Return matrices ``(MATRIX, inner)`` and ``(inner, MATRIX)`` of integers up to ``most`` and a vector
-    ``(MATRIX,)`` of odd ones, fp64.
+    """Return two matrices and a vector of integers, drawn from ``seed``: fp64, on the CPU.
 
-    Every sum of their products is exact in fp64, and a single wrong element changes the product with the
-    vector.
+    The matrices ``(MATRIX, inner)`` and ``(inner, MATRIX)`` have values from ``-most`` to ``most``, the vector
+    ``(MATRIX,)`` odd ones from 1 to 65,535. For the factors of ``_EXACT`` every sum of their products is exact in
+    fp64. A single wrong element in a row of the matrices' product changes that row's product with the vector.
     """
     import torch
 

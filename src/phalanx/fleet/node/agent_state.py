@@ -129,9 +129,10 @@ class AgentState:
     # --- commands of the coordinator -----------------------------------------------------------
 
     def on_command(self, command: c.Command, now_s: float, unix_s: float) -> list[act.AgentAction]:
-        """Handle a command of the coordinator; return the actions to carry out, none if it is outdated.
+        """Handle a command of the coordinator: update the state, and return the actions to carry out.
 
-        ``now_s`` is monotonic; ``unix_s`` is the time of day, for the next epoch's ledger.
+        An outdated Bind, Fence or SaveSnapshots gives none; a repeated Bind or Park gives its report again, if that is due. ``now_s``
+        is monotonic; ``unix_s`` is the time of day, for the next epoch's ledger and a new incarnation.
         """
         match command:
             case c.Park():

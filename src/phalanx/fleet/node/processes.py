@@ -384,11 +384,11 @@ class FleetProcesses:
     # --- the agents ----------------------------------------------------------------------------
 
     def _look_after_agents(self) -> None:
-        """Note agents that have died, and restart those that are due; these are due earlier if the fleet waits for
-        nodes or none is left.
+        """Note agents that have died, and restart those that are due; these are due earlier if the fleet waits for nodes or none is left.
+        Once fleet.json shows the run as over, none is restarted.
 
-        Nodes that were given back are dropped. In a local fleet, give up once every dead agent was given up and
-        the fleet waits.
+        A dead agent of a node that was given back is dropped if it ended by itself. In a local fleet with a readable fleet.json, give up
+        (``over``, ``gave_up``) once every dead agent was given up and the fleet waits or has no agent left.
         """
         for name, agent in list(self.agents.items()):
             if agent.exit_code() is not None:

@@ -311,8 +311,9 @@ def _give_back_hint(order: LaunchOrder) -> str:
 
 
 def _record_or_cancel(order: LaunchOrder, job: str) -> submission.Submitted:
-    """Record a queued job and return the record. If that cannot be written, cancel the job and raise
-    ``EngineError``.
+    """Record a queued job and return the record. If that cannot be written, cancel the job and raise ``EngineError``.
+
+    If it cannot be canceled either, it stays queued, and the error has the command that ends it.
     """
     try:
         return submission.record(order, ENGINE.name, job)

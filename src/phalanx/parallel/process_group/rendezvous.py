@@ -92,9 +92,9 @@ def rank_from_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _tcp(host: str, port: str, launcher: str) -> tuple[str, str]:
-    """Return the machine of rank 0 and the URL at which the ranks meet.
+    """Return the machine of rank 0, without brackets, and the ``tcp://`` URL at which the ranks meet.
 
-    Raises ``RendezvousError`` for a missing or malformed one.
+    An empty ``port`` means torchrun's default. Raises ``RendezvousError`` for an empty or malformed host, or a malformed port.
     """
     if not host:
         raise RendezvousError(f"{launcher} gave this process a rank but no address: set MASTER_ADDR")

@@ -97,10 +97,12 @@ class Trainer:
         """Measured memory by kind, on the rank that holds most of it; empty until it is measured."""
 
     def run(self) -> RunResult | None:
-        """Train as ``train`` does; ``None`` on a request to stop, after the saves and copies under way.
+        """Train as ``train`` does; the result is also returned after an early stop. Return ``None`` on a request to stop, even in the last
+        evaluation, after the saves and copies under way.
 
-        If the wait for samples is ended, save the steps of this start and return ``None``. On ``DataError``, a run of
-        one rank saves them and raises; with several ranks it only raises. Errors of a step are raised.
+        If the wait for samples is ended, save the steps of this start and return ``None``. On ``DataError``, a run of one rank saves them
+        and raises; with several ranks it only raises. Other errors within a step are raised without a save. If a non-finite or spiking step
+        ends the run, the state before it is saved, and the error raised.
         """
         training, progress = self._training, self._progress
         report_start(training)

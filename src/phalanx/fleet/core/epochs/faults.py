@@ -274,10 +274,11 @@ def _parked_all(state: FleetState, event: Rollcall) -> None:
 
 
 def fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
-    """Handle a member's report that the run cannot continue.
+    """Handle a member's report that the run cannot continue: change ``state`` and append ``orders``.
 
-    End the run as FAILED if all ranks or a second node agree, or the node is needed. Otherwise quarantine the node
-    and end the epoch, so that others try. Of another epoch or phase it counts as stale.
+    Of another epoch, or outside BINDING, RUNNING and PARKING, it only counts as stale. End the run as FAILED if all
+    ranks agree, another node reported an error of the same kind before, or the node is needed or not known. Otherwise
+    note the accusation, quarantine the node and end the epoch, so that others try.
     """
     if event.epoch != state.epoch or state.phase not in (*IN_EPOCH, FleetPhase.PARKING):
         state.stale += 1

@@ -287,10 +287,11 @@ class RankWorker:
             self._link.send(worker_link.LeftEpoch(bind.epoch, self._fresh_meeting_point()))
 
     def _outcome(self, bind: worker_link.JoinEpoch) -> worker_link.ToAgent | None:
-        """Train, and return the message about the end of the epoch, or ``None`` if none is due; no exception is
-        raised.
+        """Train, and return the message about the end of the epoch; no ``Exception`` is raised.
 
-        An error that breaks the epoch is also printed with its traceback.
+        That is TrainingFinished, with an empty result if training was stopped. On an error it is the message of ``outcome_of``, or
+        ``None`` if the error needs none. An error that becomes EpochBroken is also printed with its traceback, except
+        ``ParkedError``.
         """
         try:
             result = self._train(bind)

@@ -198,8 +198,11 @@ def _divide(
     lanes: RankLanes,
     shared: Mapping[str, SharedParameter],
 ) -> None:
-    """Replace a layer's ``forward`` by one that computes in lanes, which use its parameters ``paths``; those in
-    ``shared`` get their values from there.
+    """Replace a layer's ``forward`` by one that computes in lanes, which use its parameters ``paths``.
+
+    Those in ``shared`` get their values from there. A bias of the result in ``shared`` is added in pieces. Other matrices without a
+    bias, of which each of several local lanes has rows of its own, also get another product (``_rows``). ``name`` is the layer's, as in
+    the paths.
     """
     parameters = []
     for path in paths:

@@ -268,8 +268,10 @@ class TileByTile:
         inputs: tuple[Tensor, ...],
         *context: object,
     ) -> Tensor:
-        """Return the lane's share ``(b, s, d)`` of the layer's result, tile by tile, each with its own ``tensors`` in
-        place of the parameters of ``owners``.
+        """Return the lane's share ``(b, s, d)`` of the layer's result, computed tile by tile.
+
+        The inputs ``(b, s, ...)`` are cut into ``len(tensors)`` tiles along s. Each is computed with its own entry of ``tensors`` in
+        place of the parameters of ``owners``, and the results are concatenated. ``context`` must be empty.
         """
         assert not context, "a token-wise layer has no arguments of full sequences"
         results = []
