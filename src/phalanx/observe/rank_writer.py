@@ -194,8 +194,9 @@ class RankStreamWriter:
 
 
 def coarser(heads: Sequence[rank_file.FrameHead], most_bytes: float, most_frames: float) -> list[range]:
-    """Return the groups of frames that become one: alike neighbors of the older half in pairs, each of the newer
-    half alone.
+    """Return the groups of frames that become one.
+
+    In the older half, two neighbors of the same attempt and number of ranks are a pair; every other frame is alone.
 
     The oldest are left out if there would still be more than ``most_bytes`` or ``most_frames``; the newest never.
     """

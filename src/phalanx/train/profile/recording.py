@@ -120,7 +120,7 @@ class Recording(Observer):
             self._order = order
 
     def before_step(self, step: int) -> None:
-        """Begin, continue, or end a recording before step ``step``, on all ranks alike. Beginning and ending are collectives."""
+        """Begin, continue, or end a recording before step ``step``; all ranks do the same. Beginning and ending are collectives."""
         if not self._left and (self._order is None or step == self._measured_step):
             return
         if self._order is not None:
