@@ -238,11 +238,11 @@ def load_weights(place: Path | str, step: int | None = None) -> dict[str, Tensor
 
     Args:
         place: A run directory, its folder of checkpoints, one checkpoint, or a folder of Hugging Face.
-        step: ``None``: the newest, or that of the one checkpoint.
+        step: ``None``: the newest committed one, even if it is damaged, or that of the one checkpoint.
 
     Raises:
         RunDirectoryError: There is no such checkpoint, or ``place`` is that of another step.
-        CheckpointError: It is damaged.
+        CheckpointError: It is damaged. An older step is not tried.
     """
     import torch
 

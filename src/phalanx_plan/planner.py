@@ -181,10 +181,9 @@ def traffic_of(spec: RunSpec, cluster_name: str) -> RunTraffic:
 
 
 def placer_on(topology: Topology, spec: RunSpec) -> Placer:
-    """Return the placer of a network.
-
+    """Return a function from a job and its layout to the ``NetworkCost`` of their best placement on the free nodes of a network.
     Spares, unit and order come from the run file; ``launch.order`` counts only with a ``launch.unit``, since it has a
-    default. A topology without the rate of its nodes gets that of the planned cluster. The placer raises
+    default. A topology without the rate of its nodes gets that of the planned cluster. The function raises
     ``TopologyError`` for incomplete nodes or too few of them.
     """
     unit = spec.launch.unit

@@ -271,7 +271,8 @@ def stop_tokens(
     configuration.
 
     ``published`` None has none. With the folder of its ``templates``, also the end of a turn in the conversations
-    that the run was trained on. Damaged files of a template are ignored.
+    that the run was trained on. Damaged files of a template are ignored. Raises HuggingFaceError for a damaged
+    configuration.
     """
     stop = {tokenizer.end_of_document}
     # As in transformers: a model without a generation config stops where its configuration does.
@@ -393,8 +394,8 @@ def read_model_text(run_dir: Path, name: str, vocab_size: int, chat_template: st
     """Load the text side of a run's model: tokenizer, stop tokens and chat template.
 
     ``chat_template`` is the file of a template to use instead of the run's own; empty keeps that. Its ends of turns
-    become stop tokens too. Raises TokenizerError, also for a damaged file. A damaged template of the run's own is
-    left out.
+    become stop tokens too. Raises TokenizerError, also for a damaged file, and the errors of ``stop_tokens``. A damaged
+    template of the run's own is left out.
     """
     tokenizer = load_run_tokenizer(run_dir)
     published = published_with(run_dir, tokenizer)

@@ -250,7 +250,7 @@ class HostAndPort(click.ParamType[str]):
     name = "host:port"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return "host:port", with brackets around an IPv6 address; fail for another form."""
+        """Return "host:port", with brackets around an IPv6 address; empty stays empty. Fail for another form."""
         if not value:
             return ""
         from phalanx.hardware.local.network import join_address

@@ -230,7 +230,8 @@ def records_of_document(spec: RunSpec, place: DatasetPlace, document: int, end_o
 def documents_of_record(place: DatasetPlace, record: int, seq_len: int, end_of_document: int) -> range | None:
     """Return the documents, counted from 0 in shard order, with tokens in the inputs of a record of the training split.
 
-    The inverse of ``records_of_document``. Reads the tokens before the record; ``None`` if there are too many.
+    The inverse of ``records_of_document``, for an existing record of a dataset that is not packed. Reads the tokens before
+    the record; ``None`` if there are too many.
     """
     start, shards = record * seq_len, place.shards(TRAIN)
     if start > _COUNTED_TOKENS:

@@ -131,7 +131,7 @@ class Topology:
 def from_domains(domains: Mapping[str, Domains], source: str = "") -> Topology:
     """Return the topology of nodes that name their domains, widest first; levels are "level 1" and on.
 
-    A node that names fewer than others is in a domain of its own on the levels below.
+    A node that names fewer than others, or none, is in a domain of its own on the levels below.
     """
     depth = max(map(len, domains.values()), default=0)
     levels = tuple(Level(f"level {number}") for number in range(1, depth + 1))

@@ -200,7 +200,7 @@ class Transformer(nn.Module):
     """Embedding, blocks, final norm, and the output projection that the readout applies; or a stage of a pipeline."""
 
     def __init__(self, spec: ModelSpec, seq_len: int = 0) -> None:
-        """Build the layers of a resolved ``spec`` on the current default device.
+        """Build the layers of a resolved ``spec`` on the current default device. ``phalanx.model.init`` fills the weights.
 
         ``seq_len`` is the length of the full sequences if each call has a part of them; 0 if a call has them from their beginning.
         """

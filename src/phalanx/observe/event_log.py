@@ -182,10 +182,11 @@ def follow(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterato
 
 
 def _next_lines(tail: FileTail, *, missing_is_error: bool) -> list[bytes]:
-    """Return the lines that were appended since the last call; of a file that never existed, none.
+    """Return the complete lines of the next block; of a file that never existed, none.
 
-    Raises EventLogError if it is unreadable, shrank, was replaced or removed; with ``missing_is_error`` also if it
-    never existed.
+    Call again while ``tail.read_bytes`` grows, also after an empty list: a block may contain no end of a line.
+    Raises EventLogError if the file is unreadable, shrank, was replaced or removed; with ``missing_is_error`` also
+    if it never existed.
     """
     block = tail.read_bytes
     try:

@@ -55,7 +55,9 @@ class RankStreamWriter:
         most_frames: int = MOST_FRAMES,
         hurry: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Open the file ``path``, making it if it is missing. Raises ``RankStreamError``.
+        """Open the file ``path``, making it if it is missing. One that is no stream is first renamed to ``.damaged``.
+
+        Raises ``RankStreamError`` if it cannot be opened, ``OSError`` if it cannot be renamed.
 
         Beyond ``most_bytes`` or ``most_frames`` it is coarsened; not while ``hurry()`` is True.
         """
@@ -72,7 +74,7 @@ class RankStreamWriter:
         again.
 
         Raises ``ValueError`` for a frame that cannot be encoded, and ``RankStreamError`` if it cannot be
-        written: earlier frames are intact.
+        written: earlier frames are intact. Opening a replaced file raises as ``__init__``.
         """
         data = rank_file.encode_frame(frame)
         if self._replaced():

@@ -39,8 +39,8 @@ _SEARCHED = 120
 def missing_points(
     path: Path, holds: Callable[[Event], bool], *, most_lines: int = _MOST_LINES
 ) -> Iterator[Event]:
-    """Yield the steps and evaluations that a tracker lacks, in the order written; nothing if the stream cannot be
-    read.
+    """Yield the points that a tracker lacks (steps, evaluations, statistics, samples), in the order written; nothing if the stream
+    cannot be read.
 
     Reads back from the end to the newest step for which ``holds`` is true. If more than ``most_lines`` points come
     after that, the stream is read again from its start, so that they need no memory.

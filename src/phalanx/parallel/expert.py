@@ -184,7 +184,7 @@ class DividedExperts:
 
     @uncompiled
     def __call__(self, tokens: Tensor, routing: moe.Routing, experts: moe.Experts) -> Tensor:
-        """Return the expert results of this rank's ``tokens`` ``(n, d)``: ``(n, d)``. A collective of the tensor ranks."""
+        """Return the expert results of this rank's ``tokens`` ``(n, d)``: ``(n, d)``. A collective of the expert-tensor ranks."""
         all_tokens, weights = (
             self._gather(tokens),
             self._gather(routing.weights),

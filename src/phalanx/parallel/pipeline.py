@@ -409,7 +409,8 @@ class _Passage:
     """Stages and micro-batches whose backward pass is split into I and W."""
 
     def run(self, actions_of: Callable[[int, int], list[Action]]) -> Tensor:
-        """Execute this rank's actions and return its losses by micro-batch, zeros on ranks without the last stage.
+        """Execute this rank's actions and return the last stage's results ``(micro-batches, *shape)``, fp32, such as
+        losses; zeros on ranks without that stage.
 
         A collective of the pipeline; ``actions_of(rank, micro_batches)`` returns the actions of any rank.
         """

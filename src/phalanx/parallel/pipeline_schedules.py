@@ -256,8 +256,8 @@ class _Writer:
 
 
 def _zbv(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
-    """Return the actions of zero-bubble V (Qi et al., 2024) for a rank with two stages; ``micro_batches`` is padded
-    to at least what the warm-up needs.
+    """Return the actions of zero-bubble V (Qi et al., 2024) for a rank with two stages. ``micro_batches`` must be at
+    least twice the ranks; ``padded_count`` sees to that.
     """
     # "F0" is forward of the rank's first stage, "I1" and "W1" are the two halves of backward of its second.
     writer, after = _Writer(schedule, rank), schedule.pipeline - rank
@@ -288,7 +288,7 @@ def _zbv(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
 
 def _dualpipev(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
     """Return the actions of DualPipeV (DeepSeek's ``dualpipe/dualpipev.py``) for a rank with two stages: forward and
-    backward of the two directions alternate.
+    backward of the two directions alternate. ``micro_batches`` must be at least twice the ranks, as for ``_zbv``.
     """
     writer, before, after = _Writer(schedule, rank), rank + 1, schedule.pipeline - rank - 1
     write, write_pending = writer.write, writer.write_pending

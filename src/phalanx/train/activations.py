@@ -194,7 +194,7 @@ class FileStore:
     def __call__(self, source: Tensor) -> Waiting:
         """Start the write of ``source`` on a thread and return its handle. Wait first while too many writes are
         pending. A tensor on a GPU is copied to the host before. The region is freed once the handle is unreachable
-        and the write is done.
+        and the write is done. Raises ``OffloadError`` without room, and the error of an earlier write that failed.
         """
         self.flush(_WRITES_AT_ONCE - 1)
         offset = self.regions.take(len(source))

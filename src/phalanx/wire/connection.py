@@ -256,7 +256,7 @@ def sealed(
     seconds.
 
     Afterwards the peer may be silent for any time. Messages are not delayed (TCP_NODELAY). Raises UnprovenError and
-    WireError.
+    WireError; the caller then closes ``connection``.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     raw = FramedConnection(connection, peer)

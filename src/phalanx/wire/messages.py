@@ -309,7 +309,7 @@ async def sealed_stream(
     """Return an accepted connection as a sealed stream, once its client has proven within ``within_s`` seconds that
     it knows ``token``.
 
-    Raises UnprovenError, or EndedError if it ends first.
+    Raises UnprovenError, or EndedError if it ends first; the caller then closes ``writer``.
     """
 
     async def send(body: bytes) -> None:

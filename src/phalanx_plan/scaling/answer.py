@@ -365,7 +365,8 @@ def _search(question: Question, shape: ModelShape, tokens: float, on_progress: C
 def _planned(
     question: Question, shape: ModelShape, tokens: float, searched: Plan | None
 ) -> tuple[RunSpec, Plan | None]:
-    """Return the run of the answer for exactly these tokens, and its plan in the best layout of ``searched``.
+    """Return the run of the answer, in complete steps, and its plan for exactly these tokens in the best layout of
+    ``searched``.
 
     Without ``searched`` or a cluster, the plan is None.
     """

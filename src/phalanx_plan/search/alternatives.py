@@ -64,7 +64,7 @@ def ranked_on_network(
     """Rank the best layouts and runners-up of a search again, with the seconds that placement adds; return the result
     and these costs.
 
-    Keeps ``top`` best layouts; those with room in memory come first. Layouts that cannot be placed are left out.
+    Keeps ``top`` best layouts, ordered by ``with_room_first``. Layouts that cannot be placed are left out.
 
     Raises:
         ValueError: None of the layouts can be placed; the message is that of the best one.

@@ -84,7 +84,7 @@ def rank_token_bytes(model: ModelSpec, division: Division) -> float:
 def weight_bytes(model: ModelSpec, division: Division, format: str) -> float:  # noqa: A002
     """Bytes of weights on the fullest rank: a stage's layers, and of the ends the larger, or both without a pipeline.
 
-    Only matrices of blocks and the output have ``format``; all other weights take two bytes.
+    Only matrices of blocks have ``format``; all other weights, embedding and head among them, take two bytes.
     """
     blocks, ends = 0.0, {"embedding": 0.0, "end": 0.0, "ahead": 0.0}
     for part, number in numbered_parameters(model):

@@ -86,7 +86,7 @@ class Scenario:
     def spread_spares(self) -> Iterator[int]:
         """Yield the numbers of the initial spares: complete groups of ``spares_together`` at equal distances over the fleet.
 
-        Spares that fill no group are left out. None if ``spares_together`` is 0.
+        Spares that fill no group are left out. Yields nothing if ``spares_together`` is 0.
         """
         together = self.spares_together
         pieces = self.spares // together if together else 0

@@ -215,8 +215,8 @@ def simulate(
     """Wall seconds of as many runs as ``work_s`` has entries; infinite for one whose goodput is below ``HOPELESS``.
 
     ``work_s``: useful seconds that each run needs; ``rate_factor``: how much more often than planned it fails. The
-    same seed gives the same draws. A run with more than ``most_failures`` is simulated in part, its deviation from
-    the exact mean scaled by the root of how many such parts it has.
+    same seed gives the same draws. If any run expects more than ``most_failures``, all are simulated in part, the deviation from
+    the exact mean scaled by the root of the number of such parts.
     """
     goodput = np.array([plan.at_rate(factor).goodput for factor in rate_factor])
     alive = goodput >= HOPELESS

@@ -209,7 +209,7 @@ def _capping(core: op.AttentionCore, workload: TrainingWorkload) -> tuple[op.Poi
 
 
 def _activation(activation: op.Activation, stack: Stack) -> Layer:
-    """Return an activation's memory traffic. It keeps one input for backward, and without fusion both inputs of a gated one."""
+    """Return an activation's memory traffic. It keeps its result for the next product; without fusion also the activated gate."""
     part, rows, width, over = activation.part, activation.rows, activation.width, activation.over
     inputs = 2 if activation.gated else 1
     moved = op.Pointwise(part, rows, (inputs + 1) * width, (2 * inputs + 1) * width, over)

@@ -307,8 +307,7 @@ def _require_workers(options: ServeOptions) -> None:
 
 
 def require_stage_options(options: ServeOptions) -> None:
-    """Raise UsageError unless ``--token-file`` comes with exactly one of ``--stages-at`` and ``--join``.
-
+    """Raise UsageError unless ``--token-file`` comes with exactly one of ``--stages-at`` and ``--join``. Not for a call without all three.
     ``--join`` excludes all other options; ``--stages-at`` needs a divided model without ``--workers``.
     """
     if options.token_file is None:

@@ -312,7 +312,7 @@ class GenerationResponse:
         """Submit a text and yield its deltas. ``index`` counts choices, those of a prompt in a row.
 
         Counts tokens, latencies, cached tokens and how it ends, and its prompt as read at the first token. A text
-        left early is canceled.
+        left early is canceled; it counts as canceled, and so does one that fails. Raises RefusedError.
         """
         params, body = self.request, self.request.body
         number, choice = divmod(index, params.n)

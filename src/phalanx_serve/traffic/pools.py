@@ -105,8 +105,8 @@ class Pool:
 def step(pool: Pool, event: events.PoolEvent, now_s: float) -> tuple[Pool, list[events.PoolCommand]]:
     """Update ``pool`` in place by ``event``.
 
-    Return it and the resulting commands. A departure, drain or admission is recorded; any other event than those of
-    workers checks the clock.
+    Return it and the resulting commands. Only a ``ClockTick`` marks workers as late, removes silent ones, dismisses
+    drained ones and balances roles.
     """
     commands: list[events.PoolCommand] = []
     match event:

@@ -270,7 +270,7 @@ class WorkerProcesses:
     async def end(self) -> None:
         """Wait up to ``_LEAVE_S`` for ready workers to leave, and kill those that do not; others are killed at once.
 
-        Returns when no process is left.
+        The router must have sent the workers away before. Returns when no process is left.
         """
         self.closing = True
         for seat in self.seats:

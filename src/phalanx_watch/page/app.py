@@ -348,7 +348,7 @@ def serve(
     on a thread.
 
     A token is required if ``demand_token``, or at an address that others can reach. A browser is opened if
-    ``open_page``, or by None if there is one. ``port`` None takes a free one. Raises ``ListenError``.
+    ``open_page``, or by None if there is one. ``port`` is that of ``listen``. Raises ``ListenError``.
     """
     token = new_token() if demand_token or not is_private(host) else ""
     sock = listen(host, port)

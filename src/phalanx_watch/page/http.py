@@ -111,7 +111,9 @@ class Guard:
         await (refusal or self._inner)(scope, receive, guarded)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Return the refusal of a request with a foreign host name, another method than GET or HEAD, or no token; else None."""
+        """Return the refusal of a request with a foreign host name, another method than GET or HEAD, or no token, or the redirect of one
+        with the token in a page's URL. None for a request to pass on.
+        """
         headers = Headers(scope=scope)
         if self._access.hosts and host_name(headers.get("host", "")) not in self._access.hosts:
             return PlainTextResponse("this host name is not the page's: open it as it was printed\n", 421)

@@ -186,7 +186,7 @@ def goodput_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dic
 def account(events: Sequence[Event], price: float | None) -> dict[str, object]:
     """Return the run's time account from its events, in seconds: buckets, outcomes, attempts and causes of loss.
 
-    With a ``price``, also its dollars; None leaves them out.
+    ``cost`` has its dollars at ``price`` an accelerator-hour; it is None without a price.
     """
     total, attempts = goodput.goodput(events), goodput.attempt_accounts(events)
     first = attempts[0].attempt if attempts else 0

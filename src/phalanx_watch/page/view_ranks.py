@@ -31,8 +31,8 @@ _MOST_GROUP = 4096
 
 
 def ranks_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> Response | dict[str, object]:
-    """Return a heat map as bytes: the length of a header in four bytes, the JSON header, and the fp32 values row
-    by row; ``{"missing": true}`` if the run has no rank numbers."""
+    """Return a heat map as little-endian bytes: the length of a header in four bytes, the JSON header, and the fp32
+    values row by row; ``{"missing": true}`` if the run has no rank numbers. Raises ``PageRequestError``."""
     heat = heat_map(
         runs,
         place,

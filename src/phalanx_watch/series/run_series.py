@@ -246,7 +246,10 @@ class RunSeries:
                 self.problem = f"cannot read {self._tail.path}: {error.strerror}"
 
     def _take_index(self, until_s: float) -> bool:
-        """Take the records of the index, and the lines between; return False if all were taken, True if time ran out at ``until_s``."""
+        """Take the records of the index, and the lines between. Return True if time ran out at ``until_s``.
+
+        False if the index is at its end, or is not of this part of the stream: the stream itself is read from there.
+        """
         while not self._index.over and self._tail.read_bytes == self._index.read_bytes:
             chunk = self._index.next_chunk(self._tail.path)
             if chunk.stretches:  # else there may be no stream yet
@@ -288,9 +291,9 @@ class RunSeries:
             )
 
     def resume(self, state: SeriesState) -> None:
-        """Replace the content by ``state``, if the file is the same, else do nothing; other events are read again.
+        """Replace the content by ``state``, if the file is the same; other events are read again. Only before the first ``refresh``.
 
-        Raises ``OSError``, ``ValueError``.
+        With another file, reading begins at its start. Raises ``OSError``, ``ValueError`` and ``KeyError``.
         """
         with self.lock:
             if not self._tail.resume(state.position):

@@ -160,7 +160,10 @@ def not_learning(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def endless_warmup(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the warmup is not shorter than the run, so that no step has the full learning rate."""
+    """Yield a reason if the warmup is not shorter than the run, so that no step has the full learning rate.
+
+    None before step ``RECENT_STEPS``, or for a finished run.
+    """
     spec = observed.spec
     if spec is None or observed.last_step is None or observed.finished:
         return

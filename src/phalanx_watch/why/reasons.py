@@ -367,7 +367,10 @@ def _between(file: BinaryIO, start: int, end: int) -> Iterator[Event]:
 
 
 def _failures(directory: RunDirectory) -> list[o.FailureSeen]:
-    """Return the recorded failures of the newest start's processes, by time."""
+    """Return the recorded failures of the newest start that has any, which may be an earlier one, by time.
+
+    Empty if there are none, or the logs cannot be listed. At most ``_MOST_FAILURES``.
+    """
     failures: list[tuple[int, o.FailureSeen]] = []
     with suppress(OSError):
         names = [

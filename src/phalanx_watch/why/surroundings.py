@@ -65,7 +65,10 @@ def failed_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def old_checkpoint(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the newest checkpoint is older, in time and steps, than the run's interval allows: a crash would cost more."""
+    """Yield a reason if the newest checkpoint is older, in time and steps, than the run's interval allows: a crash would cost more.
+
+    Nothing unless the run is running.
+    """
     if not observed.running or not observed.steps or observed.spec is None:
         return
     every_s = _interval_s(observed)
@@ -187,7 +190,10 @@ def _interval_s(observed: o.Observed) -> float | None:
 
 
 def full_disk(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a critical reason if the disk has no room for the next checkpoint, or a warning if it will soon have none."""
+    """Yield a critical reason if the disk has no room for the next checkpoint, or a warning if it will soon have none.
+
+    Nothing unless the run is running.
+    """
     if observed.disk is None or not observed.running:
         return
     saved = observed.newest(CheckpointSaved)

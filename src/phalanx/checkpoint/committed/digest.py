@@ -30,8 +30,8 @@ def gather(
 ) -> list[RawArray]:
     """Return the elements of each box as raw unsigned integers of the item's size, in C order.
 
-    ``stored`` is ``tier.boxes(step)``, or a subset. Raises the errors of ``plan_restore`` and ``ReadableTier.read``.
-    Elements that no read covers are undefined.
+    ``stored`` is ``tier.boxes(step)``, or a subset that covers all boxes. Raises the errors of ``plan_restore`` (NotCoveredError for
+    another subset) and of ``ReadableTier.read``.
     """
     arrays = [np.empty(box.shape, RAW_DTYPE[box.itemsize]) for box in boxes]
     targets: dict[str, list[tuple[Box, RawArray]]] = {}

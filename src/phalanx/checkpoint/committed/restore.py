@@ -91,8 +91,8 @@ def restore(
     readers over equally near holders. Every tensor must be covered completely, except those in ``may_be_missing``, which are unchanged if
     the checkpoint lacks them. Tensors of the checkpoint without a shard are not read.
 
-    Raises NotCoveredError and MismatchError before anything is changed. CorruptError, MissingFileError and StorageError may leave shards
-    partly filled: then restore another step, or from another tier.
+    Raises NoSuchStepError if no tier has the step. It, NotCoveredError and MismatchError are raised before anything is changed.
+    CorruptError, MissingFileError and StorageError may leave shards partly filled: then restore another step, or from another tier.
     """
     tiers = list(tier) if isinstance(tier, Sequence) else [tier]
     present = [tier for tier in tiers if tier.has(step)] or tiers
@@ -139,8 +139,9 @@ def _stored_boxes(
 
 
 def _fill(shards: Sequence[Shard], piece: Box, data: RawArray) -> None:
-    """Copy the part ``data`` of a tensor, raw integers with the bits of ``piece.dtype``, into each shard that
-    overlaps it; converts to the shard's dtype and device if ``data`` is writeable or the shard is on a GPU.
+    """Copy ``data``, the elements of ``piece`` as raw integers, into each shard that overlaps it, converting to its dtype and device.
+
+    Read-only ``data`` for a shard on the CPU is copied as bits: the shard must have the dtype of ``piece``.
     """
     for shard in shards:
         common = piece.intersection(shard.box)

@@ -245,6 +245,7 @@ class BoxTable:
     def merged(self, holder: int) -> BoxTable:
         """Return the same elements in fewer boxes, all with ``holder``: adjacent and overlapping boxes are united.
 
+        The result shows coverage only: its ``start`` column is zero, so nothing can be read by it. Empty boxes are left out.
         Boxes are united along one dimension if they agree in all others, repeatedly until nothing changes: the union is exact.
         """
         full = (self.end > self.begin).all(1)

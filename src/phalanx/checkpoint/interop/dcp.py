@@ -107,7 +107,8 @@ def import_dcp(directory: Path, out: Path, model: ModelSpec, *, image_bytes: int
 def _published_tensors(directory: Path, index: FolderIndex, spec: ModelSpec) -> Iterator[Published]:
     """Yield every tensor of the model by its name in the folder.
 
-    Both this project's names and torchtitan's are recognized; raises DcpError for others.
+    The embedding's name decides between this project's names and torchtitan's; raises DcpError if it has neither.
+    Whether the folder has the other tensors is not checked here.
     """
     table = (*parameters(spec), *buffers(spec))
     if f"{WEIGHTS}embedding.weight" in index.tensors:

@@ -66,7 +66,10 @@ def narrowed(weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def widened(values: Tensor, exponents: Tensor, out: Tensor) -> None:
-    """Write the elements ``(r, k)`` of ``values``, scaled by ``exponents``, into ``out``, fp32 or bf16, exactly."""
+    """Write the elements ``(r, k)`` of ``values``, with the scales of ``exponents``, into ``out``, fp32 or bf16, exactly.
+
+    ``exponents`` are those of ``narrowed``: uint8, biased as in fp32, so that 127 is a scale of 1.
+    """
     scale = (exponents.to(torch.int32) << _EXPONENT_BITS).view(torch.float32).to(out.dtype)
     out.copy_(values)
     columns = out.shape[-1]
@@ -104,7 +107,8 @@ class RoundingMeter:
     def stored(self, name: str, weights: Tensor, dtype: torch.dtype) -> list[bytes]:
         """Return the bytes of fp32 ``weights`` in ``dtype``: elements, and the exponents of scales if there are any.
 
-        Raises PackError for numbers that the format cannot represent. The rounding error is counted for ``result``.
+        Raises PackError for numbers that the format cannot represent; fp32 is not checked. The rounding error is counted
+        for ``result``.
         """
         if dtype == torch.float32:
             self._add(name, 0.0, 1.0)
@@ -172,7 +176,7 @@ def pack(
 ) -> tuple[Path, PackIndex]:
     """Pack committed ``step`` (by default the newest) of a run; return the new file and its index.
 
-    Memory: some hundred MiB for any model. The file is named after the run, step and format by default.
+    Memory: some hundred MiB for any model. By default, the file is in the run's folder of packs, named after step and format.
     ``progress(packed_bytes, total_bytes)`` is called after each batch.
 
     Raises PackError if that file exists, ``path`` is not given for a published model, the step has no weights, one is

@@ -94,7 +94,7 @@ class AsyncSaver:
     ) -> None:
         """Start the thread that writes. Rank 0 also authorizes itself and removes drafts of other attempts.
 
-        Raises ValueError for a rank out of range.
+        Raises ValueError for a rank out of range, and on rank 0 the errors of ``authorize`` and of the tier.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of {world_size}")

@@ -231,7 +231,7 @@ class StagingBuffers:
         self._copier.fence()
 
     def close(self) -> None:
-        """Stop the copying threads and unpin and free the unused buffers. No further buffer is made."""
+        """Stop the copying threads and unpin and free the unused buffers. Do not call ``stage`` after it: it may wait forever."""
         self._copier.close()
         with self._returned:
             for buffer in self._free:

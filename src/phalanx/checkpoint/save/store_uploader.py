@@ -176,10 +176,10 @@ class StoreUploader:
             self._changed.notify_all()
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until this process has copied its share of the steps that are on disk now. Return False if ``timeout_s``
-        passed before.
+        """Wait until this process has tried to copy its share of the steps that are on disk now. Return False if
+        ``timeout_s`` passed before.
 
-        The next call then waits for the same steps. True also if the uploader is cancelled.
+        The next call then waits for the same steps. True also if copies failed (see ``missing``) or the uploader is cancelled.
         """
         with self._changed:
             if self._last_pass is None:

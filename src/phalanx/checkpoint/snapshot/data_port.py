@@ -281,7 +281,8 @@ class SnapshotServer:
     def _receive(self, wire: FramedConnection, offer: OfferSnapshot) -> None:
         """Receive an offered snapshot into a free segment, verified. Accept at once if it is already here.
 
-        Raises SnapshotRefusedError for another run, StorageFullError without room, CorruptError for damaged blocks.
+        Raises SnapshotRefusedError for another run, StorageFullError without room, CorruptError for damaged blocks,
+        and WireError, which ends the connection, for a wrong record.
         """
         key = offer.key.value()
         if offer.run != self._memory.run:
@@ -378,7 +379,8 @@ class SnapshotClient:
         """Copy a snapshot of ``memory`` to the other side; on return it is there, complete and verified.
 
         Raises NoSuchStepError if ``memory`` lacks it, BusyError, and the errors of ``holder_errors``.
-        SnapshotRefusedError also means that bytes were damaged in transit, or replaced meanwhile.
+        SnapshotRefusedError: the other side is of another run or lacks memory, or bytes were damaged in transit or
+        replaced meanwhile.
         """
         with memory.reading(key) as (segment, snapshot), holder_errors():
             record = segment.record()

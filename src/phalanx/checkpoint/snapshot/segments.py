@@ -363,7 +363,7 @@ class SnapshotMemory:
     """All segments of a node, owned by its agent; thread-safe."""
 
     def __init__(self, run: str, workers: int, *, free_bytes: Callable[[], int] = free_memory_bytes) -> None:
-        """Create two segments for each of ``workers``. Snapshots of runs other than ``run`` are refused.
+        """Create two segments for each of ``workers``. The server refuses pushes of runs other than ``run``.
         ``free_bytes`` returns how many bytes more buddies may push now.
         """
         self.run = run

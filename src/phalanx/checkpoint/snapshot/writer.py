@@ -112,10 +112,11 @@ class SnapshotWriter:
             self._pin(index, segment.image(layout.nbytes), shards)
 
     def take(self, step: int, shards: Sequence[Shard], extra: Mapping[str, object]) -> TakenSnapshot:
-        """Copy the state after ``step`` into the segment that is not protected. Blocks for one memory copy.
+        """Copy the state after ``step`` into the segment that is not protected. Waits for the previous snapshot's
+        completion, and blocks for one memory copy.
 
-        Raises the error of the previous snapshot's completion, if any; RuntimeError before ``bind``. A thread completes
-        the snapshot. The tensors may change when this returns (on CUDA: after ``fence``).
+        Raises the error of that completion, if any; StorageFullError without memory; RuntimeError before ``bind``. A
+        thread completes the snapshot. The tensors may change when this returns (on CUDA: after ``fence``).
         """
         bound = self._bound
         if bound is None:

@@ -366,7 +366,7 @@ class CatalogReader:
     def wrong_catalogs(self, step: int) -> tuple[list[CatalogRef], list[tuple[str, CheckpointError]]]:
         """Return the good catalogs of a step; and, by file, the errors of the others and of the extents.
 
-        An error of the step as a whole has an empty file name.
+        An error of the step as a whole has an empty file name. Raises the error of an index that cannot be read.
         """
         index = self._files.index(step)
         good: list[CatalogRef] = []
@@ -436,9 +436,10 @@ class CatalogReader:
 def look_through(
     manifest: Manifest, blocks: Callable[[Sequence[int]], Iterator[ByteArray]], block_count: int
 ) -> Iterator[tuple[int, CheckpointError | None]]:
-    """Yield (bytes read, error or None) for each of an image's ``block_count`` blocks, as ``StepFiles.damage`` does.
+    """Yield (bytes read so far, error or None) for each of an image's ``block_count`` blocks, as ``StepFiles.damage``.
 
-    ``blocks`` reads ahead; after a bad block it restarts with the next. Any error but CorruptError ends it.
+    ``blocks`` reads ahead; after a bad block it restarts with the next. An error other than CorruptError is the last
+    item.
     """
     number = 0
     while number < block_count:

@@ -179,8 +179,8 @@ class DiskTier:
     ) -> int:
         """Wait for all ranks, write the index, and rename the draft to the step's folder. Return the bytes of data.
 
-        Raises NotCoveredError if elements are missing, AbandonedError after ``timeout_s``. A failed draft is removed,
-        as are drafts of earlier steps. ``authorize`` is called before the rename and may raise.
+        Raises NotCoveredError if elements are missing, AbandonedError after ``timeout_s``; any error removes the draft.
+        Success removes this attempt's drafts of earlier steps. ``authorize`` is called before the rename and may raise.
         """
         folder = self.draft_folder(draft)
         try:
@@ -350,7 +350,10 @@ class DiskTier:
         return stale
 
     def _discard(self, folder: Path) -> None:
-        """Rename the folder, then delete it. Does nothing if it is gone."""
+        """Rename the folder, so that readers no longer see it, then delete it; ``sweep`` removes leftovers. Does nothing if it is gone.
+
+        Raises StorageError if the rename fails.
+        """
         doomed = self.root / f"{DELETING}{folder.name.lstrip('.')}-{time.monotonic_ns()}"
         with storage_errors(folder):
             try:

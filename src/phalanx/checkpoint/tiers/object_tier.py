@@ -78,7 +78,7 @@ class SharedBlocks:
 
     def __init__(self, place: str, folder: Path | None = None, most_bytes: int = _MOST_BYTES) -> None:
         """Open the cache file for the store ``place`` in shared memory (or ``folder``), of at most ``most_bytes`` and
-        a share of the free space. Remove files that no process uses.
+        a share of the free space. Remove this user's cache files that no process uses.
 
         If that fails, for example for lack of permission, every block is fetched.
         """
@@ -164,7 +164,7 @@ def _size_set_once(path: Path, descriptor: int, most_bytes: int) -> int:
 
 
 def _remove_unless_held(path: Path) -> None:
-    """Remove the file if no process has it locked."""
+    """Remove the file unless a process has it locked. Raises ``OSError`` if it is missing."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with suppress(BlockingIOError):

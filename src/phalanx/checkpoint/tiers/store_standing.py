@@ -57,8 +57,9 @@ def store_standing(spec: RunSpec, directory: RunDirectory) -> StoreStanding | No
 
 
 def _newest(directory: RunDirectory, url: str, *, copied: bool) -> Event | None:
-    """Return the newest event of a copy to ``url``, or of its failure if not ``copied``; None if there is none or the
-    log is damaged.
+    """Return the newest event of a copy to ``url`` or a restore from it; if not ``copied``, that of a failed copy.
+
+    None if there is none or the log is damaged.
     """
 
     def counts(event: Event) -> bool:

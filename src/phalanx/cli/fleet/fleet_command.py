@@ -63,7 +63,7 @@ def operation_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def send_request(run_dir: Path, operation: OperatorRequest, certificates: Path | None) -> str:
-    """Send a request to the fleet's coordinator and return its answer.
+    """Send a request to the fleet's coordinator and return its answer; a refusal is such a text too.
 
     Raises ``click.ClickException`` if it cannot be reached or authenticated, there is no fleet, or the run is over.
     """

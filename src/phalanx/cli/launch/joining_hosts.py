@@ -72,8 +72,9 @@ def verified_hosts(run_dir: Path, made: Submitted, path: Path, by: int) -> tuple
     """Return the order of a run, and the first ``by`` hosts of a file that are not in its fleet, if all can take
     part.
 
-    Checks them as at a start, and their cost in the network. Raises ``EngineError`` with all reasons against them,
-    and ``RunDirectoryError`` or ``FleetFileError`` without a run or fleet.
+    Other names of members' machines are passed over. Checks the hosts as at a start, and their cost in the network (see ``_too_far``).
+    Raises ``EngineError`` with all reasons against them, or if there are fewer than ``by``. Raises ``RunDirectoryError`` or
+    ``FleetFileError`` without a run or fleet.
     """
     spec = read_resolved(RunDirectory(run_dir))
     order = order_of(replace(spec, run_dir=str(run_dir.resolve())), Path(made.working_dir))

@@ -269,7 +269,7 @@ def _give_back(run_dir: Path, made: Submitted) -> None:
     """Have the run that lent nodes to this one get as many again, unless it lent none or the job's script has done
     so.
 
-    Prints the outcome; a failure is not raised.
+    Prints the outcome. A failure is not raised and not tried again: the printed command repeats the request.
     """
     from phalanx.cli.fleet.fleet_command import request_nodes
     from phalanx.launch.engines.slurm_script import RETURNED

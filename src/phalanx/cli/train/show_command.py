@@ -132,8 +132,8 @@ def dry_run_facts(
 
 
 def _comparison_facts(comparison: Comparison) -> JsonObject:
-    """Return a comparison as JSON: sums of elements, the parameters and all collectives with both numbers, and if
-    all match.
+    """Return a comparison as JSON: sums of elements, the parameters that differ and all collectives with both
+    numbers, and if all match.
     """
     differing = {
         name: {"derived": derived, "built": built}
@@ -274,7 +274,7 @@ def command(options: ShowOptions) -> None:
 
     With --ranks also the contents of each rank on a fleet of that size, which need not exist. A dry run
     builds the trainer's own modules of a few of its ranks without memory, and counts the collectives of a
-    step of a tiny model on the same layout.
+    step of a tiny model on the same layout. Exit code 1 if they differ from the derived numbers.
 
     \b
       phalanx show configs/llama3-405b.toml

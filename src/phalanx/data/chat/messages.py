@@ -111,8 +111,8 @@ def _message(number: int, message: object) -> Message:
     """Return a message with role and content, without null fields.
 
     Fields of ShareGPT are converted, and parts of text joined. With tool calls, the content may be absent. ``number``
-    is for error messages. Raises ``ValueError`` without a known role, unless the content is text, for malformed
-    calls, and for an assistant's message that is marked as not to be trained on.
+    is for error messages. Raises ``ValueError`` without a role or with an unknown ShareGPT author, for content that is
+    not text, for malformed calls, and for an assistant's message that is marked as not to be trained on.
     """
     if not isinstance(message, dict):
         raise ValueError(f"message {number} is no object with role and content")

@@ -170,8 +170,9 @@ def _recognize_compressed(path: Path, compression: Compression, may_be_damaged: 
 def _kind_of_text(path: Path, head: bytes, file: io.BufferedIOBase) -> Kind:
     """Return JSON lines or text for ``file``, which begins with ``head``.
 
-    Raises ``FormatError`` if it is neither. The file's name decides if it ends as JSON lines do; otherwise two objects
-    on the first two lines with content, or one line that is very long.
+    A name such as ``.jsonl`` makes it JSON lines; so do objects on the first two lines with content, or a first object
+    on a very long line. A single JSON document is text. Raises ``FormatError`` for an archive, a picture or another
+    refused format, and for text that is not UTF-8.
     """
     for offset, magic, description, remedy in _REFUSED:
         if head[offset : offset + len(magic)] == magic:

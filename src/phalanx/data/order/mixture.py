@@ -237,7 +237,10 @@ class Mixture:
         return drawn
 
     def step_of_draw(self, source: int, draw: int) -> int | None:
-        """Return the step, counted from 1, that makes draw number ``draw`` (from 0) of a source; ``None`` if no step does."""
+        """Return the step, counted from 1, that makes draw number ``draw`` (from 0) of a source; it may be after the run's end.
+
+        ``None`` if the last stage does not use the source and earlier ones draw less.
+        """
         number = int(np.searchsorted(self._drawn_before[:, source], draw, side="right")) - 1
         stage = self._stages[number]
         if not stage.weights[source]:

@@ -34,7 +34,7 @@ def permute(index: NDArray[np.int64], *, n: int, key: int) -> NDArray[np.int64]:
     """Return the images of ``index`` under the keyed permutation of ``range(n)``.
 
     ``index`` has any shape, with values in [0, n). The result is int64 of the same shape. ``key`` is in [0, 2**64). Costs about 8 hash evaluations
-    per element, independent of n. Raises ``ValueError`` for a value out of range.
+    per element, independent of n; up to ``SORTED_UP_TO``, hashes and sorts all of ``range(n)`` instead. Raises ``ValueError`` for a value out of range.
     """
     _require_range("n", n, 1, MAX_SAMPLES)
     if index.size and (index.min() < 0 or index.max() >= n):
@@ -208,7 +208,7 @@ _FACTORS = tuple(np.array(factor, np.uint64) for factor in (0xBF58476D1CE4E5B9, 
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply SplitMix64's finalizer: each input bit changes each output bit with a probability near one half."""
+    """Return a new array, ``x`` after SplitMix64's finalizer: each input bit changes each output bit with a probability near one half."""
     mixed = x >> _SHIFTS[0]
     mixed ^= x
     mixed *= _FACTORS[0]

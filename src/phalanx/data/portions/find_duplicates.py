@@ -47,7 +47,10 @@ def ranges_of(plan: PreparationPlan) -> int:
 
 
 def duplicate_stages(plan: PreparationPlan) -> list[Stage]:
-    """Return the stages that find the duplicates of a plan, in order; empty without deduplication."""
+    """Return the stages that find a plan's duplicates: ``read``, ``exact`` and ``near`` if chosen, ``cluster``.
+
+    Empty without deduplication.
+    """
     dedup = plan.recipe.dedup
     if dedup is None:
         return []
@@ -192,8 +195,8 @@ def _chunk(number: int, chunk: int) -> str:
 def _put_ranges(
     place: Workplace, manifest: TaskManifest, kind: str, entries: NDArray[np.void], ranges: int
 ) -> list[tuple[int, int, str]]:
-    """Store the entries, sorted by ``ranges`` ranges of their keys, as one object of the task. Return the first byte,
-    the end and the checksum of each range.
+    """Store the entries, grouped into ``ranges`` ranges of their keys, as one object of the task. Within a range they
+    keep their order. Return the first byte, the end and the checksum of each range.
     """
     number = (entries["key"] >> np.uint64(56)).astype(np.int64) * ranges >> 8
     order = np.argsort(number, kind="stable")

@@ -120,6 +120,7 @@ def cached_in(store: Store, store_ahead: Store, root: Path, limit_bytes: int) ->
 def _index_content(store: Store, store_ahead: Store, root: Path, newest: Path) -> bytes:
     """Return the index in the store, or the last one read if the store does not respond.
 
+    Raises ``DatasetError`` if the store has none, and ``StoreError``.
     A rank that restarts during an outage may have all needed data in the cache. If the store has another dataset now, block sums prevent its
     tokens from being used with the old index.
     """
@@ -148,7 +149,9 @@ def _requested_files(store: Store) -> dict[str, Future[bytes]]:
 
 
 def _tokenizer_files(store: Store, index: DatasetIndex, early: dict[str, Future[bytes]]) -> dict[str, bytes]:
-    """Return the files of the tokenizer that ``index`` names, from ``early`` if it has them. Raises ``DatasetError``.
+    """Return the files of the tokenizer that ``index`` names, from ``early`` if it has them.
+
+    Raises ``DatasetError`` if they are missing or of another tokenizer, and ``StoreError``.
 
     The store may get another dataset between two requests. That dataset's tokenizer must not be stored in this one's folder, because later runs
     would use it.

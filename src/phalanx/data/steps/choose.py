@@ -212,8 +212,9 @@ class UserFunction:
 
     @cached_property
     def _function(self) -> Callable[..., object]:
-        """Return the function that the stored code defines. Runs the code; raises ``PreparationError`` if there is no
-        such function or it does not take a document and the parameters.
+        """Return the function that the stored code defines, after running the code; its own errors are raised as they are.
+
+        Raises ``PreparationError`` if there is no such function or it does not take a document and the parameters.
         """
         file, _, name = self.use.rpartition(":")
         scope: dict[str, object] = {"__name__": Path(file).stem, "__file__": file}
@@ -333,7 +334,7 @@ def _with_parameters(
     """Return the step that ``table`` describes.
 
     Its ``parameters`` must be plain JSON values; their names are checked later. ``None``, with a problem added, if they
-    are not.
+    are not or another field is wrong.
     """
     raw = table.get("parameters", {})
     step = read_section(

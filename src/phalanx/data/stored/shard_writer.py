@@ -238,7 +238,7 @@ class ShardWriter:
             self._open.abandon()
 
     def append(self, tokens: NDArray[Any]) -> None:
-        """Append token ids (1-D, any integer dtype; each must fit the stored dtype) to the stream.
+        """Append token ids (1-D, any integer dtype) to the stream. Each must fit the stored dtype, which is not checked.
 
         Opens a shard when needed, and finishes each one that is full.
         """

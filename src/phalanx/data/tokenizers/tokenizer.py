@@ -309,7 +309,7 @@ def load_own_tokenizer(run: RunDirectory) -> Tokenizer:
 def saved_fingerprint(files: Mapping[str, bytes]) -> str:
     """Return the fingerprint of a saved tokenizer from its files' names and contents, without loading it, which takes a second for many tokens.
 
-    Empty if the files were not written by ``Tokenizer.save``.
+    Empty if a file is missing or damaged, or the configuration names no end token. ``Tokenizer.save`` always writes both.
     """
     try:
         config, serialized = (

@@ -373,8 +373,8 @@ class FleetServer:
     async def _attach(self, frames: FrameStream, seals: Seals, peer: str) -> None:
         """Serve an agent's stream to its end: pass its reports to the listener, and send queued commands.
 
-        The first report must be a Joined. At the end the node's link is removed and the disconnect reported, unless
-        a newer stream replaced it or the agent was ordered to attach again.
+        The first report must be a Joined. At the end the node's link is removed, unless a newer stream replaced it.
+        The disconnect is then reported, unless the agent was ordered to attach again.
         """
         reports = self._decoded(self._opened(frames, seals, peer), peer)
         link, tasks = None, list[asyncio.Task[object]]()

@@ -262,7 +262,7 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
 
 def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orders: list[Order]) -> None:
     """Take the report that a worker exited or hung: the node is no longer warm, and gets a strike unless the exit
-    was innocent.
+    was innocent. The seat of a member becomes vacant, which ends the epoch.
 
     Counts as stale if the node is not warm, or it is a member and the report is of an earlier epoch, or of none
     while the fleet trains.

@@ -179,7 +179,7 @@ def resync(
     detail: str,
     cause: str = "the coordinator's state contradicted itself",
 ) -> tuple[FleetState, list[Order]]:
-    """Return a consistent state rebuilt from ``state``, and the orders that request every node's description.
+    """Return a consistent state rebuilt from ``state``, and its orders: nodes describe themselves, or shut down at the run's end.
 
     All seats and snapshots are forgotten, and the fleet forms again; it counts as a recovery and a try, and
     more than ``max_tries`` tries fail the run. A run that was over, or that the contradictory turn ended, stays

@@ -295,7 +295,7 @@ def join_epoch(
 def _restore_from(resume: Resume, *, first: bool) -> worker_link.RestoreFrom:
     """Translate the initial state of an epoch into the worker link's message.
 
-    Only the node's ``first`` rank gets its share of holders.
+    Each rank gets the holders; if the node's ranks share them (``resume.shared``), only the ``first`` rank.
     """
     if isinstance(resume, FromDisk):
         return worker_link.RestoreFrom(disk_step=resume.step)

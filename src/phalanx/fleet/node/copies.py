@@ -211,7 +211,7 @@ class StoreCopies:
         """From now on copy the files of these of ``of`` ranks to the run's store, in a thread that the first call
         starts.
 
-        Without a store, do nothing.
+        Without a store, do nothing. The first call raises ``StoreError`` if the store cannot be opened.
         """
         if not self._spec.checkpoint.store:
             return

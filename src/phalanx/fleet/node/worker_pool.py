@@ -103,12 +103,11 @@ class WorkerProcess:
         return self._child.pid
 
     def working(self) -> bool:
-        """Return True if the process computes, waits for a processor or for a disk; False if it sleeps, is suspended,
-        or has ended.
+        """Return True if the process computes, has computed since the last call, or waits for a processor or a disk;
+        False if it sleeps, is suspended, or has ended.
 
         A thread in native code that holds Python's lock (a large sort, an import, a page fault in swapped memory)
         blocks the heartbeat thread, but the kernel shows it at work. A suspended or deadlocked process is not.
-        Processor time counts since the last call.
         """
         tasks = Path(f"/proc/{self.pid}/task")
         ticks, states = 0, set[str]()

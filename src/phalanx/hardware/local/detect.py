@@ -73,7 +73,10 @@ def system_named(device_name: str) -> str | None:
 
 
 def _entry_named(device_name: str) -> Accelerator | None:
-    """Return the accelerator of the catalog whose name is the longest part of the device's; ``None`` if there is none."""
+    """Return the accelerator of the catalog whose name is the longest part of the device's; ``None`` if there is none.
+
+    Accelerators without a bf16 rate do not count.
+    """
     matches = [
         (len(part), entry)
         for entry in accelerators().values()

@@ -167,8 +167,8 @@ class LayerKernel:
     def step(
         self, previous: int, states: Tensor, mixed: Tensor | CachedRows | None, cos: Tensor, sin: Tensor
     ) -> None:
-        """Take ``states`` ``(rows, dim)`` in place from layer ``previous`` to the projections of the next one; -1
-        begins the first layer.
+        """Take ``states`` ``(rows, dim)`` in place from layer ``previous`` to the projections of the next one, which
+        ``projected`` returns; -1 begins the first layer.
 
         ``mixed`` is the attention of ``previous``: its result ``(rows, heads * width)``, or the rows whose attention is
         computed here. ``cos`` and ``sin`` ``(rows, rotated)`` are those of the next layer. All are fp32, in a bf16

@@ -279,8 +279,8 @@ def _borrowing(order: LaunchOrder, lender: Lender) -> LaunchOrder:
 
 
 def borrowed(order: LaunchOrder, lender: Lender) -> LaunchOrder:
-    """Have ``lender`` give back as many nodes as are missing, and return the order with their number; unchanged if
-    none is.
+    """Have ``lender`` give back as many nodes as are missing, wait until they have left it, and return the order with
+    their number; unchanged if none is.
 
     Raises ``EngineError``.
     """

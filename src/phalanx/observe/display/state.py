@@ -262,8 +262,8 @@ def describe_figures(figures: Mapping[str, float]) -> str:
     """Describe figures of a task as ``accuracy 0.412 ± 0.016 · 1.204 bits/byte``.
 
     Accuracy, accuracy per character, bits per byte and exact match come first, as far as they are there; a
-    missing error is shown as 0. Others, such as those of a user's observer, follow by name with four
-    significant digits.
+    missing error is shown as 0. Others, such as those of a user's observer, follow in their order, each as its
+    name and four significant digits.
     """
     parts = []
     if "accuracy" in figures:

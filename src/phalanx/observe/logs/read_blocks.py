@@ -138,7 +138,7 @@ def forward(stream: Stream, span: LineBounds, block_bytes: int = BLOCK) -> Itera
 
 
 def backward(stream: Stream, span: LineBounds, block_bytes: int = BLOCK) -> Iterator[LineBlock]:
-    """Yield the writer's lines in blocks, newest first, until one is before ``span``.
+    """Yield the writer's lines in blocks, newest first, until one is before ``span``; later lines come too.
 
     Keys are times that never go forward. Files that cannot be read are skipped; with a ``since``, one that
     cannot be examined ends the search.

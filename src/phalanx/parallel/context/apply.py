@@ -174,8 +174,8 @@ def _inside(shared: Mapping[str, SharedParameter], path: str) -> list[SharedPara
 
 
 def rotation_of_sequence(seq_len: int) -> RotaryTables:
-    """Return rotary tables computed for the full sequence, so that a kernel's arguments do not depend on the context
-    degree.
+    """Return a function that computes the tables of ``seq_len`` positions and returns those of the requested ones, so that
+    a kernel's arguments do not depend on the context degree.
 
     They are not cached: 8,192 positions of 128 elements take one CPU core 11 ms, and tables of long sequences are
     large.

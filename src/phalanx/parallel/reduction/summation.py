@@ -285,7 +285,7 @@ def _put_aside(spare: list[Tensor], value: Tensor) -> None:
 
 
 def weakly(push: Callable[[], Callable[[Tensor], None] | None]) -> Callable[[Tensor], None]:
-    """Return a parameter hook that calls ``push`` as long as its object exists."""
+    """Return a parameter hook that calls the method to which ``push`` is a weak reference, as long as its object exists."""
 
     def hook(parameter: Tensor) -> None:
         call = push()

@@ -324,7 +324,7 @@ _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
-    """Replace the file at ``path``, or create it, with ``content`` and permissions ``mode``. It is durable when this
+    """Replace the file at ``path``, or create it, with ``content`` and permissions ``mode`` (less the umask). It is durable when this
     returns.
 
     With ``durable=False``, neither the file nor the folder is fsynced. After a power cut the file may be old or
@@ -382,7 +382,7 @@ def remove_temporaries(folder: Path) -> list[str]:
 
 
 def create_once(path: Path, content: bytes) -> bytes:
-    """Create the file at ``path`` atomically if it does not exist. Returns its content, which may be from another process.
+    """Create the file at ``path`` atomically if it does not exist; not synced. Returns its content, which may be from another process.
 
     Of several processes on any machines, one succeeds. (On a file system without links, in a race of milliseconds, the last one.) Raises ``OSError``.
     """

@@ -336,7 +336,7 @@ def linear(
     most_parts: int = 0,
 ) -> Iterator[Parameter]:
     """Yield a linear layer's ``weight``, shape ``(outputs, inputs)``, divided along ``tensor_dim``, and with ``bias``
-    its ``bias``, divided only if the outputs are.
+    its ``bias``, divided only if the outputs are. ``tensor_dim`` and ``most_parts`` are those of ``Parameter``.
     """
     yield Parameter(
         "weight", (outputs, inputs), kind, tensor_dim=tensor_dim, most_parts=most_parts, products=1

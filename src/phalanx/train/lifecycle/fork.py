@@ -174,7 +174,7 @@ class Fork:
         """Train the child of a candidate from the base to the fork's end, and save it. The "skip" child withholds the
         spike's update. The seconds of its steps are not booked one by one: the caller books the fork.
 
-        Raises ``ForkStoppedError`` and ``ForkFailedError``.
+        Raises ``ForkStoppedError``, ``ForkFailedError``, and ``EpochSupersededError`` (see ``_save``).
         """
         training, spec, plan, built = self._training, self._spec, self._plan, self._training.built
         extra = self._restore(DiskTier(training.inputs.directory.checkpoints), plan.base)

@@ -106,8 +106,9 @@ class Shampoo(MatrixRule):
 
 
 def inverse_fourth_root(statistics: Tensor) -> Tensor:
-    """Return ``(S + ridge)^-1/4`` of a symmetric matrix without negative eigenvalues, computed in fp64; of zero, the
-    unit matrix. The ridge is relative to the largest eigenvalue.
+    """Return ``(S + ridge)^-1/4``, fp64, of a symmetric matrix without negative eigenvalues; of zero, the unit matrix.
+
+    The ridge is relative to the largest eigenvalue.
     """
     values, vectors = torch.linalg.eigh(statistics.double())
     values = values.clamp_(min=0.0)

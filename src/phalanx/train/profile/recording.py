@@ -284,7 +284,7 @@ class _Camera:
             self._profiler = None
 
     def write(self) -> None:
-        """Write the rank's trace into the profile's folder, in a thread beside the training. A failure is printed."""
+        """Write the rank's trace into the profile's folder; call it on a thread beside the training. A failure is printed."""
         with _Forgiving(self):
             assert self._profiler is not None
             mesh = self._training.mesh

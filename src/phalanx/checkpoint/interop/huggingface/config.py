@@ -131,7 +131,7 @@ def hf_config_of(
 
 
 def _require_expressible(spec: ModelSpec, family: Family) -> None:
-    """Raise UnsupportedModelError with every field that the family cannot express, also a rotary temperature or an open vocabulary size."""
+    """Raise UnsupportedModelError for all fields that the family cannot express, an ambiguous rotary temperature, or ``vocab_size`` 0."""
     problems = unsayable(spec, family)
     if spec.rope_scaling is not None and not same_temperature(to_table(spec.rope_scaling)):
         problems.append(TEMPERATURE)

@@ -202,8 +202,8 @@ def export_hf(
     ``spec`` is the run's resolved model. ``tokenizer_dir`` has its tokenizer, and ``published_dir`` the publisher's
     small files, which are written again as far as they still apply. ``max_seq_len`` is the context length for readers;
     0 means the published one, else ``trained_seq_len``. Returns notes on what was left out. Memory: some pieces of 64
-    MiB. Raises UnsupportedModelError, HuggingFaceError if ``out_dir`` exists or a number does not fit ``dtype``, and
-    the errors of the tier; no files remain then. The weights are safetensors files in ``dtype``, of at most
+    MiB. Raises UnsupportedModelError and the errors of the tier. Raises HuggingFaceError if ``out_dir`` exists, the
+    tokenizer has more tokens than the model, or a number does not fit ``dtype``. No files remain then. The weights are safetensors files in ``dtype``, of at most
     ``file_bytes`` of data each.
     """
     out, spec = Path(out_dir), resolve(spec)
@@ -315,7 +315,7 @@ def _nbytes(tensor: Published, dtype: Dtype) -> int:
 
 
 def _header(tensors: Sequence[Published], dtype: Dtype) -> bytes:
-    """Return the safetensors header of the tensors, sorted by name, with its length before it, padded to 8 bytes."""
+    """Return a safetensors header, padded to 8 bytes, with its length before it. Data offsets follow the order of ``tensors``."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor, *_ in _by_name(tensors):
@@ -351,7 +351,7 @@ class ExportSource:
         self._last: tuple[Box, torch.Tensor] | None = None
 
     def published(self, tensor: Published, box: Box) -> torch.Tensor:
-        """Return the elements of a box of a tensor's parameter, with its rows in the published order; fp32.
+        """Return the elements of ``box``, fp32. Its coordinates are those of the tensor's parameter, with rows in the published order.
 
         A router's balance bias is zero if the run has not trained one.
         """

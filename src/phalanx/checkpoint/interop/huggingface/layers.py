@@ -69,7 +69,10 @@ def heads_as_wide_as_the_model(spec: ModelSpec) -> Iterator[str]:
 
 
 def read_window_everywhere(default: int | None) -> Read:
-    """Return a reader of Mistral's window, which is in all layers or in none; ``default`` is the family's."""
+    """Return a reader of Mistral's window, which is in all layers or in none. ``default`` is used without ``sliding_window``.
+
+    Null or ``use_sliding_window = false`` gives no fields. The value's type is not checked.
+    """
 
     def read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
         window = hf_config.get("sliding_window", default)
@@ -158,7 +161,10 @@ def read_layer_types(window: int, is_windowed: Callable[[int], bool]) -> Read:
 def _read_types(
     hf_config: JsonObject, default: Sequence[str], window: object
 ) -> tuple[dict[str, object], list[str]]:
-    """Return the attention pattern and window, or the problems; no fields if all layers have full attention."""
+    """Return the attention pattern and window; no fields if all layers have full attention.
+
+    Unknown types are a problem, and so is a null ``window`` if a layer has one. The number of types is not checked.
+    """
     kinds = [str(kind) for kind in hf_config.get("layer_types") or default]
     if unknown := {*kinds} - _LAYER_TYPES.keys():
         return {}, [f"layer_types: {', '.join(sorted(unknown))}; supported: {', '.join(_LAYER_TYPES)}"]
@@ -385,8 +391,9 @@ def _mixtures(moe: MoeSpec, layers: int) -> list[int]:
 
 
 def read_latent(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Read latent attention: another number of key heads than of heads is a problem. The epsilon of its norms is
-    stated if ``rms_norm_eps`` is not the fixed one.
+    """Check the key heads of latent attention: another number than of heads is a problem.
+
+    The only field is ``mla.norm_eps``, set if ``rms_norm_eps`` differs from the fixed epsilon of the latents' norms.
     """
     heads = hf_config.get("num_attention_heads")
     kv_heads = hf_config.get("num_key_value_heads")
@@ -397,8 +404,8 @@ def read_latent(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
 
 
 def write_latent(spec: ModelSpec) -> Mapping[str, object]:
-    """Return DeepSeek's fields of latent attention: as many key heads as heads, the rank of queries (null if 0), and
-    rotated rows in pairs.
+    """Return three of DeepSeek's fields of latent attention: as many key heads as heads, the rank of queries (null if
+    0), and rotated rows in pairs. Other ranks and widths are copied by name elsewhere.
     """
     assert spec.mla is not None, "of families with latent attention alone"
     return {
@@ -423,7 +430,10 @@ def read_greedy_groups(hf_config: JsonObject) -> tuple[dict[str, object], list[s
 
 
 def write_greedy_groups(spec: ModelSpec) -> Mapping[str, object]:
-    """Return DeepSeek-V2's choice of experts: ``topk_method``, ``n_group`` and ``topk_group``. ``read_greedy_groups`` reads them."""
+    """Return DeepSeek-V2's choice of experts: ``topk_method``, ``n_group`` and ``topk_group`` (both 1 without groups).
+
+    ``read_greedy_groups`` reads them.
+    """
     assert spec.moe is not None, "of families with mixtures alone"
     method = "group_limited_greedy" if spec.moe.groups > 1 else "greedy"
     return {
@@ -442,7 +452,8 @@ def best_of_groups(spec: ModelSpec) -> Iterator[str]:
 def read_two_biases(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
     """Read Seed-OSS's separate switches for the biases of queries, keys and values, and of the output projection.
 
-    Return fields and problems: a bias of the output projection without the others is a problem.
+    Return ModelSpec's ``attention_bias`` (all four) and ``qkv_bias`` (all but the output), and problems: a bias of the
+    output projection without the others is one.
     """
     inner, output = hf_config.get("attention_bias", True), hf_config.get("attention_out_bias", False)
     if output and not inner:

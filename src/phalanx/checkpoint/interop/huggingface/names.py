@@ -160,7 +160,8 @@ class Published:
 def published(spec: ModelSpec, family: Family | None = None) -> Iterator[Published]:
     """Yield every tensor of a resolved model as ``family`` publishes it, parameter by parameter, then the routers' biases.
 
-    A tensor of several parameters is yielded once for each, consecutively. ``None`` means the family that the model is written as.
+    A tensor of several parameters is yielded once for each, consecutively; a stack of experts that is published apart,
+    once for each expert. ``None`` means the family that the model is written as.
     """
     family = family or family_for(spec)
     table = by_name((*parameters(spec), *buffers(spec)))

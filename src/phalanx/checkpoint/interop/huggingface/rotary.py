@@ -101,7 +101,10 @@ def _longrope_written(
 
 
 def _stretch_of(scaling: RopeScalingSpec | None) -> dict[str, object]:
-    """Return a scaling's parameters by Hugging Face's names; values at their defaults are left out."""
+    """Return ``rope_type`` and a scaling's parameters by Hugging Face's names, for ``None`` the type "default".
+
+    Optional values at their defaults are left out.
+    """
     if scaling is None:
         return {"rope_type": "default"}
     values = {theirs: getattr(scaling, ours) for ours, theirs in _STRETCHES[scaling.kind].items()}

@@ -39,8 +39,10 @@ class FolderTier:
     name = "published"
 
     def __init__(self, directory: Path, *, compared: bool = False) -> None:
-        """Open the model's files, which stay open, and list its parameters as stored boxes. ``compared``: tensors
-        that are stored twice were compared before. Raises the errors of ``open_folder``.
+        """Open the model's files and list its parameters as stored boxes. The files stay open as long as the tier
+        exists; it has no ``close``.
+
+        ``compared``: tensors that are stored twice were compared before. Raises the errors of ``open_folder``.
         """
         self.root = directory
         # Files stay open as long as the tier exists.

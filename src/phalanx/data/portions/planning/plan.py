@@ -183,7 +183,11 @@ def _with_template(recipe: PreparationRecipe, folder: Path, tokenizer: Tokenizer
 
 
 def software_of(recipe: PreparationRecipe) -> dict[str, str]:
-    """Return the versions, on this machine, of software that affects the output. Raises ``PreparationError`` if a package is missing."""
+    """Return this machine's versions of software that affects the output: Phalanx, tokenizers, Unicode, and rensa and
+    Jinja if the recipe needs them.
+
+    Raises ``PreparationError`` if rensa is needed and missing.
+    """
     near = recipe.dedup is not None and recipe.dedup.near is not None
     if near:
         require_rensa()

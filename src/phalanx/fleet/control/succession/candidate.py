@@ -88,7 +88,7 @@ def candidate_addresses(directory: RunDirectory, attempt: int, node: str) -> lis
     """Return the addresses ("host:port") of this start's candidates; that of ``node`` comes first.
 
     A candidate without a sign of life for two minutes, by this machine's clock, is left out: dialing a dead
-    machine takes long.
+    machine takes long. Empty if the candidates' folder cannot be read.
     """
     with suppress(OSError):
         candidates = sorted(_standing(directory), key=lambda candidate: candidate[0].node != node)

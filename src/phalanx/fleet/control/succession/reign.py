@@ -131,7 +131,7 @@ def reign_again(
     """Return the reign of a coordinator that is the first of its run's start, or was restarted where it led before.
 
     Makes the first claim, by ``node``, if there is none. A journal that ends before the newest claim is replaced,
-    and an epoch that was never claimed is left. ``empty`` is the state without nodes; ``log`` takes lines for
+    and an epoch that was never claimed is dropped. ``empty`` is the state without nodes; ``log`` takes lines for
     people. Raises ``SupersededError`` if the newest claim is of another reign, and ``ClaimError`` or
     ``JournalError`` if one cannot be read or written.
     """
@@ -447,10 +447,10 @@ class CoordinatorArgs:
 
 
 def exit_code_of(coordinate: Callable[[], int], args: CoordinatorArgs, name: str) -> int:
-    """Run ``coordinate`` and return its exit code. Catch the errors of a coordinator: log them to the log ``name``.
+    """Run ``coordinate`` and return its exit code. The errors of a coordinator are written to the log ``name`` and become exit codes.
 
-    They become ``EXIT_SUPERSEDED``, ``EXIT_CANNOT_START`` (restarting is hopeless: descriptors, security,
-    ValueError) or 1. Others are raised.
+    ``EXIT_CANNOT_START``: restarting is hopeless (descriptors, security, ValueError). ``EXIT_SUPERSEDED``: a ``SupersededError``, which
+    is only printed. Else 1. Other errors are raised.
     """
     try:
         return coordinate()

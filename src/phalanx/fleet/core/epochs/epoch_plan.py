@@ -384,8 +384,8 @@ def _addressed(state: FleetState, to: str) -> list[str]:
 def standing_order(state: FleetState, node: Node, crowds: Crowds) -> c.Command | None:
     """Return the command that a node should have now, or None if there is none.
 
-    Lost: Shutdown if it was leaving, else Fence. In the phases: Shutdown, Park, SaveSnapshots, Bind, or Release
-    without a seat. ``crowds`` is a cache for one ``state``, shared by calls for several nodes.
+    Lost: Shutdown if it was leaving, else Fence. After the run's end: Shutdown. PARKING: Park while awaited. SAVING:
+    SaveSnapshots. BINDING: Bind, or Release without a seat. ``crowds`` is a cache for one ``state``, shared by calls for several nodes.
     """
     if not node.alive and node.eligibility is Eligibility.LEAVING:
         return c.Shutdown(node.reason)

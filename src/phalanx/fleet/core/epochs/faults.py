@@ -121,7 +121,7 @@ def lose(state: FleetState, orders: list[Order], node: Node, reason: str) -> Non
     """Fence a node: messages of this incarnation are ignored from now on, and its copies and share of a save are
     forgotten.
 
-    The loss counts as a strike with ``reason``, and the node gets a Fence.
+    The loss counts as a strike with ``reason``, and the node gets a Fence, or a Shutdown if it was leaving.
     """
     strike(state, node, reason, alive=False, meeting_points=(), snapshots=())
     forget_copies(state, node.name)

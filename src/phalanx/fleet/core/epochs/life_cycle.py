@@ -58,7 +58,7 @@ def advance(state: FleetState, orders: list[Order]) -> None:
 def _from_forming(state: FleetState, orders: list[Order]) -> bool:
     """Begin the next epoch once the configured ranks are possible, or with fewer once ``form_s`` has passed.
 
-    After a resync it first waits for engaged nodes to park. When stopping, it ends the run once no newer memory may
+    After a resync it first waits for engaged nodes to park, at most ``form_s``. When stopping, it ends the run once no newer memory may
     come. Return True if the state changed.
     """
     settings, ranks = state.settings, possible_ranks(state)

@@ -113,8 +113,8 @@ def _choice(state: FleetState, count: int, failing: Collection[Domain]) -> list[
     """Choose the nodes for a fleet of ``count`` seats: all members, and spares; those of failing domains only if
     needed.
 
-    The spares nearest to members are taken unless others tear fewer placement units. Members are replaced only if
-    that alone tears the fewest.
+    For a smaller fleet, returns all members, which may be more than ``count``. The spares nearest to members are taken
+    unless others tear fewer placement units. Members are replaced only if that alone tears the fewest.
     """
     members = [name for seat, name in enumerate(state.seats) if seat not in state.vacant]
     missing = count - len(members)

@@ -233,11 +233,11 @@ class RankGuardian(Guardian):
         self, tiers: Sequence[KeepingTier], shards: Sequence[Shard], mesh: Mesh
     ) -> RestoredState | None:
         """Restore the state of this epoch: from memory if the order names a step there, else from the newest
-        checkpoint, up to ``disk_step`` if the order has one.
+        checkpoint, up to ``disk_step`` if the order has one. Return None if there is no checkpoint.
 
         A collective, with the same outcome on all ranks. Raises ``SnapshotsUnreadableError`` if any rank cannot
         read its snapshot; after ``_MOST_FAILURES`` in a row, uses the newest checkpoint up to that step
-        instead.
+        instead. Raises ``NoGoodCheckpointError`` if all checkpoints are damaged.
         """
         set_group_timeouts(_GROUP_TIMEOUT_S)  # Only now: a shorter timeout applied to connecting.
         self._at("restoring")
