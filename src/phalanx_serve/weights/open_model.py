@@ -52,8 +52,10 @@ def open_model(
     """Open the model of a run directory or a pack, computing in ``dtype`` (fp32 or bf16) on the CPU.
 
     With ``stream`` the weights are read during computation, and take at most ``memory_bytes`` (by default four fifths
-    of the free memory), besides the KV cache and the process. A run's step is packed once for that, in ``dtype``. One
-    thread at a time may use a streamed model. Without ``stream``, the weights must fit into ``memory_bytes``.
+    of the free memory), besides the KV cache and the process. One thread at a time may use a streamed model. Without
+    ``stream``, all weights are read at once, and must fit into ``memory_bytes``.
+
+    With or without ``stream``, the step of a run is first written into its directory as a pack in ``dtype``, if missing.
 
     For a run with portable numerics, this process computes with portable kernels from then on. Raises TooLargeError
     with the size that would fit, MismatchError for a pack of another step or run, RunDirectoryError, and reading
@@ -100,8 +102,9 @@ def stream_weights(
 
 
 def read_weights(model: nn.Module, file: PackFile, memory_bytes: int, dtype: torch.dtype) -> None:
-    """Read all weights of an empty model, and close ``file``. Raises TooLargeError if they exceed
-    ``memory_bytes``.
+    """Read all weights of an empty model, then close ``file``.
+
+    Raises TooLargeError if they exceed ``memory_bytes``; nothing was read then, and ``file`` is still open.
     """
     needed = budget.resident_bytes(file.index, dtype_name(dtype))
     if needed > memory_bytes:

@@ -188,7 +188,7 @@ class Ring:
     def _move_to(self, section: int) -> None:
         """Start again at a section, after a pass was aborted or for another order of layers.
 
-        Waits for the reads under way, and drops them.
+        Waits until all reads that were begun ahead have ended, and drops their bytes and errors.
         """
         for _, buffer, futures in self._ahead:
             for future in futures:

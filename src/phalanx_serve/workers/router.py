@@ -246,7 +246,10 @@ class RequestRouter:
     # The core.
 
     async def _tick(self) -> None:
-        """Send a tick to the traffic every ``tick_s``, until the task is canceled. Reports a late worker once in each of its lives."""
+        """Send a tick to the traffic every ``tick_s``, until the task is canceled.
+
+        Reports a worker once in each of its lives if it sends nothing, or its engine makes no step, for too long.
+        """
         while True:
             await asyncio.sleep(self.settings.tick_s)
             self._hear(events.ClockTick())

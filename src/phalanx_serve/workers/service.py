@@ -342,7 +342,7 @@ class RouterClient:
         self._notices.put(Notice(event, text, {"at": round(time.time(), 3), **facts}))
 
     def _report_all(self, report: Callable[[Notice], None]) -> None:
-        """Call ``report`` with each notice until the end, in a thread of its own. Errors of writing are ignored.
+        """Call ``report`` with each notice until the end, in a thread of its own. Its ``OSError`` are ignored.
 
         An event in the queue is set instead: all notices before it are reported then.
         """

@@ -99,7 +99,10 @@ class ServingWorker:
         self._inbox.put(m.Leaving())
 
     def run(self) -> str:
-        """Work until the end; return its reason, empty if nothing is wrong. Reads messages and beats in threads of their own."""
+        """Compute jobs until the router sends the worker away, or the link or a part of the engine is lost.
+
+        Return the reason, empty if nothing is wrong. Two threads receive messages and send heartbeats. The link stays open.
+        """
         for target in (self._listen, self._beat):
             threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True).start()
         try:
@@ -285,7 +288,10 @@ class ServingWorker:
             self._inbox.put(_Over(str(error)))
 
     def _beat(self) -> None:
-        """Send a heartbeat and expire leases every ``BEAT_S``, until the end, or a part of the engine is lost, which ends the worker."""
+        """Send a heartbeat and expire leases every ``BEAT_S``, until the worker ends.
+
+        A lost part of the engine or a broken link ends the worker, with that reason.
+        """
         while not self._over.wait(BEAT_S):
             self.offered.expire()
             if self._trouble is not None and (reason := self._trouble()):

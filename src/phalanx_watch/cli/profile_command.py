@@ -260,7 +260,7 @@ def _operations(console: Console, summary: Mapping[str, Any]) -> None:
 
 
 def _plan(console: Console, plan: Mapping[str, Any]) -> None:
-    """Print planned and measured seconds by term, and what would pay most; nothing without a plan."""
+    """Print planned and measured milliseconds by term, and what would pay most; nothing without a plan."""
     from rich.table import Table
 
     if plan["step_s"] is None:

@@ -327,7 +327,7 @@ def comparison_lines(comparison: runs.RunComparison, run_a: Path, run_b: Path) -
 
 
 def _kinship(comparison: runs.RunComparison) -> str:
-    """Return a sentence on how far the two runs are the same."""
+    """Return one of three sentences: the same run and data, the same on other layouts, or two different runs."""
     if comparison.same_run:
         return "the same run and the same data: every bit should be equal"
     if "data_fingerprint" not in comparison.record and all(

@@ -136,10 +136,11 @@ def _headline(stream: RankStream, column: str, windows: range) -> str:
 def _print_table(
     column: str, layout: Layout, latenesses: Sequence[comparison.RankLateness], nodes: dict[int, str]
 ) -> None:
-    """Print the ranks that are slower than their peers, or stand out, with their places in the mesh; or that none
-    does.
+    """Print a table of ``latenesses``: each rank beside its peers, with its place in the mesh. Without any, print
+    that no rank is slow.
 
-    ``nodes`` maps ranks to nodes; empty leaves the column out. Only computing time is called slow.
+    A rank that exceeds its peers is marked: "slow" by computing time, "stands out" by other columns. ``nodes`` maps ranks to nodes;
+    empty leaves the column out.
     """
     from rich.table import Table
     from rich.text import Text
@@ -191,7 +192,7 @@ def _as_json(
     latenesses: Sequence[comparison.RankLateness],
     nodes: dict[int, str],
 ) -> dict[str, object]:
-    """Return the windows and ranks of a comparison for JSON, with node and place in the mesh of each rank that stands out."""
+    """Return the windows and the ranks of ``latenesses`` for JSON, with node (empty if unknown) and place in the mesh."""
     first, last = stream.head(windows[0]), stream.head(windows[-1])
     return {
         "column": column,

@@ -87,7 +87,7 @@ def _lines(recording: RunRecording) -> Iterator[str]:
 
 
 def _results(recording: RunRecording) -> Iterator[str]:
-    """Yield the lines of the run's results, final weights, times and ranks; results without a value are left out."""
+    """Yield the lines of results (those with a value, else "none yet"), final weights if known, times and ranks."""
     row = recording.row
     numbers = {
         "loss": _shown("{:.4f}".format, row.loss),

@@ -165,7 +165,10 @@ def _document(document: SpikeDocument) -> Iterator[str]:
 
 
 def _layers(findings: SpikeFindings) -> Iterator[str]:
-    """Yield the gradient norms of the first ``_LAYERS`` layers, and their ratio to the step before, if that was replayed."""
+    """Yield the gradient norms of the ``_LAYERS`` layers that rose most over the step before, with that ratio.
+
+    If the step before was not replayed, yield the layers with the largest norms.
+    """
     layers = findings.layers[:_LAYERS]
     if layers and layers[0].rise is None:
         yield "gradient norm by layer (the step before was not replayed: no checkpoint is far enough back):"

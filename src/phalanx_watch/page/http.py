@@ -243,7 +243,7 @@ class Parameters:
         return names
 
     def number(self, name: str) -> float | None:
-        """Return a finite number; None if the parameter is missing. Raises ``PageRequestError`` for anything else."""
+        """Return a finite number; None if the parameter is missing or empty. Raises ``PageRequestError`` for anything else."""
         text = self.text(name, most=100)
         if not text:
             return None

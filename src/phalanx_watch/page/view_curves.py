@@ -180,7 +180,7 @@ def _marks(
     """Return the marks in the range, in the order of the run, and the number left out.
 
     Of more than ``MOST_MARKS``, the most important and newest are kept. A mark's place is that of its step or the next
-    row, else of the last row.
+    row, else of the last row; None, and all marks, if there are no rows.
     """
     steps = run.table.column("step")[run.table.alive()]
     marks = list(run.marks)

@@ -220,7 +220,10 @@ def _common(seconds: Mapping[int, Mapping[str, float]], step_s: float) -> list[F
 
 
 def _healthy(seconds: Mapping[int, Mapping[str, float]], step_s: float) -> Finding:
-    """Return the finding that nothing delays the step, with the share of computing and what bounds it."""
+    """Return the finding that nothing delays the step.
+
+    Its text has the share of computing, and which part of that is largest: kernels, copies or the update.
+    """
     shares = {
         word: sum(rank_seconds.get(word, 0.0) for rank_seconds in seconds.values()) / len(seconds)
         for word in _BOUND
@@ -397,7 +400,10 @@ def _plan(
 def _table(
     cuts: Sequence[partition.StepPieces], waited: Mapping[tuple[int, str], float], steps: int
 ) -> dict[str, Any]:
-    """Return the time of a step by rank and category; each row sums to that rank's step."""
+    """Return the seconds of a step by rank and category; each row sums to that rank's step.
+
+    ``waited_s`` is the part of these seconds in which the rank waited for later ranks.
+    """
     seconds = {cut.rank: cut.seconds() for cut in cuts}
     words = partition.in_order({word for rank_seconds in seconds.values() for word in rank_seconds})
     return {

@@ -190,7 +190,7 @@ class Transfer:
 def passages(trace: RankTrace, clock: ClockFit, steps: Sequence[tuple[int, int, int]]) -> list[Passage]:
     """Return a rank's collectives and messages that lie within its steps, in order, in common time.
 
-    Those on a device have the times of its kernels. Collectives that wait for nobody are left out.
+    Those on a device have the times of its kernels. Asynchronous collectives are left out: their call does not wait.
     """
     passages_of_rank, base = [], int(trace.meta.get("base_unix_ns", 0))
     on_device = _kernels(trace)
@@ -267,7 +267,10 @@ def _kernels(trace: RankTrace) -> dict[int, tuple[int, int]]:
 
 
 def meet(all_passages: Mapping[int, Sequence[Passage]]) -> Waits:
-    """Match the passages of ranks by their keys, and charge each wait to the last rank to arrive. Those of a single rank are dropped."""
+    """Match the passages of ranks by their keys, and charge the seconds of each wait to the last rank to arrive.
+
+    Passages of a single rank are dropped.
+    """
     together: dict[tuple[str, int, str], list[Passage]] = defaultdict(list)
     for rank_passages in all_passages.values():
         for passage in rank_passages:

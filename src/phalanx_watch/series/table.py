@@ -231,7 +231,10 @@ class Columns:
 
 
 def columns_of(x: Floats, most: int) -> Columns:
-    """Divide the range of ``x``, ascending and not empty, into at most ``most`` columns of equal width."""
+    """Divide the range of ``x``, ascending and not empty, into at most ``most`` columns of equal width.
+
+    Return, without empty columns, the index of the first point of each column, and the column of each point.
+    """
     low, high = float(x[0]), float(x[-1])
     width = (high - low) / most or 1.0
     place = np.minimum((x - low) / width, most - 1).astype(np.int64)

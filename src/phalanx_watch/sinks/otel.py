@@ -129,7 +129,10 @@ class OtelSink:
     # --- spans -----------------------------------------------------------------------------------
 
     def _recovered(self, step: run_events.Step, at_ns: int) -> None:
-        """Create the span of a start or recovery, from the ledger of the first step, and one for each phase."""
+        """Create the span of a start or recovery, from the ledger of the first step, and one for each phase.
+
+        ``at_ns`` is the end of that step; the span ends where the step began.
+        """
         own_s = sum(seconds for name, seconds in step.ledger.items() if name.startswith("step."))
         end_ns = at_ns - round(own_s * _NS)
         phases = {phase.value: step.ledger[phase] for phase in PHASES if step.ledger.get(phase)}

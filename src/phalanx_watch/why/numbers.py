@@ -323,7 +323,7 @@ def _way_back(observed: o.Observed, worst: LossSpike, before: list[int], back: b
 def _is_back(observed: o.Observed, worst: LossSpike) -> bool | None:
     """Return True if the median of the newest losses is back at the level before the spike; None if there are too few steps since.
 
-    Other data that begin later (``data.stages``) do not count.
+    Losses on data that begin later (``data.stages``) count only if there are too few before.
     """
     _, end = observed.stage_of(worst.step)
     after = [

@@ -399,7 +399,7 @@ class Observed:
 
     @cached_property
     def after_end(self) -> str:
-        """Sentence on what becomes of the run once it has ended: nothing if it has finished, else the step that is saved."""
+        """Sentence on an ended run, never empty: it has finished, resumes from a saved step, or has no checkpoint to restore."""
         if self.finished:
             return "nothing: it has finished"
         step = self.saved_step

@@ -330,7 +330,10 @@ def _of_fleet(observed: o.Observed, stepping_s: float) -> _Doing:
 
 
 def _data(observed: o.Observed) -> _Doing | None:
-    """Return the wait for an object store, if such a message came after the newest step; else None."""
+    """Return the wait for an object store, if such a message came after the newest step; else None.
+
+    Its timeout is ``STALL_LEAST_S``, at most that of a step.
+    """
     texts = [
         event.body.text
         for event in observed.events

@@ -178,7 +178,10 @@ def damaged_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def _interval_s(observed: o.Observed) -> float | None:
-    """Return the intended seconds between two checkpoints, by the run file or the median gap; None if unknown."""
+    """Return the intended seconds between two checkpoints; None if unknown.
+
+    They are the run file's interval in steps times the newest step's seconds, else the median gap between saves.
+    """
     assert observed.spec is not None
     every = observed.spec.checkpoint.every_steps
     if every:
