@@ -110,8 +110,8 @@ def _checked(content: bytes, now_s: float) -> ProfileRequest:
 
 
 def _ranks(value: object) -> tuple[int, ...] | str:
-    """Return the field ``ranks``: "auto", "all", or distinct ranks in ascending order. Raises
-    ``ProfileRequestError``.
+    """Return the field ``ranks``: "auto", "all", or the listed ranks, sorted and without duplicates. Raises
+    ``ProfileRequestError`` for anything else.
     """
     if value in ("auto", "all"):
         return str(value)

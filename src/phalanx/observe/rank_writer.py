@@ -115,7 +115,9 @@ class RankStreamWriter:
             self._open_as_it_is()
 
     def _open_as_it_is(self) -> None:
-        """Open the file, complete its title, and move to the end of its last whole frame. Raises ``RankStreamError``."""
+        """Open the file, making it if it is missing, complete its title, and find where the next frame begins: behind
+        the last whole frame, and behind a torn one if there is one. Raises ``RankStreamError``.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             self._descriptor = os.open(self.path, flags, 0o644)

@@ -93,7 +93,11 @@ def write_rank_trace(path: Path, trace: RankTrace) -> int:
 
 
 def read_rank_trace(path: Path) -> RankTrace:
-    """Return the recording in ``path``. Raises ``ProfileFileError`` if it is damaged or too large, ``OSError`` if it cannot be read."""
+    """Return the recording in ``path``.
+
+    Raises ``ProfileFileError`` if it is damaged or unpacks to too many bytes. Raises ``OSError`` if it cannot be read
+    or the file itself is too large.
+    """
     content = read_small(path, _MOST_FILE_BYTES)
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as packed:

@@ -84,8 +84,8 @@ def texts(event: run_events.Event) -> dict[str, str]:
 
 
 def hyperparameters(run_directory: Path) -> dict[str, Setting]:
-    """Return the fields of the resolved run file by dotted path, as trackers take them, without secrets; empty if
-    it cannot be read.
+    """Return the fields of the resolved run file by dotted path, as trackers take them. In their values, secrets are
+    masked. Empty if the file cannot be read.
 
     Lists are written as text: no tracker can plot against one.
     """
