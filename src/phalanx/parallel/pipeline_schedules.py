@@ -236,7 +236,7 @@ class _Writer:
 
     def write(self, *steps: str) -> None:
         """Append the actions of steps such as "F0" (forward of the rank's first stage), each for that step's next
-        micro-batch. An I is noted as pending its W.
+        micro-batch. An I also queues its W for ``write_pending``; a W in ``steps`` does not change that queue.
         """
         for step in steps:
             kind, stage = step[0], step[1]

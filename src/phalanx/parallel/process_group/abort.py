@@ -120,7 +120,7 @@ class Connections:
     def release(self) -> None:
         """End the connections that ``interrupt`` and ``hold`` keep, after this rank has left its groups.
 
-        Waits up to a second for each whose peer still sends.
+        Waits up to a second in total for peers that still send.
         """
         with self._lock:
             duplicates, self._duplicates = self._duplicates, {}

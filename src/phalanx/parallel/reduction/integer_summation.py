@@ -84,8 +84,9 @@ class IntegerSummation(Summation):
         ranks: int,
         place: int,
     ) -> IntegerReducer:
-        """Return a reducer that divides a group of ``shapes`` over ``ranks``, of which this one is at ``place``. It
-        exchanges in each round only if there are several ranks.
+        """Return a reducer that divides a group of ``shapes`` over ``ranks``, of which this one is at ``place``.
+
+        It exchanges after every round if there are several ranks and the summation was made with ``each_round``.
         """
         each_round = self._each_round and ranks > 1
         return IntegerReducer(
