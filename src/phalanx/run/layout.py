@@ -137,8 +137,8 @@ def layout_problems(spec: RunSpec, ranks: int) -> list[Problem]:
 
 
 def _tensor(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the problems of tensor parallelism: a model or dimensions that tensor ranks cannot divide, key heads that
-    they cannot share, and overlap without a compiled GPU run.
+    """Yield the problems of several tensor ranks: a model or dimensions that they cannot divide, key heads that they
+    cannot share, and overlap without a compiled GPU run. With one tensor rank nothing is checked.
     """
     degree = spec.parallel.tensor
     if degree == 1:

@@ -66,9 +66,10 @@ def read_small(path: Path, most_bytes: int = MOST_SMALL_BYTES, *, follow: bool =
 
 
 def file_of_download(folder: Path, name: str) -> Path:
-    """Return the file that ``name`` leads to in a downloaded ``folder``: one in it, or in the blobs of the download cache that it is in.
+    """Return the path that ``name`` leads to in a downloaded ``folder``, with links followed. It is in the folder, or in the blobs of the
+    download cache that the folder is in. The file may be missing.
 
-    Raises ``OSError`` for a link to any other file.
+    Raises ``OSError`` for a link to any other place.
     """
     # Unlike Path.resolve, realpath does not raise for circular links; reading them raises an error with the name.
     folder, file = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / name))

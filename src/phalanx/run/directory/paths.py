@@ -88,8 +88,10 @@ def committed_steps(root: Path) -> list[int]:
 def locate_checkpoints(path: Path, step: int | None = None) -> tuple[Path, int | None]:
     """Return the folder of checkpoints for ``path``, and the step: that of ``path``, or ``step``.
 
-    ``path`` is a run directory, a folder of checkpoints, or one committed checkpoint. The folder may be empty. Raises ``RunDirectoryError`` if ``path``
-    is a checkpoint of another step than ``step``.
+    ``path`` is a run directory, a folder of checkpoints, or one committed checkpoint. Any other path, even a missing one, is returned as the
+    folder: the caller checks that it holds checkpoints.
+
+    Raises ``RunDirectoryError`` if ``path`` is a checkpoint of another step than ``step``.
     """
     if is_committed(path):
         own_step = step_of(path)
@@ -484,6 +486,8 @@ class DirectoryKeeper:
     def _look_at(self, path: Path, check: Callable[[], object]) -> str:
         """Check a file against its last valid content, and keep valid new content. If it was removed or damaged,
         write the last valid content back and return a sentence; else, or if there is none, return "".
+
+        Raises ``OSError`` if the file cannot be read or written back.
         """
         valid = self._valid_content.get(path)
         try:
