@@ -88,8 +88,8 @@ class StepLog(Observer):
         """Emit the step's event if it is due or the last, on the rank that reports. Warn once if much of the time is
         spent waiting for data.
 
-        Speed and MFU are those of the typical step since the last logged one; goodput is the share of the attempt's
-        time in steps without data waits.
+        Speed and MFU are those of the median (``typical``) of the last steps, at most one logging interval of them.
+        Goodput is the share of the attempt's time in steps without data waits.
         """
         training, report = self._training, end.report
         self._recent_s.append(end.step_s)
@@ -128,7 +128,9 @@ class StepLog(Observer):
             self._warn_of_waiting(end.step, wait_s, logged_s)
 
     def _warn_of_waiting(self, step: int, wait_s: float, logged_s: float) -> None:
-        """Warn, once per attempt, that ``wait_s`` of the last ``logged_s`` seconds were spent waiting for samples."""
+        """Warn, once per attempt, that ``wait_s`` of the last ``logged_s`` seconds were spent waiting for samples. The
+        caller decides that this is much.
+        """
         if self._has_warned:
             return
         self._has_warned = True

@@ -57,10 +57,10 @@ class Reporter:
         self.record(body)
 
     def record(self, body: Known) -> bool:
-        """Append an event to the stream and offer it to the sinks. Return False if it is not in the stream: there is none, it is
-        closed, or its disk is full.
+        """Append an event to the stream, and then offer it to the sinks. If the stream is missing or closed, or its disk
+        is full, offer nothing and return False.
 
-        The first failure is printed on stderr.
+        The first failed append is printed on stderr.
         """
         log = self.log  # another thread may close it from here on: then the append fails
         if log is None:

@@ -67,8 +67,8 @@ def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None
 
 
 def run_epoch(inputs: EpochInputs) -> RunResult | None:
-    """Run one epoch of a rank, from its process group to the result; ``None`` if the run was stopped. Rank 0 also
-    writes the events and draws the loss curve.
+    """Train one epoch on this rank, whose process group the caller has joined. Return the result; ``None`` if the run
+    was stopped. Rank 0 also writes the events and draws the loss curve.
 
     The event stream, the sinks and the saver are closed in any case. Without a fleet, a failed allocation is raised
     as ``MemoryShortError``.

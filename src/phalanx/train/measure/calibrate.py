@@ -373,8 +373,8 @@ def _time_collectives(settings: Settings) -> MeasuredPoints:
 
 
 def _rounds(work: Callable[[], object], rounds: int, settings: Settings) -> float:
-    """Return the least seconds of a call of ``work`` over ``rounds`` of four calls, after one round to warm up. All
-    ranks must do equally many, so there is no budget of time.
+    """Return the least seconds of a call of ``work`` over ``rounds`` + 1 rounds of four calls. All ranks must do equally
+    many, so there is no budget of time.
     """
     read = time.process_time if settings.clock == "cpu" else time.perf_counter
     best = float("inf")

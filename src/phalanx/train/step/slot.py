@@ -317,8 +317,8 @@ class _Flow(Accumulation):
 
     @contextmanager
     def computing(self, part: int, slot: int, *, last: bool, postponed: bool) -> Iterator[None]:
-        """Context of the backward of one stage part in a slot. After the ``last`` of all parts, free the slot's
-        batches and end its gradient.
+        """Context of the backward of one stage part in a slot. With ``postponed``, it only adds weight gradients that
+        earlier backward passes left out. After the ``last`` of all parts, free the slot's batches and end its gradient.
         """
         current = self.work.rounds[slot]
         self.work.turn_to(current)  # layers may be computed again
