@@ -234,7 +234,7 @@ def _print_explained(console: Console, plan: Plan) -> None:
 
 
 def _breakdown(quantity: str, chosen: Estimate, other: Estimate | None) -> Table:
-    """Return a table of "memory" or "time" by term, beside those of the other layout, if given."""
+    """Return a table of "memory" in GB or "time" in seconds by term, beside those of the other layout, if given."""
     rows = dict(terms(quantity, chosen, other))
     total = (sum(this for this, _ in rows.values()), sum(that or 0.0 for _, that in rows.values()))
     unit, scale = ("GB", 1e-9) if quantity == "memory" else ("s", 1.0)

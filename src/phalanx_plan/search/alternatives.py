@@ -243,7 +243,9 @@ def _title(layout: PlannedLayout) -> str:
 
 
 def _gives_up(estimate: Estimate, winner: Estimate) -> Iterator[str]:
-    """Yield what a layout gives up against the winner: time, accelerators, free memory, offloading, and notable terms of its step."""
+    """Yield the drawbacks of a layout: little free memory, offloading, and notable terms of its step. For all but the
+    winner, first its difference in time and accelerators.
+    """
     if estimate is not winner:
         slower = estimate.step_s / winner.step_s - 1
         change = {name: seconds - winner.time.get(name, 0.0) for name, seconds in estimate.time.items()}

@@ -380,7 +380,7 @@ def run_inputs(job: TrainingJob, chosen: Estimate, tokens: float) -> RunInputs:
 
 
 def data_need(spec: RunSpec) -> DataNeed:
-    """Return the sequences that a step reads, their stored bytes, and whether any of the data is remote."""
+    """Return the number of sequences that a step reads, the stored bytes of one, and whether any of the data is remote."""
     vocabulary = spec.model.vocab_size or spec.data.vocab_size
     return DataNeed(
         spec.train.batch_size,

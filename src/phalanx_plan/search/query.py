@@ -182,7 +182,7 @@ def _own_modes(software: TrainingSoftware, run: Circumstances) -> Iterator[str]:
 def with_requested_modes(job: TrainingJob, aim: Aim) -> TrainingJob:
     """Add the recomputation modes that a layout or conditions name by parts; this project's trainer has none of them.
 
-    Raises ``PlanRequestError`` for parts that the model lacks.
+    Raises ``PlanRequestError`` if the model has none of the parts of such a mode, and ``ValueError`` for an unknown part.
     """
     if job.stack.name == OWN:
         return job

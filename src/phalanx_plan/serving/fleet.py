@@ -165,7 +165,9 @@ def _best_prefill(service: Service, workers: list[PlannedWorker]) -> list[Planne
 
 
 def _best_decode(service: Service, workers: list[PlannedWorker]) -> list[PlannedWorker]:
-    """Return the ``_OF_A_ROLE`` workers with the highest decode rate per accelerator, at their mean load within the TPOT."""
+    """Return the ``_OF_A_ROLE`` workers with the highest decode rate per accelerator, at their mean load within the TPOT.
+    Workers that cannot keep the TPOT are last, and not left out.
+    """
 
     def each(worker: PlannedWorker) -> float:
         """Return the negative tokens a second of each accelerator at mean load."""
