@@ -286,7 +286,7 @@ def _before(owner: object, method: str, act: Callable[[], None]) -> None:
 
 
 def _between(owner: object, first: str, last: str, act: Callable[[float], None]) -> None:
-    """Wrap two methods of one object so that each call of ``last`` calls ``act`` with the seconds since
+    """Wrap two methods of one object so that each call of ``last`` first calls ``act`` with the seconds since
     ``first``.
 
     If calls of ``first`` overlap, as slots do in a pipeline, no time is passed to ``act`` twice.

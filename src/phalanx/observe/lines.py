@@ -93,7 +93,10 @@ class FileTail:
         return Position(device, inode, self._head, self.read_bytes - len(self._rest), self.dropped_lines)
 
     def resume(self, position: Position) -> bool:
-        """Continue from ``position``. Return False, and start from the beginning, if the file is another one now. Raises ``OSError``."""
+        """Continue from ``position``. Return False, and start from the beginning, if the file is another one now.
+
+        Raises ``OSError`` if it is missing or cannot be read.
+        """
         self._forget()
         with open_regular(self.path) as file:
             self._file, self._head = (position.device, position.inode), position.head

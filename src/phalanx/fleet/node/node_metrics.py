@@ -97,8 +97,9 @@ def agent_samples(facts: Callable[[], AgentFacts], labels: Labels) -> list[Sampl
 
 
 def machine_samples(run_dir: Path, labels: Labels) -> list[Sample]:
-    """Return the samples of the machine. Waits for the run directory's file system, which may hang. Raises
-    ``OSError`` if that fails.
+    """Return the samples of this machine's memory and of the disk with ``run_dir``.
+
+    Blocks while that file system hangs. Raises ``OSError`` if it cannot be examined.
     """
     disk = os.statvfs(run_dir)
     page = os.sysconf("SC_PAGE_SIZE")
@@ -119,7 +120,9 @@ class SoftwareSampler:
         self._versions: Labels | None = None
 
     def samples(self) -> list[Sample]:
-        """Return one sample that is always 1, with the versions as labels."""
+        """Return one sample that is always 1, with the versions of Phalanx, Python, PyTorch, NumPy, GPU driver and
+        kernel as labels. The versions are read at the first call and kept.
+        """
         if self._versions is None:
             packages = package_versions(("torch", "numpy"))
             versions = {

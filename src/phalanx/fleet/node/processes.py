@@ -83,9 +83,10 @@ def run_fleet(
 
 
 def _ending(run: OpenRun, processes: FleetProcesses) -> Ending:
-    """Return how the run ended: finished with a result, failed with its reason, or stopped.
+    """Return how the run ended: finished if it has a result, failed with the reason, or else stopped.
 
-    Decided by the result file, what the supervision gave up, fleet.json, and the requests to stop, in that order.
+    The result file counts first, then a process that was given up, then fleet.json and a stuck run. A second request
+    to stop only marks a stopped run as unsaved.
     """
     fleet_file = processes.fleet_file()
     if run.directory.finished_result() is not None:
@@ -266,8 +267,8 @@ class FleetProcesses:
     def _look_after_coordinator(self) -> None:
         """Start the coordinator if it is due. If it has ended, decide by its exit code.
 
-        The run is over if it finished or failed. A superseded one leaves this node a member; in a local fleet that,
-        and one that cannot start, give the fleet up. Any other death schedules a restart.
+        The run is over if it finished or failed. A coordinator that cannot start gives the fleet up. A superseded one
+        does so in a local fleet; elsewhere this node remains as a member. Any other death schedules a restart.
         """
         if self.superseded:
             fleet_file = self.fleet_file()
@@ -351,8 +352,8 @@ class FleetProcesses:
     def _send_stop_to_successor(self) -> None:
         """Send one more of the user's requests to the node that leads now, as ``phalanx fleet stop`` does.
 
-        A failure is retried at the next call, with a notice every 30 s; after a second request this node ends
-        alone.
+        A failure is retried at the next call, with a notice every 30 s. If the user has made a second request, a
+        failure ends this node instead.
         """
         requests_sent, fleet_file = self.stop_sent[1], self.fleet_file()
         if requests_sent >= min(self.orders.made, 2) or fleet_file is None or fleet_file.over:

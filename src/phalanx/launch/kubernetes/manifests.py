@@ -48,8 +48,8 @@ def job_of(request: PodRequest, submission: str) -> Json:
 def beside(request: PodRequest, token: str = "") -> list[Json]:
     """Return the manifests of what the job needs beside it: secret, disruption budget, and last the run file.
 
-    The budget is left out if all pods may be lost. ``token`` is the secret by which the run's processes
-    authenticate; without one the leading pod makes it.
+    The budget is left out if all pods may be lost. ``token`` is put into the secret; the run's
+    processes authenticate by it. If it is empty, the secret has no data, and the leading pod makes a token.
     """
     config = {
         **_head(request, "v1", "ConfigMap", config_name(request)),

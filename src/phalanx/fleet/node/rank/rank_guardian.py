@@ -395,7 +395,10 @@ class RankGuardian(Guardian):
         self._progress(step)
 
     def computed(self) -> None:
-        """Note the end of a step's computation; on GPUs raise ``ParkedError`` if this epoch was parked."""
+        """Check the epoch after a step's computation: on GPUs raise ``ParkedError`` if it was parked.
+
+        A rank that computes steps apart from the run also records the time, for ``waiting_s``.
+        """
         if self._apart_s is not None:
             self._apart_s = time.monotonic()
         # On gloo an aborted collective raises an error. On a GPU its kernel just ends, and the memory it

@@ -236,7 +236,10 @@ class RankWorker:
             over.set()
 
     def _pulse(self) -> None:
-        """Send heartbeats with the main thread's step and phase, several in a lease; the thread's endless loop."""
+        """Send heartbeats with the main thread's step and phase, several in a lease; the thread's endless loop.
+
+        A heartbeat that cannot be sent is dropped.
+        """
         while True:
             guardian = self._guardian
             since_s = time.monotonic() - guardian.since_s
