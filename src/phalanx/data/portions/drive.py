@@ -71,8 +71,8 @@ def _require_place(out: str) -> None:
 def put_plan(out: str, plan: PreparationPlan, tokenizer: Tokenizer | None) -> Workplace:
     """Store a plan at ``out`` unless it is there, with its tokenizer if that is not trained, and return its workplace.
 
-    At a new remote ``out``, writes a probe first to check that the store can create objects exclusively. Raises as
-    ``commit_plan``.
+    At a new remote ``out``, writes and deletes a probe first to check that the store can create objects exclusively.
+    Raises ``StoreError`` if it cannot, and as ``commit_plan``.
     """
     place = Workplace(out if is_url(out) else str(Path(out).expanduser().absolute()))
     if is_remote(out) and not any(place.store.list(PREPARATION)):
@@ -108,7 +108,8 @@ def work_share(
 ) -> None:
     """Do every ``of``-th task of each stage as array job ``number`` (1 to ``of``), and wait for the others' tasks before the next stage.
 
-    If no task completes for ``patience_s``, the job of a missing task is gone, and the task is done here. Raises ``PreparationError``.
+    Returns when the dataset is sealed, which is the last stage, and removes the tasks' inputs. If no task completes for ``patience_s``,
+    the job of a missing task is gone, and the task is done here. Raises ``PreparationError`` if a task fails here.
     """
     if sealed_index(place) is not None:
         return
@@ -241,6 +242,7 @@ def recipe_of_files(
     """Return the recipe of named files, folders and globs (paths or URLs).
 
     Its paths are absolute, so it does not depend on the working directory. ``text_field`` is None for the default.
+    With ``as_text``, JSON lines are read as plain text; tables are read as usual.
     """
     field = RawSource.text_field if text_field is None else text_field
     tokenizer = (

@@ -106,7 +106,7 @@ class Workplace:
         self.put(manifest, f"{PREPARATION}/{manifest.stage}/{name}", zlib.compress(data, 1))
 
     def get_packed(self, written: StoredObject) -> bytes:
-        """Return the data passed to ``put_packed``. Raises ``PreparationError`` if it is damaged."""
+        """Return the data passed to ``put_packed``. Raises ``PreparationError`` if it is damaged, and ``StoreError`` if it is missing."""
         data = self.store.get(written.key)
         if xxhash.xxh3_128(data).hexdigest() != written.xxh3_128:
             raise PreparationError(

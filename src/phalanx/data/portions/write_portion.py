@@ -209,7 +209,9 @@ def train_tokenizer(place: Workplace, number: int) -> None:
 
 
 def _sample(place: Workplace) -> Iterator[str]:
-    """Yield texts of the training split from the sampled portions, an equal share of ``tokenizer_bytes`` from each."""
+    """Yield whole texts of the training split from the sampled portions, until those of a portion have its equal share
+    of ``tokenizer_bytes``.
+    """
     output = place.plan.recipe.output
     chosen = sampled_portions(place.plan)
     for portion in chosen:

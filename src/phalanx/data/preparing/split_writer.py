@@ -241,8 +241,8 @@ class SplitWriter(Generic[_D]):
         return np.array(self._hashes, dtype="<u8")
 
     def add(self, document: _D) -> None:
-        """Add a document to the split: its text is hashed at once, and encoded and written in batches. A conversation
-        is encoded at once.
+        """Add a document to the split: add the hash of its text to ``text_hashes``, and encode and write it in batches.
+        A conversation is encoded at once.
 
         A conversation that cannot be trained on or is too long is counted in ``left_out``.
         """

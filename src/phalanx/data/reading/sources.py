@@ -269,7 +269,7 @@ class SourceUse:
 
 
 def source_uses(spec: RunSpec, mixture: Mixture) -> list[SourceUse]:
-    """Return how much the run reads of each source, in the mixture's order.
+    """Return how many records the run reads of each source, in the mixture's order.
 
     Steps are counted from 1: the step that reads the last record of the first epoch, and the one that exceeds the
     limit of epochs. They are None if the run does not come that far, or there is no limit.

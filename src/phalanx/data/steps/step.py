@@ -77,7 +77,7 @@ class Words:
         return (tuple(self.units[start:stop]) for start, stop in self.spans(n))
 
     def spans(self, n: int) -> Iterator[tuple[int, int]]:
-        """Yield start and end of the n-grams: from each unit, the shortest range of at least ``n`` words."""
+        """Yield start and end of the n-grams, as indices of ``units``: from each unit, the shortest range of at least ``n`` words."""
         if self.ends is None:
             yield from zip(range(len(self.units)), range(n, len(self.units) + 1), strict=False)
             return

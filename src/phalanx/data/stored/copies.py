@@ -56,7 +56,7 @@ def copy_dataset(source: str, target: str, on_bytes: OnBytes = lambda _done, _of
 
 def verify_stored(url: str, on_bytes: OnBytes = lambda _done, _of: None) -> None:
     """Read the dataset at a URL and verify its tokenizer, shards and block sums. Raises ``DatasetError`` that names all
-    damaged files.
+    damaged files, or if the store fails.
 
     ``on_bytes`` receives (bytes read, bytes of all shards).
     """

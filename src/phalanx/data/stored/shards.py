@@ -189,7 +189,10 @@ class TokenShards:
         out: NDArray[np.int64],
         rows: NDArray[np.int64],
     ) -> None:
-        """Write ``length`` tokens from each of ``offsets`` of one shard, continuing in the next, into the ``rows`` of ``out``."""
+        """Write ``length`` tokens from each of ``offsets`` of one shard, continuing in the next, into the ``rows`` of ``out``.
+
+        The caller has verified the tokens within this shard; those of the next are verified here.
+        """
         windows = len(mapped.tokens) - length + 1  # number of ranges of this length in the shard
         if len(offsets) < _TAKEN_TOGETHER or int(offsets.max()) >= windows:
             for offset, row in zip(offsets.tolist(), rows.tolist(), strict=True):

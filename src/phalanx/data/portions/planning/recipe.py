@@ -140,7 +140,10 @@ def recipe_of(table: Mapping[str, object], problems: list[Problem]) -> Preparati
 
 
 def _chat_problems(output: OutputRecipe) -> Iterator[Problem]:
-    """Yield a problem for each setting that conversations need and that is missing, and for each that is only valid for them."""
+    """Yield a problem for each missing setting that conversations need: ``output.seq_len``, and an existing tokenizer.
+
+    Yield one also for ``chat_template`` and ``too_long`` if the output is not conversations.
+    """
     chats = output.layout == "chat"
     if chats and not output.seq_len:
         yield Problem(
