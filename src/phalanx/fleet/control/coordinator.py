@@ -353,8 +353,8 @@ class Coordinator:
     def _journaled(self, now_s: float) -> tuple[m.CoreEvent, ...]:
         """Write this turn's batch of events to the journal, and return it. Empties the inbox.
 
-        If due, first looks at the disk and for a successor. An inquiry that is over becomes an event. Raises
-        ``SupersededError``, and ``JournalError``; the events then stay queued.
+        If due, first looks for a successor and for committed checkpoints on disk. An inquiry that is over becomes an
+        event. Raises ``SupersededError``, and ``JournalError``; the events then stay queued.
         """
         looks = now_s >= self._disk.due_s
         if looks:
@@ -381,9 +381,9 @@ class Coordinator:
         """Replace a contradictory state by a rebuilt one. Return the commands that request every node's
         description.
 
-        The journal that led to the contradiction is kept as evidence, and a new journal begins. No command
-        that follows from the contradictory state is sent. Events behind the one that raised (a request to
-        stop, a finished run) are decided next turn.
+        The journal that led to the contradiction is kept as evidence, and a new journal begins; waits until the disk
+        takes it. No command that follows from the contradictory state is sent. Events behind the one that raised (a
+        request to stop, a finished run) are decided next turn.
         """
         self._inbox.put_back(decided.undecided)
         evidence = report_contradiction(self._journal, contradiction, self.log)

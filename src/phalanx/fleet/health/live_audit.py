@@ -130,8 +130,8 @@ class LiveAudit:
             raise CorruptionFoundError(verdict)
 
     def verdict(self, step: int) -> AuditVerdict | None:
-        """Compare the checksums of step ``step`` with all ranks. Return ``None`` if the audit passes or the step is
-        not audited.
+        """Compare the checksums of the audited slots of step ``step`` with all ranks; those of parameters are not
+        compared. Return ``None`` if the audit passes or the step is not audited.
 
         A collective call, with the same result everywhere. Disputed slots are computed by further teams; the step's
         gradients are then discarded and must not be applied.

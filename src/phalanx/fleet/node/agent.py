@@ -137,12 +137,12 @@ class Agent:
         print(time.strftime("%H:%M:%S"), line, flush=True)
 
     async def run(self) -> int | None:
-        """Run until the run is over, a signal ends it, or the run is started again. Started processes are killed
-        on return.
+        """Run until the run is over, a signal ends it, or the run is started again. Before it returns, kill the
+        started processes, and then, if the run is over, finish the copies to the store.
 
-        Return the attempt of the newer start, to be run next, or None. Copies to the store are finished first
-        if the run is over. Raises ``AgentError`` if it ends before the run: without a coordinator for
-        ``fleet.coordinator_lease_s``, after an internal error, or if the directory belongs to another run now.
+        Return the attempt of the newer start, to be run next, or None. Raises ``AgentError`` if it ends before the
+        run: without a coordinator for ``fleet.coordinator_lease_s``, after an internal error, or if the directory
+        belongs to another run now.
         """
         loop = asyncio.get_running_loop()
         for number in heeded((signal.SIGTERM, signal.SIGINT)):

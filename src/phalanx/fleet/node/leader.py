@@ -230,7 +230,7 @@ async def look_for_leader(
     or "".
 
     Drops ``link`` if its peer has sent no heartbeat for ``patience_s``, or does not lead while a candidate stands
-    elsewhere. ``patience_s`` 0 means no succession.
+    elsewhere. With ``patience_s`` 0 no candidate is started; the end of the run is still looked for.
     """
     now_s, led_s = time.monotonic(), link.led_s
     led = led_s is not None and (not patience_s or now_s - led_s <= patience_s)

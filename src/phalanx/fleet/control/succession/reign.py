@@ -379,8 +379,8 @@ class Leadership:
     async def claim_next_term(self, state: FleetState) -> None:
         """Sync the journal and claim the next term, before anything that follows from ``state`` is sent.
 
-        Waits and retries for as long as the disk fails. Raises ``SupersededError`` if another coordinator has
-        claimed it.
+        Does not check ``is_due``. Waits and retries for as long as the disk fails. Raises ``SupersededError`` if
+        another coordinator has claimed it.
         """
         await self._journal.synced()
         claim = renewed(self.claim, state, nonce())

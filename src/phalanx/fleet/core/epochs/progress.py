@@ -106,7 +106,8 @@ def withdraw_doubt(state: FleetState) -> None:
     """Make the blamed nodes of an unconfirmed doubt eligible again, if the new epoch restores a step at or after
     the doubted one.
 
-    Then that step is not computed again, and whether it is the run's own fault stays unknown.
+    Then that step is not computed again, and whether it is the run's own fault stays unknown. The doubt itself stays,
+    without nodes.
     """
     doubt = state.doubt
     if doubt is None or doubt.confirmed or not doubt.nodes or step_of(state.source) < doubt.step:
