@@ -139,7 +139,7 @@ def _print_table(
     """Print a table of ``latenesses``: each rank beside its peers, with its place in the mesh. Without any, print
     that no rank is slow.
 
-    A rank that exceeds its peers is marked: "slow" by computing time, "stands out" by other columns. ``nodes`` maps ranks to nodes;
+    Ranks whose ``slow`` is true are marked: "slow" by computing time, "stands out" by other columns. ``nodes`` maps ranks to nodes;
     empty leaves the column out.
     """
     from rich.table import Table
