@@ -57,7 +57,7 @@ def start_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], *, begins:
 
     ``begins``: The run has no checkpoint of its own yet, and so needs the one that it starts from; else that is not
     checked. Raises ``CheckpointError`` or ``DataError`` if the checkpoint to start from, or a tokenizer, cannot be
-    read.
+    read. Raises ``RunDirectoryError`` if the parent's run file was changed or its record is damaged.
     """
     yield from variable_problems(spec.launch)
     index = index_of_places(places)

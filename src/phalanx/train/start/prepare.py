@@ -87,7 +87,7 @@ def ready_data(data: DataSpec, on_progress: OnProgress) -> dict[str, DatasetPlac
 
 def _with_data_found(spec: RunSpec) -> RunSpec:
     """Return the run with relative data paths that lead nowhere from here replaced by those that an earlier start, or
-    its parent, recorded.
+    its parent, recorded. Raises ``RunDirectoryError`` if such a record is damaged.
     """
     places = [Path(spec.run_dir)] if spec.run_dir else []
     if spec.checkpoint.init_with == "training":
@@ -237,7 +237,8 @@ def resolve_with_data(
     """Return the resolved run and the places of its data, which are prepared if they are missing; no run directory is
     taken.
 
-    Raises ``DataError``, and ``RunFileError``, also for fields listed in ``unfilled``.
+    Raises ``DataError``, and ``RunFileError``, also for fields listed in ``unfilled``. Raises ``RunDirectoryError`` if the
+    record of an earlier start or of the parent is damaged.
     """
     if spec.unfilled:
         remedy = "write a value into the file and take the field off `unfilled`, or give it by --set"
