@@ -283,7 +283,7 @@ class LargeFleet:
         return tuple(sorted(name for name in self.unnoticed if name in names))
 
     def _snapshots_of(self, name: str, steps: tuple[int, ...]) -> tuple[m.RankSnapshot, ...]:
-        """Return the snapshots of a node's own ranks and of those that it holds as a buddy, at ``steps``."""
+        """Return a node's snapshots at ``steps``: of its own ranks and of those that it keeps as a buddy. The node must have a seat."""
         state = self.state
         formation, seat = state.settings.formation, state.nodes[name].seat
         cared_for = state.ring.index(seat)
@@ -510,7 +510,10 @@ class LargeFleet:
         return self._report(end_s)
 
     def _report(self, end_s: float) -> FleetReport:
-        """Return the report: counts, goodput, and seconds by bucket. Raises BrokenInvariant if times or steps do not add up."""
+        """Return the report: counts, goodput, and seconds by bucket.
+
+        The caller closes all accounts at ``end_s`` before. Raises BrokenInvariant if times or steps do not add up.
+        """
         totals_ns, state = self.account.totals_ns, self.state
         if sum(totals_ns.values()) != to_ns(end_s) or sum(self.node_ns.values()) != self.total * to_ns(end_s):
             raise BrokenInvariant(f"{totals_ns} and {self.node_ns} do not add up to {end_s} s")

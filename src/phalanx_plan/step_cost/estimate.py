@@ -186,7 +186,10 @@ def _by_kind(values: Floats, candidate: Ints, kind: Ints) -> list[Floats]:
 
 
 def prepare(job: TrainingJob, candidates: Candidates) -> Evaluation:
-    """Compute holdings, layer costs, pipelines and kinds of ranks of ``candidates``, the tables that all estimates share."""
+    """Compute holdings, layer costs, pipelines and kinds of ranks of ``candidates``, the tables that all estimates share.
+
+    Does not check that the candidates are legal.
+    """
     return Evaluation(
         job,
         candidates,

@@ -177,9 +177,9 @@ class _RankShare:
         """Seconds by phase and category, forward seconds by part, and seconds of exchange that other micro-batches
         hide.
 
-        Hidden exchange is already left out of the first two. Host time is added where launches take longer than the
-        device; the seconds by part are those of recomputing it. Their shapes are (phases, categories, rows), (parts +
-        1, rows) and (rows,).
+        The first leaves out all hidden exchange. The second, seconds to recompute a part, leaves out only hidden keys and values:
+        exchange with experts counts in full. Host time is added where launches take longer than the device. Their shapes are
+        (phases, categories, rows), (parts + 1, rows) and (rows,).
         """
         phase_s = np.zeros((len(PHASES), len(CATEGORIES), len(self.keys.tensor)))
         parts = np.zeros((len(PARTS) + 1, len(self.keys.tensor)))

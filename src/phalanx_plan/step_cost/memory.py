@@ -267,7 +267,9 @@ def _moments_of_a_pass(
     kept: Floats,
     layer: LayerBytes,
 ) -> dict[str, Floats]:
-    """Bytes beside state of this project's trainer on GPUs, by kind: the most of five moments of a forward and backward pass.
+    """Bytes beside state of this project's trainer on GPUs, by kind.
+
+    All kinds are present. Their sum is the most of five moments of a forward and backward pass:
 
     1. The loss of the last chunk, with the projection's gradient in fp32.
     2. The exchange of the projection's gradient.

@@ -388,7 +388,7 @@ class PlaceTable:
     def __getitem__(self, kind: int | Ints) -> PlaceCounts:
         """Return the ``kind``-th place of each candidate; an array gives each candidate its own, and broadcasts.
 
-        Raises ``IndexError`` beyond the last.
+        A candidate with fewer kinds has its first one there. Raises ``IndexError`` beyond the largest number of kinds.
         """
         table, row = self.table, self.row
         if not 0 <= np.max(kind) < table.kinds:

@@ -122,7 +122,10 @@ def _exchange(
 
 
 def _pipeline(job: TrainingJob, layout: PlannedLayout) -> Iterator[Flow]:
-    """Yield the flow of hidden states to the next stage, once for each stage and micro-batch; their gradients carry as much back."""
+    """Yield the flow of hidden states to the next stage, once for each stage and micro-batch.
+
+    Gradients send as many bytes back, which are not added.
+    """
     precision = next(number_format for number_format in PRECISIONS if number_format.name == layout.precision)
     rows = layout.micro_batch * job.workload.seq_len / layout.context
     rows /= layout.tensor if layout.sequence_parallel else 1

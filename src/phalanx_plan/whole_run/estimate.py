@@ -342,7 +342,10 @@ def _energy(
 def _cost(
     inputs: RunInputs, assumed: RunAssumptions, wall_s: float, energy_kwh: float, spares: int
 ) -> RunCost:
-    """Return the cost of ``wall_s`` seconds in dollars, by the user's price if one is assumed, else the catalog's."""
+    """Return the cost of ``wall_s`` seconds in dollars, by the user's price if one is assumed, else the catalog's.
+
+    ``spares`` is a number of accelerators.
+    """
     price = assumed.usd_per_accelerator_hour
     return cost(
         accelerators=inputs.accelerators,

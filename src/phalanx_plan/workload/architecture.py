@@ -48,7 +48,7 @@ def layers(workload: TrainingWorkload, stack: Stack) -> dict[str, Layer]:
     """Return, for each of ``KINDS``, the operations and kept tensors of a layer on one micro-batch, as ``stack``
     carries them out.
 
-    The head includes the operations that predict further tokens.
+    The head includes the operations that predict further tokens. In a model without experts, "mixture" is a dense layer too.
     """
     model = workload.model
     ahead = block.prediction_depths(model) * block.prediction_operations(model)
@@ -121,7 +121,10 @@ def _product(product: op.MatrixProduct, stack: Stack) -> Layer:
 
 
 def _biases(product: op.MatrixProduct) -> tuple[op.Pointwise, ...]:
-    """The bias of a product: backward it is summed over rows, and added to its sum; forward the next kernel adds it, if it is pointwise."""
+    """The bias of a product, always a single operation: backward it is summed over rows, and added to its sum.
+
+    Forward the next kernel adds it, except in the part "projection", which has a kernel for it.
+    """
     apart = product.part == "projection"
     return (
         op.Pointwise(

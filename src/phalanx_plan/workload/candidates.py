@@ -388,7 +388,10 @@ def _pick(array: Ints, along: tuple[int, ...], place: tuple[int, ...]) -> int:
 
 
 def candidates_of(layouts: Sequence[PlannedLayout], modes: Sequence[Recompute]) -> Candidates:
-    """Convert ``layouts`` to arrays along one axis; ``modes`` are what ``recompute`` indexes."""
+    """Convert ``layouts`` to arrays along one axis; ``modes`` are what ``recompute`` indexes.
+
+    Raises ``KeyError`` for a mode that is not among them.
+    """
     codes: dict[str, dict[str, int]] = {
         "schedule": {name: code for code, name in enumerate(SCHEDULES)},
         "recompute": {mode.name: code for code, mode in enumerate(modes)},

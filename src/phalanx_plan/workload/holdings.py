@@ -307,7 +307,7 @@ def _holdings(
 ) -> HoldingsTable:
     """Return what a rank holds of one layer of each of ``KINDS``: elements, its shares, and what FSDP gathers as one block.
 
-    ``optimizer`` None leaves out the bytes of moments.
+    ``optimizer`` None leaves ``moment_bytes_share`` an empty tuple.
     """
     by_kind = [list(_of_kind(model, kind)) for kind in KINDS]
     ahead = [p for p in by_kind[KINDS.index("head")] if p.in_block]

@@ -141,7 +141,10 @@ class SimulatedCoordinator:
         return self.superseded
 
     def _lead(self, anew: bool) -> None:
-        """Begin to lead: raise the disk's fence, send what the core must know, and start the ticks."""
+        """Begin to lead: raise the disk's fence, send the core its first events, and start the ticks.
+
+        ``anew`` is True only at the run's first start, which sends no ``Restarted``.
+        """
         self.up = True
         # A head that crashed between its claim and its commands has still begun the epoch.
         self.disk.fence = max(self.disk.fence, self.claim.epoch)
@@ -212,7 +215,7 @@ class SimulatedCoordinator:
             self.world.to_node(self, name, command)
 
     def _claims(self) -> bool:
-        """Renew the claim; return False if nothing may be sent, after a crash or a succession.
+        """Renew the claim, due or not; return False if nothing may be sent, after a crash or a succession.
 
         ``falls`` crashes it before or after the claim is recorded. A claim for a new epoch begins that epoch.
         """
@@ -322,7 +325,10 @@ class Heads:
                 head.come_back()
 
     def make_peace(self) -> None:
-        """End all faults of heads, and start the newest one. If its machine is lost and no node can succeed it, restart it."""
+        """End the stops and planned crashes of all heads, and start the newest head unless its machine is lost.
+
+        If no node can succeed it, its lost machine comes back.
+        """
         for head in self.heads:
             head.falls = ""
             head.resume()

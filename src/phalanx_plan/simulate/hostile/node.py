@@ -65,7 +65,7 @@ class SimulatedNode:
     def _forget(self) -> None:
         """Reset the state of the agent and its workers, as at the agent's death, under a new incarnation. Cancels planned actions.
 
-        The snapshots stay, and so do the head and the faults of the machine.
+        The snapshots and the head stay, and so do faults of the machine, such as a network cut. Hung workers end.
         """
         self.life += 1
         self.incarnation += 1
@@ -270,7 +270,7 @@ class SimulatedNode:
     # --- commands
 
     def on_command(self, command: c.Command) -> None:
-        """Execute a command of the coordinator; unknown commands are ignored.
+        """Execute a command to park, enter an epoch, fence, describe the node, or shut down; others are ignored.
 
         A fence of its incarnation, or of a later one, restarts the agent.
         """

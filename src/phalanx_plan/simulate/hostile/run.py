@@ -334,7 +334,10 @@ def _next_fault(world: HostileWorld, mean_s: float) -> None:
 
 
 def _make_peace(world: HostileWorld) -> None:
-    """End all faults: the network is reliable, every machine comes back, every node is admitted. Requests the full size again."""
+    """End the faults of network and machines: every machine comes back, and every node is admitted. Requests the full size again.
+
+    Hung workers and corrupt state remain, for the fleet to recover from.
+    """
     world.loss = world.repeat = 0.0
     world.delay_s = min(world.delay_s, 0.1)
     world.heads.make_peace()
