@@ -256,7 +256,10 @@ def _decode(
     sampling: Sampling,
     stop: frozenset[int],
 ) -> Iterator[int]:
-    """Yield tokens up to ``length`` in total, with a pass over the full text for each; end before one in ``stop``."""
+    """Yield tokens up to ``length`` in total, with a pass over the full text for each; end before one in ``stop``.
+
+    ``text`` is the prompt, which stays unchanged.
+    """
     weight = next(model.parameters())
     cap = model.spec.logit_cap
 

@@ -223,7 +223,7 @@ class Scored:
 
 
 def _together(every: Sequence[Scored]) -> Scored:
-    """Concatenate all texts. The result has no byte count if that of any text is unknown."""
+    """Concatenate all texts. ``text_bytes`` of the result is 0, which means unknown, if that of any text is 0."""
     is_bytes_known = all(scored.text_bytes for scored in every)
     return Scored(
         tuple(token for scored in every for token in scored.tokens),

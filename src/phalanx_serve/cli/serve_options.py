@@ -273,7 +273,7 @@ def require_consistent(options: ServeOptions, path: Path) -> None:
 
 
 def _require_for_published(options: ServeOptions, path: Path) -> None:
-    """Raise UsageError for options that need a run directory, if ``path`` is a Hugging Face folder."""
+    """Raise UsageError for ``--follow``, ``--stream`` or ``--stages-at``, none of which the Hugging Face folder ``path`` permits."""
     if options.follow:
         raise click.UsageError(f"{path} is a published model, which saves no newer steps: leave out --follow")
     if options.stream:
@@ -307,7 +307,7 @@ def _require_workers(options: ServeOptions) -> None:
 
 
 def require_stage_options(options: ServeOptions) -> None:
-    """Raise UsageError unless ``--token-file`` comes with exactly one of ``--stages-at`` and ``--join``. Not for a call without all three.
+    """Raise UsageError unless ``--token-file`` comes with exactly one of ``--stages-at`` and ``--join``; also if all three are missing.
     ``--join`` excludes all other options; ``--stages-at`` needs a divided model without ``--workers``.
     """
     if options.token_file is None:

@@ -370,7 +370,7 @@ def _drawn_rows(
     """Draw a token for each row of ``(rows, vocab)``, among those in the mask that ``keep`` returns; if it returns
     None, among all.
 
-    Uses Gumbel-max in fp64.
+    Uses Gumbel-max in fp64. Temperatures must be above 0.
     """
     wide, device = logits.double(), logits.device
     factors = [_factor(sampling.temperature) for sampling in samplings]

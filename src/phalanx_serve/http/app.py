@@ -100,6 +100,7 @@ class Gateway:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
+        """Begin all counts and the admitted load at 0."""
         self.counts = Counts(self.model.name)
         self.workload = AdmittedLoad()
         self.bodies_bytes = 0
@@ -466,7 +467,10 @@ class _CancellableResponse(Response):
         await response(scope, receive, send)
 
     async def _write_events(self, scope: Scope, _receive: Receive, send: Send) -> None:
-        """Send the server-sent events as they are computed; cancel this task if the client takes too long to read one."""
+        """Send the server-sent events as they are computed; cancel this task if the client takes too long to read one.
+
+        Status 200 is sent before the first event, so an error is always an event.
+        """
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         send = scope.get(_SERVERS_SEND, send)

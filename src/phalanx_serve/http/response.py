@@ -399,9 +399,9 @@ class GenerationResponse:
         return self._format.envelope(choices, chunk=False) | {"usage": self._usage()}
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the response as server-sent events; an error after the start is the last of them.
+        """Yield the response as server-sent events. An error is the last event, and may be the only one.
 
-        Usage follows if it was requested, then ``[DONE]``; not after an error.
+        Usage follows if it was requested, then ``[DONE]``; neither follows an error.
         """
         total = len(self.request.prompts) * self.request.n
         options = self.request.body.stream_options

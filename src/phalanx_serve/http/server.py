@@ -190,7 +190,7 @@ class Connection(H11Protocol):
     def give_way(self) -> None:
         """Close a connection that waits for no response; abort one whose request head is incomplete.
 
-        It leaves the limiter's list. While bytes are still to be written, its time for a head begins again.
+        It leaves the limiter's list. Bytes still to be written get ``head_s`` seconds; then the connection is aborted.
         """
         self._limiter.left(self)
         if self.conn.our_state is h11.IDLE:

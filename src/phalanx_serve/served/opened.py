@@ -134,7 +134,7 @@ class TurnsEngine:
         return 0, 0
 
     def submit(self, request: events.Request) -> None:
-        """Add a request. Raises GenerationRequestError if prompt and new tokens are longer than the context."""
+        """Add a request. Raises GenerationRequestError if prompt and new tokens exceed the context; nothing else is checked."""
         if len(request.prompt) + request.max_tokens > self._context:
             raise events.GenerationRequestError(
                 f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones do not fit into the "

@@ -225,7 +225,10 @@ def _number(state: RouterState) -> int:
 def _drop(
     state: RouterState, number: int, commands: list[events.Command], *, is_gone: bool = False
 ) -> RouterJob | None:
-    """Remove a job, and cancel it on its worker unless that is gone. Returns it; ``None`` if there is no such job."""
+    """Remove a job, and cancel it on its worker unless that is gone. Returns it; ``None`` if there is no such job.
+
+    The entry of its request keeps the job's number.
+    """
     job = state.jobs.pop(number, None)
     if job is None:
         return None

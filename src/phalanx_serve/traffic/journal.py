@@ -55,7 +55,10 @@ class Entry:
 
 
 def open_entry(request: Request, seen: int, *, audited: bool) -> Entry:
-    """Return the entry of a new request; tokens that its client has are part of the text already."""
+    """Return the entry of a new request, whose text begins with ``request.generated``.
+
+    The first ``seen`` tokens of the text are not delivered again.
+    """
     tokens = list(request.generated)
     # Tokens of an earlier worker have no log-probability here: such a text cannot be audited.
     return Entry(
@@ -69,7 +72,7 @@ def open_entry(request: Request, seen: int, *, audited: bool) -> Entry:
 
 
 def remaining_request(entry: Entry) -> Request:
-    """Return the request for another worker, with all tokens so far.
+    """Return the request for another worker: ``generated`` has all tokens so far; ``prompt`` and ``max_tokens`` stay.
 
     Its prompt is scored only if it was not yet. An audited text gets log-probabilities.
     """

@@ -188,9 +188,9 @@ def _step_patience_s(settings: PoolSettings, worker: PoolWorker) -> float:
 
 
 def _watch(pool: Pool, now_s: float, commands: list[events.PoolCommand]) -> None:
-    """Remove and refuse workers that are silent or still for ``dead_s``, and mark those silent for ``late_s`` or
-    still as late.
+    """Mark workers that are silent for ``late_s`` as late; remove and refuse those silent for ``dead_s``.
 
+    A worker without a step for ``_step_patience_s`` is late too, and removed after ``dead_s`` more.
     Dismiss drained ones without jobs, and balance the roles if the pool is elastic.
     """
     settings = pool.settings
