@@ -337,6 +337,7 @@ def spans_in_blocks(source: Box, part: Box, start: int, block_bytes: int) -> Ite
     """Cut ``part`` of the stored box ``source``, which begins at byte ``start`` of its image, where blocks of the image end.
 
     Each piece is within one block, or is a single element. Together they are the part, in the order of their first bytes.
+    Byte positions of a piece count from the start of ``source``, not of the image.
     """
     if not part.numel:
         return

@@ -232,7 +232,10 @@ class Segment:
         return os.fstat(self.descriptor).st_size
 
     def snapshot(self) -> Snapshot | None:
-        """Return the record of the complete snapshot in this segment; None if there is none. Parsed once per record."""
+        """Return the complete snapshot in this segment, as its record describes it. Parsed once per record.
+
+        None if there is none, or if its record does not match its own checksum.
+        """
         record = self.record()
         if record is None:
             return None
@@ -241,7 +244,10 @@ class Segment:
         return self._parsed[1]
 
     def record(self) -> bytes | None:
-        """Return the encoded record (see ``decode_record``); None if there is no complete snapshot."""
+        """Return a copy of the encoded record (see ``decode_record``), verified by its own checksum.
+
+        None if the checksum does not match, or if there is no complete snapshot.
+        """
         # Read, not mapped, so that it works on a node without memory for a mapping.
         head = os.pread(self.descriptor, _HEAD.size, 0)
         magic, start, length = _HEAD.unpack(head)
@@ -296,7 +302,7 @@ class Segment:
     def complete(self, nbytes: int, record: bytes) -> None:
         """Write ``record`` behind the complete image of ``nbytes`` bytes, and mark the snapshot complete, last.
 
-        Grows the segment if the record does not fit.
+        Grows the segment if the record does not fit. Raises OSError if it cannot grow.
         """
         start = _end_of(nbytes)
         if start + len(record) > self._memory.nbytes:

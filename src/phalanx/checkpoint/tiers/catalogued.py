@@ -207,8 +207,9 @@ def leave_manifest(place: Path, catalog: Catalog) -> None:
 
 
 def leave_failure(folder: Path, rank: int, reason: str) -> None:
-    """Write ``reason`` as the failure of ``rank`` into the draft ``folder``; ranks that wait for it then give up. On
-    a full disk the file is empty.
+    """Write ``reason`` as the failure of ``rank`` into the draft ``folder``; ranks that wait for it then give up.
+
+    If the text cannot be written, as on a full disk, an empty file is created instead. Raises OSError if that fails too.
     """
     file = folder / f"rank-{rank:05d}.failed"
     try:

@@ -336,7 +336,9 @@ class DiskTier:
 
     def sweep(self, attempt: int) -> list[str]:
         """Remove drafts of attempts other than ``attempt``, and leftovers of deletions; return the drafts' names,
-        sorted. Raises ``StorageError`` if the folder cannot be listed.
+        sorted.
+
+        Raises ``StorageError`` if the folder cannot be listed, or a draft cannot be renamed for its removal.
         """
         with storage_errors(self.root):
             names = sorted(os.listdir(self.root))

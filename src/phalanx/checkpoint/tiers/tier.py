@@ -103,7 +103,7 @@ class Tier(KeepingTier, Protocol):
         ...
 
     def fail(self, draft: Draft, rank: int, reason: str) -> None:
-        """StepRecord that ``rank`` cannot deliver, so that the committing rank abandons the draft at once."""
+        """Record that ``rank`` cannot deliver, so that the committing rank abandons the draft at once."""
         ...
 
     def collect(

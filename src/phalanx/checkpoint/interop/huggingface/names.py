@@ -215,7 +215,8 @@ def hf_name(name: str, spec: ModelSpec | None = None, family: Family | None = No
 def parameter_name(name: str, family: Family | None = None) -> str:
     """Inverse of ``hf_name``, except for modules of multi-token prediction; ``None`` is Llama's family.
 
-    Raises KeyError for a tensor of no parameter, or of several.
+    A stack of experts is named with an asterisk, as by ``hf_name``. Raises KeyError for the tensor of a single expert, of several
+    parameters, or of none.
     """
     if name in _OUTER_BACK:
         return _OUTER_BACK[name]

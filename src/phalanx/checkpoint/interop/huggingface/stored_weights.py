@@ -69,7 +69,10 @@ class PackedStack:
         return [experts, blocks * _BLOCK, rows]
 
     def __getitem__(self, part: slice | tuple[slice, ...]) -> torch.Tensor:
-        """Return a part of the stack ``(experts, columns, rows)``, unpacked to fp32. Only the blocks around it are read."""
+        """Return a part of the stack ``(experts, columns, rows)``, unpacked to fp32. Only the blocks around it are read.
+
+        ``part`` has three slices; that of the columns has a start and a stop.
+        """
         assert isinstance(part, tuple), "a slice for each dimension"
         experts, columns, rows = part
         first = columns.start // _BLOCK
