@@ -173,8 +173,9 @@ def number_text(value: float | None) -> str:
 
 
 def left_out_lines(compared: Compared) -> Iterator[str]:
-    """Yield one line with the modules that two replays could not be compared in, each once, beyond ``MOST`` only
-    their number; nothing if there are none.
+    """Yield one line with the modules that two replays could not be compared in, each once; nothing if there are none.
+
+    The line names the first ``MOST``, then the number of the others.
     """
     # A module in lanes is called once for each, and may have several results; the line lists the module once.
     names = list(

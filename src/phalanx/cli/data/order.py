@@ -110,7 +110,8 @@ def mixture_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> Non
 def order_command(run: Path, step: int, overrides: tuple[str, ...], as_json: bool) -> None:
     """Show which sequences each slot reads in a step, and where they are stored.
 
-    RUN is a run file or a run directory; the run need not have started.
+    RUN is a run file or a run directory; the run need not have started. A step after the run's end is shown
+    as if the run had more steps, with a note.
 
     \b
       phalanx data order run.toml --step 1

@@ -212,6 +212,8 @@ def prepare_command(options: PrepareOptions) -> None:
     With --workers, a cluster, or URLs of object stores, the text is prepared in portions, as with a recipe,
     by any number of workers. If the preparation is interrupted, run the same command again to resume it.
 
+    If --out has the dataset of the same text and options already, it is kept. Another dataset there is an error.
+
     \b
       phalanx data prepare books/ --out data/books
       phalanx data prepare books/ notes/*.md --out data/books

@@ -362,7 +362,10 @@ def page_command(directory: RunDirectory, program: Sequence[str]) -> str:
 
 
 def _rows(result: RunResult, directory: RunDirectory) -> Iterator[tuple[str, str]]:
-    """Yield label and text of a result's figures; those that are unknown are left out."""
+    """Yield label and text: bits per byte of the held-out text, speed, run directory, loss curve, and hash of the weights.
+
+    Bits per byte and speed are left out if they are unknown.
+    """
     if result.bits_per_byte is not None:
         text = f"{result.bits_per_byte:.3f} bits per byte"
         if result.xz_bits_per_byte is not None:

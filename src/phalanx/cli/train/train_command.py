@@ -395,6 +395,8 @@ def _lines(
 ) -> Iterator[str]:
     """Yield the lines of the report: both layouts, if and where they part, the numbers that differ, and what was
     not compared.
+
+    If they part, ``one_run`` decides the explanation: True if both are layouts of one run, whose bits should be equal.
     """
     yield from (f"{name}  {_text(layout)}" for name, layout in zip("AB", layouts, strict=True))
     yield f"{compared.observations:,} tensors compared" + (

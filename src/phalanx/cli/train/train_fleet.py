@@ -104,8 +104,9 @@ def _with_planned_halving(spec: RunSpec, console: Console) -> RunSpec:
 
 
 def _faults(spec: RunSpec, arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the faults of the --fault arguments as text, random ones drawn. Raises ``click.BadParameter`` for
-    impossible ones.
+    """Return the faults of the --fault arguments as text; those of ``random:SEED:COUNT`` are drawn with that seed.
+
+    Raises ``click.BadParameter`` for impossible ones.
     """
     fleet = spec.fleet
     shape = FleetShape(
