@@ -34,7 +34,10 @@ from phalanx.data.steps.step import words_of
 
 
 def count_shared(held_out: NDArray[np.uint64], train: Iterable[NDArray[np.uint64]]) -> int:
-    """Return how many of ``held_out`` (n,) are in any of the arrays ``train``, which are searched one after another."""
+    """Return how many of the hashes ``held_out`` (n,) are in any of the arrays ``train``, which are searched one after another.
+
+    A hash that ``held_out`` has twice counts twice. The arrays need not be sorted.
+    """
     unique, documents = np.unique(held_out, return_counts=True)
     shared = np.zeros(len(unique), dtype=bool)
     for hashes in train if len(unique) else ():
