@@ -171,6 +171,13 @@ def test_a_wrong_file_is_explained(tmp_path: Path, text: str, says: str) -> None
         load_user(path)
 
 
+def test_a_file_that_is_no_utf_8_is_explained(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes('[system]\nname = "Zürich"\n'.encode("latin-1"))
+    with pytest.raises(HardwareError, match=r"mine\.toml is not TOML: 'utf-8' codec"):
+        load_user(path)
+
+
 def test_all_mistakes_of_a_table_are_told_at_once_with_their_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[system]\nlike = "h100"\npue = -1\nper_node = 0\n[system.domain]\nsiz = 8\n')

@@ -33,10 +33,10 @@ _Entry = TypeVar("_Entry")
 def read_toml(path: Path) -> Values:
     """Return the tables of the file at ``path``. Raises ``HardwareError`` if it cannot be read or is not TOML."""
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise HardwareError(f"cannot read {path}: {error.strerror}; name a TOML file that exists") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise HardwareError(f"{path} is not TOML: {error}") from error
 
 

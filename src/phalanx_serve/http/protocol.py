@@ -7,6 +7,7 @@ interfaces that are not implemented are refused with the remedy, except where th
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from typing import Annotated, Any, TypeVar
@@ -164,12 +165,13 @@ def read_body(kind: type[BodyT], body: bytes) -> BodyT:
 def read_object(body: bytes) -> dict[str, Any]:
     """Return the fields of a body that is a JSON object.
 
-    Raises RefusedError, also for a repeated key, a number that JSON lacks (``NaN``, ``1e999``), and half of a pair of
-    surrogates. Python's parser detects the first and the last, so that the error names the field; ``msgspec`` refuses
-    such numbers.
+    Raises RefusedError, also for a repeated key, a number that JSON lacks (``NaN``) or that is no fp64 number
+    (``1e999``), and half of a pair of surrogates.
     """
     try:
-        fields = json.loads(body.decode(), object_pairs_hook=unique_keys)
+        fields = json.loads(
+            body.decode(), object_pairs_hook=unique_keys, parse_float=_finite, parse_constant=_finite
+        )
     except RepeatedKeyError as error:
         raise RefusedError(str(error)[:300], error.key[:100]) from error
     except (ValueError, RecursionError) as error:
@@ -183,11 +185,15 @@ def read_object(body: bytes) -> dict[str, Any]:
                 f"{field}: \\u{ord(half[0]):04x} is half of a pair of surrogates, which is no character; leave it out",
                 field,
             )
-    try:
-        msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RefusedError(f"the body is no JSON: {error}") from error
     return fields
+
+
+def _finite(digits: str) -> float:
+    """Return a number of a body. Raises ``ValueError`` for one that is not finite."""
+    number = float(digits)  # parses "NaN" and "-Infinity" as Python's JSON parser does
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:40]} is no finite number")
+    return number
 
 
 def read_fields(kind: type[BodyT], fields: dict[str, Any]) -> BodyT:

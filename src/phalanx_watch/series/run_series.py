@@ -296,10 +296,11 @@ class RunSeries:
         With another file, reading begins at its start. Raises ``OSError``, ``ValueError`` and ``KeyError``.
         """
         with self.lock:
+            # All that can fail comes first: a position without its steps would leave them out in silence.
+            table = StepTable.from_bytes(state.rows, state.columns)
+            lines = read_lines_at(self._tail.path, [offset for _, offset in state.others])
             if not self._tail.resume(state.position):
                 return
-            lines = read_lines_at(self._tail.path, [offset for _, offset in state.others])
-            table = StepTable.from_bytes(state.rows, state.columns)
             self._begin()
             self.table = table
             for (rows, offset), line in zip(state.others, lines, strict=True):

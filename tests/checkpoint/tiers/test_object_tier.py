@@ -80,6 +80,15 @@ def loaded(tier: ObjectTier | DiskTier, step: int) -> State:
     return blank
 
 
+def test_a_tensor_of_another_format_gets_the_stored_numbers_rounded(tmp_path: Path) -> None:
+    disk = disk_with(tmp_path, 7)
+    stored = small_state(7)["model/w"]
+    for tier in (disk, copied(disk, MemoryStore())):
+        half = torch.zeros_like(stored, dtype=torch.bfloat16)
+        restore(tier, 7, [Shard(box_of("model/w", stored), half)])
+        torch.testing.assert_close(half, stored.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
 def step_files(disk: DiskTier, step: int) -> dict[str, bytes]:
     folder = disk.folder(step)
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}

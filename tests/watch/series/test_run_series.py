@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -288,6 +289,15 @@ def test_a_kept_series_of_another_file_of_that_name_is_not_used(tmp_path: Path) 
     write_events(tmp_path / "run", [Event(1.0, 0, step(n, 99)) for n in range(1, 90)])
     resumed = RunSeries(tmp_path / "run")
     stored.load(resumed)
+    resumed.refresh()
+    _assert_same(resumed, _read(tmp_path / "run"))
+
+
+def test_a_kept_series_whose_columns_do_not_fit_leaves_nothing_out(tmp_path: Path) -> None:
+    state = _read(crashed(tmp_path / "run")).state()
+    resumed = RunSeries(tmp_path / "run")
+    with pytest.raises(ValueError, match="0 rows"):
+        resumed.resume(replace(state, columns={name: b"" for name in state.columns}))
     resumed.refresh()
     _assert_same(resumed, _read(tmp_path / "run"))
 

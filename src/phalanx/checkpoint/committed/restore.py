@@ -139,21 +139,19 @@ def _stored_boxes(
 
 
 def _fill(shards: Sequence[Shard], piece: Box, data: RawArray) -> None:
-    """Copy ``data``, the elements of ``piece`` as raw integers, into each shard that overlaps it, converting to its dtype and device.
-
-    Read-only ``data`` for a shard on the CPU is copied as bits: the shard must have the dtype of ``piece``.
-    """
+    """Copy ``data``, the elements of ``piece`` as raw integers, into each shard that overlaps it, converting to its dtype and device."""
+    dtype = torch_dtype(piece.dtype)
     for shard in shards:
         common = piece.intersection(shard.box)
         if common is None:
             continue
         target = shard.tensor.detach()[common.slices_in(shard.box)]
-        if not data.flags.writeable and target.device.type == "cpu":
-            # PyTorch does not support read-only memory.
+        if not data.flags.writeable and target.device.type == "cpu" and target.dtype == dtype:
+            # PyTorch does not support read-only memory, and equal dtypes need no copy of it.
             np.copyto(target.view(_RAW_TORCH[data.itemsize]).numpy(), data[common.slices_in(piece)])
             continue
         source = torch.from_numpy(data if data.flags.writeable else data.copy())
-        target.copy_(source.view(torch_dtype(piece.dtype))[common.slices_in(piece)])
+        target.copy_(source.view(dtype)[common.slices_in(piece)])
 
 
 # Restore of the weights alone, for readers of a finished model.
