@@ -128,8 +128,10 @@ def lane_problems(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _widths(spec: RunSpec) -> Iterator[Problem]:
-    """Yield the problems of lanes: norms over all heads, dimensions and key heads that do not divide, and a sequence
-    length that does not divide into lanes' pieces and context tiles.
+    """Yield the problems of a run with lanes: norms over all heads, dimensions and key heads that do not divide, and a
+    sequence length that does not divide into lanes' pieces and context tiles.
+
+    Only for ``model.lanes`` above 0.
     """
     model, lanes = spec.model, spec.model.lanes
     for axis, problem in undivided(model):

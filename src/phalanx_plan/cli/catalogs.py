@@ -75,8 +75,8 @@ def _list(as_json: bool) -> None:
 
 
 def _summary(entry: Accelerator) -> tuple[str, ...]:
-    """Return an accelerator's row of the table: TFLOP/s in bf16 (else fp16), fp8 and fp4, GiB, TB/s, watts and
-    dollars an hour.
+    """Return an accelerator's row of the table: key, name, TFLOP/s in bf16 (else fp16), fp8 and fp4, GiB, TB/s, watts
+    and dollars an hour.
 
     A format that it lacks is ``-``.
     """

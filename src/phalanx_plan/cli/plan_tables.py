@@ -72,7 +72,9 @@ def print_plan(plan: Plan, *, explain: bool) -> None:
 
 
 def _print_head(console: Console, plan: Plan) -> None:
-    """Print the evidence, the model, the cluster and its stack, the P5-P95 band of step times, cautions, and overridden figures."""
+    """Print the evidence, the model, the cluster and its stack, by how many percent step times may differ (P5 to P95),
+    cautions, and overridden figures.
+    """
     job = plan.job
     counts, cluster = job.workload.counts, job.cluster
     console.print(str(plan.evidence), style="yellow" if plan.evidence.kind == "never" else "dim")

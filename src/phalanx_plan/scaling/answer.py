@@ -182,7 +182,10 @@ def _on_data(surface: LossSurface, question: Question) -> LossSurface:
 
 
 def _solved(question: Question, surface: LossSurface, cost: CostPerToken, times: float = 1.0) -> Optimum:
-    """Return the optimum of ``times`` the question's budget on its data, with its inference tokens paid for."""
+    """Return the optimum of ``times`` the question's budget by ``surface``, with its inference tokens paid for.
+
+    Tokens above the question's own are repetitions of them.
+    """
     return optimum(
         _on_data(surface, question),
         times * question.budget.amount,

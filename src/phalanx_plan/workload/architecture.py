@@ -45,10 +45,11 @@ class Layer:
 
 
 def layers(workload: TrainingWorkload, stack: Stack) -> dict[str, Layer]:
-    """Return, for each of ``KINDS``, the operations and kept tensors of a layer on one micro-batch, as ``stack``
+    """Return, for each of ``KINDS``, the operations and kept tensors of one such layer on one micro-batch, as ``stack``
     carries them out.
 
-    The head includes the operations that predict further tokens. In a model without experts, "mixture" is a dense layer too.
+    The head includes the operations that predict further tokens. No kind is empty: without experts, "mixture" is a
+    dense layer too.
     """
     model = workload.model
     ahead = block.prediction_depths(model) * block.prediction_operations(model)

@@ -73,11 +73,11 @@ class PipelinePlaces:
 def places(
     workload: TrainingWorkload, stack: Stack, pipelines: list[tuple[int, int, bool]]
 ) -> PipelinePlaces:
-    """Return the kinds of ranks of each pipeline, given as (ranks, stages on each, whether they go down and up like a
-    V).
+    """Return, for each pipeline, the kinds of ranks that can be the worst.
 
-    Pipelines with fewer kinds are padded with their first. Raises ``ValueError`` for more stages than there are
-    layers to divide.
+    These have more of something (layers without or with experts, embedding, head) than every earlier rank. Pipelines
+    are (ranks, stages on each, whether they go down and up like a V); those with fewer kinds are padded with their
+    first. Raises ``ValueError`` for more stages than there are layers to divide.
     """
     sizes_of = _splits(workload, stack, {ranks * per_rank for ranks, per_rank, _ in pipelines})
     mixture = tuple(is_mixture(workload.model, layer) for layer in range(workload.model.layers))

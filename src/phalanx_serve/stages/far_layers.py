@@ -423,8 +423,8 @@ class FarShares:
     def _all(self) -> Iterator[list[FarShare]]:
         """Yield all shares for an exchange, one exchange at a time.
 
-        If the block fails, the state of the processes is unknown and all count as lost. Raises PartLostError, also
-        for an earlier loss.
+        Any exception of the block becomes PartLostError: the state of the processes is unknown, and all count as lost.
+        Later calls raise it at once.
         """
         with self._talking:
             if self._lost:

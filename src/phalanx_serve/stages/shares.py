@@ -206,10 +206,11 @@ def projection_by(matrix: torch.Tensor) -> OutputProjection:
 
 
 def assemble(model: Transformer, share: Share, assembly: Assembly, *, exact: bool) -> Affine:
-    """Connect the layers of a share with the other shares, and return the product of the output projection.
+    """Connect the layers of a share with the other shares, in place, and return the product of the output projection:
+    all scores in the first process, its own part in the others.
 
-    The last matrices of attention and feed-forward gather their inputs, experts their rows, the projection its
-    scores. ``exact`` numerics are those of PyTorch's operations; others take faster products where there are some.
+    The last matrices of attention and feed-forward gather their inputs and results, experts their rows. ``exact``
+    numerics are those of PyTorch's operations; others take faster products where there are some.
     """
     fast = None if exact else fast_products(model)
     through: Affine = fast or F.linear

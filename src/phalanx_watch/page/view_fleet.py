@@ -94,10 +94,10 @@ def _faults(
     recoveries_by_attempt: dict[int, Recovery],
     happenings: Sequence[FleetIncident],
 ) -> list[dict[str, object]]:
-    """Return each end of an epoch that another one followed: when, node, cause, detector, and the recovery's phases
-    and lost steps.
+    """Return each end of an epoch that another one followed: when, node, cause and detector, as its reason states them,
+    and the recovery's phases and lost steps (empty and 0 without one).
 
-    Without a logged end, the attempt's own end and reason count.
+    Without a logged end, the attempt's own end and reason count. Incidents of that node within a minute are added.
     """
     ends = _left(events)
     faults: list[dict[str, object]] = []

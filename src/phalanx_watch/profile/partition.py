@@ -218,7 +218,10 @@ class _Cut:
             yield from self._step(number, begin, end, inside)
 
     def _step(self, number: int, begin: int, end: int, inside: NDArray[np.intp]) -> Iterator[tuple[int, ...]]:
-        """Yield the pieces of a step without gaps or overlaps; each belongs to the innermost event."""
+        """Yield the pieces of a step as rows of ``PIECE``, without gaps or overlaps; each belongs to the innermost event.
+
+        Also note category, layer and phase of each inner event, which the device work that it launches gets.
+        """
         bottom = _Frame(end, -1, self.categories.number(BETWEEN), 0, OUTSIDE, settled=False)
         stack, now = [bottom], begin
         starts, lengths = self.events["begin_ns"].tolist(), self.events["ns"].tolist()

@@ -306,9 +306,9 @@ def _inode(path: Path) -> int | None:
 def _await_order(
     directory: RunDirectory, name: str, since_s: float, wait_s: float, inode: int | None
 ) -> None:
-    """Wait until rank 0 has taken the request.
+    """Wait until rank 0 has taken the request and written its order, at most ``wait_s``.
 
-    Raises ``ProfileError`` if it is refused, replaced, or not taken within ``wait_s``; earlier if no process holds
+    Raises ``ProfileError`` if it is refused or replaced, or there is no order by then; earlier if no process holds
     the run.
     """
     path = folder_of(directory, name) / recorded_step.ORDER_FILE

@@ -258,7 +258,10 @@ def _called(process: o.ProcessSeen) -> str:
 
 
 def _ahead(observed: o.Observed) -> o.Reason | None:
-    """Return a critical reason if training continues, by the fleet's heartbeats, but the event stream does not grow; else None."""
+    """Return a critical reason if a running fleet's heartbeats are at a later step than the newest step event; else None.
+
+    The time is not looked at: only for an event stream that has been silent too long.
+    """
     fleet, last = observed.fleet, observed.last_step
     if fleet is None or last is None or fleet.phase is not FleetPhase.RUNNING or fleet.step <= last[1].step:
         return None

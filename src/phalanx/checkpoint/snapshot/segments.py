@@ -419,10 +419,10 @@ class SnapshotMemory:
 
     @contextmanager
     def receiving(self, key: SnapshotKey, previous: int, nbytes: int) -> Iterator[Segment]:
-        """Context with a segment for a buddy's snapshot ``key`` of ``nbytes`` bytes, which nobody else uses
-        meanwhile. Its old content is neither this step nor step ``previous``.
+        """Context with a segment for a buddy's snapshot ``key``, which nobody else uses meanwhile.
 
-        Raises StorageFullError if the machine has no memory for it.
+        It may be smaller than ``nbytes`` and contain an older snapshot, neither this step nor step ``previous``, until its
+        ``begin``. Raises StorageFullError if the machine has no memory for it.
         """
         with self._lock:
             segment = self._room_for(key, previous, nbytes)

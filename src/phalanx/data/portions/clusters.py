@@ -408,7 +408,11 @@ class SlurmArray:
         return set(arrays)
 
     def _submit(self, jobs: Sequence[int], url: str) -> None:
-        """Submit the jobs as one array that runs ``phalanx data work``, and note the array's id for each."""
+        """Submit the jobs as one array, and note its id for each. Each runs ``phalanx data work`` on its share of the
+        dataset at ``url``.
+
+        Raises ``PreparationError`` if sbatch fails.
+        """
         variables = " ".join(f"{name}={value}" for name, value in one_thread_each().items())
         work = f"{shlex.quote(sys.executable)} -m phalanx data work {shlex.quote(url)} --task $SLURM_ARRAY_TASK_ID/{self._jobs}"
         output = _slurm(

@@ -102,8 +102,9 @@ class _PortionSplit:
         self.documents = SplitWriter(shards, place.encoding, self._on_bad, on_encoded)
 
     def close(self) -> Split:
-        """Write the remaining tokens, the documents' origins and text hashes, and add the split's facts and counts to
-        the manifest.
+        """Store the last shard, the documents' origins and the text hashes under the task's keys, and return the split.
+
+        It adds the split's facts and counts to the manifest, which the caller stores.
         """
         split = self.documents.close()
         if self._origin:

@@ -352,10 +352,11 @@ def _with_parameters(
 
 
 def resolved(step: AnyStep, folder: Path) -> AnyStep:
-    """Return the step with all inputs that determine its result: a filter's version, a function's code, or checksums of
-    evaluation files.
+    """Return the step with all inputs that determine its result: a filter's version, the text of a function's file, or
+    absolute paths and checksums of evaluation files.
 
-    Other steps are unchanged. Files are relative to ``folder``. Raises ``PreparationError``.
+    A function's file is run, as a check. Other steps are unchanged. Files are relative to ``folder``. Raises
+    ``PreparationError``.
     """
     if isinstance(step, DatatroveFilter):
         return with_version(step)

@@ -121,10 +121,10 @@ def same_bus(left: str, right: str) -> bool:
 
 
 def gpus(limits: machine_checks.HealthLimits = machine_checks.ANY_RATE) -> list[machine_checks.CheckResult]:
-    """Check all GPUs of this machine: one result a GPU, empty if NVML counts none.
+    """Check all GPUs of this machine: one result for each, none if NVML counts none.
 
-    One result "not checked" if the NVML package is not installed or does not start, and one result "bad" if a GPU
-    does not answer.
+    Instead, a single result "not checked" if the NVML package is not installed or does not start, and a single result
+    "bad", without those of the other GPUs, if one GPU does not answer.
     """
     try:
         pynvml: Any = importlib.import_module("pynvml")  # Optional: only machines with GPUs need it.

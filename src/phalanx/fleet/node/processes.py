@@ -85,8 +85,8 @@ def run_fleet(
 def _ending(run: OpenRun, processes: FleetProcesses) -> Ending:
     """Return how the run ended: finished if it has a result, failed with the reason, or else stopped.
 
-    The result file counts first, then a process that was given up, then fleet.json and a stuck run. A second request
-    to stop only marks a stopped run as unsaved.
+    The first that applies counts: the result file, a process that was given up, a result in fleet.json, a stuck run, a
+    failure in fleet.json. A second request to stop only marks a stopped run as unsaved.
     """
     fleet_file = processes.fleet_file()
     if run.directory.finished_result() is not None:

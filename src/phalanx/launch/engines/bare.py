@@ -258,7 +258,8 @@ def end(
 
 
 def sentence(run_dir: Path) -> str | None:
-    """Return in words where a run's sessions are running, with the hosts that do not answer.
+    """Return in words whether a run's sessions are running: on this machine or on how many of its hosts, and which hosts
+    do not answer.
 
     ``None`` if none is there and all hosts answer. If none is there and some do not answer, "perhaps running".
     """

@@ -86,7 +86,7 @@ class IntegerSummation(Summation):
     ) -> IntegerReducer:
         """Return a reducer that divides a group of ``shapes`` over ``ranks``, of which this one is at ``place``.
 
-        It exchanges after every round if there are several ranks and the summation was made with ``each_round``.
+        Several ranks exchange after every round if the summation was made with ``each_round``, else after the last.
         """
         each_round = self._each_round and ranks > 1
         return IntegerReducer(
@@ -121,8 +121,9 @@ class IntegerSummation(Summation):
             self._push(parameter)
 
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Set the gradient of each of ``parameters`` to the sum over all slots and replicas, and clear the sums. A
-        collective if there are several replicas.
+        """Set the gradient of each of ``parameters`` to the sum over all slots and replicas, and clear the sums.
+
+        A collective if there are several replicas. Raises ``ValueError`` for a parameter that lacks a slot's gradient.
         """
         for bucket in in_buckets(parameters, nn.Parameter.numel):
             sums = [self._unsharded[parameter].take_out() for parameter in bucket]

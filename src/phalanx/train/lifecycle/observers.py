@@ -128,8 +128,10 @@ class StepLog(Observer):
             self._warn_of_waiting(end.step, wait_s, logged_s)
 
     def _warn_of_waiting(self, step: int, wait_s: float, logged_s: float) -> None:
-        """Warn, once per attempt, that ``wait_s`` of the last ``logged_s`` seconds were spent waiting for samples. The
-        caller decides that this is much.
+        """Warn that ``wait_s`` of the last ``logged_s`` seconds were spent waiting for samples; only the first call of an
+        attempt warns.
+
+        The caller decides that this is much.
         """
         if self._has_warned:
             return

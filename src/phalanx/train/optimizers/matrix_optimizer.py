@@ -456,8 +456,9 @@ def gather_holders(
 
 
 def _gathered(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return every rank's ``mine``, of equal shapes, on the CPU, with a new first dimension for the ranks. A
-    collective unless ``group`` is None.
+    """Return every rank's ``mine``, of equal shapes, with a new first dimension for the ranks.
+
+    A collective, with the result on the CPU. Without ``group``, only a view of ``mine``.
     """
     if group is None:
         return mine[None]

@@ -210,7 +210,8 @@ def _inspected(
 ) -> tuple[FileFormat, list[Span]]:
     """Return a file's format and its spans, from its beginning and end; a remote Arrow or text file is one span.
 
-    Raises ``CorpusError`` if it is unreadable or has no text field. The local copy is removed.
+    Raises ``CorpusError`` if it is unreadable or has no text field; a remote Arrow file's fields are not looked at. The
+    local copy is removed.
     """
     local = LocalBytes(file, scratch)
     try:
