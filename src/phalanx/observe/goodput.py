@@ -70,10 +70,28 @@ def goodput(events: Iterable[run_events.Event]) -> Goodput:
     one; the rest of them is unattributed. Steps without a checkpoint yet are pending, and steps computed again
     are rolled back.
     """
+    return _goodput(_accounts(events))
+
+
+def rank_goodput(events: Iterable[run_events.Event]) -> Goodput:
+    """Return the goodput of a run in nanoseconds of ranks: each attempt's time counts once for each of its ranks.
+
+    The first rank's time is used for all ranks, and an attempt whose start was not logged counts as one rank.
+    ``gap_ns`` is wall time.
+    """
+    return _goodput([_times_ranks(account) for account in _accounts(events)])
+
+
+def _accounts(events: Iterable[run_events.Event]) -> list[_Account]:
+    """Return the accounts of the attempts that held their machines, in order and without overlap."""
     attempts: dict[int, list[run_events.Event]] = {}
     for event in events:
         attempts.setdefault(event.attempt, []).append(event)
-    accounts = _disjoint([_account(own) for _, own in sorted(attempts.items()) if _lived(own)])
+    return _disjoint([_account(own) for _, own in sorted(attempts.items()) if _lived(own)])
+
+
+def _goodput(accounts: Sequence[_Account]) -> Goodput:
+    """Return the goodput report of the accounts of all attempts."""
     line = _Line()
     for account in accounts:
         line.live_through(account)
@@ -116,11 +134,10 @@ def attempt_accounts(events: Iterable[run_events.Event]) -> list[AttemptAccount]
     Together they are all of ``goodput(events)``. An epoch's reason comes from the coordinator's event about the
     last living attempt.
     """
-    attempts: dict[int, list[run_events.Event]] = {}
+    events = list(events)
     reasons: dict[int, str] = {}
     lived = 0
     for event in events:
-        attempts.setdefault(event.attempt, []).append(event)
         match event.body:
             case run_events.EpochLeft(reason=reason):  # told by the coordinator, under an attempt of its own
                 reasons.setdefault(lived, reason)
@@ -130,23 +147,40 @@ def attempt_accounts(events: Iterable[run_events.Event]) -> list[AttemptAccount]
                 reasons[event.attempt] = "finished"
         if not isinstance(event.body, run_events.FROM_OUTSIDE):
             lived = event.attempt
-    accounts = _disjoint([_account(own) for _, own in sorted(attempts.items()) if _lived(own)])
-    return [_described(account, reasons.get(account.events[0].attempt, "")) for account in accounts]
+    return [_described(account, reasons.get(account.events[0].attempt, "")) for account in _accounts(events)]
 
 
 def _described(account: _Account, reason: str) -> AttemptAccount:
     """Return an account with its attempt, reason, seconds, ranks, and first and last logged step (0 if none)."""
     steps = [event.body.step for event in account.events if isinstance(event.body, run_events.Step)]
-    ranks = [event.body.ranks for event in account.events if isinstance(event.body, run_events.RunStarted)]
     return AttemptAccount(
         attempt=account.events[0].attempt,
         started_s=account.start_ns / NS_PER_S,
         ended_s=account.end_ns / NS_PER_S,
-        ranks=ranks[-1] if ranks else 0,
+        ranks=_ranks(account),
         reason=reason,
         buckets_ns=account.buckets_ns,
         first_step=steps[0] if steps else 0,
         last_step=steps[-1] if steps else 0,
+    )
+
+
+def _ranks(account: _Account) -> int:
+    """Return the ranks of an attempt; 0 if its start was not logged."""
+    ranks = [event.body.ranks for event in account.events if isinstance(event.body, run_events.RunStarted)]
+    return ranks[-1] if ranks else 0
+
+
+def _times_ranks(account: _Account) -> _Account:
+    """Return an account whose buckets and time in steps count once for each rank; its start and end stay."""
+    ranks = max(1, _ranks(account))
+    return replace(
+        account,
+        in_steps=[
+            None if times is None else _InSteps(times.rest_ns * ranks, times.waiting_ns * ranks)
+            for times in account.in_steps
+        ],
+        buckets_ns={name: value * ranks for name, value in account.buckets_ns.items()},
     )
 
 

@@ -212,7 +212,7 @@ def account(events: Sequence[Event], price: float | None) -> dict[str, object]:
             for attempt in attempts
         ],
         "causes": _causes(attempts, recoveries_by_attempt),
-        "cost": None if price is None else _cost(total, attempts, price),
+        "cost": None if price is None else _cost(goodput.rank_goodput(events), price),
         **_others(total),
     }
 
@@ -264,30 +264,22 @@ def _causes(
     return causes
 
 
-def _cost(
-    total: goodput.Goodput, attempts: Sequence[goodput.AttemptAccount], price: float
-) -> dict[str, object]:
-    """Return dollars by bucket and outcome at ``price`` an accelerator-hour.
+def _cost(total: goodput.Goodput, price: float) -> dict[str, object]:
+    """Return dollars by bucket and outcome at ``price`` an accelerator-hour, from the goodput in time of ranks.
 
-    The first rank's time is used for all ranks; nodes without a rank are not counted.
+    Nodes without a rank are not counted.
     """
-    buckets: dict[str, float] = {}
-    rank_s = 0.0
-    for attempt in attempts:
-        ranks = max(1, attempt.ranks)
-        for name, value in attempt.buckets_ns.items():
-            buckets[name] = buckets.get(name, 0.0) + value / NS_PER_S * ranks / _S_PER_H * price
-            rank_s += value / NS_PER_S * ranks
-    dollars = rank_s / _S_PER_H * price
-    total_ns = total.held_ns or 1
-    outcomes = {name: dollars * value / total_ns for name, value in _outcomes(total).items()}
+
+    def dollars(rank_ns: int) -> float:
+        return rank_ns / NS_PER_S / _S_PER_H * price
+
     return {
         "price_per_accelerator_hour": price,
-        "accelerator_hours": rank_s / _S_PER_H,
-        "dollars": dollars,
-        "buckets": buckets,
-        "outcomes": outcomes,
-        "not_in_the_weights": dollars - outcomes["committed"] - outcomes["pending"],
+        "accelerator_hours": total.held_ns / NS_PER_S / _S_PER_H,
+        "dollars": dollars(total.held_ns),
+        "buckets": {name: dollars(value) for name, value in total.buckets_ns.items()},
+        "outcomes": {name: dollars(value) for name, value in _outcomes(total).items()},
+        "not_in_the_weights": dollars(total.held_ns - total.committed_ns - total.pending_ns),
     }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.events import RunStarted
-from phalanx.observe.goodput import Goodput, goodput
+from phalanx.observe.goodput import Goodput, goodput, rank_goodput
 from phalanx.observe.logs.masking import run_file_mask
 from phalanx.observe.record import notes as record_notes
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
@@ -97,7 +97,7 @@ def read_recorded(run_dir: Path, price: float = 0.0) -> RunRecording:
     checkpoints: list[int] = []
     with suppress(OSError):
         checkpoints = directory.committed_steps()
-    spent = _spent(directory, price or _price(directory), row)
+    spent = _spent(directory, price or _price(directory))
     return RunRecording(
         row=row,
         started=started,
@@ -124,7 +124,7 @@ def _price(directory: RunDirectory) -> float:
     return 0.0
 
 
-def _spent(directory: RunDirectory, price: float, row: RunRow) -> tuple[Goodput, SpentCost] | None:
+def _spent(directory: RunDirectory, price: float) -> tuple[Goodput, SpentCost] | None:
     """Return the goodput account and the accelerator-hours of all ranks with their price, without spares.
 
     None without a price, or if the events cannot be read.
@@ -132,10 +132,10 @@ def _spent(directory: RunDirectory, price: float, row: RunRow) -> tuple[Goodput,
     if price <= 0:
         return None
     try:
-        account = goodput(read_events(directory.events))
+        events = list(read_events(directory.events))
     except EventLogError:
         return None
-    return account, SpentCost(account.held_ns / _HOUR_NS * max(1, row.ranks), price)
+    return goodput(events), SpentCost(rank_goodput(events).held_ns / _HOUR_NS, price)
 
 
 # Several runs side by side.

@@ -20,6 +20,7 @@ from phalanx.observe.goodput import goodput
 from phalanx_watch.page.app import application
 from phalanx_watch.page.http import access_for
 from phalanx_watch.page.runs import PageRuns
+from phalanx_watch.runs.recorded import read_recorded
 from recorded_runs import RecordedRun
 from watch.made_runs import crashed, write_events
 
@@ -122,6 +123,33 @@ def test_goodput_is_that_of_the_events_in_seconds(client: TestClient, folder: Pa
     (cause,) = found["causes"]
     assert (cause["lost_steps"], cause["between_s"]) == (5, pytest.approx(30.0))
     assert {one["attempt"] for one in found["attempts"]} == {0, 1}
+
+
+def test_each_attempt_costs_the_time_of_its_own_ranks(tmp_path: Path) -> None:
+    ledger = {"step.compute": 3600.0}
+    run_dir = tmp_path / "run"
+    write_events(
+        run_dir,
+        [
+            Event(1e9, 0, RunStarted("x", 1, ranks=8)),
+            Event(1e9 + 3600, 0, step(1, 1, ledger=ledger)),
+            Event(1e9 + 3600, 1, RunStarted("x", 1, ranks=2)),
+            Event(1e9 + 7200, 1, step(1, 1, ledger=ledger)),
+            Event(1e9 + 7200, 1, Finished({})),
+        ],
+    )
+    client = TestClient(
+        application(PageRuns([tmp_path]), access_for("127.0.0.1", "")), base_url="http://127.0.0.1"
+    )
+    (run,) = _ids(client)
+    cost = client.get(f"/api/run/{run}/goodput?price_per_accelerator_hour=1").json()["cost"]
+    assert (cost["accelerator_hours"], cost["dollars"]) == (10.0, 10.0)
+    assert cost["buckets"]["step.compute"] == 10.0
+    assert (cost["outcomes"]["discarded.rollback"], cost["outcomes"]["committed"]) == (8.0, 2.0)
+    assert cost["not_in_the_weights"] == 8.0
+    shown = read_recorded(run_dir, 1.0).cost
+    assert shown is not None
+    assert (shown.accelerator_hours, shown.amount) == (10.0, 10.0)
 
 
 def test_without_a_price_nothing_costs_anything(client: TestClient) -> None:

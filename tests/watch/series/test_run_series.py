@@ -297,7 +297,7 @@ def test_a_kept_series_whose_columns_do_not_fit_leaves_nothing_out(tmp_path: Pat
     state = _read(crashed(tmp_path / "run")).state()
     resumed = RunSeries(tmp_path / "run")
     with pytest.raises(ValueError, match="0 rows"):
-        resumed.resume(replace(state, columns={name: b"" for name in state.columns}))
+        resumed.resume(replace(state, columns=dict.fromkeys(state.columns, b"")))
     resumed.refresh()
     _assert_same(resumed, _read(tmp_path / "run"))
 
