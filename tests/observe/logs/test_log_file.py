@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from hypothesis import given
@@ -30,6 +31,18 @@ def test_the_first_file_and_the_newest_are_kept_and_no_more(tmp_path: Path) -> N
     kept = [int(line) for line in content(path)]
     assert kept[:10] == list(range(10))
     assert kept[10:] == list(range(kept[10], 200))
+
+
+@given(files=st.integers(2, 14), lines=st.integers(1, 40))
+def test_a_log_has_as_many_files_as_its_bound_allows(files: int, lines: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.jsonl"
+        log = LogFile(path, Bounds(10, files), lost)
+        for number in range(lines):
+            log.write(b"%09d\n" % number)
+        log.close()
+        newest = range(max(1, lines - files + 1), lines)
+        assert content(path) == [b"%09d" % number for number in (0, *newest)]
 
 
 def test_a_process_that_is_started_again_goes_on_with_the_files_of_the_one_before(tmp_path: Path) -> None:

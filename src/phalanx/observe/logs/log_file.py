@@ -133,18 +133,19 @@ class LogFile:
         return self._file
 
     def _turn(self) -> AppendedFile:
-        """Rename the full file, delete those beyond the bounds but never the first, and return a new one. Raises
+        """Rename the full file, delete the oldest beyond the bounds but never the first, and return a new one. Raises
         ``OSError``.
         """
-        before = set_aside(self.path)
         if self._number is None:
+            before = set_aside(self.path)
             self._number = before[-1][0] + 1 if before else 0
         self.close()
         with suppress(FileNotFoundError):  # somebody has removed it
             os.rename(self.path, aside(self.path, self._number))
         self._number += 1
-        kept = max(1, self._bounds.files - 1)
-        for _, path in before[1 : len(before) + 2 - kept]:
+        full_files = set_aside(self.path)
+        surplus = max(0, len(full_files) + 1 - self._bounds.files)  # with the new one
+        for _, path in full_files[1 : 1 + surplus]:
             with suppress(OSError):
                 path.unlink()
         return self._open()
