@@ -391,7 +391,7 @@ def test_the_runs_own_copy_of_the_tokenizer_comes_before_that_of_the_dataset(tmp
         folder.mkdir()
     BytesTokenizer().save(data)
     (run / "run.toml").write_text(tomli_w.dumps({"data": {"path": str(data)}}))
-    (run / "record.json").write_text("{}")
+    (run / "record.json").write_text('{"attempts": 1}')
     assert load_run_tokenizer(run).kind == "bytes"
     (run / "tokenizer").mkdir()
     train_bpe(["a b c"], vocab_size=257).save(run / "tokenizer")

@@ -26,7 +26,6 @@ from phalanx.run.directory.paths import (
     RunDirectory,
     RunDirectoryError,
     read_resolved,
-    read_small_json,
     step_of,
 )
 from phalanx.run.fields import FieldType, Problem, field_types
@@ -193,10 +192,11 @@ def read_unchanged(directory: RunDirectory) -> RunSpec:
     """Return the resolved run of a run directory whose run file is as at its last start, so that its weights belong to
     it.
 
-    Raises ``RunDirectoryError`` as ``read_resolved`` does, and if fields of the run were changed after its last start.
+    Raises ``RunDirectoryError`` as ``read_resolved`` and ``RunDirectory.read_record`` do, and if fields of the run were
+    changed after its last start.
     """
     spec = read_resolved(directory)
-    changed = run_changes(read_small_json(directory.record), spec)
+    changed = run_changes(directory.read_record(), spec)
     if changed:
         raise RunDirectoryError(
             f"{directory.run_file} was changed after the run was started; put back what it was:\n"

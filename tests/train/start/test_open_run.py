@@ -17,6 +17,7 @@ from phalanx.data.stored.index import read_index
 from phalanx.data.tokenizers.tokenizer import load_own_tokenizer, train_bpe
 from phalanx.run.directory.paths import (
     CHECKPOINT_INDEX,
+    DamagedRecordError,
     RunDirectory,
     RunDirectoryError,
     RunResult,
@@ -311,6 +312,14 @@ def test_a_run_without_a_recorded_identity_is_read_as_it_is(spec: RunSpec) -> No
     assert read_unchanged(directory).model.rope_theta == 3.0
 
 
+@pytest.mark.parametrize("content", ["", "{}", '{"attempts": 1'])
+def test_a_run_with_a_damaged_record_is_not_taken_for_an_unchanged_one(spec: RunSpec, content: str) -> None:
+    directory = edited(spec, "rope_theta = 10000.0", "rope_theta = 3.0")
+    directory.record.write_text(content)
+    with pytest.raises(DamagedRecordError):
+        read_unchanged(directory)
+
+
 def test_fields_of_the_fleet_and_the_layout_may_be_changed_in_the_run_file_of_the_directory(
     spec: RunSpec,
 ) -> None:
@@ -328,3 +337,10 @@ def test_a_tokenizer_of_other_tokens_in_the_directory_is_refused(spec: RunSpec) 
         load_own_tokenizer(directory)
     opened(spec)  # copies that of its dataset again
     assert load_own_tokenizer(directory).fingerprint == own.fingerprint
+
+
+def test_a_tokenizer_is_refused_if_the_record_of_its_run_is_damaged(spec: RunSpec) -> None:
+    directory = opened(spec).directory
+    directory.record.write_text("{")
+    with pytest.raises(TokenizerError, match=r"record\.json is damaged"):
+        load_own_tokenizer(directory)

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers import other_formats, published
-from phalanx.run.directory.paths import RunDirectory, read_small_json
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 BYTES_VOCAB_SIZE = 257
@@ -295,9 +295,15 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 def load_own_tokenizer(run: RunDirectory) -> Tokenizer:
-    """Return the tokenizer in a run directory. Raises ``TokenizerError``, also if it is not the one that the run was started with."""
+    """Return the tokenizer in a run directory.
+
+    Raises ``TokenizerError``, also if it is not the one that the run was started with, or the run's record is damaged.
+    """
     tokenizer = load_tokenizer(run.tokenizer)
-    recorded = read_small_json(run.record).get("tokenizer_fingerprint") or tokenizer.fingerprint
+    try:
+        recorded = run.read_record().get("tokenizer_fingerprint") or tokenizer.fingerprint
+    except RunDirectoryError as error:
+        raise TokenizerError(str(error)) from error
     if tokenizer.fingerprint != recorded:
         raise TokenizerError(
             f"{run.tokenizer} is not the tokenizer that the run was started with ({tokenizer.fingerprint[:12]}, not {recorded[:12]}): "
