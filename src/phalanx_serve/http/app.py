@@ -450,13 +450,15 @@ class _CancellableResponse(Response):
         finally:
             write.cancel()
             leave.cancel()
-            with suppress(asyncio.CancelledError, TimeoutError, OSError):
-                await write
-            now = time.monotonic()
-            gateway.workload.ended(params.demand, now)
-            if self._client is not None:
-                generated = self._generation.generated_tokens
-                self._client.ended(params.most_tokens, params.prompt_tokens, generated, now)
+            try:
+                with suppress(asyncio.CancelledError, TimeoutError, OSError):
+                    await write
+            finally:  # after a defect too, or its load would count until the server ends
+                now = time.monotonic()
+                gateway.workload.ended(params.demand, now)
+                if self._client is not None:
+                    generated = self._generation.generated_tokens
+                    self._client.ended(params.most_tokens, params.prompt_tokens, generated, now)
 
     async def _write_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Compute, and send the full JSON body, or the refusal."""

@@ -6,7 +6,8 @@ import asyncio
 import gzip
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from phalanx_serve.http.admission import add_key, parse_limits, read_keys
 from phalanx_serve.http.app import Gateway, application
 from phalanx_serve.http.worker import WorkerLoad
 from phalanx_serve.prompt import ModelText
+from phalanx_serve.traffic.events import EngineOutput, Request
 from serve.http.ports import Immediate
 
 
@@ -172,6 +174,41 @@ def test_a_request_that_was_refused_frees_its_place_among_those_of_its_key(tmp_p
     key = add_key(file, "alice", parse_limits("concurrent=1"))
     wrong, right = ask(gateway(file), {"prompt": "a", "top_p": 0}, {"prompt": "a"}, key=key)
     assert (wrong.status_code, right.status_code) == (400, 200)
+
+
+class FaultyOnce(Immediate):
+    """A port that fails in its first request with an error that nothing expects."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+
+    async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
+        if not self.failures:
+            self.failures += 1
+            raise RuntimeError("a defect")
+        async for output in super().submit(request):
+            yield output
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_ends_by_a_defect_leaves_no_load_and_frees_its_place_among_those_of_its_key(
+    tmp_path: Path, stream: bool
+) -> None:
+    file = tmp_path / "keys"
+    key = add_key(file, "alice", parse_limits("concurrent=1"))
+    server = replace(gateway(file), port=FaultyOnce())
+
+    async def both() -> list[int]:
+        transport = httpx.ASGITransport(application(server), raise_app_exceptions=False)
+        headers = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://run", headers=headers) as client:
+            body = {"model": "run", "prompt": "a"}
+            failed = await client.post("/v1/completions", json=body | {"stream": stream})
+            assert server.unfinished == 0
+            return [failed.status_code, (await client.post("/v1/completions", json=body)).status_code]
+
+    # The status of a stream is sent before its first event.
+    assert asyncio.run(both()) == [200 if stream else 500, 200]
 
 
 @dataclass(frozen=True)
