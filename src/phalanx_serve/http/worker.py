@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -226,20 +227,21 @@ class EngineWorker:
     def _run(self) -> None:
         """Take messages and compute steps until None arrives. Runs in the engine's thread.
 
-        A failed step ends all requests with its error. After a lost part, all later requests fail too.
+        A failed step, or a message that fails, ends all requests with its error. After a lost part, all later requests
+        fail too.
         """
         while True:
-            block = bool(self._lost) or not self._engine.busy
-            while True:
-                try:
-                    message = self._inbox.get(block)
-                except queue.Empty:
-                    break
-                if message is None:
-                    return
-                self._take(message)
-                block = bool(self._lost)
             try:
+                block = bool(self._lost) or not self._engine.busy
+                while True:
+                    try:
+                        message = self._inbox.get(block)
+                    except queue.Empty:
+                        break
+                    if message is None:
+                        return
+                    self._take(message)
+                    block = bool(self._lost)
                 self._deliver(self._engine.step())
             except PartLostError as error:  # It can no longer compute: all requests fail.
                 self._lost = str(error)
@@ -251,7 +253,7 @@ class EngineWorker:
         """Submit a request, cancel one by its id, or exchange the weights.
 
         A refused request ends with its error. Weights that fail to take over are logged, and the old ones stay. After
-        a lost part, requests end with its reason, and other messages are ignored.
+        a lost part, requests end with its reason, and other messages are ignored. Raises what else the engine raises.
         """
         if self._lost:
             if isinstance(message, Request):
@@ -273,10 +275,13 @@ class EngineWorker:
             self._deliver([Ended(message.id, "error", str(error))])
 
     def _fail(self, error: Exception) -> None:
-        """End all requests with an error."""
+        """End all requests with an error. A request that the engine cannot cancel is logged."""
         for name in list(self._readers):
-            self._engine.cancel(name)
             self._deliver([Ended(name, "error", explained(error))])
+            try:
+                self._engine.cancel(name)
+            except Exception:  # It has ended for its client in any case.
+                _log.exception("the engine has not canceled the request %s", name)
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         """Put outputs into the queues of their requests, on their event loops; those of requests that have left are dropped."""
@@ -285,7 +290,7 @@ class EngineWorker:
             if (reader := self._readers.get(output.request)) is not None:
                 by_loop.setdefault(reader[0], []).append((reader[1], output))
         for loop, pairs in by_loop.items():
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the HTTP server's loop has ended
                 loop.call_soon_threadsafe(_put_all, pairs)
 
 
