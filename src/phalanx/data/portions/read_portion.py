@@ -38,7 +38,7 @@ def read_portion(plan: PreparationPlan, number: int) -> Iterator[tuple[int, Docu
         file = plan.files[piece.file]
         stops = plan.recipe.source[file.source].on_bad == "stop"
         require_unchanged(file)
-        for document in _documents(plan, piece):
+        for document in _documents(plan, piece, stops=stops):
             if isinstance(document, Document):
                 yield piece_number, document
             elif stops:
@@ -52,9 +52,11 @@ def read_portion(plan: PreparationPlan, number: int) -> Iterator[tuple[int, Docu
         require_unchanged(file)
 
 
-def _documents(plan: PreparationPlan, piece: Piece) -> Iterator[Document | BadDocument]:
-    """Yield a piece's documents, from a temporary local copy of its bytes if the file is remote. A bad line's number
-    is that in the full file. Raises ``PreparationError``.
+def _documents(plan: PreparationPlan, piece: Piece, *, stops: bool) -> Iterator[Document | BadDocument]:
+    """Yield a piece's documents, from a temporary local copy of its bytes if the file is remote.
+
+    If the caller ``stops`` at the first bad line, its number is that in the full file; otherwise a bad line's number
+    in a copy has no meaning. Raises ``PreparationError``.
     """
     file, form = plan.files[piece.file], plan.formats[piece.file]
     options = read_options(plan.recipe, file.source)
@@ -64,7 +66,8 @@ def _documents(plan: PreparationPlan, piece: Piece) -> Iterator[Document | BadDo
             _bring(local, piece, form, file.nbytes, options)
             for document in documents(local.path, file.name, form, piece.span, options):
                 if (
-                    isinstance(document, BadDocument)
+                    stops
+                    and isinstance(document, BadDocument)
                     and local.is_copy
                     and form.kind is Kind.JSONL
                     and piece.span.start
