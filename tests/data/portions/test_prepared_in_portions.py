@@ -390,6 +390,50 @@ def test_a_portion_that_loses_its_worker_three_times_ends_the_preparation_and_is
     assert objects(tmp_path / "out") == objects(tmp_path / "alone")
 
 
+class Boasting:
+    """Reports the tasks of one portion as done without doing them, and does the others."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
+        self.calls += 1
+        assert self.calls <= 20, "it is called without end"
+        for task in tasks:
+            boasts = (stage, task) == ("write", 1)
+            yield TaskOutcome(task) if boasts else outcome_of(Workplace(url), stage, task)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_portion_that_is_reported_as_done_without_a_manifest_ends_the_preparation_and_is_named(
+    tmp_path: Path,
+) -> None:
+    raw_folder(tmp_path)
+    with pytest.raises(
+        PreparationError, match=r"portion 1 was reported as done and has no manifest in .*out;"
+    ):
+        prepared(recipe_file(tmp_path), tmp_path / "out", Boasting())
+
+
+def test_a_task_whose_worker_process_cannot_be_started_is_lost_with_the_reason(tmp_path: Path) -> None:
+    import resource
+
+    raw_folder(tmp_path)
+    place = place_plan(read_recipe(recipe_file(tmp_path)), tmp_path, str(tmp_path / "out"))
+    executor = Processes(2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    outcomes = executor.map("write", place.url, [0, 1, 2])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        reasons = {outcome.task: outcome.lost for outcome in outcomes}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        executor.close()
+    assert reasons == dict.fromkeys(range(3), "no worker process could be started: Too many open files")
+
+
 def test_a_bad_line_ends_the_preparation_with_its_portion_and_number_or_is_counted(tmp_path: Path) -> None:
     path = tmp_path / "raw" / "a.jsonl"
     write_lines(path, texts(100))
@@ -443,6 +487,28 @@ def test_a_bad_line_of_an_object_is_named_by_its_number_in_the_whole_object(
     open_store(url).put("raw/a.jsonl", b"".join(lines))
     with pytest.raises(PreparationError, match=rf"line 71 of {url}/raw/a.jsonl is not JSON"):
         prepared(recipe_file(tmp_path, source=f'url = "{url}/raw"'), f"{url}/out")
+
+
+def test_bad_lines_of_an_object_that_are_skipped_fetch_nothing_more(
+    tmp_path: Path, s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines(tmp_path / "a.jsonl", texts(100))
+    lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
+    lines[70:73] = [b"{broken\n"] * 3
+    bucket = secrets.token_hex(8)
+    with faulty_proxy(s3_server.port, Faults(), seed=0) as proxy:
+        for name, value in s3_server.behind(proxy.port).items():
+            monkeypatch.setenv(name, value)
+        url = s3_server.url(bucket)
+        open_store(url).put("raw/a.jsonl", b"".join(lines))
+        recipe = recipe_file(tmp_path, source=f'url = "{url}/raw"\non_bad = "skip"')
+        plan = place_plan(read_recipe(recipe), tmp_path, str(tmp_path / "out")).plan
+        proxy.asked.clear()
+        documents = [
+            document for number in range(1, len(plan.portions)) for _, document in read_portion(plan, number)
+        ]
+    assert documents.count(None) == 3
+    assert not [request for request in proxy.asked if "bytes=0-" in request]
 
 
 def test_a_store_that_fails_now_and_then_changes_no_byte(

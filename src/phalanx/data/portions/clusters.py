@@ -45,7 +45,7 @@ class Processes:
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
         """Yield one outcome for each task as they end, from worker processes on this machine, which threads feed.
 
-        The work begins with the first ``next``; workers stay for the next stage. A task whose worker died is lost and not repeated here;
+        The work begins with the first ``next``; workers stay for the next stage. A task whose worker died, or cannot be started, is lost and not repeated here;
         the worker is replaced. After ``close`` the rest are lost.
         """
         todo: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -70,7 +70,7 @@ class Processes:
     ) -> None:
         """Send tasks to a worker until none are left; replace the worker if it dies.
 
-        Puts one outcome for each task: lost, if the worker died or the executor is closed.
+        Puts one outcome for each task: lost, if the worker died or cannot be started, or the executor is closed.
         """
         process: LineChild | None = None
         while True:
@@ -78,8 +78,11 @@ class Processes:
                 task = todo.get_nowait()
             except queue.Empty:
                 break
-            if process is None:
-                process = self._worker()
+            try:
+                process = process or self._worker()
+            except OSError as error:  # no memory, processes or descriptors are left
+                outcomes.put(TaskOutcome(task, lost=f"no worker process could be started: {error.strerror}"))
+                continue
             if process is None:
                 outcomes.put(TaskOutcome(task, lost="the preparation has ended"))
                 continue
@@ -99,7 +102,7 @@ class Processes:
                 self._idle.append(process)
 
     def _worker(self) -> LineChild | None:
-        """Return an idle or a new worker process, marked as running; None if the executor is closed."""
+        """Return an idle or a new worker process, marked as running; None if the executor is closed. Raises ``OSError``."""
         with self._lock:
             if self._closed:
                 return None

@@ -85,8 +85,8 @@ def put_plan(out: str, plan: PreparationPlan, tokenizer: Tokenizer | None) -> Wo
 def carry_out(place: Workplace, executor: Executor, on_stage: OnStage = lambda *_: None) -> PreparedDataset:
     """Run the tasks of the plan at ``place`` that are not done, and return the dataset.
 
-    Raises ``PreparationError`` if a task fails, or is lost ``_MOST_LOSSES`` times. Completed tasks stay done. Calls
-    ``on_stage`` with (stage, completed, tasks) as tasks end. At the end, seals the dataset and removes the tasks'
+    Raises ``PreparationError`` if a task fails, or is lost ``_MOST_LOSSES`` times, with or without a report. Completed
+    tasks stay done. Calls ``on_stage`` with (stage, completed, tasks) as tasks end. At the end, seals the dataset and removes the tasks'
     inputs. A dataset that is sealed already is returned as reused.
     """
     index = sealed_index(place)
@@ -158,15 +158,16 @@ def _require_sealed(place: Workplace, failed: str) -> None:
 
 def _do_stage(place: Workplace, stage: Stage, executor: Executor, on_stage: OnStage) -> None:
     """Run the missing tasks of a stage until all are done. Raises ``PreparationError`` if one fails, or is lost
-    ``_MOST_LOSSES`` times.
+    ``_MOST_LOSSES`` times, or if the executor ``_MOST_LOSSES`` times returns without a new manifest or a loss.
 
     Returns early if another process has sealed the dataset meanwhile.
     """
     losses: Counter[int] = Counter()
+    idle_rounds = 0
     completed = place.done(stage)
     while missing := sorted(set(range(stage.tasks)) - completed):
         on_stage(stage.name, len(completed), stage.tasks)
-        count = len(completed)
+        count, losses_before = len(completed), losses.total()
         for outcome in executor.map(stage.name, place.url, missing):
             if outcome.failed:
                 _require_sealed(place, outcome.failed)
@@ -184,12 +185,12 @@ def _do_stage(place: Workplace, stage: Stage, executor: Executor, on_stage: OnSt
                 count += 1
                 on_stage(stage.name, min(count, stage.tasks), stage.tasks)
         before, completed = completed, place.done(stage)
-        if completed == before and not losses:
-            losses.update(missing)
-            if max(losses.values()) >= _MOST_LOSSES:
+        if completed == before and losses.total() == losses_before:
+            idle_rounds += 1
+            if idle_rounds >= _MOST_LOSSES:
                 _require_sealed(
                     place,
-                    f"{_named(stage, missing[0])} was reported as done and is not; look at the executor's workers",
+                    f"{_named(stage, missing[0])} was reported as done and has no manifest in {place.url}; look at the executor's workers",
                 )
                 return
 
