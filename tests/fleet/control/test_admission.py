@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import resource
 import socket
 import subprocess
@@ -317,6 +318,32 @@ def test_strangers_who_begin_no_tls_handshake_make_room_as_others_do(tmp_path: P
 def test_a_missing_certificate_is_named(tmp_path: Path) -> None:
     with pytest.raises(SecurityError, match=r"ca\.pem"):
         read_certificates(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no certificate\n", b"\xff"])
+@pytest.mark.parametrize("name", ["ca.pem", "node.pem", "node.key"])
+def test_a_certificate_that_cannot_be_used_is_named_with_the_remedy(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    certificates(tmp_path / "a")
+    (tmp_path / "a" / name).write_bytes(content)
+    with pytest.raises(SecurityError, match=rf"(?s){re.escape(name)}.*as PEM"):
+        read_certificates(tmp_path / "a")
+
+
+def test_certificates_that_became_unusable_are_read_again_at_the_next_dial(tmp_path: Path) -> None:
+    ours = certificates(tmp_path / "a")
+
+    async def scene() -> None:
+        async with Wire(dataclasses.replace(CREDENTIALS, certificates=ours)) as wire:
+            friend = certificates(tmp_path / "b", authority=tmp_path / "a")
+            (tmp_path / "b" / "node.key").rename(tmp_path / "b" / "kept.key")
+            caller = wire.dial(credentials=dataclasses.replace(CREDENTIALS, certificates=friend))
+            await until(lambda: any("node.key" in line for line in caller.lines))
+            (tmp_path / "b" / "kept.key").rename(tmp_path / "b" / "node.key")
+            await until(lambda: wire.ear.reports)
+
+    asyncio.run(scene())
 
 
 def test_the_token_is_made_once_and_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from msgspec import Meta, Struct
 from phalanx.fleet.control.security import (
     Certificates,
     Keyring,
+    SecurityError,
     TokenRole,
     keyring,
     read_certificates,
@@ -126,18 +127,19 @@ class HandshakeStream:
 async def connect(address: str, certificates: Certificates | None) -> FrameStream:
     """Connect to "host:port", over TLS if certificates are given; the server's must name its host.
 
-    Raises ``EndedError`` if it cannot be reached within the connect timeout, or the address is malformed.
+    Raises ``EndedError`` if it cannot be reached within the connect timeout, the address is malformed, or the
+    certificates are unusable meanwhile.
     """
     host, port = split_address(address)
-    tls = None if certificates is None else certificates.client_context(names_host=True)
     try:
+        tls = None if certificates is None else certificates.client_context(names_host=True)
         async with asyncio.timeout(_CONNECT_S):
             reader, writer = await asyncio.open_connection(
                 host, int(port), ssl=tls, happy_eyeballs_delay=NEXT_ADDRESS_S
             )
     except TimeoutError:
         raise EndedError(f"unavailable: no connection within {_CONNECT_S:g} s") from None
-    except (OSError, ValueError) as error:
+    except (OSError, SecurityError, ValueError) as error:
         raise EndedError(f"unavailable: {error or type(error).__name__}") from error
     _notice_half_open(writer.get_extra_info("socket"))
     return FrameStream(reader, writer)

@@ -47,7 +47,7 @@ class Certificates:
     def server_context(self) -> ssl.SSLContext:
         """Return the TLS 1.3 context of a listening socket: peers need a certificate of our authority.
 
-        Raises ``OSError`` (also ``ssl.SSLError``) for unusable files, as ``client_context`` does.
+        Raises ``SecurityError`` for unusable files, as ``client_context`` does.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
@@ -64,17 +64,25 @@ class Certificates:
         return self._loaded(context)
 
     def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
-        """Load authority, certificate and key into the context, for TLS 1.3; returns it."""
+        """Load authority, certificate and key into the context, for TLS 1.3; returns it. Raises ``SecurityError``."""
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.load_verify_locations(cadata=self.authority.decode())
-        context.load_cert_chain(self.folder / "node.pem", self.folder / "node.key")
+        files = "ca.pem"
+        try:
+            context.load_verify_locations(cadata=self.authority.decode())
+            files = "node.pem with node.key"
+            context.load_cert_chain(self.folder / "node.pem", self.folder / "node.key")
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise SecurityError(
+                f"cannot use {files} in {self.folder}: {error}; give certificates of the run's authority, and the key of node.pem, as PEM"
+            ) from error
         return context
 
 
 def read_certificates(folder: Path) -> Certificates:
     """Read the certificates in ``folder``: ``ca.pem``, ``node.pem`` and ``node.key``.
 
-    Raises ``SecurityError`` if one cannot be read. Their content is not checked here.
+    Raises ``SecurityError`` if one cannot be read, or TLS cannot use them. Whether the authority signed the
+    certificate is not checked.
     """
     try:
         authority, certificate, key = (
@@ -84,7 +92,9 @@ def read_certificates(folder: Path) -> Certificates:
         raise SecurityError(
             f"cannot read {error.filename}: {error.strerror}; a folder of certificates holds ca.pem, node.pem and node.key"
         ) from error
-    return Certificates(folder, authority, certificate, key)
+    certificates = Certificates(folder, authority, certificate, key)
+    certificates.client_context()
+    return certificates
 
 
 @dataclass(frozen=True)

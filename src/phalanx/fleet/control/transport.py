@@ -177,7 +177,7 @@ class FleetServer:
         """Listen, over TLS if there are certificates, and return the port (a free one for 0).
 
         Connections are accepted in a task until ``stop``. Raises ``TransportError`` if the port is taken, or
-        the host is no address of this machine, and ``OSError`` for unusable certificates.
+        the host is no address of this machine, and ``SecurityError`` for unusable certificates.
         """
         certificates = self.credentials.certificates
         tls = None if certificates is None else certificates.server_context()
