@@ -123,6 +123,12 @@ def test_a_patch_is_merged_into_the_template_and_the_pod_stays_valid(tmp_path: P
         ({"spec": {"restartPolicy": "Always"}}, "spec.restartPolicy"),
         ({"spec": {"containers": [{"name": "agent", "command": ["sh"]}]}}, "spec.containers.agent.command"),
         ({"metadata": {"labels": {"phalanx.run/name": "x"}}}, "metadata.labels.phalanx.run/name"),
+        ({"metadata": []}, "metadata.labels.phalanx.run/name"),
+        ({"metadata": {"labels": None}}, "metadata.labels.phalanx.run/name"),
+        ({"spec": None}, "spec.restartPolicy"),
+        ({"spec": 1}, "spec.restartPolicy"),
+        ({"spec": {"containers": None}}, "spec.containers.agent"),
+        ({"spec": {"containers": {"agent": 1}}}, "spec.containers.agent"),
         ({"replicas": 3}, "other fields than metadata and spec"),
     ],
 )
@@ -131,6 +137,12 @@ def test_a_patch_of_what_a_fleet_rests_on_is_refused(tmp_path: Path, patch: obje
     path.write_text(json.dumps(patch))
     with pytest.raises(EngineError, match=f"launch.pod_patch: .*{field}"):
         request(pod_patch=str(path))
+
+
+def test_an_entry_whose_name_is_no_text_is_left_to_the_api_server(tmp_path: Path) -> None:
+    path = tmp_path / "patch.json"
+    path.write_text(json.dumps({"spec": {"containers": [{"name": ["agent"]}]}}))
+    assert template(pod_patch=str(path))["spec"]["containers"][1:] == [{"name": ["agent"]}]
 
 
 def test_the_job_and_the_run_directory_have_one_digest() -> None:

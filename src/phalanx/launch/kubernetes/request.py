@@ -289,14 +289,17 @@ def user_of(launch: LaunchSpec) -> tuple[int, int] | None:
 # containers, volumes and env, entries of one name are merged, as kubectl's strategic merge does; other lists are appended. Fields without
 # which a fleet cannot form are refused.
 
-_OWNED = (
-    ("metadata", "labels", "phalanx.run/name"),
-    ("spec", "restartPolicy"),
-    ("spec", "containers", "agent", "command"),
-    ("spec", "containers", "agent", "startupProbe"),
-    ("spec", "containers", "agent", "livenessProbe"),
-)
-"""Fields that a patch may not name; entries of lists by their names."""
+_LAUNCHERS = object()
+_OWNED: dict[str, object] = {
+    "metadata": {"labels": {"phalanx.run/name": _LAUNCHERS}},
+    "spec": {
+        "restartPolicy": _LAUNCHERS,
+        "containers": [
+            {"name": "agent", **dict.fromkeys(("command", "startupProbe", "livenessProbe"), _LAUNCHERS)}
+        ],
+    },
+}
+"""A pod template of the fields that a patch may not change, each with a value that no file contains."""
 
 
 def read_pod_patch(path: Path) -> dict[str, object]:
@@ -314,11 +317,10 @@ def read_pod_patch(path: Path) -> dict[str, object]:
         raise EngineError(
             f"launch.pod_patch: {path} has other fields than metadata and spec of a pod template"
         )
-    for owned in _OWNED:
-        if _has(patch, owned):
-            raise EngineError(
-                f"launch.pod_patch: {path} changes {'.'.join(owned)}, which is the launcher's; take it out"
-            )
+    for field_path in _changed(_OWNED, merged(_OWNED, patch)):
+        raise EngineError(
+            f"launch.pod_patch: {path} changes {field_path}, which is the launcher's; take it out"
+        )
     return patch
 
 
@@ -345,25 +347,29 @@ def _merged(value: object, patch: object) -> object:
         return merged(value, patch)
     if not isinstance(value, list) or not isinstance(patch, list):
         return patch
-    named = {entry["name"]: entry for entry in patch if isinstance(entry, dict) and "name" in entry}
+    named = {name: entry for entry in patch if (name := _name_of(entry)) is not None}
     kept = [
-        merged(entry, named.pop(entry["name"]))
-        if isinstance(entry, dict) and entry.get("name") in named
-        else entry
-        for entry in value
+        merged(entry, named.pop(name)) if (name := _name_of(entry)) in named else entry for entry in value
     ]
-    unnamed = [entry for entry in patch if not isinstance(entry, dict) or "name" not in entry]
+    unnamed = [entry for entry in patch if _name_of(entry) is None]
     return [*kept, *unnamed, *named.values()]
 
 
-def _has(value: object, path: tuple[str, ...]) -> bool:
-    """Return True if a patch has a field at ``path``; in a list, by the name of its entry."""
-    if not path:
-        return True
-    if isinstance(value, list):
-        return any(
-            _has(entry, path[1:])
-            for entry in value
-            if isinstance(entry, dict) and entry.get("name") == path[0]
-        )
-    return isinstance(value, dict) and path[0] in value and _has(value[path[0]], path[1:])
+def _name_of(entry: object) -> str | None:
+    """Return the name of a list's entry; ``None`` if it has none that is text."""
+    name = entry.get("name") if isinstance(entry, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _changed(template: object, result: object, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the fields of a template that a patch has changed in its ``result``, with the names of entries of lists."""
+    if isinstance(template, dict):
+        fields = result if isinstance(result, dict) else {}
+        for key, value in template.items():
+            yield from _changed(value, fields.get(key), (*path, key))
+    elif isinstance(template, list):
+        entries = result if isinstance(result, list) else [None] * len(template)
+        for entry, patched in zip(template, entries, strict=False):  # those that a patch adds are at the end
+            yield from _changed(entry, patched, (*path, str(_name_of(entry))))
+    elif result != template:
+        yield ".".join(path)
