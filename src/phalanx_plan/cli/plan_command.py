@@ -6,7 +6,7 @@ The heavy parts (arrays, catalogs) are imported when they are needed, so that ``
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import click
@@ -19,15 +19,11 @@ if TYPE_CHECKING:
     from phalanx.run.spec import RunSpec
     from phalanx_plan.search.plan import Plan
 
-_TO_FILL_IN = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "schedule.warmup_steps")
-"""Fields that decide what is learned; a plan of a model by its name cannot know them."""
-
 
 def write_files(plan: Plan, spec: RunSpec, options: request.LayoutOptions) -> None:
     """Write the files that the options name (HTML report, Perfetto trace, run file); print their paths on standard error.
 
-    The run file of a known model marks the fields of ``_TO_FILL_IN`` that the user did not state as unfilled. A line on
-    standard error lists them.
+    The run file of a known model marks fields that the user has to fill in (``write_run_file``).
     """
     report, trace, out = options.report, options.trace, options.out
     if report is not None:
@@ -39,19 +35,10 @@ def write_files(plan: Plan, spec: RunSpec, options: request.LayoutOptions) -> No
 
         trace.write_text(json.dumps(perfetto(plan.job, plan.chosen)), encoding="utf-8")
     if out is not None:
-        import tomli_w
-
-        from phalanx.run.read import to_table
         from phalanx_plan.search.layout_text import run_of_layout
 
         winner = run_of_layout(spec, plan.job, plan.chosen.layout, plan.tokens if options.tokens else None)
-        stated = options.stated
-        unfilled = tuple(field for field in _TO_FILL_IN if stated is not None and field not in stated)
-        if unfilled:
-            listed = ", ".join(unfilled)
-            click.echo(f"{out}: fill in {listed} before it is trained: they are defaults", err=True)
-        winner = replace(winner, unfilled=unfilled or winner.unfilled)
-        out.write_text(tomli_w.dumps(to_table(winner)), encoding="utf-8")
+        request.write_run_file(out, winner, options.stated)
     paths = [str(path) for path in (report, trace, out) if path is not None]
     if paths:
         click.echo(f"wrote {', '.join(paths)}", err=True)

@@ -1,6 +1,6 @@
 """Options of ``phalanx plan`` and its commands, and the run, cluster, network and budget question that they name.
 
-Each option is declared once, and the commands inherit it. Combinations of options that are refused are here too. The heavy parts
+Each option is declared once, and the commands inherit it. Combinations of options that are refused, and the run file that answers, are here too. The heavy parts
 (arrays, catalogs) are imported when they are needed, so that ``--help`` answers at once.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -413,3 +413,24 @@ def refuse_model_fields(overrides: Sequence[str]) -> None:
                 f"--set {text}: of a budget the model, its steps and its batch are the answer; --batch and --seq-len set the latter, "
                 "and a model of yours is planned by itself (phalanx plan layout --model NAME --tokens T)"
             )
+
+
+_TO_FILL_IN = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "schedule.warmup_steps")
+"""Fields that decide what is learned; a plan of a known model or of a budget cannot know them."""
+
+
+def write_run_file(out: Path, run: RunSpec, stated: Collection[str] | None) -> None:
+    """Write ``run`` to ``out``; fields of ``_TO_FILL_IN`` that are not among ``stated`` are marked as unfilled.
+
+    A line on standard error lists them. ``None`` for ``stated`` means all fields.
+    """
+    import tomli_w
+
+    from phalanx.run.read import to_table
+
+    unfilled = tuple(field for field in _TO_FILL_IN if stated is not None and field not in stated)
+    if unfilled:
+        listed = ", ".join(unfilled)
+        click.echo(f"{out}: fill in {listed} before it is trained: they are defaults", err=True)
+    run = replace(run, unfilled=unfilled or run.unfilled)
+    out.write_text(tomli_w.dumps(to_table(run)), encoding="utf-8")

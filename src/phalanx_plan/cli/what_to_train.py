@@ -12,12 +12,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 
 import click
-import tomli_w
 from rich.table import Table
 from rich.text import Text
 
@@ -26,9 +25,10 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count as count_model
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.read import read_run, to_table
+from phalanx.run.read import read_run
 from phalanx.run.spec import RunSpec
 from phalanx_plan.api import plan_json
+from phalanx_plan.cli.plan_request import write_run_file
 from phalanx_plan.report.elements import DAYS, DOLLARS, ENERGY, html_table, written
 from phalanx_plan.report.page import report_page
 from phalanx_plan.scaling.answer import BudgetAnswer, Question, Recommended, answer
@@ -271,10 +271,6 @@ def _finite(value: float) -> float | None:
 # The commands.
 
 
-_TO_CHOOSE = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "schedule.warmup_steps")
-"""Fields that decide what is learned, which a budget does not determine."""
-
-
 def answer_budget(question: Question, *, out: Path | None, report: Path | None, as_json: bool) -> None:
     """Find the best model for a budget, print it as text or JSON, and write the output files of the better kind of
     model.
@@ -306,9 +302,8 @@ def _write(recommended: BudgetAnswer, out: Path | None, report: Path | None) -> 
         click.echo(f"wrote {report}", err=True)
     if out is not None:
         winner = run_of_layout(best.spec, best.plan.job, best.plan.chosen.layout, best.tokens)
-        unfilled = tuple(field for field in _TO_CHOOSE if field not in best.stated)
-        out.write_text(tomli_w.dumps(to_table(replace(winner, unfilled=unfilled))), encoding="utf-8")
-        click.echo(f"wrote {out}: fill in {', '.join(unfilled)} before it is trained", err=True)
+        write_run_file(out, winner, best.stated)
+        click.echo(f"wrote {out}", err=True)
 
 
 def answer_fit(

@@ -203,6 +203,7 @@ _NAMES: dict[str, tuple[BudgetUnit, float]] = {
     "accelerator-hours": ("gpu-hours", 1),
     "gpu-days": ("gpu-hours", 24),
 }
+_NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|[\d._]+)(?:[eE][+-]?\d+)?"
 _HOW = "write a number above 0 with its unit, as in 40M$, 1e25FLOP, 30d or 1M gpu-hours (k, M, B, T before the unit are thousands)"
 _MOST = {"usd": 1e15, "flop": 1e35, "days": 36_525.0, "gpu-hours": 1e13}
 """Limits above which a budget is a wrong unit: a hundred years, more dollars than exist."""
@@ -229,15 +230,14 @@ class TrainingBudget:
 def read_budget(text: str) -> TrainingBudget:
     """Parse a budget such as 1e24FLOP, $2M, 30 days or 10k gpu-hours.
 
-    Raises ``BudgetError``, with the valid forms, for another text, no unit, or an amount that is not positive or is
-    implausibly large.
+    Commas may only separate thousands. Raises ``BudgetError``, with the valid forms, for another text, no unit or two,
+    or an amount that is not positive or is implausibly large.
     """
-    match = re.fullmatch(r"\s*\$?\s*([\d._,]+(?:[eE][+-]?\d+)?)\s*([kMBGTPEZ]?)\s*([A-Za-z$-]*)\s*", text)
+    match = re.fullmatch(rf"\s*(\$?)\s*({_NUMBER})\s*([kMBGTPEZ]?)\s*([A-Za-z$-]*)\s*", text)
     if match is None:
         raise BudgetError(f"budget {text}: {_HOW}")
-    number, size, unit = match.groups()
-    if text.strip().startswith("$"):
-        unit = unit or "$"
+    sign, number, size, unit = match.groups()
+    unit = unit or sign
     if not unit:
         raise BudgetError(f"budget {text}: of what? {_HOW}")
     # The first letter of "GPU-hours" is no prefix G.
@@ -246,6 +246,8 @@ def read_budget(text: str) -> TrainingBudget:
     if reading is None:
         raise BudgetError(f"budget {text}: {unit!r} is not a unit: {_HOW}")
     kind, factor = _NAMES[reading[1]]
+    if sign and kind != "usd":
+        raise BudgetError(f"budget {text}: '$' and {unit!r} are two units: {_HOW}")
     try:
         amount = float(number.replace("_", "").replace(",", "")) * _SIZES[reading[0]] * factor
     except ValueError:

@@ -17,7 +17,14 @@ from phalanx_plan.search.options import Options
 from phalanx_plan.search.query import OWN, PlanRequestError, job_of, precision_of, problems_of, steps_for
 from phalanx_plan.search.search import search
 from phalanx_plan.step_cost.estimate import Estimate, estimate
-from phalanx_plan.workload.candidates import LAYOUT_FIELDS, PRECISIONS, SCHEDULES, PlannedLayout, layout_field
+from phalanx_plan.workload.candidates import (
+    LAYOUT_FIELDS,
+    PRECISIONS,
+    SCHEDULES,
+    PlannedLayout,
+    layout_field,
+    parts_of,
+)
 from phalanx_plan.workload.stacks import TrainingJob
 
 
@@ -152,7 +159,7 @@ def _fields(text: str, job: TrainingJob) -> dict[str, Any]:
     return settings
 
 
-_FROM_ZERO = ("zero", "offload_activations", "offload_optimizer", "sequence_parallel")
+_SWITCHES = ("offload_activations", "offload_optimizer", "sequence_parallel")
 
 
 def _value(name: str, value: str, job: TrainingJob) -> int | str | bool:
@@ -160,9 +167,10 @@ def _value(name: str, value: str, job: TrainingJob) -> int | str | bool:
 
     Raises ``PlanRequestError`` with the possible values.
     """
+    parts = parts_of(job.workload.model)
     words = {
         "schedule": SCHEDULES,
-        "recompute": tuple(mode.name for mode in job.modes),
+        "recompute": tuple(mode.name for mode in job.modes if not mode.parts or mode.parts & parts),
         "precision": tuple(precision.name for precision in PRECISIONS),
     }
     if name in words:
@@ -171,15 +179,15 @@ def _value(name: str, value: str, job: TrainingJob) -> int | str | bool:
         return value
     stages = job.stack.zero_stages
     is_number = value.isascii() and value.isdigit()
-    if name == "zero" and is_number and int(value) not in stages:
+    if name == "zero" and not (is_number and int(value) in stages):
         raise PlanRequestError(
             f"--layout: zero={value}: the stack {job.stack.name!r} has {', '.join(map(str, stages))}"
         )
-    if name in _FROM_ZERO[1:] and value not in ("0", "1"):
+    if name in _SWITCHES and value not in ("0", "1"):
         raise PlanRequestError(f"--layout: {name}={value}: write 1 for yes or 0 for no")
-    if not is_number or (int(value) < 1 and name not in _FROM_ZERO):
+    if not is_number or (int(value) < 1 and name not in ("zero", *_SWITCHES)):
         raise PlanRequestError(f"--layout: {name}={value!r} must be a whole number, at least 1")
-    return bool(int(value)) if name in _FROM_ZERO[1:] else int(value)
+    return bool(int(value)) if name in _SWITCHES else int(value)
 
 
 # Follow-ups to a plan.
@@ -304,21 +312,21 @@ def what_would_fit(job: TrainingJob, options: Options) -> str:
     Doubles the accelerators up to ``_MOST_DOUBLINGS`` times, and multiplies the memory up to 8 times. Searches again
     for each.
     """
-    advice = []
+    changes = []
     count = max(options.gpus or (job.cluster.accelerators,))
     for doubling in range(1, _MOST_DOUBLINGS + 1):
         if _fits(job, replace(options, gpus=(count << doubling,))):
-            advice.append(f"{count << doubling:,} accelerators of the same kind would do")
+            changes.append(f"{count << doubling:,} accelerators of the same kind")
             break
     capacity_bytes = job.cluster.accelerator.memory_bytes.value
     for factor in (1.25, 1.5, 2, 3, 4, 8):
         larger = with_value(job.cluster, "accelerator.memory_bytes", capacity_bytes * factor)
         if _fits(replace(job, cluster=larger), options):
-            advice.append(
-                f"so would {capacity_bytes * factor / 1e9:,.0f} GB of memory in each, {factor:g} times as much"
+            changes.append(
+                f"{capacity_bytes * factor / 1e9:,.0f} GB of memory in each accelerator ({factor:g} times as much)"
             )
             break
-    return "; ".join(advice)
+    return "; so would ".join((f"{changes[0]} would do", *changes[1:])) if changes else ""
 
 
 def _fits(job: TrainingJob, options: Options) -> bool:

@@ -28,7 +28,7 @@ from phalanx_plan.evidence import Evidence, evidence_for, generation_of, learned
 from phalanx_plan.run_fields import SEARCHED
 from phalanx_plan.search.options import Options
 from phalanx_plan.search.search import Objective
-from phalanx_plan.workload.candidates import RECOMPUTE, parts_of, with_modes
+from phalanx_plan.workload.candidates import RECOMPUTE, mode_of_parts, parts_of, with_modes
 from phalanx_plan.workload.recipes import NEWEST_RELEASE, Circumstances, recipe_of
 from phalanx_plan.workload.software import (
     SOFTWARE,
@@ -182,7 +182,7 @@ def _own_modes(software: TrainingSoftware, run: Circumstances) -> Iterator[str]:
 def with_requested_modes(job: TrainingJob, aim: Aim) -> TrainingJob:
     """Add the recomputation modes that a layout or conditions name by parts; this project's trainer has none of them.
 
-    Raises ``PlanRequestError`` if the model has none of the parts of such a mode, and ``ValueError`` for an unknown part.
+    Raises ``PlanRequestError`` for a part or module of such a mode that the model lacks, and ``ValueError`` for an unknown one.
     """
     if job.stack.name == OWN:
         return job
@@ -191,11 +191,13 @@ def with_requested_modes(job: TrainingJob, aim: Aim) -> TrainingJob:
     modes = with_modes(job.modes, (word[1] for word in words if word))
     has = parts_of(job.workload.model)
     for mode in modes[len(job.modes) :]:
-        if not mode.parts & has:
-            lacks = "no experts" if mode.parts - {"latent_up"} else "no latent attention"
-            raise PlanRequestError(
-                f"recompute={mode.name}: the model has {lacks}, and so no such part of a layer"
-            )
+        for name in mode.name.split("+"):
+            parts = mode_of_parts(name).parts
+            if not parts & has:
+                lacks = "no experts" if parts - {"latent_up"} else "no latent attention"
+                raise PlanRequestError(
+                    f"recompute={mode.name}: the model has {lacks}, and so no {name.strip()!r} in a layer: leave it out"
+                )
     return replace(job, modes=modes)
 
 

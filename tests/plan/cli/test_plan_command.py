@@ -198,6 +198,11 @@ def test_a_shell_completes_behind_an_option_that_is_given_twice() -> None:
         (["--assume", "repair_s"], "--assume repair_s: write a value, as in repair_s=..."),
         (["--require", "tp<=\u00b2"], "a whole number can be required"),
         (["--layout", "tp=\uff18"], "must be a whole number, at least 1"),
+        (["--layout", "zero=abc"], "zero=abc: the stack 'phalanx' has 2, 3, 1"),
+        (
+            ["--stack", "megatron", "--layout", "recompute=experts"],
+            "recompute=experts: take one of none, pointwise, attention, selective, full",
+        ),
     ],
 )
 def test_what_would_be_ignored_misread_or_found_out_too_late_is_refused(
@@ -214,6 +219,13 @@ def test_where_nothing_fits_it_says_how_much_is_missing_and_what_would_do() -> N
     assert result.exit_code != 0
     assert "GB" in result.output
     assert "accelerators of the same kind would do" in result.output
+
+
+def test_where_only_more_memory_helps_the_advice_is_a_sentence_of_its_own() -> None:
+    large = ("--model", "llama3-405b", "--cluster", "h100:8", "--batch", "8", "--seq-len", "2048")
+    memory = "680 GB of memory in each accelerator (8 times as much)"
+    assert f"\n64 accelerators of the same kind would do; so would {memory}\n" in plan(*large).output
+    assert f"\n{memory} would do\n" in plan(*large, "--require", "gpus=8").output
 
 
 def test_a_machine_that_was_not_calibrated_is_told_how_to(

@@ -111,6 +111,22 @@ def test_the_run_file_of_the_answer_is_read_and_names_what_nobody_chose(tmp_path
     assert "<h2>What to train</h2><p>Train a dense model of" in page.read_text()
 
 
+def test_a_run_file_with_nothing_to_fill_in_has_no_remark_about_it(tmp_path: Path) -> None:
+    out = tmp_path / "run.toml"
+    chosen = {
+        "data.path": "text",
+        "data.corpus": "none",
+        "data.tokenizer": "bytes",
+        "optimizer.lr": "3e-4",
+        "schedule.warmup_steps": "10",
+    }
+    overrides = [word for field, value in chosen.items() for word in ("--set", f"{field}={value}")]
+    result = plan("--budget", "300$", *SMALL, *overrides, "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert "fill in" not in result.output
+    assert read_run(out, PRESETS).unfilled == ()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -18,6 +18,8 @@ from phalanx_plan.scaling.optimum import BudgetError, TrainingBudget, read_budge
         ("$40M", TrainingBudget(40e6, "usd")),
         ("40M USD", TrainingBudget(40e6, "usd")),
         ("1_000 $", TrainingBudget(1000, "usd")),
+        ("$1,250,000.50", TrainingBudget(1_250_000.5, "usd")),
+        ("$2M USD", TrainingBudget(2e6, "usd")),
         ("1e25FLOP", TrainingBudget(1e25, "flop")),
         ("1e25 FLOPs", TrainingBudget(1e25, "flop")),
         ("10ZFLOP", TrainingBudget(1e22, "flop")),
@@ -35,7 +37,7 @@ def test_an_amount_and_its_unit_are_read(text: str, budget: TrainingBudget) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["", "40", "40M", "1e25", "$", "0$", "-5$", "inf$", "nan FLOP", "1e400FLOP", "40 Mg", "40m$", "1.2.3$", "9e30$", "1e9d", "1e400"]
+    "text", ["", "40", "40M", "1e25", "$", "0$", "-5$", "inf$", "nan FLOP", "1e400FLOP", "40 Mg", "40m$", "1.2.3$", "9e30$", "1e9d", "1e400", "$30 days", "1,5e24FLOP", "1,50$", "1000,000$"]
 )  # fmt: skip
 def test_what_is_no_budget_is_refused_with_examples_or_what_is_plausible(text: str) -> None:
     with pytest.raises(BudgetError, match=r"as in 40M\$|plausible"):

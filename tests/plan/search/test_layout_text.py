@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -48,12 +49,15 @@ def test_parts_that_there_are_not_are_refused_by_name_and_the_trainer_s_own_mode
         read_layout("recompute=mlp+norm", SPEC, with_requested_modes(JOB, aim))
 
 
-def test_a_part_of_experts_is_refused_where_there_are_none() -> None:
-    with pytest.raises(PlanRequestError, match="recompute=moe: the model has no experts"):
-        with_requested_modes(
-            job_of(SPEC, cluster("h100:64"), stack="megatron"),
-            Aim(require=("recompute=moe",), stack="megatron"),
-        )
+@pytest.mark.parametrize("parts", ["moe", "moe+norm", "norm+moe"])
+def test_a_part_of_experts_is_refused_where_there_are_none_also_beside_parts_that_there_are(
+    parts: str,
+) -> None:
+    job = job_of(SPEC, cluster("h100:64"), stack="megatron")
+    with pytest.raises(
+        PlanRequestError, match=f"recompute={re.escape(parts)}: the model has no experts, and so no 'moe'"
+    ):
+        with_requested_modes(job, Aim(require=(f"recompute={parts}",), stack="megatron"))
 
 
 def test_latents_are_made_again_where_there_are_some_in_dense_models_as_well() -> None:
