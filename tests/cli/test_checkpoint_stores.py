@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from pathlib import Path
 
@@ -67,6 +68,20 @@ def test_a_step_that_is_not_there_is_named_with_those_that_are(url: str, tmp_pat
         True,
     )
     assert call("verify", url, "--step", 4).exit_code == 1
+
+
+def test_a_list_without_checkpoints_is_a_note_on_standard_error_and_a_verification_shows_its_progress_there(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    empty = call("list", tmp_path / "run")
+    assert (empty.exit_code, empty.stdout) == (0, "")
+    assert empty.stderr == f"there is no committed checkpoint in {tmp_path / 'run' / 'checkpoints'}\n"
+    saved(tmp_path / "run" / "checkpoints", 3)
+    verified = call("verify", tmp_path / "run")
+    assert verified.stdout == "every byte is as it was written\n"
+    assert re.match(r"read: (.*) of \1, ", verified.stderr)
+    assert call("verify", tmp_path / "run", "--json").stderr == ""
 
 
 def test_nothing_is_copied_to_a_store_that_ignores_conditions(

@@ -13,9 +13,13 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
+
+import click
+
+from phalanx.observe.throughput import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -159,6 +163,33 @@ def size(count: int) -> str:
             break
         value /= 1024
     return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"
+
+
+_PROGRESS_PAUSE_S = 1.0
+
+
+def byte_progress(action: str) -> Callable[[int, int], None]:
+    """Return a callback (bytes done, bytes of all) that prints progress, rate and time left to standard error, once
+    a second.
+
+    The end is always printed.
+    """
+    begin = last = time.monotonic()
+
+    def show(done: int, of: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < _PROGRESS_PAUSE_S and done < of:
+            return
+        last = now
+        rate = done / max(now - begin, 1e-9)
+        remaining = f", {(of - done) / rate:,.0f} s left" if 0 < done < of else ""
+        click.echo(
+            f"{action}: {format_bytes(done)} of {format_bytes(of)}, {format_bytes(rate)}/s{remaining}",
+            err=True,
+        )
+
+    return show
 
 
 # Differences of two replays as lines of text.

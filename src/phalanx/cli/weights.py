@@ -16,6 +16,7 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier, require_conditional_store
 from phalanx.cli.errors import DtypeName, explained
+from phalanx.cli.output import byte_progress
 from phalanx.cli.run_places import checkpoint_place, is_store, open_checkpoints, open_object_tier
 from phalanx.command import Argument, Heading, Option, command_options
 from phalanx.command_help import Command, CommandGroup
@@ -58,11 +59,14 @@ def list_command(place: str, as_json: bool) -> None:
       phalanx checkpoint list s3://bucket/quickstart
     """
     with explained(CheckpointError):
-        tier = open_checkpoints(place).tier
+        checkpoints = open_checkpoints(place)
+        tier = checkpoints.tier
         rows = [_row(tier, step) for step in tier.steps()]
     if as_json:
         click.echo(json.dumps({"checkpoints": rows}))
         return
+    if not rows:
+        click.echo(f"there is no committed checkpoint in {checkpoints.name}", err=True)
     for row in rows:
         size = format_bytes(row["bytes"])
         click.echo(
@@ -91,11 +95,12 @@ def verify_command(place: str, step: int | None, as_json: bool) -> None:
       phalanx checkpoint verify runs/quickstart-1f3a9c04
       phalanx checkpoint verify s3://bucket/quickstart --step 100
     """
-    from phalanx.checkpoint.committed.copying import verify_tier
+    from phalanx.checkpoint.committed.copying import silent, verify_tier
 
+    progress = silent if as_json else byte_progress("read")
     with explained(CheckpointError):
         checkpoints = open_checkpoints(place, step)
-        findings = verify_tier(checkpoints.tier, checkpoints.name, checkpoints.step)
+        findings = verify_tier(checkpoints.tier, checkpoints.name, checkpoints.step, progress=progress)
     bad = [{"step": f.step, "path": f.place, "problem": str(f.error)} for f in findings]
     if as_json:
         click.echo(json.dumps({"good": not bad, "findings": bad}))

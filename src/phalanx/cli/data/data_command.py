@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from phalanx.cli.data.order import mixture_command, order_command, show_step, wh
 from phalanx.cli.data.prepare import prepare_command
 from phalanx.cli.data.recipe import plan_command, work_command
 from phalanx.cli.errors import explained
+from phalanx.cli.output import byte_progress
 from phalanx.command_help import Command, CommandGroup
 from phalanx.data.errors import DataError
 from phalanx.data.portions.planning.plan import PLAN_KEY
@@ -22,7 +21,6 @@ from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import Stage, Workplace, total
 from phalanx.data.portions.write_portion import trace
 from phalanx.data.stored.index import HELD_OUT, INDEX_FILE, SPLITS, TRAIN, DatasetIndex, parse_index
-from phalanx.observe.throughput import format_bytes
 from phalanx.store.open_store import is_remote
 from phalanx.store.store import MissingObjectError, StoreError
 
@@ -225,8 +223,6 @@ def _facts(place: Workplace) -> dict[str, object]:
 
 # ``phalanx data copy`` and ``phalanx data verify``: prepared datasets in folders and object stores.
 
-_PAUSE_S = 1.0
-
 
 @click.command("copy", short_help="Copy a dataset to another folder or object store.", cls=Command)
 @click.argument("source")
@@ -246,7 +242,7 @@ def copy_command(source: str, target: str, as_json: bool) -> None:
 
     with explained(DataError):
         copied = copy_dataset(
-            source, target, (lambda _done, _of: None) if as_json else _progress_printer("copied")
+            source, target, (lambda _done, _of: None) if as_json else byte_progress("copied")
         )
     facts = {
         "path": target,
@@ -285,7 +281,7 @@ def verify_command(place: str, write_sums: bool) -> None:
         from phalanx.data.stored.copies import verify_stored
 
         with explained(DataError):
-            verify_stored(place, _progress_printer("read"))
+            verify_stored(place, byte_progress("read"))
         without = 0
     else:
         from phalanx.data.reading.dataset import verify_dataset
@@ -296,30 +292,6 @@ def verify_command(place: str, write_sums: bool) -> None:
     if without:
         shards = "1 shard has" if without == 1 else f"{without:,} shards have"
         click.echo(f"{shards} no block sums, which training checks each read by: --write-sums writes them")
-
-
-def _progress_printer(action: str) -> Callable[[int, int], None]:
-    """Return a callback (bytes done, bytes of all) that prints progress, rate and time left to standard error, once
-    a second.
-
-    The end is always printed.
-    """
-    begin = last = time.monotonic()
-
-    def show(done: int, of: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last < _PAUSE_S and done < of:
-            return
-        last = now
-        rate = done / max(now - begin, 1e-9)
-        remaining = f", {(of - done) / rate:,.0f} s left" if 0 < done < of else ""
-        click.echo(
-            f"{action}: {format_bytes(done)} of {format_bytes(of)}, {format_bytes(rate)}/s{remaining}",
-            err=True,
-        )
-
-    return show
 
 
 @click.group("data", cls=CommandGroup)
