@@ -45,8 +45,8 @@ class Processes:
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
         """Yield one outcome for each task as they end, from worker processes on this machine, which threads feed.
 
-        The work begins with the first ``next``; workers stay for the next stage. A task whose worker died, or cannot be started, is lost and not repeated here;
-        the worker is replaced. After ``close`` the rest are lost.
+        The work begins with the first ``next``; workers stay for the next stage. A task whose worker died, or cannot be
+        started, is lost and not repeated here; the worker is replaced. After ``close`` the rest are lost.
         """
         todo: queue.SimpleQueue[int] = queue.SimpleQueue()
         outcomes: queue.SimpleQueue[TaskOutcome] = queue.SimpleQueue()

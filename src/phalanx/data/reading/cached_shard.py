@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from phalanx.data.errors import DatasetError
 from phalanx.data.stored.index import ShardFile
-from phalanx.data.stored.shard_writer import BLOCK_BYTES, read_sums, sums_file
+from phalanx.data.stored.shard_writer import BLOCK_BYTES, parse_sums, sums_file
 from phalanx.run.directory.files import range_locked, write_atomically
 from phalanx.store.store import MissingObjectError, ShortObjectError, Store
 
@@ -274,12 +274,15 @@ class CachedShard:
     def held(self, start: int, stop: int) -> memoryview | None:
         """Return bytes ``start`` to ``stop`` of the shard if all their blocks are cached, else ``None``.
 
-        Verifies the blocks; damaged ones count as missing.
+        Verifies the blocks; damaged and unreadable ones count as missing.
         """
         if self._sums is None:
             return None
         first = start - start % BLOCK_BYTES
-        data = os.pread(self._file.fileno(), self._end(stop) - first, first)
+        try:
+            data = os.pread(self._file.fileno(), self._end(stop) - first, first)
+        except OSError:
+            return None
         if not self._intact(first, data, stop, self._sums):
             return None
         return memoryview(data)[start - first : stop - first]
@@ -324,7 +327,6 @@ class CachedShard:
             if self._intact(first, data, end, sums):
                 return data
             if last_try:
-                sums_file(self._path).unlink(missing_ok=True)
                 sums = self._sums = self._sums_of(store)
                 if self._intact(first, data, end, sums):
                     return data
@@ -350,15 +352,16 @@ class CachedShard:
         return min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, self._nbytes)
 
     def _cached_sums(self) -> NDArray[np.uint64] | None:
-        """Return the shard's block sums if they are cached and intact, else ``None``. Damaged ones count as missing."""
-        with suppress(DatasetError):  # torn, or of another shard
-            mapped = read_sums(self._path, self._shard, self._nbytes)
-            if mapped is not None:
-                return np.array(mapped)  # in memory: a truncated mapped file would crash the process
+        """Return the shard's block sums if they are cached and intact, else ``None``. Damaged and unreadable ones count
+        as missing.
+        """
+        with suppress(OSError):
+            # In memory: a truncated mapped file would crash the process.
+            return parse_sums(sums_file(self._path).read_bytes(), self._shard, self._nbytes)
         return None
 
     def _sums_of(self, store: Store) -> NDArray[np.uint64]:
-        """Fetch the shard's block sums from the store, write them into the cache, and return them. Raises
+        """Fetch the shard's block sums from the store, cache them unless the disk is full, and return them. Raises
         ``DatasetError`` if they are missing or of another shard, and ``StoreError``.
         """
         name = sums_file(self._path).name
@@ -369,9 +372,10 @@ class CachedShard:
                 f"{store.url}/{name} is not there, and without block sums nothing that is read can be checked: write them where the dataset "
                 f"was prepared, `phalanx data verify FOLDER --write-sums`, and {_REMEDY}"
             ) from error
-        write_atomically(sums_file(self._path), content, durable=False)
-        sums = self._cached_sums()
+        sums = parse_sums(content, self._shard, self._nbytes)
         if sums is not None:
+            with suppress(OSError):  # like a block, they are requested again
+                write_atomically(sums_file(self._path), content, durable=False)
             return sums
         raise DatasetError(
             f"{store.url}/{name} holds no block sums of {self._shard.file} as the index has it; {_REMEDY}"

@@ -92,6 +92,16 @@ def read_sums(path: Path, shard: ShardFile, shard_bytes: int) -> NDArray[np.uint
     raise DatasetError(f"{file} holds no block sums of {path.name} as the index has it; {_remedy(file)}")
 
 
+def parse_sums(content: bytes, shard: ShardFile, shard_bytes: int) -> NDArray[np.uint64] | None:
+    """Return the block sums in the content of a shard's file of them; ``None`` if it is truncated, or belongs to other
+    bytes than those in the index.
+    """
+    expected_bytes = _HEADER_BYTES + 8 * -(-shard_bytes // BLOCK_BYTES)
+    if len(content) == expected_bytes and content.startswith(sums_header(shard.xxh3_128)):
+        return np.frombuffer(content, dtype="<u8", offset=_HEADER_BYTES)
+    return None
+
+
 def sums_header(shard_xxh3_128: str) -> bytes:
     return _MAGIC + bytes.fromhex(shard_xxh3_128) + bytes(8)
 

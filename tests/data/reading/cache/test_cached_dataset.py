@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -341,6 +342,35 @@ def test_a_cache_that_cannot_be_written_does_not_stop_reading(dataset: Path, tmp
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         before()
+
+
+def test_a_cache_that_is_full_before_the_first_sample_does_not_stop_reading(
+    dataset: Path, tmp_path: Path
+) -> None:
+    import resource
+
+    shards = CachedShards(opened(stored(dataset), tmp_path), TRAIN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = _ignore_file_size_signal()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no room for block sums
+    try:
+        assert samples(shards, [0, 5], 100) == expected([0, 5], 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        before()
+
+
+def test_a_cache_that_cannot_be_read_does_not_stop_reading(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = CachedShards(opened(stored(dataset), tmp_path), TRAIN)
+    samples(shards, [0], 100)
+
+    def fail(*_: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fail)
+    assert samples(shards, [0], 100) == expected([0], 100)
 
 
 def _ignore_file_size_signal() -> Callable[[], object]:
