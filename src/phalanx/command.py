@@ -208,10 +208,10 @@ def written_options(options: Any, *fields: str) -> list[str]:
 
 
 def given_options() -> dict[str, str]:
-    """Return the fields on the command line that is being run, each with its option's first name; of an argument its field."""
+    """Return the fields on the command line that is being run, each with its option's first name or its argument's metavar."""
     context = click.get_current_context()
     return {
-        param.name: param.opts[0]
+        param.name: param.opts[0] if isinstance(param, click.Option) else param.human_readable_name
         for param in context.command.params
         if param.name and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
     }

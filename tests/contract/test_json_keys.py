@@ -65,7 +65,7 @@ CASES = {
     "plan stacks": "plan stacks --json",
     "plan, of one layout": "plan tiny.toml --cluster h100:2 --layout dp=2 --json",
     "ranks": "ranks runs/tiny --json",
-    "reproduce": "reproduce runs/tiny --json",
+    "reproduce": "reproduce runs/tiny --dry-run --json",
     "runs compare": "runs compare runs/tiny runs/tiny --json",
     "runs list": "runs list runs --json",
     "runs show": "runs show runs/tiny --json",

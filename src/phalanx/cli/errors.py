@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 import click
 
-from phalanx.command import Option
+from phalanx.command import Option, given_options
 from phalanx.run.factory import FactoryError, require_trusted
 from phalanx.run.fields import RunFileError
 from phalanx.run.peers import AddressError, read_address, read_host
@@ -42,6 +42,11 @@ def refuse_unused(options: Sequence[str], reason: str) -> None:
     """Raise ``click.UsageError`` for ``options``, which would be ignored, with ``reason``."""
     if options:
         raise click.UsageError(f"{', '.join(options)}: {reason}")
+
+
+def refuse_given(fields: Collection[str], reason: str) -> None:
+    """Raise ``click.UsageError`` for options of ``fields`` on the command line, which would be ignored, with ``reason``."""
+    refuse_unused([name for field, name in given_options().items() if field in fields], reason)
 
 
 class TroubleError(click.ClickException):

@@ -15,7 +15,7 @@ from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier, require_conditional_store
-from phalanx.cli.errors import DtypeName, explained
+from phalanx.cli.errors import DtypeName, explained, refuse_given
 from phalanx.cli.output import byte_progress
 from phalanx.cli.run_places import checkpoint_place, is_store, open_checkpoints, open_object_tier
 from phalanx.command import Argument, Heading, Option, command_options
@@ -238,10 +238,12 @@ def export_command(options: ExportOptions) -> None:
       phalanx export runs/quickstart-1f3a9c04 --to hf exported/
       phalanx export runs/quickstart-1f3a9c04 --to hf exported/ --verify transformers
     """
-    if options.verify is None and (options.prompts or options.verify_python):
-        raise click.UsageError("--verify-prompt and --verify-python are for --verify")
+    if options.verify is None:
+        refuse_given(("prompts", "verify_tokens", "verify_python"), "is for --verify")
     if options.verify is not None and options.kind != "hf":
         raise click.UsageError("--verify reads a Hugging Face folder: --to hf")
+    if options.kind != "hf":
+        refuse_given(("dtype", "max_seq_len"), "is for --to hf")
     length = options.max_seq_len or 0
     if options.verify is None:
         export_to(options.place, options.kind, options.step, options.out, options.dtype, length)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import click
 
+from phalanx.cli.errors import refuse_given
 from phalanx.command import AsJson, Heading, Option, command_options
 from phalanx.command_help import CommandGroup
 from phalanx.fleet.core.invariants import BrokenInvariant
@@ -73,6 +74,11 @@ def fleet(options: SimulateFleetOptions) -> None:
       phalanx simulate fleet --nodes 12500 --unit 4 --spares-together 4
       phalanx simulate fleet --small --seeds 0:1000
     """
+    if options.small:
+        large = ("nodes", "spares", "days", "seed", "rate", "step_s", "unit", "spares_together")
+        refuse_given(large, "is for a large fleet: leave out --small")
+    else:
+        refuse_given(("seeds",), "is for --small")
     progress = _progress("worlds" if options.small else "days")
     try:
         if options.small:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.cli.errors import explained
+from phalanx.cli.errors import explained, refuse_given
 from phalanx.cli.run_places import weights_place
 from phalanx.command_help import Command
 from phalanx.run.directory.paths import RunDirectoryError
@@ -44,6 +44,7 @@ def command(place: Path | None, form: str, step: int | None, out: Path | None, v
     if (place is None) == (verify is None):
         raise click.UsageError("give either a run directory to pack, or --verify and a pack")
     if verify is not None:
+        refuse_given(("form", "step", "out"), "--verify writes no pack")
         _verify(verify)
         return
     assert place is not None, "one of both is given"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import click
 from msgspec import structs
 
-from phalanx.cli.errors import demand_folder, explained, require_trusted_code
-from phalanx.command import command_options
+from phalanx.cli.errors import demand_folder, explained, refuse_unused, require_trusted_code
+from phalanx.command import command_options, given_options
 from phalanx.command_help import Command
 from phalanx.process.this_process import host_name
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, is_published
@@ -54,6 +54,12 @@ def command(options: ServeOptions) -> None:
       phalanx serve runs/quickstart-1f3a9c04 --host 0.0.0.0 --key-file keys.txt
     """
     if options.new_key is not None:
+        others = [
+            name
+            for field, name in given_options().items()
+            if field not in ("new_key", "key_name", "key_limits")
+        ]
+        refuse_unused(others, "--new-key writes a key, and serves nothing")
         return make_key(options.new_key, options.key_name, options.key_limits)
     if options.key_name or options.key_limits:
         raise click.UsageError("--key-name and --key-limits are for --new-key FILE")

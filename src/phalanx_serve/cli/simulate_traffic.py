@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from phalanx.cli.errors import refuse_given
 from phalanx.command import FiniteRange
 from phalanx.command_help import Command
 from phalanx_serve.traffic.simulated_world import Load, RouterInvariantError, run_seed
@@ -39,6 +40,8 @@ def command(seeds: str, workers: int, rate: float, faults: float, trace: Path | 
       phalanx simulate traffic --seeds 0:1000
       phalanx simulate traffic --seeds 7:8 --workers 300 --rate 50 --json
     """
+    if trace is not None:
+        refuse_given(("rate",), "--trace has the times of all requests")
     load = Load(workers, rate, faults, _arrivals(trace) if trace else ())
     began_s = time.monotonic()
     counts: Counter[str] = Counter()

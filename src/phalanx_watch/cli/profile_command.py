@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from phalanx.cli.errors import demand_folder, explained
+from phalanx.cli.errors import demand_folder, explained, refuse_given
 from phalanx.cli.output import moment, text_console
 from phalanx.command import FiniteRange
 from phalanx.command_help import Command
@@ -65,6 +65,12 @@ def command(
       phalanx profile runs/big-1f3a9c04 --steps 4 --ranks 0,17
       phalanx profile runs/quickstart-1f3a9c04 --show
     """
+    if show is not None:
+        refuse_given(("steps", "ranks", "wait_s"), "--show records nothing")
+    if show == "":
+        refuse_given(
+            ("cluster",), "is for one profile: --show NAME --cluster CLUSTER compares it with that plan"
+        )
     demand_folder(run_dir)
     from phalanx_watch.profile.read import ProfileError, make_summary, profiles, read_summary, request_profile
 

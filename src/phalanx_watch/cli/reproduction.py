@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from phalanx.cli.errors import TroubleError, demand_folder, trouble
+from phalanx.cli.errors import TroubleError, demand_folder, refuse_given, trouble
 from phalanx.cli.output import MOST, left_out_lines, number_text
 from phalanx.cli.train.session import console_for, progress_on
 from phalanx.command_help import Command
@@ -66,9 +66,15 @@ def reproduce_command(
       phalanx reproduce runs/quickstart-1f3a9c04 --steps 20 --yes
       phalanx reproduce runs/quickstart-1f3a9c04 --make-env /tmp/then
 
-    Exit codes: 0 the same bits (with --dry-run: nothing that may change them differs), 1 they part (or something differs), 2 trouble.
+    Exit codes: 0 the same bits (with --dry-run: nothing that may change them differs), 1 they part (or something differs), 2 trouble, or nothing was run.
     """
-
+    of_training = ("steps", "ranks", "into", "yes")
+    if environment is not None:
+        refuse_given(
+            (*of_training, "dry_run", "as_json"), "--make-env builds an environment, and runs nothing"
+        )
+    if dry_run:
+        refuse_given(of_training, "--dry-run runs nothing")
     demand_folder(run_dir, TroubleError)
     with trouble(RunDirectoryError):
         recording = read_recorded(run_dir)
@@ -87,18 +93,19 @@ def reproduce_command(
     if not as_json:
         for line in _lines(recording, differ):
             click.echo(line)
-    harmful = any(change.weight != "no" for change in differ)
-    is_prompted = not yes and not dry_run and sys.stdin.isatty()
-    if dry_run or (not yes and not (is_prompted and click.confirm("run it again?"))):
-        if not dry_run and not is_prompted:
-            click.echo("nothing was run: give --yes without a terminal", err=True)
+    if dry_run:
         if as_json:
             click.echo(
                 msgspec.json.encode(
                     {"run": str(run_dir), "changed": [msgspec.to_builtins(change) for change in differ]}
                 ).decode()
             )
-        sys.exit(1 if harmful else 0)
+        sys.exit(1 if any(change.weight != "no" for change in differ) else 0)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise TroubleError("nothing was run: give --yes without a terminal, or --dry-run")
+        if not click.confirm("run it again?"):
+            raise TroubleError("nothing was run")
     with trouble(RunDirectoryError):
         chosen = ranks or _fitting(recording.row.ranks)
     sys.exit(_again(run_dir, spec, chosen, steps, into, differ, as_json=as_json))

@@ -17,7 +17,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cli.errors import HostName, demand_folder, explained
+from phalanx.cli.errors import HostName, demand_folder, explained, refuse_given
 from phalanx.cli.output import text_console
 from phalanx.command import Argument, Option, PluginName, command_options
 from phalanx.command_help import Command, CommandGroup
@@ -318,6 +318,8 @@ def ui_command(options: UiOptions) -> None:
     from phalanx.hardware.local.network import ListenError
     from phalanx_watch.page.app import serve
 
+    if options.export is not None:
+        refuse_given(("host", "port", "token", "open_page"), "--export writes a file, and starts no server")
     folders = options.folders or (Path("runs"),)
     for folder in folders:
         demand_folder(folder)

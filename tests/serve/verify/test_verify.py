@@ -115,7 +115,7 @@ def test_a_run_without_held_out_data_asks_for_prompts(imported: tuple[Path, Path
     assert "--verify-prompt" in out.output
     assert not (tmp_path / "out").exists()
     alone = CliRunner().invoke(command, [str(imported[1]), str(tmp_path / "x"), "--verify-prompt", "a"])
-    assert "are for --verify" in alone.output
+    assert "--verify-prompt: is for --verify" in alone.output
 
 
 def test_held_out_conversations_give_prompts_of_the_ids_that_the_model_read(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from phalanx.cli.errors import explained
+from phalanx.cli.errors import explained, refuse_given
 from phalanx.cli.output import text_console
 from phalanx.command import Argument, AsJson, Option, Overrides, command_options
 from phalanx.command_help import Command
@@ -282,7 +282,9 @@ def command(options: ShowOptions) -> None:
       phalanx show configs/deepseek-v3.toml --ranks 2048
       phalanx show configs/moe-100t.toml --ranks 98304 --dry-run
     """
-    if (options.dry or options.chosen) and options.ranks is None:
+    if not options.dry:
+        refuse_given(("chosen",), "is for --dry-run")
+    if options.dry and options.ranks is None:
         raise click.UsageError("a dry run needs the size of the fleet: give --ranks")
     if any(not 0 <= rank < (options.ranks or 0) for rank in options.chosen):
         raise click.UsageError(f"--rank must be from 0 to {(options.ranks or 0) - 1}")

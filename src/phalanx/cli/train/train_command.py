@@ -19,7 +19,7 @@ from typing import Annotated
 import click
 import msgspec
 
-from phalanx.cli.errors import explained, refuse_unused, trouble
+from phalanx.cli.errors import explained, refuse_given, refuse_unused, trouble
 from phalanx.cli.output import left_out_lines, number_text
 from phalanx.cli.train import session
 from phalanx.command import (
@@ -127,6 +127,8 @@ def command(options: TrainOptions) -> None:
     if options.check_layout is not None:
         unused = written_options(options, "nodes", "spares", "faults", "run_dir")
         refuse_unused(unused, "--check-layout trains a few steps on this machine, in temporary directories")
+    else:
+        refuse_given(("check_steps",), "is for --check-layout")
     shown = explained if options.check_layout is None else trouble
     with shown(DataError, RunDirectoryError):
         spec, run_file = _read_requested_run(place, options)

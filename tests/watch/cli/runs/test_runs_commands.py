@@ -144,6 +144,13 @@ def test_what_has_changed_since_a_run_is_said_and_nothing_is_run(copy: Path) -> 
     assert not copy.with_name("copy-again").exists()
 
 
+def test_a_run_that_is_not_run_again_without_a_confirmation_counts_as_no_success(copy: Path) -> None:
+    done = CliRunner().invoke(reproduce_command, [str(copy)])
+    assert done.exit_code == 2
+    assert "nothing was run" in done.output
+    assert not copy.with_name("copy-again").exists()
+
+
 def test_a_run_is_reproduced_on_another_number_of_ranks_with_the_same_hash(
     copy: Path, result: dict[str, object]
 ) -> None:
