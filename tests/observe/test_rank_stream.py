@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observe.rank_frames import drawn_frame, read, same, same_values, write
+from open_files import descriptors_of
 from phalanx.observe.rank_file import TITLE, decode_column, encode_column, encode_frame
 from phalanx.observe.rank_stream import (
     RANK_COLUMNS,
@@ -159,6 +160,17 @@ def test_the_history_of_a_rank_is_that_of_its_frames(tmp_path: Path) -> None:
             assert same_values(values, wanted)
         assert stream.rank("compute_s", 0, 11, 20)[0].tolist() == [20]
         assert stream.rank("compute_s", 5)[0].tolist() == []
+
+
+def test_a_history_whose_file_can_no_longer_be_read_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.bin"
+    write(path, drawn_frame(7, 1, 4))
+    with RankStream(path) as stream, path.open("ab") as unreadable:
+        stream.rank("compute_s", 2)
+        for number in descriptors_of(path) - {unreadable.fileno()}:
+            os.dup2(unreadable.fileno(), number)
+        with pytest.raises(RankStreamError, match=r"cannot read .*ranks\.bin"):
+            stream.rank("compute_s", 2)
 
 
 def test_a_missing_file_is_an_empty_stream_until_it_is_written(tmp_path: Path) -> None:

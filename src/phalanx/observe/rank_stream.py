@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -106,10 +107,8 @@ class RankStream:
         else:
             os.close(descriptor)
         indexed = len(self._index.heads)
-        try:
+        with self._reading():
             self._index.extend()
-        except OSError as error:
-            raise RankStreamError(f"cannot read {self.path}: {error.strerror}") from error
         new = self._index.heads[indexed:]
         self._steps = np.append(self._steps, np.array([head.step for head in new], np.int64))
         self._times = np.append(self._times, np.array([head.t for head in new], np.float64))
@@ -239,6 +238,14 @@ class RankStream:
             raise IndexError(f"there is no frame in {self.path}")
         return self._index
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Context in which an ``OSError`` becomes a ``RankStreamError`` with the file's name."""
+        try:
+            yield
+        except OSError as error:
+            raise RankStreamError(f"cannot read {self.path}: {error.strerror}") from error
+
     def _between(self, first: int | None, last: int | None) -> list[int]:
         """The numbers of the frames of the steps from ``first`` to ``last``."""
         lowest, highest = -1 if first is None else first, np.inf if last is None else last
@@ -255,10 +262,8 @@ class RankStream:
     def _codes(self, number: int, place: int) -> Codes | None:
         """Return one column of a frame as it is in the file; ``None`` if it is damaged. Raises ``RankStreamError``."""
         key = number, place
-        try:
+        with self._reading():
             codes = self._opened().codes(number, place, verified=key in self._verified)
-        except OSError as error:
-            raise RankStreamError(f"cannot read {self.path}: {error.strerror}") from error
         if codes is not None:
             self._verified.add(key)
         return codes
@@ -273,7 +278,8 @@ class RankStream:
             return UNKNOWN if codes is None else int(codes[rank])
         index = self._opened()
         offset = index.offsets[number] + index.heads[number].column_at(place) + 2 * rank
-        block = os.pread(self._descriptor, 2, offset)
+        with self._reading():
+            block = os.pread(self._descriptor, 2, offset)
         return int.from_bytes(block, "little", signed=True) if len(block) == 2 else UNKNOWN
 
 
