@@ -191,12 +191,22 @@ def open_for_reading(path: Path) -> int | None:
         return None
     except OSError as error:
         raise RankStreamError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        demand_stream_file(path, descriptor)
+    except RankStreamError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def demand_stream_file(path: Path, descriptor: int) -> None:
+    """Raise ``RankStreamError`` if the file open as ``descriptor`` is too large, or no regular file."""
     status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode) and status.st_size <= MOST_FILE_BYTES:
-        return descriptor
-    os.close(descriptor)
-    size = f"it has {status.st_size / 2**30:.1f} GiB, and no run writes more than {MOST_FILE_BYTES >> 30}"
-    raise refusal(path, size if stat.S_ISREG(status.st_mode) else "it is no file")
+    if not stat.S_ISREG(status.st_mode):
+        raise refusal(path, "it is no file")
+    if status.st_size > MOST_FILE_BYTES:
+        size = f"it has {status.st_size / 2**30:.1f} GiB"
+        raise refusal(path, f"{size}, and no run writes more than {MOST_FILE_BYTES >> 30}")
 
 
 def refusal(path: Path, reason: str) -> RankStreamError:
@@ -223,7 +233,7 @@ class FrameIndex:
         """Index the complete frames that have come since the last call.
 
         Raises ``RankStreamError`` if this is no file of ranks' numbers, has more than 131,072 frames, or is
-        damaged in more than 65,536 places.
+        damaged in more than 65,536 places, and ``OSError`` if it cannot be read.
         """
         size = os.fstat(self._descriptor).st_size
         if self.position == 0:

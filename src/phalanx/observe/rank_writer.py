@@ -15,8 +15,8 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -124,12 +124,21 @@ class RankStreamWriter:
             missing = len(rank_file.TITLE) - os.fstat(self._descriptor).st_size
             if missing > 0:
                 os.write(self._descriptor, rank_file.TITLE[-missing:])
+            index = self._indexed()
+            self._frames = len(index.heads)
+            self._next = rank_file.unfinished(self._descriptor, max(index.position, len(rank_file.TITLE)))
         except OSError as error:
             self.close()
             raise self._unwritten(error.strerror or "") from error
-        with _indexed(self.path) as index:
-            self._frames = len(index.heads)
-            self._next = rank_file.unfinished(self._descriptor, max(index.position, len(rank_file.TITLE)))
+
+    def _indexed(self) -> rank_file.FrameIndex:
+        """Return the index of the open file. Raises ``RankStreamError`` if it is no file of ranks' numbers, ``OSError``
+        if it cannot be read.
+        """
+        rank_file.demand_stream_file(self.path, self._descriptor)
+        index = rank_file.FrameIndex(self.path, self._descriptor)
+        index.extend()
+        return index
 
     def _replaced(self) -> bool:
         """Return True if the name leads to another file or none: another rank took over, or somebody removed it."""
@@ -166,17 +175,17 @@ class RankStreamWriter:
 
     def _coarsen(self) -> None:
         """Replace the file by a coarser, smaller one, and open that. If it fails, or ``hurry`` stops it, retry
-        after it has grown by an eighth of its bounds.
+        after it has grown by an eighth of its bounds. Never raises: all frames are written already.
         """
         beside = self.path.with_name(f"{self.path.name}.new")
         try:
-            with _indexed(self.path) as index, beside.open("wb") as file:
-                is_complete = self._write_coarsened(index, file)
+            with beside.open("wb") as file:
+                is_complete = self._write_coarsened(self._indexed(), file)
             if is_complete:
                 beside.replace(self.path)
                 self.close()
                 self._open()
-        except OSError:
+        except (OSError, rank_file.RankStreamError):
             is_complete = False
         if not is_complete:
             with suppress(OSError):
@@ -237,22 +246,6 @@ def _whole(position: int) -> int:
     return -(-position // 8) * 8
 
 
-@contextmanager
-def _indexed(path: Path) -> Iterator[rank_file.FrameIndex]:
-    """Context with the index of the file as it is now. Raises ``RankStreamError`` if it is missing or no file of
-    ranks' numbers.
-    """
-    descriptor = rank_file.open_for_reading(path)
-    if descriptor is None:
-        raise rank_file.RankStreamError(f"{path} was removed while it was written")
-    try:
-        index = rank_file.FrameIndex(path, descriptor)
-        index.extend()
-        yield index
-    finally:
-        os.close(descriptor)
-
-
 # Writes the ranks' numbers from a thread of its own, so that no disk can hold a step up.
 #
 # A write to a shared file system may take seconds, and so does coarsening a file at its full size. Frames wait in a short queue meanwhile; when
@@ -297,11 +290,11 @@ class RankRecorder:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._ending.set()
-            try:
+            with suppress(queue.Full):
                 self._queue.put(None, timeout=timeout_s)
-            except queue.Full:
-                return self._warning()  # it hangs, and is left behind
-            thread.join(timeout_s)
+                thread.join(timeout_s)
+            if thread.is_alive():  # it hangs, and is left behind
+                self._trouble = f"{self._path} is written too slowly"
         return self._warning()
 
     def _warning(self) -> str:

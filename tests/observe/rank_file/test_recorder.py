@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 from observe.rank_frames import drawn_frame, read, same
 from phalanx.observe.rank_writer import _QUEUE_FRAMES, RankRecorder
@@ -45,6 +45,23 @@ def test_a_disk_that_hangs_holds_nobody_up_and_the_frames_that_do_not_fit_are_dr
     ]
     assert recorder.close(timeout_s=0.05) == ""
     hanging.set()
+
+
+class HangingPath(PosixPath):
+    """A path on a disk that does not answer while ``answers`` is unset."""
+
+    answers = threading.Event()
+
+    def __fspath__(self) -> str:
+        self.answers.wait()
+        return str(self)
+
+
+def test_frames_that_a_hanging_disk_has_not_taken_at_the_end_are_reported(tmp_path: Path) -> None:
+    recorder = RankRecorder(HangingPath(tmp_path / "ranks.bin"))
+    assert recorder.record(drawn_frame(1, 1, 3)) == ""
+    assert "ranks.bin is written too slowly" in recorder.close(timeout_s=0.05)
+    HangingPath.answers.set()
 
 
 def test_frames_are_written_again_once_the_trouble_is_over(tmp_path: Path) -> None:

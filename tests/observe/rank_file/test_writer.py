@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +125,42 @@ def test_what_is_no_stream_is_moved_aside_and_not_lost(tmp_path: Path) -> None:
     write(path, drawn_frame(1, 1, 3))
     assert [frame.step for frame in read(path)] == [1]
     assert "my notes" in (tmp_path / "ranks.bin.damaged").read_text()
+
+
+FEW_DESCRIPTORS = """
+import os, resource, sys
+from contextlib import suppress
+from pathlib import Path
+from observe.rank_frames import drawn_frame
+from phalanx.observe.rank_stream import RankStreamWriter
+
+path, first, free = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+frames = [drawn_frame(1, step, 3) for step in range(first, first + 4)]
+opened = RankStreamWriter(path, most_frames=8) if free == 0 else None
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+fillers = []
+with suppress(OSError):
+    while True:
+        fillers.append(os.dup(0))
+for number in fillers[:free]:
+    os.close(number)
+with opened or RankStreamWriter(path, most_frames=8) as writer:
+    for frame in frames:
+        writer.append(frame)
+"""
+
+
+@pytest.mark.parametrize(("before", "free"), [(8, 0), (3, 1)])
+def test_a_process_with_hardly_a_descriptor_left_writes_on_and_loses_no_frame(
+    tmp_path: Path, before: int, free: int
+) -> None:
+    path = tmp_path / "ranks.bin"
+    write(path, *(drawn_frame(1, step, 3) for step in range(before)))
+    words = [sys.executable, "-c", FEW_DESCRIPTORS, str(path), str(before), str(free)]
+    folders = os.pathsep.join(sys.path)
+    subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": folders})
+    assert [frame.step for frame in read(path)] == list(range(before + 4))
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @settings(max_examples=30)
