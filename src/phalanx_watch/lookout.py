@@ -23,7 +23,7 @@ from phalanx.observe.metrics.exporter import RunSampler
 from phalanx.observe.metrics.samples import Labels, Metric, Sample
 from phalanx.observe.record.notes import Serving, read_serving
 from phalanx.run.directory.paths import RunDirectory
-from phalanx_watch.runs.row import RunRow
+from phalanx_watch.runs.row import RunRow, read_labels
 from phalanx_watch.why.observed import CODES, Reason
 from phalanx_watch.why.reasons import reasons
 
@@ -253,10 +253,7 @@ def is_acknowledged(row: RunRow) -> bool:
     """Return True if the run got the tag ``ACKNOWLEDGED`` after its newest event. A run that continues is watched again."""
     if ACKNOWLEDGED not in row.tags:
         return False
-    try:
-        return RunDirectory(Path(row.path)).labels.stat().st_mtime >= (row.updated or 0.0)
-    except OSError:
-        return False
+    return read_labels(Path(row.path)).tagged_s.get(ACKNOWLEDGED, 0.0) >= (row.updated or 0.0)
 
 
 def watched(rows: Iterable[RunRow], now: float) -> list[RunRow]:

@@ -34,7 +34,7 @@ from phalanx_watch.page.app import application
 from phalanx_watch.page.http import access_for
 from phalanx_watch.page.runs import PageRuns
 from phalanx_watch.runs.index import RunIndex
-from phalanx_watch.runs.row import RunLabels, RunRow, run_id, write_labels
+from phalanx_watch.runs.row import RunLabels, RunRow, read_labels, run_id, write_labels
 from phalanx_watch.why.observed import CODES, Reason
 from watch.made_runs import write_events
 
@@ -261,7 +261,17 @@ def test_a_run_whose_end_somebody_acknowledged_has_no_series_until_it_goes_on(tm
     run = _broken_off(tmp_path / "runs" / "a", begin_s=now - 60)
     lookout = _lookout(tmp_path, tmp_path / "runs", at=now)
     assert _series(lookout)["phalanx_reason", "a", "gone"] == 3
-    write_labels(run, RunLabels().tagged(ACKNOWLEDGED))
+    write_labels(run, RunLabels().tagged(ACKNOWLEDGED, at_s=now))
     assert _series(lookout) == {}
     write_events(run, [Event(now + 60, 1, RunStarted(str(run), 100))])
+    assert ("phalanx_reason", "a", "gone") in _series(lookout)
+
+
+def test_a_note_on_a_run_acknowledges_no_later_end(tmp_path: Path) -> None:
+    now = time.time()
+    run = _broken_off(tmp_path / "runs" / "a", begin_s=now - 60)
+    write_labels(run, RunLabels().tagged(ACKNOWLEDGED, at_s=now - 50))
+    write_events(run, [Event(now - 40, 1, RunStarted(str(run), 100))])
+    write_labels(run, read_labels(run).tagged("later", at_s=now).noted("again"))
+    lookout = _lookout(tmp_path, tmp_path / "runs", at=now)
     assert ("phalanx_reason", "a", "gone") in _series(lookout)

@@ -269,7 +269,7 @@ def tag_command(run_dir: Path, tags: tuple[str, ...], removed: tuple[str, ...]) 
     with explained(LabelError, RunDirectoryError):
         labels = _labels(run_dir)
         if tags or removed:
-            labels = labels.untagged(*removed).tagged(*tags)
+            labels = labels.untagged(*removed).tagged(*tags, at_s=time.time())
             write_labels(run_dir, labels)
     click.echo(" ".join(labels.tags))
 

@@ -15,7 +15,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal
@@ -45,24 +45,27 @@ class RunLabels:
     tags: tuple[str, ...] = ()
     """Sorted, without duplicates."""
     note: str = ""
+    tagged_s: Mapping[str, float] = field(default_factory=dict)
+    """Unix seconds at which each tag was last given; of some tags unknown."""
 
-    def tagged(self, *tags: str) -> RunLabels:
-        """Return these labels with further tags. Raises ``LabelError``."""
-        return _checked(RunLabels((*self.tags, *tags), self.note))
+    def tagged(self, *tags: str, at_s: float) -> RunLabels:
+        """Return these labels with tags that are given at ``at_s``, also if they are there. Raises ``LabelError``."""
+        tagged_s = {**self.tagged_s, **dict.fromkeys(tags, at_s)}
+        return _checked(RunLabels((*self.tags, *tags), self.note, tagged_s))
 
     def untagged(self, *tags: str) -> RunLabels:
         """Return these labels without some tags; missing tags are ignored."""
-        return RunLabels(tuple(tag for tag in self.tags if tag not in tags), self.note)
+        return replace(self, tags=tuple(tag for tag in self.tags if tag not in tags))
 
     def noted(self, note: str) -> RunLabels:
         """Return these labels with another note. Raises ``LabelError``."""
-        return _checked(RunLabels(self.tags, note))
+        return _checked(replace(self, note=note))
 
 
 def read_labels(run_dir: Path) -> RunLabels:
     """Return the labels of the run in ``run_dir``: none if the file is missing, unreadable or no JSON object.
 
-    Tags and a note of another type are left out. Tags are sorted and unique; surplus tags and text are cut.
+    Tags, times and a note of another type are left out. Tags are sorted and unique; surplus tags and text are cut.
     """
     try:
         content = plain_json(read_small(RunDirectory(run_dir).labels))
@@ -70,22 +73,27 @@ def read_labels(run_dir: Path) -> RunLabels:
         return RunLabels()
     if not isinstance(content, dict):
         return RunLabels()
-    tags, note = content.get("tags"), content.get("note")
+    tags, note, times = content.get("tags"), content.get("note"), content.get("tagged_s")
     kept = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
     return RunLabels(
-        tuple(sorted(set(kept)))[:_MOST_TAGS], note[:_LONGEST_NOTE] if isinstance(note, str) else ""
+        tuple(sorted(set(kept)))[:_MOST_TAGS],
+        note[:_LONGEST_NOTE] if isinstance(note, str) else "",
+        {tag: at_s for tag, at_s in times.items() if tag in kept and isinstance(at_s, int | float)}
+        if isinstance(times, dict)
+        else {},
     )
 
 
 def write_labels(run_dir: Path, labels: RunLabels) -> None:
     """Replace the labels of the run in ``run_dir``. Raises ``LabelError``, ``OSError``."""
     kept = _checked(labels)
-    content = json.dumps({"tags": list(kept.tags), "note": kept.note}, indent=1, ensure_ascii=False) + "\n"
+    table = {"tags": kept.tags, "note": kept.note, "tagged_s": kept.tagged_s}
+    content = json.dumps(table, indent=1, ensure_ascii=False) + "\n"
     write_atomically(RunDirectory(run_dir).labels, content.encode(errors="backslashreplace"))
 
 
 def _checked(labels: RunLabels) -> RunLabels:
-    """Return labels with tags sorted and unique. Raises ``LabelError`` for malformed or too many tags, or a long note."""
+    """Return labels with tags sorted and unique, and times of these alone. Raises ``LabelError`` for malformed or too many tags, or a long note."""
     tags = tuple(sorted(set(labels.tags)))
     for tag in tags:
         if not _TAG.fullmatch(tag) or len(tag) > _LONGEST_TAG:
@@ -96,7 +104,7 @@ def _checked(labels: RunLabels) -> RunLabels:
         raise LabelError(f"{len(tags)} tags are more than a run may have, which is {_MOST_TAGS}")
     if len(labels.note) > _LONGEST_NOTE:
         raise LabelError(f"a note of {len(labels.note):,} characters is longer than {_LONGEST_NOTE:,}")
-    return RunLabels(tags, labels.note)
+    return RunLabels(tags, labels.note, {tag: at_s for tag, at_s in labels.tagged_s.items() if tag in tags})
 
 
 # The row.

@@ -26,15 +26,16 @@ def test_what_is_written_is_read_again(
 
 
 def test_tags_are_kept_once_and_in_order_and_can_be_taken_away() -> None:
-    labels = RunLabels().tagged("good", "base").tagged("good")
+    labels = RunLabels().tagged("good", "base", at_s=1.0).tagged("good", at_s=2.0)
     assert labels.tags == ("base", "good")
+    assert labels.tagged_s == {"base": 1.0, "good": 2.0}
     assert labels.untagged("base", "never there").tags == ("good",)
 
 
 @pytest.mark.parametrize("tag", ["", "two words", "a,b", "x" * 65, "line\nbreak", "\x1b[31m"])
 def test_what_is_no_tag_is_refused_by_its_name(tag: str) -> None:
     with pytest.raises(LabelError, match="is no tag"):
-        RunLabels().tagged(tag)
+        RunLabels().tagged(tag, at_s=1.0)
 
 
 @pytest.mark.parametrize(
