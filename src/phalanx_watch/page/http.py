@@ -80,6 +80,10 @@ def access_for(host: str, token: str) -> Access:
     return Access(token)
 
 
+_FOR_PROGRAMS = ("/api/", "/metrics", "/targets")
+"""Beginnings of the paths that programs read."""
+
+
 class Guard:
     """Middleware that admits requests to the application ``inner``."""
 
@@ -125,12 +129,12 @@ class Guard:
         """Return the refusal (401) of a request without the token, or None.
 
         The token may be in the query, a bearer header or a cookie. One in a page's URL becomes a cookie and a
-        redirect without it, because URLs are stored and shared.
+        redirect without it, because URLs are stored and shared. Programs, which keep no cookies, get no redirect.
         """
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         tokens = [value for name, value in query if name == "token"]
         if any(_equal(value, self._access.token) for value in tokens):
-            if scope["path"].startswith("/api/"):
+            if scope["path"].startswith(_FOR_PROGRAMS):
                 return None
             remaining_query = urlencode([(name, value) for name, value in query if name != "token"])
             # ``//name`` would be another host.

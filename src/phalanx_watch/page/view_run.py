@@ -377,6 +377,7 @@ def runs_view(runs: PageRuns, parameters: Parameters) -> dict[str, object]:
 def settings_view(runs: PageRuns, parameters: Parameters) -> dict[str, object]:
     """Return the settings that differ between the newest runs of the filter, and the values of these and of ``names``.
 
+    A run whose run file cannot be read has the value None, and differs from no other.
     ``differ`` lists the settings that belong to the run first, lists after single values. ``all`` lists the others that
     there are. ``values`` has only the first ``_MOST_NAMES`` of ``differ``; ``left_out`` counts the older runs that were
     not compared.
@@ -386,7 +387,10 @@ def settings_view(runs: PageRuns, parameters: Parameters) -> dict[str, object]:
     tables = {row.id: _settings(Path(row.path)) for row in compared}
     paths = dict.fromkeys(path for table in tables.values() for path in table if path not in _NO_SETTING)
     values = {path: {run: table.get(path) for run, table in tables.items()} for path in paths}
-    differ = sorted((path for path in paths if len(set(map(str, values[path].values()))) > 1), key=_place)
+    readable = [run for run, table in tables.items() if table]
+    differ = sorted(
+        (path for path in paths if len({str(values[path][run]) for run in readable}) > 1), key=_place
+    )
     shown = dict.fromkeys((*differ[:_MOST_NAMES], *parameters.names("names", most=_MOST_NAMES)))
     return {
         "differ": differ,

@@ -270,7 +270,7 @@ def analyze(
 ) -> Analysis:
     """Analyze the recordings of at least one rank: the summary and the merged trace.
 
-    Ranks without a full step are left out.
+    Ranks without a full step are left out, and noted.
 
     Args:
         name: Of the profile.
@@ -285,6 +285,9 @@ def analyze(
     if not any(len(cut.pieces) for cut in cuts):
         raise ValueError("no rank recorded a whole step")
     kept = [(trace, cut) for trace, cut in zip(traces, cuts, strict=True) if len(cut.pieces)]
+    left_out = [trace.rank for trace, cut in zip(traces, cuts, strict=True) if not len(cut.pieces)]
+    if left_out:
+        notes = [*notes, f"left out are ranks without a full step: {_list(left_out)}"]
     traces, cuts = [trace for trace, _ in kept], [cut for _, cut in kept]
     clocks = wait_times.fit_clocks(traces)
     ways = {trace.rank: wait_times.passages(trace, clocks[trace.rank], cut.steps) for trace, cut in kept}

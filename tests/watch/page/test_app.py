@@ -76,6 +76,19 @@ def test_settings_that_differ_between_runs_have_their_values(tmp_path: Path) -> 
     assert "train.batch_size" in answer["all"]
 
 
+def test_a_run_file_that_cannot_be_read_makes_no_setting_differ(tmp_path: Path) -> None:
+    for number in range(3):
+        run = RecordedRun(tmp_path / f"run-{number}", "run", 20, lr=1e-3 * (number + 1))
+        run.train(1)
+    run.directory.run_file.write_text("[")
+    client = TestClient(
+        application(PageRuns([tmp_path]), access_for("127.0.0.1", "")), base_url="http://127.0.0.1"
+    )
+    answer = client.get("/api/settings").json()
+    assert answer["differ"] == ["optimizer.lr"]
+    assert len(answer["values"]["optimizer.lr"]) == 3
+
+
 def test_settings_of_one_value_come_before_lists(tmp_path: Path) -> None:
     for number in range(2):
         run = RecordedRun(tmp_path / f"run-{number}", "run", 20, lr=1e-3 * (number + 1))

@@ -49,7 +49,8 @@ def test_an_address_that_others_reach_demands_a_token() -> None:
     assert client.get("/", headers={"cookie": "phalanx-00000000=" + TOKEN}).status_code == 401
     assert client.get("/", headers={"authorization": "Bearer wrong"}).status_code == 401
     assert client.get("/", headers={"authorization": f"Bearer {TOKEN}"}).text == "the page"
-    assert client.get(f"/api/runs?token={TOKEN}").text == "the page"
+    for path in ("/api/runs", "/metrics", "/targets"):
+        assert client.get(f"{path}?token={TOKEN}").text == "the page"
 
 
 def test_the_token_of_a_url_becomes_a_cookie_and_leaves_the_url() -> None:

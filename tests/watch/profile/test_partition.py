@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.observe.recorded_step import ALLOCATION, COPY, EVENT, HOST, KERNEL, LAUNCH, RankTrace
 from phalanx_watch.profile.partition import partition
+from phalanx_watch.profile.summary import analyze
 
 Row = tuple[str, int, int, int, dict[str, Any]]
 """Name or mark, kind, begin, end, further columns."""
@@ -80,6 +82,14 @@ def test_a_moment_belongs_to_the_innermost_range() -> None:
         "communication: shard": 200,
         "optimizer": 100,
     }
+
+
+def test_a_rank_without_a_full_step_is_left_out_with_a_note() -> None:
+    complete = trace_of([("step", HOST, 0, 100, {}), ("compute", HOST, 0, 90, {})], MARKS)
+    empty = replace(trace_of([("compute", HOST, 0, 90, {})], MARKS), rank=3)
+    summary = analyze("name", [complete, empty], {}, None).summary
+    assert summary["ranks"] == [0]
+    assert summary["notes"] == ["left out are ranks without a full step: 3"]
 
 
 def test_an_operation_of_the_backward_pass_belongs_to_the_layer_of_its_forward_one() -> None:
