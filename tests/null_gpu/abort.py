@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from phalanx.hardware.local.detect import set_for_rank
 
 EPOCHS = 3
+ENDING_S = 60.0
+"""After which a thread that is still there counts as left behind."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,16 @@ def hanging(call: Callable[..., Any], is_reached: threading.Event) -> Callable[.
     return hung
 
 
-def run_epoch(name: str) -> Epoch:
-    """Join, train a step, hang in the next one, get aborted, and leave."""
+def remaining_threads(most: int) -> int:
+    """Return the number of threads once it is at most ``most``, or after ``ENDING_S``: a thread that ended stays listed for a moment."""
+    deadline = time.monotonic() + ENDING_S
+    while (threads := len(os.listdir("/proc/self/task"))) > most and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return threads
+
+
+def run_epoch(name: str, most_threads: int) -> Epoch:
+    """Join, train a step, hang in the next one, get aborted, and leave with at most ``most_threads`` threads, if no more are left."""
     from null_gpu import counters
     from null_gpu.kinds import DENSE
     from null_gpu.steps import CUDA, stepper_of
@@ -92,7 +103,7 @@ def run_epoch(name: str) -> Epoch:
         outcome_of(raised, 1, over=True, device=CUDA) is not None,
         total[0] - made,
         total[1] - aborted,
-        len(os.listdir("/proc/self/task")),
+        remaining_threads(most_threads),
         answers(CUDA),
     )
 
@@ -103,6 +114,9 @@ if __name__ == "__main__":
 
     answers.pretend()
     torch.zeros(1, device="cuda")  # the first use of a device starts threads of its own
+    most_threads = sys.maxsize
     for _ in range(EPOCHS):
-        print(json.dumps(asdict(run_epoch(sys.argv[1]))), flush=True)
+        epoch = run_epoch(sys.argv[1], most_threads)
+        most_threads = epoch.threads
+        print(json.dumps(asdict(epoch)), flush=True)
     os._exit(0)
