@@ -112,7 +112,7 @@ def examine_spike(
 
     directory = RunDirectory(run)
     spec, index = read_data_run(run, ())
-    origin = data_origin(spec)
+    origin = data_origin(spec, run)
     step = newest_spike(directory) if step is None else step
     log = _logged(directory, step)
     _require_computed(directory, spec, log, step)

@@ -38,6 +38,37 @@ def test_a_mixture_is_shown_with_its_shares_and_epochs(place: Path) -> None:
     assert [source["drawn"] for source in facts["sources"]] == [32, 64]
 
 
+def test_a_run_file_that_continues_a_run_begins_where_its_newest_checkpoint_ends(place: Path) -> None:
+    named = ["--set", "checkpoint.init_from=runs/mixed", "--set", "checkpoint.init_with=training"]
+    child = ["data", "order", "mixed.toml", "--json", "--set", "train.steps=8", *named]
+    begins = json.loads(run([*child, "--step", "7"], place).stdout)
+    later = json.loads(run(["data", "order", "runs/mixed", "--step", "7", "--json"], place).stdout)
+    assert begins == later
+    assert "first own step is 7" in run([*child, "--step", "6"], place).stderr
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        ("s3://bucket/run", "needs the run directory of the parent, and s3://bucket/run is in a store"),
+        ("s3://bucket/run/step-00000006", "needs the run directory of the parent"),
+        ("runs/gone", "there is no checkpoint in runs/gone"),
+        ("gone/checkpoints/step-00000006", "gone/checkpoints/step-00000006 is not there"),
+    ],
+)
+def test_a_run_file_that_continues_what_is_not_there_is_refused_and_makes_no_folder(
+    place: Path, start: str, message: str
+) -> None:
+    before = sorted(place.rglob("*"))
+    named = ["--set", f"checkpoint.init_from={start}", "--set", "checkpoint.init_with=training"]
+    for command in (["order", "mixed.toml", "--step", "7"], ["where", "mixed.toml", "--record", "1"]):
+        refused = run(["data", *command, *named], place)
+        assert refused.returncode == 1
+        assert message in refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert sorted(place.rglob("*")) == before
+
+
 def test_a_mixture_that_reads_too_much_says_from_which_step_and_is_not_trained(place: Path) -> None:
     longer = ["--set", "train.steps=2000"]
     assert (

@@ -64,7 +64,7 @@ def test_a_bad_batch_is_named_with_its_slots_and_documents_by_a_replay_of_the_re
     assert report["compared"] > 0
     assert report["unconfirmed"] == []
     spec, index = read_data_run(noisy, ())
-    readings = readings_of_step(spec, index, SPIKE, data_origin(spec))
+    readings = readings_of_step(spec, index, SPIKE, data_origin(spec, noisy))
     noise = [reading for reading in readings if reading.source == "noise"]
     assert len(noise) == NOISY * len(readings)
     assert {slot["slot"] for slot in findings["slots"] if slot["stands_out"]} == {

@@ -38,9 +38,13 @@ from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Event, LossSpike, NonFinite, Step
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, step_of
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, is_committed, step_of
+from phalanx.run.fields import Problem, RunFileError
 from phalanx.run.read import ONLY, RUN_FILE, addresses, found_again, read_run
 from phalanx.run.spec import RunSpec
+from phalanx.store.open_store import is_url
+from phalanx.train.start.checks import remote_origin_problems
+from phalanx.train.start.prepare import pinned_checkpoint
 
 _SHOWN_STEPS = 20
 _ROUNDED = 1e-12
@@ -119,7 +123,7 @@ def order_command(run: Path, step: int, overrides: tuple[str, ...], as_json: boo
     """
     with explained(*_ERRORS):
         spec, index = read_data_run(run, overrides)
-        readings = readings_of_step(spec, index, step, data_origin(spec))
+        readings = readings_of_step(spec, index, step, data_origin(spec, run))
     if step > spec.train.steps:
         click.echo(
             f"note: the run ends after step {spec.train.steps:,}; with more steps it would read this",
@@ -169,7 +173,7 @@ def where_command(
         raise click.UsageError("give --record or --document")
     with explained(*_ERRORS):
         spec, index = read_data_run(run, overrides)
-        origin = data_origin(spec)
+        origin = data_origin(spec, run)
         if document is None:
             assert record is not None
             records = [record]
@@ -239,18 +243,31 @@ def read_data_run(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, Datas
     return spec, read_data_index(spec.data)
 
 
-def data_origin(spec: RunSpec) -> DataOrigin:
+def data_origin(spec: RunSpec, run: Path) -> DataOrigin:
     """Return the run's starting place in the data: step and next sample of the checkpoint that it continues
     training from.
 
-    Step 0 for a run that continues none. Reads the checkpoint on disk.
+    Step 0 for a run that continues none. Reads the checkpoint on disk, the newest if ``checkpoint.init_from`` names a
+    run. Raises ``RunFileError`` if it is in a store, is missing or has no training state; ``run`` is the run file or
+    directory.
     """
-    start = Path(spec.checkpoint.init_from)
-    step = step_of(start)
-    if spec.checkpoint.init_with != "training" or step is None:
+    source = spec.checkpoint.init_from
+    if spec.checkpoint.init_with != "training":
         return DataOrigin()
-    sample = DiskTier(start.parent).extra(step)["next_sample"]
-    assert isinstance(sample, int)
+    path = run / RUN_FILE if run.is_dir() else run
+    if is_url(source):
+        raise RunFileError(path, list(remote_origin_problems(spec, source)))
+    start = Path(pinned_checkpoint(source, path))
+    step = step_of(start)
+    assert step is not None
+    # A tier would create the folder of a parent that is gone.
+    sample = DiskTier(start.parent).extra(step).get("next_sample") if is_committed(start) else None
+    if not isinstance(sample, int):
+        remedy = 'bring it back, or name a checkpoint that a run has saved; or set checkpoint.init_with to "weights"'
+        problem = Problem(
+            "checkpoint.init_from", f"{start} is not there, or holds no state of a training", remedy
+        )
+        raise RunFileError(path, [problem])
     return DataOrigin(step, sample)
 
 
@@ -305,7 +322,7 @@ def _owner_of(run: Path, step: int) -> tuple[Path, RunSpec, DataOrigin]:
         if not RunDirectory(run).run_file.exists():
             raise RunDirectoryError(f"{run} is no run directory: --step is about one that has been started")
         spec, _ = read_data_run(run, ())
-        origin = data_origin(spec)
+        origin = data_origin(spec, run)
         if step > origin.step:
             return run, spec, origin
         run = Path(spec.checkpoint.init_from).parent.parent

@@ -94,7 +94,7 @@ def start_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], *, begins:
             )
     if spec.checkpoint.init_from and begins:
         if is_url(spec.checkpoint.init_from):
-            yield from _remote_origin_problems(spec, spec.checkpoint.init_from)
+            yield from remote_origin_problems(spec, spec.checkpoint.init_from)
         else:
             yield from _origin_problems(spec, places, Path(spec.checkpoint.init_from))
 
@@ -174,7 +174,7 @@ def _origin_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], start: P
     yield from _other_model_problems(spec, str(start), f"copy [model] from {source.run_file}")
 
 
-def _remote_origin_problems(spec: RunSpec, start: str) -> Iterator[Problem]:
+def remote_origin_problems(spec: RunSpec, start: str) -> Iterator[Problem]:
     """Yield the problems of the checkpoint ``start`` in an object store, URL/step-00000100: it cannot be read, or
     lacks what ``init_with`` needs, or has another model. ``init_with = "training"`` needs a run directory, and so is
     always a problem.
