@@ -18,6 +18,7 @@ from phalanx_watch.runs.recorded import ComparedRuns, RunRecording, compare, rea
 
 _MOST_NODES = 8
 _MOST_NAMES = 10
+_PATCH_FLAWS = {"patch_masked": "secrets masked", "patch_cut": "cut", "patch_failed": "git failed"}
 
 
 @click.command("show", short_help="Everything that was recorded of one run, and what it cost.", cls=Command)
@@ -134,11 +135,9 @@ def _code(recording: RunRecording) -> Iterator[str]:
     yield f"code           {code.get('version', 'unknown')}, {commit}" + (
         ", with changes" if code.get("git_dirty") else ""
     )
-    if recording.patch:
-        flaws = [
-            word for key, word in (("patch_masked", "secrets masked"), ("patch_cut", "cut")) if code.get(key)
-        ]
-        yield f"  changes      {recording.patch}" + (f" ({', '.join(flaws)})" if flaws else "")
+    flaws = [word for key, word in _PATCH_FLAWS.items() if code.get(key)]
+    if recording.patch or flaws:
+        yield f"  changes      {recording.patch or 'not kept'}" + (f" ({', '.join(flaws)})" if flaws else "")
     for key, title in (("untracked", "untracked"), ("left_out", "left out")):
         names = code.get(key)
         if isinstance(names, list) and names:

@@ -191,7 +191,8 @@ def _code_change(past: RunEnvironment, present: RunEnvironment) -> Iterator[Chan
                 else "put the changes away: git stash",
             }.get(key, "")
             yield Changed(title, _text(before), _text(after), weight, remedy)
-    if past.code.get("git_dirty") and "patch_sha256" not in past.code and "untracked" not in past.code:
+    is_kept = "patch_sha256" in past.code or "untracked" in past.code
+    if past.code.get("patch_failed") or (past.code.get("git_dirty") and not is_kept):
         yield Changed(
             "changes against the commit", "there were some, which were not kept", "unknown", "perhaps"
         )

@@ -128,3 +128,18 @@ def test_a_huge_patch_is_cut_and_says_so(checkout: Path) -> None:
     found = code_patch(checkout, (), max_bytes=1000)
     assert found is not None
     assert (len(found.patch), found.cut) == (1000, True)
+
+
+@pytest.mark.parametrize("with_untracked", [False, True])
+def test_changes_that_git_cannot_read_are_recorded_as_such(checkout: Path, with_untracked: bool) -> None:
+    root = checkout.parents[1]
+    blob = git(root, "rev-parse", "HEAD:src/phalanx/gone.py")
+    (checkout / "gone.py").write_text("two = 22\n")
+    if with_untracked:
+        (checkout / "mine.py").write_text("my own\n")
+    (root / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+    patch = code_patch(checkout, ())
+    assert patch is not None
+    assert patch.facts() == ({"untracked": ["src/phalanx/mine.py"]} if with_untracked else {}) | {
+        "patch_failed": True
+    }

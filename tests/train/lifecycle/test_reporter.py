@@ -63,6 +63,17 @@ def test_only_what_is_new_is_told_later(directory: RunDirectory) -> None:
     assert "node-1" not in told[1]
 
 
+@pytest.mark.parametrize("content", ["7", "null", '"560.1"', "[[]]", "[", "[" * 5000])
+def test_a_damaged_list_of_what_was_told_is_made_again(directory: RunDirectory, content: str) -> None:
+    told = Told()
+    change(directory, "node-1", driver="560.1")
+    (directory.machines / "differences").write_text(content)
+    for _ in range(2):
+        report_differences(directory, told.warn)
+    (text,) = told
+    assert "driver: node-1 with 560.1" in text
+
+
 def test_a_difference_that_shows_after_an_epoch_is_left_to_the_next_one_to_tell(
     directory: RunDirectory,
 ) -> None:

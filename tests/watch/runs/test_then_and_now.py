@@ -65,6 +65,12 @@ def test_what_surely_changes_bits_comes_first_and_says_how_it_was() -> None:
     assert listed[1] == Changed("commit", "c0ffee", "beef", "perhaps", "git checkout c0ffee")
 
 
+def test_changes_of_then_that_git_did_not_list_are_unknown_now() -> None:
+    past = dataclasses.replace(THEN, code={"git_dirty": True, "untracked": ["a.py"], "patch_failed": True})
+    (change,) = changes(past, dataclasses.replace(now(), code=past.code))
+    assert (change.name, change.now, change.weight) == ("changes against the commit", "unknown", "perhaps")
+
+
 def test_requirements_are_the_recorded_ones_without_what_every_environment_has() -> None:
     listed = "numpy==2.4.6\nphalanx-train==0.1.0\npip==26.0\ntorch==2.13.0+cpu\n"
     assert requirements(listed) == "numpy==2.4.6\ntorch==2.13.0+cpu\n"

@@ -275,6 +275,8 @@ class CodePatch:
     masked: bool = False
     """True if something that looked like a secret was replaced, so that the patch may not apply."""
     cut: bool = False
+    failed: bool = False
+    """True if git failed or took longer than 10 s, so that changes are missing here."""
 
     @property
     def sha256(self) -> str:
@@ -289,6 +291,7 @@ class CodePatch:
             "left_out": list(self.left_out),
             "patch_masked": self.masked,
             "patch_cut": self.cut,
+            "patch_failed": self.failed,
         }
         return {name: value for name, value in table.items() if value}
 
@@ -300,27 +303,27 @@ def code_patch(
     none.
 
     Files of secrets are left out, and ``secrets`` (by default those in this process's environment) and credentials
-    are masked. The patch is cut after ``max_bytes``. Untracked files are listed by name.
+    are masked. The patch is cut after ``max_bytes``. Untracked files are listed by name. If git fails, ``failed`` is
+    set.
     """
     package = package or OWN_PACKAGE
     if not is_checkout(package):
         return None
     root = (git(package, "rev-parse", "--show-toplevel") or "").strip()
-    changed = _names(git(Path(root or package), "diff", "HEAD", "--name-only", "-z"))
-    untracked = _names(
-        git(
-            Path(root or package),
-            "ls-files",
-            "--others",
-            "--exclude-standard",
-            "-z",
-            "--",
-            ":/",
-            ":(exclude,top)runs",
-        )
+    listed_changed = git(Path(root or package), "diff", "HEAD", "--name-only", "-z")
+    listed_untracked = git(
+        Path(root or package),
+        "ls-files",
+        "--others",
+        "--exclude-standard",
+        "-z",
+        "--",
+        ":/",
+        ":(exclude,top)runs",
     )
-    if not changed and not untracked:
+    if listed_changed == listed_untracked == "":
         return None
+    changed, untracked = _names(listed_changed), _names(listed_untracked)
     left_out = [name for name in changed if _SECRET_FILE.search(name) and not _CODE_FILE.search(name)]
     shown = [f":(top,literal){name}" for name in changed if name not in left_out]
     text = (
@@ -346,6 +349,7 @@ def code_patch(
         left_out=tuple(left_out[:_MOST_NAMES]),
         masked=masked != (text or ""),
         cut=len(content) > max_bytes,
+        failed=None in (listed_changed, listed_untracked, text),
     )
 
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from phalanx.checkpoint.save.saver import SaveOutcome
 from phalanx.data.origin import provenance
 from phalanx.data.reading.sources import DataIndex
@@ -29,7 +31,7 @@ from phalanx.observe.events import (
 from phalanx.observe.rank_stream import RankFrame
 from phalanx.observe.rank_writer import RankRecorder
 from phalanx.observe.record.notes import leave_machine, machine_differences, newest_machines
-from phalanx.observe.record.records import CodePatch, code_patch, environment_record
+from phalanx.observe.record.records import GIT_TIMEOUT_S, CodePatch, code_patch, environment_record
 from phalanx.observe.sinks import CLOSE_TIMEOUT_S, END_TIMEOUT_S, Background, close_sinks
 from phalanx.run.directory.files import create_once, read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
@@ -152,7 +154,11 @@ def start_record(
 
 
 def _keep(directory: RunDirectory, patch: CodePatch) -> None:
-    """Write the patch into the run directory, unless it is empty or there already. A failure is printed."""
+    """Write the patch into the run directory, unless it is empty or there already. Failures are printed."""
+    if patch.failed:
+        _complain(
+            f"git failed or took longer than {GIT_TIMEOUT_S:.0f} s, so changes of the code are missing in the run's record; try git diff HEAD"
+        )
     if not patch.patch:
         return
     try:
@@ -201,12 +207,12 @@ def report_differences(directory: RunDirectory, warn: Callable[[str], bool]) -> 
     Record all of them, so that each is reported once. Raises ``OSError``.
 
     ``warn`` returns False if it could not record the report. Then nothing is written down: the next epoch reports the
-    differences.
+    differences. If the file of those reported is damaged, all are reported again.
     """
     file = directory.machines / "differences"
     differences = [difference.sentence for difference in machine_differences(newest_machines(directory))]
     try:
-        before = json.loads(read_small(file))
+        before = msgspec.json.decode(read_small(file), type=list[str])
     except (OSError, ValueError):
         before = []
     if differences == before:
