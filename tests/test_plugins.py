@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import phalanx_process
 from phalanx.plugins import load_plugin, plugin_names
-from phalanx_process import RUN_FILE, last_json
+from phalanx_process import ENVIRONMENT, RUN_FILE, last_json
 from tiny_runs import make_dataset
 
 ALONE = """
@@ -57,18 +58,12 @@ def other_project(folder: Path, entry_points: str, code: str) -> dict[str, str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(entry_points)
     (folder / "other_project.py").write_text(code)
-    return {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+    return {**ENVIRONMENT, "PYTHONPATH": f"{folder}:{ENVIRONMENT.get('PYTHONPATH', '')}"}
 
 
 def run_with(environment: dict[str, str], *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """A command in an environment."""
-    return subprocess.run(
-        [sys.executable, "-m", "phalanx", *map(str, words)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """A command in an environment; it is forked, with nothing of another project imported."""
+    return phalanx_process.run([*map(str, words)], Path.cwd(), environment)
 
 
 def test_another_project_adds_a_command_by_an_entry_point(tmp_path: Path) -> None:
@@ -193,7 +188,7 @@ def test_another_project_adds_an_engine_whose_runs_the_commands_follow(tmp_path:
     cancelled = run_with(environment, "cancel", run, "--now")
     assert cancelled.stdout.startswith("run on this machine (mine)"), cancelled.stderr
     assert run_with(environment, "status", run).stdout.startswith("run on this machine (mine): ended")
-    alone = run_with(dict(os.environ), "cancel", run)
+    alone = run_with(ENVIRONMENT, "cancel", run)
     assert "the engine 'mine' is not known" in alone.stderr
     assert f"remove {run / 'launch' / 'submitted.json'} if nothing of it runs" in alone.stderr
 
@@ -211,7 +206,7 @@ def test_an_engine_that_cannot_be_loaded_hides_no_other_run(tmp_path: Path) -> N
 def test_a_misspelled_engine_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     run_file = tmp_path / "run.toml"
     run_file.write_text(RUN_FILE.format(data="words"))
-    refused = run_with(dict(os.environ), "submit", run_file, "--set", "launch.engine=slrum")
+    refused = run_with(ENVIRONMENT, "submit", run_file, "--set", "launch.engine=slrum")
     assert refused.returncode == 1
     assert "launch.engine: 'slrum' is not known" in refused.stderr
     assert "did you mean 'slurm'" in refused.stderr
