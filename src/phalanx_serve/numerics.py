@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,16 +35,21 @@ def device_named(name: str, gpus: int, *, only_cpu: str = "", number: int = 0) -
     there is one).
 
     ``only_cpu`` is the reason why the computation needs the CPU, which "auto" then selects; empty if it does not. For
-    several processes, "auto" and "cuda" assign GPUs round-robin by the process's ``number``. Raises ServeError for a
-    missing device, or one that cannot compute the request.
+    several processes, "auto" and "cuda" assign GPUs round-robin by the process's ``number``. Raises ServeError for
+    another name, a missing device, or one that cannot compute the request.
     """
     if name == "cpu" or (name == "auto" and (only_cpu or not gpus)):
         return torch.device("cpu")
+    form = re.fullmatch(r"auto|cuda(?::(\d+))?", name)
+    if form is None:
+        raise events.ServeError(
+            f"--device {name}: it is no device; write auto, cpu, cuda, or cuda:1 for one of several GPUs"
+        )
     if only_cpu:
         raise events.ServeError(f"--device {name}: {only_cpu}")
     if not gpus:
         raise events.ServeError(f"--device {name}: PyTorch sees no GPU here; serve with --device cpu")
-    _, _, place = name.partition(":")
+    place = form[1]
     if place and int(place) >= gpus:
         raise events.ServeError(
             f"--device {name}: there are {gpus} GPUs here, so the last is cuda:{gpus - 1}"
