@@ -16,7 +16,7 @@ from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_serve.cli import generate_command, serve_command
-from phalanx_serve.cli.scoring import score_command
+from phalanx_serve.cli.scoring import eval_command, score_command
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.generate import generate
 from phalanx_serve.http.worker import explained
@@ -65,6 +65,9 @@ def test_a_name_means_a_device_and_workers_take_gpus_in_turn(
     assert device_named("auto", gpus, only_cpu="why", number=number) == torch.device("cpu")
 
 
+NO_DEVICES = ("mps", "foo", "cuda:x", "cuda:-1", "cuda:", "auto:1", "cpu:0")
+
+
 @pytest.mark.parametrize(
     ("name", "gpus", "only_cpu", "message"),
     [
@@ -72,6 +75,7 @@ def test_a_name_means_a_device_and_workers_take_gpus_in_turn(
         ("cuda:2", 2, "", r"--device cuda:2: there are 2 GPUs here, so the last is cuda:1"),
         ("cuda:1", 1, "", r"--device cuda:1: there is one GPU here, cuda:0"),
         ("cuda", 8, "the weights are elsewhere", r"--device cuda: the weights are elsewhere"),
+        *((name, 2, "", rf"--device {name}: .*write auto, cpu, cuda, or cuda:1") for name in NO_DEVICES),
     ],
 )
 def test_a_device_that_is_not_there_is_refused_by_its_name(
@@ -165,11 +169,13 @@ def test_text_and_scores_come_of_the_cpu_where_there_is_no_gpu(
 
 
 @pytest.mark.parametrize("lost", [DeviceMemoryError("no memory"), PartLostError("no answer")], ids=str)
-def test_text_and_scores_that_a_gpu_does_not_come_to_the_end_of_are_told_without_a_traceback(
+def test_commands_that_a_gpu_does_not_come_to_the_end_of_tell_it_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lost: Exception
 ) -> None:
-    place, text = make_run(tmp_path / "run", DENSE), tmp_path / "text.jsonl"
-    text.write_text('{"tokens": [1, 2, 3]}\n')
+    place, text = make_run(tmp_path / "run", replace(DENSE, vocab_size=257)), tmp_path / "text.jsonl"
+    (place / "tokenizer").mkdir()
+    BytesTokenizer().save(place / "tokenizer")
+    text.write_text('{"text": "abc"}\n')
 
     def failing(*_: object, **__: object) -> list[torch.Tensor]:
         raise torch.OutOfMemoryError
@@ -181,10 +187,18 @@ def test_text_and_scores_that_a_gpu_does_not_come_to_the_end_of_are_told_without
         except torch.OutOfMemoryError:
             raise type(lost)(f"{lost} for {what}") from None
 
-    monkeypatch.setattr("phalanx_serve.numerics.computing_on", on_a_gpu)
-    monkeypatch.setattr("phalanx.train.score.Scorer.score", failing)
+    for module in ("numerics", "served.of_run"):
+        monkeypatch.setattr(f"phalanx_serve.{module}.computing_on", on_a_gpu)
+    for method in ("score", "score_sequences"):
+        monkeypatch.setattr(f"phalanx.train.score.Scorer.{method}", failing)
     scored = CliRunner().invoke(score_command, [str(place), str(text)])
     assert f"Error: {lost} for the scores of a text" in flat(scored)
+    evaluated = CliRunner().invoke(eval_command, [str(place), "--file", str(text), "--kind", "text"])
+    assert f"Error: {lost} for the scores of a task" in flat(evaluated)
+
+    monkeypatch.setattr("phalanx_serve.served.of_run.restored_model", failing)
+    served = CliRunner().invoke(serve_command.command, [str(place), "--port", "0", "--numerics", "fast"])
+    assert f"Error: {lost} for the weights in float32" in flat(served)
 
     def broken_off(*_: object, **__: object) -> Iterator[str]:
         yield "some"

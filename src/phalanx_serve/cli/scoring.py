@@ -364,6 +364,7 @@ def eval_command(options: EvalOptions) -> None:
     from phalanx.train.evaluation.tasks import encode_task
     from phalanx_serve.numerics import computing_on
     from phalanx_serve.prompt import load_run_tokenizer
+    from phalanx_serve.traffic.events import PartLostError
 
     if options.memory is not None and not options.stream:
         raise click.UsageError("--memory is for --stream")
@@ -371,7 +372,7 @@ def eval_command(options: EvalOptions) -> None:
         raise click.UsageError(
             "--items is for --file; those of the run's tasks are evaluation.tasks.NAME.items"
         )
-    kinds = (CheckpointError, DataError, RunDirectoryError, ValueError)
+    kinds = (CheckpointError, DataError, RunDirectoryError, PartLostError, ValueError)
     results: dict[str, dict[str, object]] = {}
     with explained(*kinds), opened_weights(options.place, options.step) as (run_dir, step):
         pack = options.place if options.place.is_file() else None

@@ -25,7 +25,7 @@ from phalanx_serve.cli.serve_options import (
     served_run,
 )
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.events import ServeError
+from phalanx_serve.traffic.events import PartLostError, ServeError
 
 if TYPE_CHECKING:
     from phalanx_serve.http.worker import WorkerPort
@@ -190,7 +190,7 @@ def _start(options: ServeOptions, served: ServedRun, output: ServePrinter, sock:
     path = served.path
     directory = RunDirectory(path)
     kinds = (CheckpointError, TokenizerError, RunDirectoryError, ServeError, KeyFileError, CustomModelError)
-    with explained(*kinds):
+    with explained(*kinds, PartLostError):
         with served_folder(served) as folder:
             require_trusted_code(
                 folder, trust_code=options.trust_code, place=path if path.is_file() else None
