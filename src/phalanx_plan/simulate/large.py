@@ -555,6 +555,7 @@ def simulate(
     except BrokenInvariant as error:
         raise BrokenInvariant(
             f"{error}, at {fleet.clock.now_s:.3f} s, after {fleet.events} events. To see it again: phalanx simulate fleet "
-            f"--nodes {scenario.nodes} --days {scenario.days:g} --seed {scenario.seed} --spares {scenario.spares} "
-            f"--rate {scenario.rate:g} --unit {scenario.unit} --spares-together {scenario.spares_together}"
+            f"--nodes {scenario.nodes} --days {scenario.days} --seed {scenario.seed} --spares {scenario.spares} "
+            f"--rate {scenario.rate} --step-s {scenario.step_s} --unit {scenario.unit} "
+            f"--spares-together {scenario.spares_together}"
         ) from error

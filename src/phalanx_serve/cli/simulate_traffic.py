@@ -42,7 +42,7 @@ def command(seeds: str, workers: int, rate: float, faults: float, trace: Path | 
     """
     if trace is not None:
         refuse_given(("rate",), "--trace has the times of all requests")
-    load = Load(workers, rate, faults, _arrivals(trace) if trace else ())
+    load = Load(workers, rate, faults, _arrivals(trace), str(trace)) if trace else Load(workers, rate, faults)
     began_s = time.monotonic()
     counts: Counter[str] = Counter()
     struck: Counter[str] = Counter()

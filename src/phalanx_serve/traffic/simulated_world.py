@@ -12,6 +12,7 @@ token of its text from the request, so a token that is lost, repeated, out of or
 from __future__ import annotations
 
 import random
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -243,6 +244,8 @@ class Load:
     faults_per_s: float = -1.0
     arrivals_s: Sequence[float] = ()
     """Trace of arrival times, instead of Poisson."""
+    trace: str = ""
+    """File of ``arrivals_s``; empty without a file."""
 
 
 @dataclass(frozen=True)
@@ -273,12 +276,11 @@ def run_seed(seed: int, load: Load | None = None) -> TrafficOutcome:
     try:
         return _run(world, load)
     except Exception as error:
-        load_options = f" --workers {load.workers}" * bool(load.workers) + f" --rate {load.rate:g}" * bool(
-            load.rate
-        )
+        arrivals = f"--trace {shlex.quote(load.trace)}" if load.trace else f"--rate {load.rate}"
         raise RouterInvariantError(
             f"{error or type(error).__name__}, at {world.clock.now_s:.3f} s, after {world.events} events. To see it "
-            f"again: phalanx simulate traffic --seeds {seed}:{seed + 1}{load_options}"
+            f"again: phalanx simulate traffic --seeds {seed}:{seed + 1} --workers {load.workers} {arrivals} "
+            f"--faults {load.faults_per_s}"
         ) from error
 
 

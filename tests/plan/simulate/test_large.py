@@ -8,6 +8,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.simulated_clock import Account, SimulatedClock
 from phalanx_plan.cli.simulate_command import command
 from phalanx_plan.simulate.large import Scenario, simulate
@@ -78,3 +79,19 @@ def test_saying_how_far_it_is_changes_nothing_of_a_simulation() -> None:
     assert simulate(scenario, lambda done, days: said.append((done, days))) == simulate(scenario)
     assert said == sorted(said)
     assert said[-1] == (3.0, 3.0)
+
+
+def test_the_command_in_the_message_of_a_broken_invariant_simulates_the_same_scenario(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise BrokenInvariant("a planted defect")
+
+    scenario = Scenario(20, 4, 3.1234567, 5, 200.12345, 7.5, unit=2, spares_together=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("phalanx_plan.simulate.large.check", broken)
+        with pytest.raises(BrokenInvariant) as caught:
+            simulate(scenario)
+    _, _, again = str(caught.value).partition("phalanx simulate ")
+    result = CliRunner().invoke(command, [*again.split(), "--json"])
+    assert json.loads(result.output)["scenario"] == dataclasses.asdict(scenario)

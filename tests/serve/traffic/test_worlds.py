@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from msgspec import structs
 
+from phalanx_serve.cli.simulate_traffic import command
 from phalanx_serve.traffic import dispatch, journal
 from phalanx_serve.traffic.simulated_world import Load, RouterInvariantError, run_seed
 
@@ -96,3 +100,17 @@ def test_a_planted_defect_is_noticed(
     monkeypatch.setattr(where, name, plant(getattr(where, name)))
     with pytest.raises(RouterInvariantError, match="phalanx simulate traffic --seeds"):
         run_all(range(400))
+
+
+def test_the_command_in_the_message_of_a_defect_shows_the_same_defect_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(dispatch.journal, "take", tell_again(journal.take))
+    trace = tmp_path / "arrivals of a day"
+    trace.write_text("\n".join(f"{number / 4}" for number in range(60)))
+    words = ["--seeds", "3:99", "--workers", "2", "--faults", "2.1234567", "--trace", str(trace)]
+    for more in ([], words):
+        shown = CliRunner().invoke(command, more).output
+        assert shown.startswith("Error: ")
+        _, _, again = shown.partition("phalanx simulate traffic ")
+        assert CliRunner().invoke(command, shlex.split(again)).output == shown
