@@ -4,6 +4,7 @@ import errno
 import json
 import mmap
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,6 +139,31 @@ def test_a_snapshot_that_did_not_become_complete_costs_only_itself(memory: Snaps
         assert held_steps(memory) == [1]
         take(writer, 3)
     assert held_steps(memory) == [1, 3]
+
+
+def test_the_error_of_a_snapshot_that_a_rollback_overtakes_is_logged(
+    memory: SnapshotMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(writer_for(memory)) as writer:
+        take(writer, 1)
+        writer.take(2, shards_of(state_of(2)), {"not JSON": object()})
+        writer.bind(2, 2, 0, resumed_step=1)
+    assert "the snapshot of step 2 is not complete: Object of type object" in caplog.text
+
+
+def test_a_record_that_finds_no_room_costs_only_its_snapshot(memory: SnapshotMemory) -> None:
+    with closing(writer_for(memory)) as writer:
+        taken = take(writer, 1)
+    spare = attached(memory)[1]
+    spare.begin(taken.nbytes)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (spare.capacity_bytes, limits[1]))
+    try:
+        with pytest.raises(StorageFullError, match="more memory"):
+            spare.complete(taken.nbytes, bytes(spare.capacity_bytes))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert held_steps(memory) == [1]
 
 
 def test_a_larger_state_than_before_finds_room(memory: SnapshotMemory) -> None:

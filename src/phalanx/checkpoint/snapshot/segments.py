@@ -283,14 +283,21 @@ class Segment:
         self._populate(_end_of(nbytes))
 
     def _grow(self, nbytes: int) -> None:
-        """Enlarge the segment to hold an image of ``nbytes`` bytes and a record, and map it. Raises StorageFullError,
-        and then restores its size.
+        """Enlarge the segment to hold an image of ``nbytes`` bytes and a record, and map it. Raises StorageFullError."""
+        if _end_of(nbytes) > self.capacity_bytes:
+            # Room for a record too, so that the mapping is not replaced under a snapshot; untouched, it costs nothing.
+            self._resize(nbytes, _end_of(nbytes) + _end_of(nbytes // 64 + (1 << 20)))
+        else:
+            self._resize(nbytes, 0)
+
+    def _resize(self, nbytes: int, total_bytes: int) -> None:
+        """Enlarge the segment to ``total_bytes`` if it is smaller, for an image of ``nbytes`` bytes, and map it. Raises
+        StorageFullError, and then restores its size.
         """
         before_bytes = self.capacity_bytes
         try:
-            if _end_of(nbytes) > before_bytes:
-                # Room for a record too, so that the mapping is not replaced under a snapshot; untouched, it costs nothing.
-                os.ftruncate(self.descriptor, _end_of(nbytes) + _end_of(nbytes // 64 + (1 << 20)))
+            if total_bytes > before_bytes:
+                os.ftruncate(self.descriptor, total_bytes)
             self._mapped()
         except (OSError, OverflowError, ValueError) as error:
             os.ftruncate(self.descriptor, before_bytes)
@@ -302,11 +309,10 @@ class Segment:
     def complete(self, nbytes: int, record: bytes) -> None:
         """Write ``record`` behind the complete image of ``nbytes`` bytes, and mark the snapshot complete, last.
 
-        Grows the segment if the record does not fit. Raises OSError if it cannot grow.
+        Grows the segment if the record does not fit. Raises StorageFullError if it cannot grow.
         """
         start = _end_of(nbytes)
-        if start + len(record) > self._memory.nbytes:
-            os.ftruncate(self.descriptor, _end_of(start + len(record)))
+        self._resize(nbytes, _end_of(start - PAGE_BYTES + len(record)))
         memory = self._mapped()
         memory[start : start + len(record)] = np.frombuffer(record, dtype=np.uint8)
         # The magic bytes are written last: a reader that sees them finds everything else in place.

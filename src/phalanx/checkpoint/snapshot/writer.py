@@ -7,6 +7,7 @@ only for the copy; then a thread computes the checksums and marks the snapshot c
 The caller must call ``take`` only after the newest snapshot is safe on all ranks.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,8 @@ from phalanx.checkpoint.snapshot.segments import (
     SnapshotKey,
     encode_record,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +93,12 @@ class SnapshotWriter:
         overwritten.
 
         This worker's snapshots of later steps are discarded, because the rollback has undone these steps. Waits for a
-        snapshot that is being completed.
+        snapshot that is being completed; its error is logged.
         """
         if self._pending is not None:
-            self._pending[0].exception()
-            self._pending = None
+            (finished, _, step), self._pending = self._pending, None
+            if (error := finished.exception()) is not None:
+                _log.warning("the snapshot of step %d is not complete: %s", step, error)
         self._bound = _BoundRank(epoch, ranks, rank)
         self._previous, self._protected_index = resumed_step, None
         for index, segment in enumerate(self._segments):
