@@ -31,7 +31,7 @@ from phalanx.checkpoint.format.errors import (
 from phalanx.checkpoint.format.manifest import decode_index, sealed
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.tier import never
+from phalanx.checkpoint.tiers.tier import Draft, StepRecord, never
 from phalanx.run.directory.paths import CHECKPOINT_INDEX
 from small_disks import small_disk
 
@@ -226,6 +226,16 @@ def test_a_run_whose_folder_is_renamed_saves_nothing_until_it_is_moved_back(tmp_
     saver.save(2, shards_of(STATE), {})
     saver.close()
     assert [outcome.status for outcome in saver.poll()] == ["committed"]
+
+
+def test_a_failure_that_cannot_be_read_ends_the_commit_with_a_clear_error(tier: DiskTier) -> None:
+    draft = Draft(300, 0)
+    tier.fail(draft, 1, "its disk is full")
+    (failure,) = tier.draft_folder(draft).glob("*.failed")
+    failure.unlink()
+    failure.mkdir()
+    with pytest.raises(StorageError, match="Is a directory"):
+        tier.commit(draft, StepRecord(300, 2, {}), timeout_s=3600)
 
 
 def test_a_half_made_folder_in_a_steps_place_is_moved_aside_and_the_step_is_saved(tier: DiskTier) -> None:

@@ -253,8 +253,8 @@ def _await_files(
 ) -> None:
     """Wait until all ``expected`` files, by name with the rank that writes each, are in ``place``.
 
-    Raises AbandonedError if a rank has recorded a failure in ``folder``, or the wait is cancelled or times out. Polls
-    with growing pauses.
+    Raises AbandonedError if a rank has recorded a failure in ``folder``, or the wait is cancelled or times out, and
+    StorageError if a folder or a failure cannot be read. Polls with growing pauses.
     """
     deadline = time.monotonic() + patience.timeout_s
     pause_s = _SHORTEST_POLL_S
@@ -262,9 +262,9 @@ def _await_files(
         with storage_errors(folder, 1):
             entries = os.listdir(folder)
             names = set(os.listdir(place)) if place.name in entries else set[str]()
-        failed = sorted(name for name in entries if name.endswith(".failed"))
+            failed = sorted(name for name in entries if name.endswith(".failed"))
+            reason = (folder / failed[0]).read_text(errors="replace") if failed else ""
         if failed:
-            reason = (folder / failed[0]).read_text(errors="replace")
             raise AbandonedError(f"{folder.name}: {Path(failed[0]).stem} could not write its share: {reason}")
         absent = [rank for name, rank in expected.items() if name not in names]
         if not absent:
