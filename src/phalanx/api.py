@@ -279,7 +279,11 @@ def _checkpoint(place: Path | str, step: int | None) -> tuple[ReadableTier, int]
     if is_published(Path(place)):
         from phalanx.checkpoint.interop.huggingface.stored_folder import FolderTier
 
-        return FolderTier(Path(place)), step or 0
+        if step:
+            raise RunDirectoryError(
+                f"there is no step {step} in {place}, a published model: leave the step out"
+            )
+        return FolderTier(Path(place)), 0
     root, chosen = locate_checkpoints(Path(place), step)
     steps = committed_steps(root) if root.is_dir() else []
     if not steps:

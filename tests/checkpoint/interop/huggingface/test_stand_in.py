@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.huggingface_models import CONFIGS, edit_config, saved_by_transformers
 from parity.llama3_folder import save_llama3
+from phalanx.api import load_weights, weights_sha256
 from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.committed.restore import Rows
 from phalanx.checkpoint.format.errors import NoSuchStepError, StorageError
@@ -26,7 +27,7 @@ from phalanx.checkpoint.pack.layout import PackError
 from phalanx.checkpoint.pack.writer import pack
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.files import files_below
-from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.train.score import restored_model
 
 
@@ -134,6 +135,9 @@ def test_a_text_that_is_scored_is_as_long_as_the_publisher_allows(llama3: Path, 
 def test_a_step_that_no_published_model_has_is_refused(llama3: Path) -> None:
     with stand_in(llama3) as found, pytest.raises(NoSuchStepError, match="omit the step"):
         restored_model(found.path, 7)
+    for read in (load_weights, weights_sha256):
+        with pytest.raises(RunDirectoryError, match=r"there is no step 7 in .*llama3, a published model"):
+            read(llama3, 7)
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
