@@ -183,7 +183,7 @@ class LocalBytes:
         """Copy the bytes from ``start`` to ``stop``, at most to the file's end, into the local copy. Does nothing for a
         local file.
 
-        Raises ``PreparationError`` if the remote file is gone or the disk is full.
+        Raises ``PreparationError`` if the remote file is gone or the copy cannot be written.
         """
         if self._store is None:
             return
@@ -199,7 +199,8 @@ class LocalBytes:
             ) from None
         except OSError as error:
             raise PreparationError(
-                f"no room for the pieces of {self._file.url} in {self.path.parent}: {error.strerror}"
+                f"cannot copy pieces of {self._file.url} to {self.path.parent} ({error.strerror}): make room there, or set TMPDIR to a folder on "
+                "another disk"
             ) from error
 
     def bring_line_end(self, start: int) -> None:
