@@ -154,7 +154,7 @@ def _pack_of(run_dir: Path, step: int | None, dtype: torch.dtype) -> Path:
     chosen = step if step is not None else max(steps, default=0)
     path = default_path(run, chosen, _FORMATS[dtype])
     if not path.exists():
-        _log.warning("%s: packing step %d as %s for streaming, once", run_dir, chosen, _FORMATS[dtype])
+        _log.warning("%s: packing step %d as %s, once", run_dir, chosen, _FORMATS[dtype])
         return pack(run_dir, step, path, _FORMATS[dtype])[0]
     recorded = tier.index(chosen).weights_sha256 if chosen in steps else None
     file = open_pack(path)

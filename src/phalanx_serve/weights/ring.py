@@ -50,16 +50,21 @@ class ReadPool:
             thread.start()
 
     def submit(self, urgency: Urgency, read: Callable[[], None]) -> Future[None]:
-        """Queue a read; the lowest ``urgency`` is first. The future raises the errors of the read."""
+        """Queue a read; the lowest ``urgency`` is first. The future raises the errors of the read.
+
+        Raises RuntimeError if the pool is closed.
+        """
         future: Future[None] = Future()
         with self._change:
+            if self._closed:
+                raise RuntimeError("the streamed weights are closed: open the model again")
             heapq.heappush(self._queue, (urgency, self._submitted, read, future))
             self._submitted += 1
             self._change.notify()
         return future
 
     def close(self) -> None:
-        """End the threads, and wait for the running reads; waiting reads are canceled."""
+        """End the threads, and wait for the running reads; waiting reads are canceled, and later ones refused."""
         with self._change:
             self._closed = True
             waiting, self._queue = self._queue, []

@@ -120,7 +120,6 @@ class StreamedWeights:
         self.statistics = StreamStatistics()
         self.residency = residency
         self._model, self._pack, self._compute = model, pack, compute
-        self._pool = ReadPool(READ_THREADS)
         self._wide, self._wide_expert = _Wide(compute), _Wide(compute)
         self._turn = 0
         streamed: list[int] = []
@@ -129,6 +128,9 @@ class StreamedWeights:
                 streamed.append(number)
             elif section.kind in ("kept", "embedding", "head", "block"):
                 load_resident(model, pack, number, compute)
+        self._pool = ReadPool(
+            READ_THREADS
+        )  # not before the reads above, whose errors would leave its threads
         self._ring = (
             Ring(pack, self._pool, streamed, residency.buffers, self.statistics) if streamed else None
         )

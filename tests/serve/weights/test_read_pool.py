@@ -47,6 +47,13 @@ def test_a_read_that_was_given_up_is_not_begun_and_stops_no_thread() -> None:
     pool.close()
 
 
+def test_a_closed_pool_takes_no_read_that_nobody_would_do() -> None:
+    pool = ReadPool(1)
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed: open the model again"):
+        pool.submit((0, 0), lambda: None)
+
+
 def test_what_a_read_raises_its_future_raises() -> None:
     pool = ReadPool(1)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from open_files import descriptors_of
 from phalanx.checkpoint.format.errors import CorruptError, MismatchError
 from phalanx.checkpoint.pack.layout import PackFormat
 from phalanx.checkpoint.pack.reader import PackFile, open_pack
@@ -190,6 +193,26 @@ def test_a_pack_of_another_step_or_of_other_weights_is_refused(tmp_path: Path) -
     open_model(run, stream=True, step=1)
     with pytest.raises(MismatchError, match="step 1, not 2"):
         open_model(run / "packs" / "step-00000001-fp32.pack", step=2)
+
+
+def test_a_refused_pack_is_closed(tmp_path: Path) -> None:
+    path = make_pack(tmp_path, DENSE, "fp32")
+    with pytest.raises(MismatchError):
+        open_model(path, step=7)
+    gc.collect()  # the error's frames
+    assert descriptors_of(path) == set()
+
+
+def test_a_model_whose_resident_weights_cannot_be_read_leaves_no_thread(tmp_path: Path) -> None:
+    path = make_pack(tmp_path, DENSE, "fp32")
+    section = next(entry for entry in open_pack(path).index.sections if entry.kind == "embedding")
+    with path.open("r+b") as file:
+        file.seek(section.start)
+        file.write(b"\xff\xff\xff")
+    before = set(threading.enumerate())
+    with pytest.raises(CorruptError):
+        open_model(path, stream=True, memory_bytes=least(path, torch.float32))
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_runs_pack_that_is_of_another_step_or_model_by_its_content_is_refused(tmp_path: Path) -> None:

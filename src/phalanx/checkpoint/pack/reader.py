@@ -52,6 +52,10 @@ class PackFile:
             os.close(self.descriptor)
             self.descriptor = -1
 
+    def __del__(self) -> None:
+        """Close the file of a pack that nobody uses any more, such as one that was refused."""
+        self.close()
+
     def read_chunks(self, section: int, first: int, count: int, buffer: ByteArray) -> None:
         """Fill ``buffer``, which is page-aligned at both ends, with the verified chunks ``first:first + count`` of a section.
 
