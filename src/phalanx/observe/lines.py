@@ -68,14 +68,17 @@ class FileTail:
 
     def _forget(self) -> None:
         """Reset the position, counts and remembered file, so that reading begins again."""
-        self.read_bytes = 0
-        """Offset of the first byte that was not looked at yet."""
         self.dropped_lines = 0
         """Lines that were too long."""
         self._file: tuple[int, int] | None = None
         self._head = b""
-        self._rest = b""
-        self._dropping = False
+        self._begin_at(0)
+
+    def _begin_at(self, offset: int) -> None:
+        """Read on from the line that begins at ``offset``."""
+        self.read_bytes = offset
+        """Offset of the first byte that was not looked at yet."""
+        self._line_at, self._rest, self._dropping = offset, b"", False
 
     @property
     def has_file(self) -> bool:
@@ -90,7 +93,7 @@ class FileTail:
     def position(self) -> Position:
         """The place up to which the file was read, in whole lines."""
         device, inode = self._file or (0, 0)
-        return Position(device, inode, self._head, self.read_bytes - len(self._rest), self.dropped_lines)
+        return Position(device, inode, self._head, self._line_at, self.dropped_lines)
 
     def resume(self, position: Position) -> bool:
         """Continue from ``position``. Return False, and start from the beginning, if the file is another one now.
@@ -100,7 +103,8 @@ class FileTail:
         self._forget()
         with open_regular(self.path) as file:
             self._file, self._head = (position.device, position.inode), position.head
-            self.read_bytes, self.dropped_lines = position.read_bytes, position.dropped_lines
+            self._begin_at(position.read_bytes)
+            self.dropped_lines = position.dropped_lines
             if not self._is_another(file.fileno(), os.fstat(file.fileno())):
                 return True
         self._forget()
@@ -116,7 +120,8 @@ class FileTail:
             if self._file != (stat.st_dev, stat.st_ino):
                 self._forget()
             self._file, self._head = (stat.st_dev, stat.st_ino), os.pread(file.fileno(), _HEAD_BYTES, 0)
-            self.read_bytes, self.size_bytes, self._rest = offset, stat.st_size, b""
+            self._begin_at(offset)
+            self.size_bytes = stat.st_size
 
     def next_batch(self) -> LineBatch:
         """Read the next block of the file and return its complete lines. Of a missing file the batch is empty.
@@ -163,7 +168,7 @@ class FileTail:
 
         Blank lines are left out; long ones are counted, and replaced if there is a replacement.
         """
-        at = self.read_bytes - len(self._rest)
+        next_at = self.read_bytes - len(self._rest)  # of a line that is dropped, only the end is here
         self.read_bytes += len(block)
         *complete, rest = (self._rest + block).split(b"\n")
         lines = []
@@ -172,10 +177,11 @@ class FileTail:
                 self.dropped_lines += 1
                 self._dropping = False
                 if self._instead is not None:
-                    lines.append((at, self._instead))
+                    lines.append((self._line_at, self._instead))
             elif line.strip():
-                lines.append((at, line))
-            at += len(line) + 1
+                lines.append((self._line_at, line))
+            next_at += len(line) + 1
+            self._line_at = next_at
         if self._dropping or len(rest) > self._most_line_bytes:
             self._dropping, rest = True, b""
         self._rest = rest

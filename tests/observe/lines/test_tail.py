@@ -94,6 +94,44 @@ def test_a_line_longer_than_any_event_is_dropped_and_the_next_one_read(tmp_path:
     assert tail.dropped_lines == 1
 
 
+@pytest.mark.parametrize("block_bytes", [4, 7, 128])
+def test_what_stands_for_a_long_line_has_the_offset_of_its_beginning(
+    tmp_path: Path, block_bytes: int
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 25 + b"\none\n" + b"y" * 9 + b"\n\ntwo\n")
+    tail = FileTail(path, most_line_bytes=5, block_bytes=block_bytes, instead_of_long=b"?")
+    lines, has_more = [], True
+    while has_more:
+        batch = tail.next_batch()
+        lines += batch.lines
+        has_more = batch.more
+    assert lines == [(0, b"?"), (26, b"one"), (30, b"?"), (41, b"two")]
+
+
+def test_a_reader_that_resumes_within_a_long_line_drops_it_once(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"one\n" + b"x" * 25)
+    tail, resumed = (FileTail(path, most_line_bytes=5, block_bytes=8) for _ in range(2))
+    assert _all(tail) == [b"one"]
+    with path.open("ab") as file:
+        file.write(b"\ntwo\n")
+    assert resumed.resume(tail.position())
+    assert _all(resumed) == [b"two"]
+    assert resumed.dropped_lines == 1
+
+
+def test_a_line_to_which_a_reader_skips_is_read_after_the_beginning_of_a_long_one(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 25)
+    tail = FileTail(path, most_line_bytes=5, block_bytes=8)
+    assert _all(tail) == []
+    with path.open("ab") as file:
+        file.write(b"\ntwo\n")
+    tail.skip_to(26)
+    assert _all(tail) == [b"two"]
+
+
 def test_a_line_without_end_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 100_000)
