@@ -355,8 +355,8 @@ def _flops(text: str) -> float:
 def read_runs(places: Sequence[Path]) -> tuple[SmallRun, ...]:
     """Return the runs in these directories, in order.
 
-    Raises ``FitError`` for a repeated or unfinished run, one without held-out loss, or runs that differ in more than
-    size and tokens.
+    Raises ``FitError`` for a repeated, unfinished or damaged run, one without held-out loss, or runs that differ in
+    more than size and tokens.
     """
 
     if len({place.resolve() for place in places}) < len(places):
@@ -365,11 +365,11 @@ def read_runs(places: Sequence[Path]) -> tuple[SmallRun, ...]:
     for place in places:
         directory = RunDirectory(place)
         try:
-            spec = read_resolved(directory)
+            spec, record = read_resolved(directory), directory.read_record()
         except RunDirectoryError as error:
             raise FitError(f"fit: {error}") from error
         runs.append(_small_run(place, directory, spec))
-        kinds.append(_kind(spec, str(directory.read_record().get("data_fingerprint", ""))))
+        kinds.append(_kind(spec, str(record.get("data_fingerprint", ""))))
     for place, kind in zip(places, kinds, strict=True):
         for name, value in kind.items():
             if value != kinds[0][name]:

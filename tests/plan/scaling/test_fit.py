@@ -148,6 +148,10 @@ def test_runs_of_another_kind_are_refused_by_name(run_directories: list[Path], t
     (unfinished / "result.json").unlink()
     with pytest.raises(FitError, match="not finished"):
         read_runs([*run_directories, unfinished])
+    damaged = finished(tmp_path / "torn", 64, 100)
+    (damaged / "record.json").write_text("{")
+    with pytest.raises(FitError, match=r"record\.json is damaged"):
+        read_runs([*run_directories, damaged])
     with pytest.raises(FitError, match="given twice"):
         read_runs([*run_directories, run_directories[0]])
 
