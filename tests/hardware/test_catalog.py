@@ -219,7 +219,13 @@ def test_a_figure_is_overridden_by_its_dotted_name_and_noted() -> None:
     assert stock.fabric.bytes_per_s.value == 50e9
 
 
-@pytest.mark.parametrize("name", ["zork", "fabric", "fabric.zork", "key", "accelerator.flops", "pue.value"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("zork", "fabric", "fabric.zork", "key", "accelerator.flops", "pue.value"),
+        *("per_node.x", "domain.latency_s.x", "accelerator.flops.bf16.x"),
+    ],
+)
 def test_only_figures_can_be_overridden(name: str) -> None:
     with pytest.raises(HardwareError, match="figure"):
         with_value(cluster("h100:64"), name, 1.0)

@@ -272,6 +272,8 @@ def _replaced(owner: Any, path: list[str], value: float, source: str, name: str)
     if here not in names:
         raise HardwareError(f"there is no figure {name!r} to set: {here!r} is not among {', '.join(names)}")
     old = owner[here] if isinstance(owner, dict) else getattr(owner, here)
+    if rest and isinstance(old, (Fact, int, float)):
+        raise HardwareError(f"there is no figure {name!r} to set: {here!r} is a single one, to be set itself")
     if isinstance(old, (Fact, float)) and not rest:
         _check_size(value, old.value if isinstance(old, Fact) else old, name)
     if isinstance(old, Fact) and not rest:
@@ -280,7 +282,7 @@ def _replaced(owner: Any, path: list[str], value: float, source: str, name: str)
         raise HardwareError(f"{name} = {value:g}: set a whole number, as {old} is")
     elif isinstance(old, (int, float)) and not isinstance(old, bool) and not rest:
         new = type(old)(value)
-    elif rest and not isinstance(old, Fact):
+    elif rest:
         new = _replaced(old, rest, value, source, name)
     else:
         raise HardwareError(f"{name!r} is not one figure: name one within it, as in fabric.bytes_per_s")

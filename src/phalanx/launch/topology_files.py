@@ -25,12 +25,13 @@ The format of a text is recognized by its content:
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 from phalanx.launch.engines.order import EngineError, run_tool
 from phalanx.launch.placing import Domains, Level, Topology, TopologyError, expanded, from_domains
@@ -119,7 +120,7 @@ def parse_topology(text: str, source: str) -> Topology:
         return _from_toml(tomllib.loads(text), source)
     except TopologyError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise TopologyError(
             f"{source} is no topology: {error}. It can be TOML with [[levels]] and [nodes], Slurm's topology.conf, Topograph's JSON, or "
             "`kubectl get nodes -o json`"
@@ -285,7 +286,7 @@ def _from_toml(table: Json, source: str) -> Topology:
     for hosts, path in _table(table["nodes"]).items():
         nodes.update((name, tuple(filter(None, str(path).split(".")))) for name in expanded(hosts))
     rate = table.get("node_gb_per_s", 0)
-    if not isinstance(rate, int | float) or rate < 0:
+    if not _is_number(rate) or not 0 <= rate * 1e9 < math.inf:
         raise TopologyError(f"{source}: node_gb_per_s = {rate!r} is no rate in GB/s, as 400 is")
     taken = frozenset(expanded(str(table.get("taken", ""))))
     strangers = sorted(taken - nodes.keys())
@@ -301,7 +302,7 @@ def _level(table: Json, source: str) -> Level:
         wrong = f"there is no field {unknown[0]!r}" if unknown else "one has no name"
         raise TopologyError(f"{source}: levels: {wrong}; a level has name, share and scale_up")
     share, scale_up = table.get("share", 1.0), table.get("scale_up", False)
-    if not isinstance(share, int | float) or not isinstance(scale_up, bool):
+    if not _is_number(share) or not isinstance(scale_up, bool):
         raise TopologyError(f"{source}: level {table['name']}: share is a number and scale_up true or false")
     return Level(str(table["name"]), float(share), scale_up)
 
@@ -317,6 +318,11 @@ def _tables(value: object) -> list[Json]:
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ValueError("a list of tables was expected")
     return value
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    """Return True for a number, NaN and infinity included; booleans are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _strings(value: object) -> list[str]:

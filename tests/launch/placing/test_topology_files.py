@@ -112,13 +112,18 @@ def test_a_file_by_hand_says_rates_shares_and_what_is_taken(tmp_path: Path) -> N
     [
         ("nodez = 1", "there is no field 'nodez'"),
         ("node_gb_per_s = 1", "there is no [nodes]"),
-        ('node_gb_per_s = "fast"\n[nodes]\nn1 = ""', "is no rate in GB/s"),
+        *(
+            (f'node_gb_per_s = {rate}\n[nodes]\nn1 = ""', "is no rate in GB/s")
+            for rate in ('"fast"', "-1", "nan", "inf", "true")
+        ),
+        (f'node_gb_per_s = 1{"0" * 400}\n[nodes]\nn1 = ""', "is no topology"),
         ('taken = "n9"\n[nodes]\nn1 = ""', "taken: there is no node n9"),
         (
             '[[levels]]\nname = "leaf"\n[nodes]\nn1 = ""',
             "node n1 lies in 0 domains (none), and there are 1 levels (leaf)",
         ),
         ('[[levels]]\nname = "leaf"\nshare = 2.0\n[nodes]\nn1 = "a"', "share = 2.0 is no fraction"),
+        ('[[levels]]\nname = "leaf"\nshare = true\n[nodes]\nn1 = "a"', "share is a number"),
         (
             '[[levels]]\nname = "leaf"\nshare = true\nwidth = 1\n[nodes]\nn1 = "a"',
             "there is no field 'width'",
@@ -130,6 +135,7 @@ def test_a_file_by_hand_says_rates_shares_and_what_is_taken(tmp_path: Path) -> N
         ('{"pods": []}', 'neither "instances" (Topograph) nor "items"'),
         ('{"instances": [{"id": "a", "network_layers": "leaf"}]}', "a list of names was expected"),
         ("{", "is no topology"),
+        ('{"items": ' + "[" * 100_000, "is no topology"),
         ("SwitchName=a Switches=b\nSwitchName=b Switches=a\nSwitchName=c Nodes=n1", "lies below itself"),
         ("SwitchName=a Nodes=n[1-", "is no list of hosts"),
         ("hello", "is no topology"),
