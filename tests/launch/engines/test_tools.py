@@ -48,3 +48,15 @@ def test_a_tool_that_is_not_there_or_does_not_answer_is_named() -> None:
         run_tool(["sqeue"])
     with pytest.raises(EngineError, match="sleep has not answered for 0 s: is what it talks to up"):
         run_tool(["sleep", "9"], timeout_s=0.05)
+
+
+def test_a_folder_that_is_not_there_is_named_and_not_the_tool(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"cannot run printf: .*No such file.*/gone"):
+        run_tool(["printf", "x"], folder=str(tmp_path / "gone"))
+
+
+def test_a_tool_that_may_not_be_executed_is_named(tmp_path: Path) -> None:
+    tool = tmp_path / "squeue"
+    tool.write_text("#!/bin/sh\n")
+    with pytest.raises(EngineError, match=r"cannot run .*squeue: .*Permission denied"):
+        run_tool([str(tool)])

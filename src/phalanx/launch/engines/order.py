@@ -278,7 +278,7 @@ def run_tool(
     standard error.
 
     ``stdin`` is text for it, and ``environment`` replaces the present one. Raises ``EngineError`` if it is not
-    installed, fails (with its message, or a remedy for a known one), or takes longer than ``timeout_s``.
+    installed, cannot be run, fails (with its message, or a remedy for a known one), or takes longer than ``timeout_s``.
     """
     try:
         done = subprocess.run(
@@ -292,9 +292,13 @@ def run_tool(
             env=None if environment is None else dict(environment),
             check=False,
         )
-    except FileNotFoundError as error:
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and error.filename != folder:
+            raise EngineError(
+                f"there is no {words[0]} on this machine: give the command where the cluster is used from (a login node), or install its client"
+            ) from error
         raise EngineError(
-            f"there is no {words[0]} on this machine: give the command where the cluster is used from (a login node), or install its client"
+            f"cannot run {words[0]}: {error}; mend that, or give the command on another machine"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise EngineError(
