@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.fleet.control.succession.journal import Journal
+from phalanx.fleet.control.succession.journal import Journal, read_journal
 from phalanx.fleet.core.invariants import JournalError
 
 LINES = st.lists(st.binary(max_size=60).filter(lambda data: b"\n" not in data), min_size=1, max_size=8)
@@ -161,6 +161,27 @@ except JournalError:
     )
     assert done.stdout == "refused once\n", done.stderr
     assert read(path) == [b"kept", b"too long for what is left"]
+
+
+def test_a_torn_line_that_cannot_be_cut_off_is_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal"
+    journal, write = Journal(path), os.pwrite
+    journal.append(b"kept")
+
+    def cut(*_: object) -> None:
+        raise OSError(errno.EIO, "the disk is not well")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:-5], at))
+        patched.setattr(os, "ftruncate", cut)
+        with pytest.raises(JournalError, match="cannot write the journal"):
+            journal.append(b"a long line that is torn")
+    assert read_journal(path) == [b"kept"]
+    journal.append(b"short")
+    journal.close()
+    assert read(path) == [b"kept", b"short"]
 
 
 def test_a_process_killed_while_it_appends_loses_at_most_what_it_had_not_appended(tmp_path: Path) -> None:

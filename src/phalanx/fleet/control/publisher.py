@@ -116,18 +116,20 @@ class Publisher:
     async def _write(self, now_s: float) -> None:
         """Replace fleet.json, durably, in a thread: the event loop must not wait for a slow disk.
 
-        An error is logged. The next write is due after the least pause, or later if this one was slow.
+        An ``OSError`` is logged, any other is raised. After either, the next write is due after the least pause, or
+        later if this one was slow.
         """
-        path, began_s = self._directory.path, time.thread_time()
-        content = self.newest = self._content()
-        took_s = time.thread_time() - began_s
+        path, began_s, took_s = self._directory.path, time.thread_time(), 0.0
         try:
+            content = self.newest = self._content()
+            took_s = time.thread_time() - began_s
             loop = asyncio.get_running_loop()
             took_s += await loop.run_in_executor(None, self._replace, path, content)
         except OSError as error:
             self._log(f"cannot write {path_in(path)}: {error.strerror}")
-        self._due_s = now_s + max(self._least_pause_s, took_s / _FILE_SHARE)
-        self._writing = None
+        finally:
+            self._due_s = now_s + max(self._least_pause_s, took_s / _FILE_SHARE)
+            self._writing = None
 
 
 # Metrics of a fleet, from the state that its coordinator publishes in ``fleet.json``. The published value is
