@@ -160,8 +160,16 @@ def test_times_and_ranks_are_read_as_people_write_them() -> None:
     for wrong in ("soon", "10 parsecs"):
         with pytest.raises(click.BadParameter, match="is no time"):
             moment(wrong, 0)
-    with pytest.raises(click.BadParameter, match="is no rank"):
-        list(ranks_of("x"))
+    for wrong in ("x", "15-8", "3,8-7", ""):
+        with pytest.raises(click.BadParameter, match="is no rank"):
+            list(ranks_of(wrong))
+
+
+def test_bounds_without_a_time_between_them_are_refused(tmp_path: Path) -> None:
+    RunDirectory(tmp_path).logs.mkdir()
+    result = CliRunner().invoke(logs_command.command, [str(tmp_path), "--since", "10m", "--until", "20m"])
+    assert result.exit_code == 2
+    assert '"20m" is before "10m"' in result.output
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,19 @@ def test_the_file_of_a_living_process_is_touched(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+def test_a_file_that_cannot_be_touched_is_named_and_touched_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, deadline_s = tmp_path / "gone" / "alive", time.monotonic() + 100
+    show_life(file, pause_s=0.5)
+    while f"cannot touch {file}" not in capsys.readouterr().err:
+        assert time.monotonic() < deadline_s
+    file.parent.mkdir()
+    while not file.exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 class _ApiServer(BaseHTTPRequestHandler):
     """Tells labels of node n1 to whoever has the token, as an API server does."""
 

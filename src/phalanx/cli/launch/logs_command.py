@@ -122,14 +122,20 @@ def _print_each(lines: Iterable[LogLine], options: LogsOptions) -> None:
 
 
 def _query(options: LogsOptions, now_s: float) -> LogQuery:
-    """Return the query that the options describe. Raises ``click.BadParameter``."""
+    """Return the query that the options describe. Raises ``click.BadParameter``, also if no time is in their bounds."""
+    since_s = moment(options.since, now_s) if options.since else None
+    until_s = moment(options.until, now_s) if options.until else None
+    if since_s is not None and until_s is not None and until_s < since_s:
+        raise click.BadParameter(
+            f'"{options.until}" is before "{options.since}": exchange them', param_hint="--since, --until"
+        )
     try:
         return LogQuery(
             frozenset(number for words in options.ranks for number in ranks_of(words)),
             frozenset(options.nodes),
             options.level or "debug",
-            moment(options.since, now_s) if options.since else None,
-            moment(options.until, now_s) if options.until else None,
+            since_s,
+            until_s,
             options.grep or "",
             options.attempt,
         )
@@ -141,7 +147,7 @@ def ranks_of(words: str) -> Iterable[int]:
     """Yield the ranks in ``3``, ``8-15`` or ``1,4``. Raises ``click.BadParameter`` for another form."""
     for part in words.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if not match:
+        if not match or int(match[2] or match[1]) < int(match[1]):
             raise click.BadParameter(
                 f'"{part}" is no rank, like 3, and no ranks, like 8-15', param_hint="--rank"
             )

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import ssl
+import sys
 import threading
 import time
 import urllib.error
@@ -116,13 +117,23 @@ _TOUCH_S = 5.0
 _ASK_TIMES, _ASK_AGAIN_S = 5, 2.0
 
 
-def show_life(path: Path) -> None:
-    """Start a thread that touches a file every five seconds. It stops if this process hangs in native code."""
+def show_life(path: Path, pause_s: float = _TOUCH_S) -> None:
+    """Start a thread that touches a file every ``pause_s``. It stops if this process hangs in native code.
+
+    If the file cannot be touched, that is printed, and tried again after the pause.
+    """
 
     def touch() -> None:
         while True:
-            path.touch()
-            time.sleep(_TOUCH_S)
+            try:
+                path.touch()
+            except OSError as error:
+                print(
+                    f"cannot touch {path}: {error.strerror}; the pod is ended if that lasts",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(pause_s)
 
     threading.Thread(target=touch, name="alive", daemon=True).start()
 
