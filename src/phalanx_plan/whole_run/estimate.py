@@ -364,11 +364,11 @@ def _percentiles(values: Floats) -> Percentiles:
     """Return the mean and the 5th, 50th and 95th percentile by nearest rank, since values may be infinite."""
     ordered = np.sort(values)
 
-    def at(share: float) -> float:
+    def at(percent: int) -> float:
         # The nearest rank, since an interpolation between a number and infinity is no number.
-        return float(ordered[min(len(ordered) - 1, int(share * len(ordered)))])
+        return float(ordered[math.ceil(percent * len(ordered) / 100) - 1])
 
-    return Percentiles(at(0.05), at(0.5), at(0.95), float(np.mean(values)))
+    return Percentiles(at(5), at(50), at(95), float(np.mean(values)))
 
 
 def _warnings(

@@ -88,16 +88,16 @@ def efficiency(risk: Risk, interval_s: float, slowdown: float = 1.0) -> float:
     """Useful over wall time, with failures of this risk (exponential times between them, after Daly 2006).
 
     Useful time passes ``slowdown`` times slower. 0 if it would never finish. Raises ``GoodputError`` for an interval
-    that is not positive, if there are failures.
+    that is not positive.
     """
+    if interval_s <= 0:
+        raise GoodputError(f"a checkpoint interval must be positive, is {interval_s}")
     if math.isinf(risk.mtti_s):
         return (
             interval_s / (interval_s * slowdown + risk.stall_s)
             if not math.isinf(interval_s)
             else 1 / slowdown
         )
-    if interval_s <= 0:
-        raise GoodputError(f"a checkpoint interval must be positive, is {interval_s}")
     segment = (interval_s * slowdown + risk.stall_s) / risk.mtti_s
     exponent = risk.recovery_s / risk.mtti_s + segment
     if exponent > 700:

@@ -6,7 +6,9 @@ import json
 import math
 import re
 from dataclasses import replace
+from statistics import NormalDist
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -104,6 +106,17 @@ def test_percentiles_are_in_order_and_wider_when_the_step_time_is_uncertain() ->
         assert run.goodput_by_level["low"] > run.goodput_by_level["typical"] > run.goodput_by_level["high"]
     width = [run.finish_days.p95 - run.finish_days.p5 for run in (sure, unsure)]
     assert width[1] > 3 * width[0]
+
+
+def test_percentiles_of_twenty_runs_are_the_first_the_tenth_and_the_nineteenth() -> None:
+    band = normal_band(0.1)
+    nothing_fails = RunAssumptions(
+        failure_classes=(), planned_pauses_per_day=0, step_time_band=band, draws=20
+    )
+    run = estimate_run(trillion(checkpoint_bytes=0.0), nothing_fails)
+    for at, rank in (("p5", 1), ("p50", 10), ("p95", 19)):
+        ratio = float(band.at(np.array([NormalDist().inv_cdf((rank - 0.5) / 20)]))[0])
+        assert getattr(run.finish_days, at) == pytest.approx(ratio * run.failure_free_days)
 
 
 def test_days_and_money_without_failures_have_the_band_of_the_step_time() -> None:

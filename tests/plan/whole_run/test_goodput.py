@@ -239,6 +239,8 @@ def test_impossible_times_are_refused_by_name() -> None:
         Risk(1.0, -1.0, ())
     with pytest.raises(GoodputError, match="interval"):
         efficiency(risk(100.0, 1.0, 1.0), 0.0)
+    with pytest.raises(GoodputError, match="interval"):
+        efficiency(risk(math.inf, 0.0, 1.0), 0.0)
 
 
 def test_a_rare_risk_that_never_strikes_changes_nothing() -> None:
