@@ -28,6 +28,7 @@ from phalanx_serve.served.served_run import ServedRun
 from phalanx_serve.traffic.events import (
     DeviceMemoryError,
     Ended,
+    GenerationRequestError,
     PartLostError,
     Request,
     Role,
@@ -278,6 +279,15 @@ def test_models_of_ones_own_say_what_would_help_and_end_with_their_gpu(
     engine.submit(request)
     with pytest.raises(PartLostError, match="no answer"):
         engine.step()
+
+
+def test_a_second_request_of_the_same_id_is_refused_and_the_first_is_computed() -> None:
+    engine, request = TurnsEngine(NoMemory(), 64), Request("r", (1, 2, 3), 4)
+    engine.submit(request)
+    with pytest.raises(GenerationRequestError, match="'r' is being computed: give each its own id"):
+        engine.submit(Request("r", (4, 5), 1))
+    assert [output.request for output in engine.step()] == ["r"]
+    engine.submit(request)
 
 
 def test_packed_weights_of_portable_numerics_generate_on_the_cpu_as_the_runs_own_do(

@@ -134,7 +134,13 @@ class TurnsEngine:
         return 0, 0
 
     def submit(self, request: events.Request) -> None:
-        """Add a request. Raises GenerationRequestError if prompt and new tokens exceed the context; nothing else is checked."""
+        """Add a request. Raises GenerationRequestError for an id in use, or if prompt and new tokens exceed the context;
+        nothing else is checked.
+        """
+        if request.id in self._running:
+            raise events.GenerationRequestError(
+                f"a request {request.id!r} is being computed: give each its own id", "id"
+            )
         if len(request.prompt) + request.max_tokens > self._context:
             raise events.GenerationRequestError(
                 f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones do not fit into the "
