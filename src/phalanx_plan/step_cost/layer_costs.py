@@ -178,8 +178,9 @@ class _RankShare:
         hide.
 
         The first leaves out all hidden exchange. The second, seconds to recompute a part, leaves out only hidden keys and values:
-        exchange with experts counts in full. Host time is added where launches take longer than the device. Their shapes are
-        (phases, categories, rows), (parts + 1, rows) and (rows,).
+        exchange with experts counts in full, since Megatron-Core refuses to recompute an exchange that it overlaps.
+        Host time is added where launches take longer than the device. Their shapes are (phases, categories, rows),
+        (parts + 1, rows) and (rows,).
         """
         phase_s = np.zeros((len(PHASES), len(CATEGORIES), len(self.keys.tensor)))
         parts = np.zeros((len(PARTS) + 1, len(self.keys.tensor)))
