@@ -7,6 +7,7 @@ this runs in one event loop in a thread of its own (``RouterClient``).
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from phalanx_serve.traffic.routing import Link
 from phalanx_serve.traffic.scheduler import page_names
 from phalanx_serve.workers import messages as m
 
+_log = logging.getLogger(__name__)
 _PROOF_S = 5.0
 _NEWCOMERS = 64
 """Most connections that authenticate at once; a further one closes the oldest."""
@@ -130,12 +132,13 @@ class RequestRouter:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        with suppress(
-            asyncio.CancelledError
-        ):  # by ``end``; asyncio's streams report a cancelled task as a defect
-            await self._meet(reader, writer)
-        self._tasks.discard(task)
-        writer.close()
+        try:
+            # Cancelled by ``end``; asyncio's streams report a cancelled task as a defect.
+            with suppress(asyncio.CancelledError):
+                await self._meet(reader, writer)
+        finally:
+            self._tasks.discard(task)
+            writer.close()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Check a newcomer's proof and converse with it until its connection ends; a stranger is dropped silently.
@@ -246,26 +249,42 @@ class RequestRouter:
     # The core.
 
     async def _tick(self) -> None:
-        """Send a tick to the traffic every ``tick_s``, until the task is canceled.
+        """Check the workers every ``tick_s``, until the task is canceled.
+
+        An error is a defect, which must not end the checks. It is logged, the same one in a row once.
+        """
+        logged = ""
+        while True:
+            await asyncio.sleep(self.settings.tick_s)
+            try:
+                self._check_workers()
+            except Exception as error:
+                if repr(error) != logged:
+                    logged = repr(error)
+                    _log.exception(
+                        "a defect in a check of the workers; they are checked again in %g s",
+                        self.settings.tick_s,
+                    )
+
+    def _check_workers(self) -> None:
+        """Send a tick to the traffic.
 
         Reports a worker once in each of its lives if it sends nothing, or its engine makes no step, for too long.
         """
-        while True:
-            await asyncio.sleep(self.settings.tick_s)
-            self._hear(events.ClockTick())
-            now_s = time.monotonic()
-            for number, worker in self.traffic.pool.workers.items():
-                peer = self.peers.get(number)
-                if not worker.late or worker.life in self._late or peer is None:
-                    continue
-                self._late.add(worker.life)
-                silent_s, still_s = now_s - worker.heard_s, now_s - worker.stepped_s
-                reason = (
-                    f"it has given no sign of life for {silent_s:.0f} s"
-                    if silent_s > self.settings.late_s
-                    else f"its engine has made no step for {still_s:.0f} s"
-                )
-                self.watcher.late(peer, reason)
+        self._hear(events.ClockTick())
+        now_s = time.monotonic()
+        for number, worker in self.traffic.pool.workers.items():
+            peer = self.peers.get(number)
+            if not worker.late or worker.life in self._late or peer is None:
+                continue
+            self._late.add(worker.life)
+            silent_s, still_s = now_s - worker.heard_s, now_s - worker.stepped_s
+            reason = (
+                f"it has given no sign of life for {silent_s:.0f} s"
+                if silent_s > self.settings.late_s
+                else f"its engine has made no step for {still_s:.0f} s"
+            )
+            self.watcher.late(peer, reason)
 
     def _hear(self, event: events.Event) -> None:
         """Pass an event to the traffic's decisions, and carry out their commands: outputs to sinks, jobs to workers.

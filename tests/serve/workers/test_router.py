@@ -398,6 +398,46 @@ def test_a_request_that_comes_after_no_worker_is_left_ends_with_the_reason() -> 
     assert asyncio.run(asked()) == [Ended(name, "error", "no worker is left") for name in ("before", "after")]
 
 
+def test_an_error_in_a_report_of_a_late_worker_ends_no_later_report(caplog: pytest.LogCaptureFixture) -> None:
+    async def reports() -> list[int]:
+        late: asyncio.Queue[int] = asyncio.Queue()
+
+        def report(peer: Peer, _reason: str) -> None:
+            late.put_nowait(peer.number)
+            if peer.number == 0:
+                raise ValueError("the report fails")
+
+        ignore: Callable[..., None] = lambda *_: None  # noqa: E731
+        watcher = Watcher(ignore, ignore, ignore, report, ignore)
+        router = RequestRouter(TOKEN, RouterSettings(64, late_s=0.0, tick_s=0.01), watcher)
+        server = await router.listen("127.0.0.1")
+        numbers = []
+        with ExitStack() as connections:
+            for number in (0, 1):
+                address = server.sockets[0].getsockname()[:2]
+                connections.enter_context(await asyncio.to_thread(silent_worker, address, number))
+                async with asyncio.timeout(30):
+                    numbers.append(await late.get())
+            await router.end()
+        server.close()
+        return numbers
+
+    assert asyncio.run(reports()) == [0, 1]
+    assert "the report fails" in caplog.text
+
+
+def silent_worker(address: tuple[str, int], number: int) -> socket.socket:
+    """Return the connection of a worker that becomes ready, and sends nothing from then on."""
+    connection = socket.create_connection(address)
+    link = sealed(connection, "the router", TOKEN, "client", m.PURPOSE, 60.0)
+    link.send_message(m.Opening(number, 1))
+    door = m.PageDoor("127.0.0.1", 1)
+    link.send_message(
+        m.WorkerReady(WorkerIdentity("w", "n", "p"), "both", b"root", 2048, 64, PAGE_BYTES, 1e9, door)
+    )
+    return connection
+
+
 def test_a_worker_that_is_late_is_told_once_in_a_life_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
