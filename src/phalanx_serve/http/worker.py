@@ -227,7 +227,7 @@ class EngineWorker:
     def _run(self) -> None:
         """Take messages and compute steps until None arrives. Runs in the engine's thread.
 
-        A failed step, or a message that fails, ends all requests with its error. After a lost part, all later requests
+        A failed step, or a message that fails, is logged and ends all requests with its error. After a lost part, all later requests
         fail too.
         """
         while True:
@@ -247,6 +247,7 @@ class EngineWorker:
                 self._lost = str(error)
                 self._fail(error)
             except Exception as error:  # The thread must outlive a defect, and the clients get the error.
+                _log.exception("a call of the engine has failed")
                 self._fail(error)
 
     def _take(self, message: Request | str | Swap) -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def work(task: WorkerTask) -> str:
     """Connect to the router and serve as one worker.
 
     Return the reason why it ended, empty if nothing is wrong. The router receives the reason too if the worker cannot
-    serve. Raises OSError and WireError if there is no router.
+    serve. The traceback of a defect is printed on standard error. Raises OSError and WireError if there is no router.
     """
     with socket.create_connection((task.host, task.port), _CONNECT_S) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -89,12 +90,13 @@ def work(task: WorkerTask) -> str:
         try:
             return _serve(task, link)
         except Exception as error:
-            link.send_message(m.WorkerUnable(_reason(error)[:8000]))
-            return _reason(error)
+            reason = _reason(error)
+            link.send_message(m.WorkerUnable(reason[:8000]))
+            return reason
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's message; one that is not expected is called a defect."""
+    """Return an error's message; one that is not expected is called a defect, and its traceback is printed."""
     from phalanx.data.errors import TokenizerError
     from phalanx.run.directory.paths import RunDirectoryError
 
@@ -106,7 +108,10 @@ def _reason(error: Exception) -> str:
         PartLostError,
         OSError,
     )
-    return str(error) if isinstance(error, expected_errors) else f"a defect: {error!r}"
+    if isinstance(error, expected_errors):
+        return str(error)
+    traceback.print_exception(error)
+    return f"a defect: {error!r}"
 
 
 def _serve(task: WorkerTask, link: SealedConnection) -> str:

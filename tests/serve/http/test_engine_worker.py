@@ -50,7 +50,7 @@ class FaultyEngine:
     "faults", [("submit",), ("cancel",), ("step",), ("submit", "cancel"), ("step", "cancel")]
 )
 def test_a_defect_of_the_engine_in_any_call_ends_the_running_requests_with_it_and_later_ones_are_computed(
-    faults: tuple[str, ...],
+    faults: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = EngineWorker(FaultyEngine(*faults), ModelIdentity("weights", "numerics", 100))
 
@@ -74,5 +74,6 @@ def test_a_defect_of_the_engine_in_any_call_ends_the_running_requests_with_it_an
         )
         assert later == Token("later", 0, 97)
         assert worker.trouble() == ""
+        assert f"RuntimeError: a defect in {faults[0]}" in caplog.text  # with its traceback
     finally:
         worker.close()

@@ -6,9 +6,14 @@ import asyncio
 import sys
 from collections.abc import Callable
 
+import pytest
+from msgspec import structs
+
 from phalanx.process.restarts import RestartPolicy
+from phalanx_serve.served import of_run
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.workers.worker_process import WorkerEnded, WorkerProcesses, WorkerTask
+from phalanx_serve.workers.router import RequestRouter, RouterSettings, Watcher
+from phalanx_serve.workers.worker_process import WorkerEnded, WorkerProcesses, WorkerTask, work
 
 TASK = WorkerTask("127.0.0.1", 1, "token", 0, "both", ServedRun("run", 1, "float32", None, 1, 64, "exact"))
 
@@ -51,6 +56,36 @@ def test_why_a_worker_cannot_be_started_is_told() -> None:
     ]
     assert "No such file or directory" in ends[0].how
     assert (state, ends[0].seat.reason) == ("left", ends[1].how)
+
+
+def test_the_traceback_of_a_defect_of_a_worker_is_printed_and_the_router_gets_the_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_served: ServedRun) -> None:
+        raise KeyError("of a tensor")
+
+    monkeypatch.setattr(of_run, "open_engine", fail)
+    reasons: list[str] = []
+
+    async def work_with_a_router() -> str:
+        ignore: Callable[..., None] = lambda *_: None  # noqa: E731
+        watcher = Watcher(ignore, ignore, lambda _, reason: reasons.append(reason), ignore, ignore)
+        router = RequestRouter(TASK.token, RouterSettings(), watcher)
+        server = await router.listen("127.0.0.1")
+        task = structs.replace(TASK, port=server.sockets[0].getsockname()[1])
+        reason = await asyncio.to_thread(work, task)
+        async with asyncio.timeout(200):
+            while not reasons:
+                await asyncio.sleep(0.01)
+        await router.end()
+        server.close()
+        return reason
+
+    assert asyncio.run(work_with_a_router()) == "a defect: KeyError('of a tensor')"
+    assert reasons == ["a defect: KeyError('of a tensor')"]
+    printed = capfd.readouterr().err
+    assert "Traceback" in printed
+    assert "in fail" in printed
 
 
 def test_a_start_that_takes_long_is_told_once() -> None:
