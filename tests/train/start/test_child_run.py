@@ -228,6 +228,14 @@ def test_a_run_and_its_child_find_data_at_a_relative_path_from_any_folder(
         prepared(moved)
 
 
+def test_a_child_that_names_its_parents_directory_finds_the_parents_data(
+    parent: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = replace_at(child_of(parent, tmp_path / "child", "train.steps=8"), "data.path", dataset.name)
+    monkeypatch.chdir(tmp_path)
+    assert prepared(replace_at(child, "checkpoint.init_from", str(parent))).data.path == str(dataset)
+
+
 @pytest.mark.parametrize("override", ['checkpoint.init_from="elsewhere"', 'checkpoint.init_with="weights"'])
 def test_another_start_beside_the_parents_step_is_refused(parent: Path, override: str) -> None:
     with pytest.raises(RunFileError, match="--from says it"):

@@ -85,13 +85,13 @@ def ready_data(data: DataSpec, on_progress: OnProgress) -> dict[str, DatasetPlac
     return open_places(data)
 
 
-def _with_data_found(spec: RunSpec) -> RunSpec:
+def _with_data_found(spec: RunSpec, path: Path) -> RunSpec:
     """Return the run with relative data paths that lead nowhere from here replaced by those that an earlier start, or
-    its parent, recorded. Raises ``RunDirectoryError`` if such a record is damaged.
+    its parent, recorded. Raises ``RunDirectoryError`` if such a record is damaged, and as ``pinned_checkpoint``.
     """
     places = [Path(spec.run_dir)] if spec.run_dir else []
     if spec.checkpoint.init_with == "training":
-        places.append(Path(spec.checkpoint.init_from).parent.parent)
+        places.append(Path(pinned_checkpoint(spec.checkpoint.init_from, path)).parent.parent)
     for place in places:
         spec = dataclasses.replace(spec, data=found_again(spec.data, RunDirectory(place).read_record()))
     return spec
@@ -245,6 +245,6 @@ def resolve_with_data(
         raise RunFileError(
             path, [Problem(field, "holds a default that nobody chose", remedy) for field in spec.unfilled]
         )
-    spec = _with_data_found(spec)
+    spec = _with_data_found(spec, path)
     places = ready_data(spec.data, on_progress)
     return resolve(spec, places, path), places
