@@ -111,6 +111,44 @@ def test_a_step_of_the_trainer_is_timed_and_weighed() -> None:
     assert two.memory_bytes["optimizer"] == pytest.approx(one.memory_bytes["optimizer"] / 2, rel=0.05)
 
 
+FAILING_MODELS = """
+import os, signal
+import torch.distributed as dist
+
+def broken_group(*arguments, **options):
+    def fail(): raise RuntimeError("the group is broken")
+    dist.destroy_process_group = fail
+    raise ValueError("the layer is too wide")
+
+def killed(*arguments, **options):
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "ranks", "says"),
+    [
+        ("broken_group", 1, r"rank 0: .*the layer is too wide"),
+        ("killed", 2, r"rank 0: it was ended.*rank 1: its process was killed by SIGKILL"),
+    ],
+)
+def test_the_cause_of_a_failed_rank_is_reported_and_the_others_are_ended(
+    factory: str, ranks: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing_models.py").write_text(FAILING_MODELS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    spec = RunSpec(
+        model=ModelSpec(factory=f"failing_models:{factory}", layers=1, dim=64, heads=2, vocab_size=256),
+        train=TrainSpec(batch_size=2, slots=2, seq_len=32, micro_batch_size=1),
+        precision=PrecisionSpec(compute="fp32"),
+    )
+    with in_place_of_execution(), pytest.raises(RuntimeError, match=says):
+        measure_step(spec, ranks, steps=1)
+
+
 @pytest.mark.slow
 def test_the_command_writes_a_machine_that_plans_can_be_made_for(tmp_path: Path) -> None:
     from phalanx_plan.cli.calibrate_command import command as calibrate

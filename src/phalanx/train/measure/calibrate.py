@@ -15,7 +15,6 @@ Memory is measured by the trainer's own meter (``phalanx.train.step.meters``).
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import sys
 import tempfile
@@ -39,7 +38,7 @@ from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh import build_mesh
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
 from phalanx.parallel.torch_compat import all_gather_single, sum_scatter_along
-from phalanx.process.child import Child, die_with_parent, end_all
+from phalanx.process.child import Child, describe_exit, die_with_parent, end_all
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.fields import RunFileError
 from phalanx.run.read import spec_from_table, to_table
@@ -236,6 +235,9 @@ def _disk(settings: Settings) -> tuple[tuple[float, ...], float]:
 
 
 _JOIN_TIMEOUT_S = 300.0
+_POLL_S = 0.02
+_AFTER_FAILURE_S = 3.0
+"""Time for the other ranks to report errors of their own once one has failed."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point")
 
 
@@ -286,7 +288,8 @@ class _RankResult(msgspec.Struct, frozen=True):
 
 def _on_ranks(ranks: int, job: TimeCollectives | MeasureSteps) -> list[_RankResult]:
     """Run ``job`` on each of ``ranks`` new processes that form one group, and return the results by rank. All are
-    ended at the end. Raises ``RuntimeError`` with the errors of all ranks that failed.
+    ended at the end, and ``_AFTER_FAILURE_S`` after one has failed. Raises ``RuntimeError`` with the errors of all
+    ranks that failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         workers: list[Child] = []
@@ -294,26 +297,31 @@ def _on_ranks(ranks: int, job: TimeCollectives | MeasureSteps) -> list[_RankResu
             for rank in range(ranks):
                 task = msgspec.json.encode(_RankJob(rank, ranks, folder, job))
                 workers.append(Child.start([sys.executable, "-m", __name__], task=task))
-            for worker in workers:
-                worker.wait(math.inf)
+            while None in (codes := [worker.exit_code() for worker in workers]) and not any(codes):
+                time.sleep(_POLL_S)
+            deadline_s = time.monotonic() + _AFTER_FAILURE_S
+            codes = [worker.wait(deadline_s - time.monotonic()) for worker in workers]
         finally:
             end_all(workers)
-        results = [_result_of(Path(folder) / f"rank-{rank}.json") for rank in range(ranks)]
+        results = [_result_of(Path(folder) / f"rank-{rank}.json", code) for rank, code in enumerate(codes)]
     failed = [f"rank {rank}: {result.error}" for rank, result in enumerate(results) if result.error]
     if failed:
         raise RuntimeError("; ".join(failed))
     return results
 
 
-def _result_of(file: Path) -> _RankResult:
+def _result_of(file: Path, code: int | None) -> _RankResult:
+    """Return the result in ``file``, or without one the error by the process's exit code, None if it had not ended."""
     if not file.exists():
-        return _RankResult("its process died")
+        return _RankResult(
+            "it was ended, as another rank failed" if code is None else f"its process {describe_exit(code)}"
+        )
     return msgspec.json.decode(file.read_bytes(), type=_RankResult)
 
 
 def main() -> None:
     """Run the job on stdin as one rank, in one thread, and write its result, or its error as text, as ``rank-N.json``
-    into the job's folder.
+    into the job's folder. Exits with code 1 after an error.
     """
     die_with_parent()
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=_RankJob)
@@ -327,9 +335,11 @@ def main() -> None:
         result = _done(job.job)
     except Exception as error:
         result = _RankResult(f"{type(error).__name__}: {error}")
-    finally:
-        leave()
+    # Before leaving, which raises another error if the group is broken.
     write_atomically(folder / f"rank-{job.rank}.json", msgspec.json.encode(result), durable=False)
+    leave()
+    if result.error:
+        sys.exit(1)
 
 
 def _done(job: TimeCollectives | MeasureSteps) -> _RankResult:
