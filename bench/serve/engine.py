@@ -24,7 +24,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.traffic.events import Request, Sampling
+from phalanx_serve.traffic.events import Ended, Request, Sampling
 
 GREEDY = Sampling(temperature=0)
 
@@ -60,11 +60,18 @@ def engine(model: Transformer, numerics: Literal["exact", "fast"], rows: int = 5
 def decode_s(
     served: Engine, batch: int, steps: int = 12, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """The median seconds, by ``clock``, of a step in which ``batch`` requests decode."""
+    """The median seconds, by ``clock``, of a step in which ``batch`` requests decode.
+
+    Raises ``RuntimeError`` with the engine's reason if they end before.
+    """
     for number in range(batch):
         served.submit(Request(str(number), tuple(range(number, number + 48)), steps + 40, GREEDY))
     while served.statistics().rows_last_step != batch or served.statistics().running < batch:
-        served.step()
+        ended = [output for output in served.step() if isinstance(output, Ended)]
+        if ended:
+            raise RuntimeError(
+                f"a request ended before all {batch} decoded: {ended[0].text or ended[0].outcome}"
+            )
     taken = statistics.median(seconds(served.step, clock) for _ in range(steps))
     for number in range(batch):
         served.cancel(str(number))

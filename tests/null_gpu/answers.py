@@ -1,7 +1,7 @@
 """Numbers for what the host reads of kernels that have not run. Call ``pretend`` once, before the first step of a process.
 
-A step reads its loss, token count, norm and expert counts, and stops if they are zero or not finite. So they are read as ones. What compares
-results of kernels with each other succeeds.
+A step reads its loss, token count, norm and expert counts, and stops if they are zero or not finite. So they are read as ones. A served step reads
+which logits are finite, and its tokens: all are finite, and every token is number 1. What compares results of kernels with each other succeeds.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.hardware.kernels import choose
 from phalanx.parallel.reduction import reproducible_sums
 from phalanx.train.measure import numerics
 from phalanx.train.step.step import StepFlags, Stepper, StepReport
+from phalanx_serve.engine import sampler
 
 NO_FLAGS = StepFlags()
 integers = 1
@@ -32,6 +35,7 @@ def pretend(*, fused: bool = True) -> None:
     choose.differences = lambda *_, **__: [] if fused else ["updates"]
     reproducible_sums.matches_operations = lambda *_: fused
     numerics.require_equal = lambda *_: None
+    sampler.fetched = _sampling(sampler.fetched)
     run = Stepper.run
 
     @functools.wraps(run)
@@ -50,6 +54,11 @@ def _answering(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         return _ones(value) if tensor.device.type == "cuda" else value
 
     return answer
+
+
+def _sampling(fetched: Callable[[Tensor], NDArray[np.int64]]) -> Callable[[Tensor], NDArray[np.int64]]:
+    """Return a ``fetched`` of results of a served step, (finite, token, bits of the log-probability), that are all ones."""
+    return lambda results: np.ones_like(fetched(results))
 
 
 def _ones(value: Any) -> Any:
