@@ -176,7 +176,9 @@ class RouterClient:
         return self._trouble
 
     def close(self) -> None:
-        """End the workers, the router and their threads; errors are ignored."""
+        """End the workers, the router and their threads, also if this was done before; errors are ignored."""
+        if self._loop.is_closed():
+            return
         with suppress(Exception):
             self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)

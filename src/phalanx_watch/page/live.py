@@ -10,6 +10,7 @@ reads nothing for half a minute is disconnected; its browser reconnects by itsel
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import time
@@ -24,6 +25,7 @@ from phalanx.observe.record.notes import read_serving
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.page.runs import RunPlace
 
+_LOG = logging.getLogger(__name__)
 MOST_VIEWERS = 256
 HEARTBEAT_S = 15.0
 STALLED_S = 30.0
@@ -128,15 +130,21 @@ class LiveUpdates:
         """Poll the viewers' runs until canceled; for each run that has changed, call ``on_change`` and notify its
         viewers.
 
-        A poll that fails by an ``OSError`` is skipped.
+        A poll that fails is skipped. An error other than ``OSError`` is a defect, which is logged, the same one in a row
+        once.
         """
-        pace = Pace(self._look_s)
+        pace, logged = Pace(self._look_s), ""
         while True:
             await asyncio.sleep(pace.pause_s(time.thread_time()))
             places = {place.id: place for viewer in self._viewers for place in viewer.places.values()}
             try:
                 changed = await to_thread.run_sync(self._changed, list(places.values()))
             except OSError:  # a disk that is gone for a moment: the next poll retries
+                continue
+            except Exception as error:
+                if repr(error) != logged:
+                    logged = repr(error)
+                    _LOG.exception("open pages miss news of the runs, by a defect; the next poll retries")
                 continue
             for place, news in changed:
                 self._on_change(place)

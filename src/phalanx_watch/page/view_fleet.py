@@ -178,7 +178,9 @@ def goodput_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dic
     if price is None and (spec := runs.spec(place)) is not None:
         price = spec.observe.accelerator_hour_price or None
     if price is not None and not 0 <= price <= _MOST_PRICE:
-        raise PageRequestError(f"price_per_accelerator_hour={price}: give dollars, 0 or more")
+        raise PageRequestError(
+            f"price_per_accelerator_hour={price}: give dollars, from 0 to {_MOST_PRICE:,.0f}"
+        )
     events = runs.thinned(place)
     return account(events, price)
 

@@ -8,10 +8,12 @@ import pytest
 
 from phalanx.wire.messages import encode
 from phalanx_serve.http.worker import Streaming
+from phalanx_serve.served.served_run import ServedRun
+from phalanx_serve.traffic.events import ServeError
 from phalanx_serve.workers import messages as m
 from phalanx_serve.workers.router import RequestRouter, RouterSettings, Watcher
-from phalanx_serve.workers.service import Notice, RouterClient
-from phalanx_serve.workers.worker_process import WorkerEnded
+from phalanx_serve.workers.service import Notice, RouterClient, ServiceConfig
+from phalanx_serve.workers.worker_process import WorkerEnded, WorkerTask
 
 
 @pytest.mark.parametrize("link_first", [True, False])
@@ -69,6 +71,18 @@ def test_workers_that_are_late_or_slow_to_start_are_told_and_why_one_cannot_be_s
         ("worker-slow", 2, "worker 2 (decode) does not serve yet, 60 s after its start; it is waited for"),
         ("worker-ended", 2, "worker 2 (decode) cannot be started (no memory): it is started again in 2 s"),
     ]
+
+
+def test_a_client_that_is_closed_may_be_closed_again() -> None:
+    class ClosedTwice(RouterClient):
+        def close(self) -> None:
+            super().close()
+            super().close()
+
+    task = WorkerTask("", 0, "", 0, "both", ServedRun("run", 1, "float32", None, 1, 64, "exact"))
+    no_python = {"PYTHONHOME": "/nowhere"}  # the worker ends at once
+    with pytest.raises(ServeError, match="before it was ready"):
+        ClosedTwice(ServiceConfig(("both",), task, no_python, RouterSettings()), lambda _: None)
 
 
 def beating(number: int, read: int) -> SimpleNamespace:

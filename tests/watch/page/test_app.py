@@ -165,6 +165,14 @@ def test_each_attempt_costs_the_time_of_its_own_ranks(tmp_path: Path) -> None:
     assert (shown.accelerator_hours, shown.amount) == (10.0, 10.0)
 
 
+def test_a_price_out_of_bounds_is_refused_with_both(client: TestClient) -> None:
+    (run,) = _ids(client)
+    for price in ("-1", "1000001"):
+        answer = client.get(f"/api/run/{run}/goodput?price_per_accelerator_hour={price}")
+        assert answer.status_code == 400
+        assert "give dollars, from 0 to 1,000,000" in answer.json()["error"]
+
+
 def test_without_a_price_nothing_costs_anything(client: TestClient) -> None:
     (run,) = _ids(client)
     assert client.get(f"/api/run/{run}/goodput").json()["cost"] is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from phalanx.observe.events import Event
 from phalanx.observe.record.notes import SILENT_S, ServingNote
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.page.live import MOST_PAUSE_S, MOST_VIEWERS, LiveUpdates, Pace, Viewer
-from phalanx_watch.page.runs import PageRuns
+from phalanx_watch.page.runs import PageRuns, RunPlace
 from watch.made_runs import crashed, write_events
 
 
@@ -85,6 +86,40 @@ def test_a_change_of_a_run_reaches_its_viewers(tmp_path: Path) -> None:
     (news,) = _told(b"".join(sent))[:1]
     assert news["kind"] == "changed"
     assert news["step"] >= 41
+
+
+def test_a_defect_in_a_description_of_a_run_is_logged_and_ends_no_later_news(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs, failed = PageRuns([crashed(tmp_path / "run")]), threading.Event()
+    sent: list[bytes] = []
+
+    def describe(place: RunPlace) -> dict[str, object]:
+        if not failed.is_set():
+            failed.set()
+            raise KeyError("a defect")
+        return runs.news(place)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def scene() -> None:
+        live = LiveUpdates(describe, look_s=0.02)
+        watching = asyncio.create_task(live.watch())
+        serving = asyncio.create_task(live.serve(runs.places(), _never, send))
+        number = 41
+        async with asyncio.timeout(100):
+            while not any(_told(lines) for lines in sent):
+                write_events(tmp_path / "run", [Event(1.9e9, 1, step(number, 10_000))])
+                number += 1
+                await asyncio.sleep(0.05)
+        serving.cancel()
+        watching.cancel()
+        await asyncio.gather(serving, watching, return_exceptions=True)
+
+    asyncio.run(scene())
+    assert failed.is_set()
+    assert "KeyError: 'a defect'" in caplog.text
 
 
 def test_a_viewer_that_is_canceled_as_a_message_was_sent_ends(tmp_path: Path) -> None:
