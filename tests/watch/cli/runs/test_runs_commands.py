@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.cli.reproduction import reproduce_command
 from phalanx_watch.cli.runs_command import command
+from watch.runs.some_runs import make_run
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,12 @@ def test_everything_that_was_recorded_is_shown(run_dir: Path, result: dict[str, 
     assert data["recipe"]["tokenizer"] == "bytes"
     assert found["cost"]["amount"] == pytest.approx(2 * found["cost"]["accelerator_hours"])
     assert Path(found["packages"]).read_text().count("==") > 10
+
+
+def test_changes_of_the_code_that_git_could_not_read_are_shown_as_missing(tmp_path: Path) -> None:
+    code = {"version": "0.1.0", "git_commit": "c0ffee", "git_dirty": True, "patch_failed": True}
+    make_run(tmp_path / "a", environment={"code": code})
+    assert "\n  changes      not kept (git failed)\n" in runs("show", tmp_path / "a").stdout
 
 
 def test_the_manifest_that_was_recorded_is_the_one_on_disk(run_dir: Path) -> None:
