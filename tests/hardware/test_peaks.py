@@ -48,10 +48,20 @@ def test_gpus_hidden_from_the_process_are_not_counted(
         (tmp_path / bus).mkdir()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpu_count(tmp_path) == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert gpu_count(tmp_path) == 1
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert gpu_count(tmp_path) == 0
+    for visible, count in {
+        "": 0,
+        "-1": 0,
+        "1": 1,
+        "1, 0": 2,
+        "0,1,2,3": 2,
+        "0,-1,1": 1,
+        "2,0": 0,
+        "0,0": 0,
+        "GPU-8932f937,GPU-a1b2": 2,
+        "MIG-1,MIG-2,MIG-3": 3,
+    }.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert gpu_count(tmp_path) == count, visible
 
 
 def test_a_cpu_build_of_torch_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,3 +104,11 @@ def test_a_verdict_on_nodes_is_printed_once(run_dir: Path) -> None:
     output = CliRunner().invoke(command, [str(run_dir)]).output
     assert output.count("no price") == 1
     assert "the nodes that it got, with those of 41: not verified" in output
+
+
+def test_events_that_cannot_be_read_are_named_without_a_traceback(run_dir: Path) -> None:
+    RunDirectory(run_dir).events.mkdir()
+    result = CliRunner().invoke(command, [str(run_dir)])
+    assert result.exit_code == 1
+    assert "Error: cannot read" in result.output
+    assert "events.jsonl" in result.output

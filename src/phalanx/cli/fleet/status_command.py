@@ -128,22 +128,22 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
         click.echo(job)
         if not RunDirectory(run_dir).run_file.exists():
             return
-    with explained(FleetFileError, RunDirectoryError):
+    with explained(EventLogError, FleetFileError, RunDirectoryError):
         summary = summarize(run_dir) if RunDirectory(run_dir).run_file.exists() else None
         # A run without a fleet has no fleet.json; reading it raises the error that explains this.
         has_fleet = as_json or summary is None or path_in(run_dir).exists()
         fleet = read_fleet_file(run_dir) if has_fleet else None
-    if as_json:
-        click.echo(msgspec.json.encode(fleet).decode())
-        return
-    if summary is not None:
-        click.echo(f"{summary.name}: {_progress(summary, RunDirectory(run_dir))}")
-        for origin in summary.lineage:
-            click.echo(f"  continues from {origin}")
-        if summary.store:
-            click.echo(f"  {summary.store}")
-        if (line := _data_bound(RunDirectory(run_dir))) is not None:
-            click.echo(line)
+        if as_json:
+            click.echo(msgspec.json.encode(fleet).decode())
+            return
+        if summary is not None:
+            click.echo(f"{summary.name}: {_progress(summary, RunDirectory(run_dir))}")
+            for origin in summary.lineage:
+                click.echo(f"  continues from {origin}")
+            if summary.store:
+                click.echo(f"  {summary.store}")
+            if (line := _data_bound(RunDirectory(run_dir))) is not None:
+                click.echo(line)
     if fleet is not None:
         if not fleet.over and (full := full_disk(run_dir)):
             click.echo(f"  {full}")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ def system_here(driver: Path = _DRIVER) -> str | None:
 def gpu_count(driver: Path = _DRIVER) -> int:
     """Return the number of NVIDIA GPUs that PyTorch can use here; 0 if the installed PyTorch is a CPU build.
 
-    They are the GPUs of the driver folder that ``CUDA_VISIBLE_DEVICES`` leaves visible. Does not import torch.
+    They are the GPUs of the driver folder that ``CUDA_VISIBLE_DEVICES`` leaves visible: those before the first number
+    that no GPU has, and none if a name is there twice (docs.nvidia.com/cuda/cuda-programming-guide, CUDA Environment
+    Variables; torch.cuda.device_count). Identifiers (GPU-..., MIG-...) count as present. Does not import torch.
     """
     if metadata.version("torch").endswith("+cpu") or not driver.is_dir():
         return 0
@@ -43,7 +46,13 @@ def gpu_count(driver: Path = _DRIVER) -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
-    return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    names = list(
+        takewhile(
+            lambda name: name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < present),
+            (name.strip() for name in visible.split(",")),
+        )
+    )
+    return len(names) if len(set(names)) == len(names) else 0
 
 
 # The system of an accelerator, by the name that its driver reports.
