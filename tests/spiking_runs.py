@@ -32,7 +32,7 @@ def spiking_run(dataset: Path, noise: Path, run_dir: Path, noise_share: float = 
     )
     return dataclasses.replace(
         base,
-        train=dataclasses.replace(base.train, micro_batch_size=2),
+        train=dataclasses.replace(base.train, slots=4, micro_batch_size=4),
         data=DataSpec(stages=(0, SPIKE - 1, SPIKE), sources=sources),
         checkpoint=CheckpointSpec(every_steps=2, keep_last=1),
         evaluation=EvalSpec(every_steps=0, final_sequences=4),
