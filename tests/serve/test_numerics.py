@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked_python
 from phalanx.hardware.portable import build, operations
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec
@@ -108,6 +108,11 @@ def test_exact_serving_alone_computes_with_portable_kernels_whatever_a_run_was_t
     run = make_run(tmp_path / "run", DENSE)
     file = run / "run.toml"
     file.write_text(file.read_text() + f'\n[runtime]\nnumerics = "{trained}"\n')
-    program = [sys.executable, "-c", PROGRAM, str(run), numerics]
-    process = subprocess.run(program, env=dict(os.environ), capture_output=True, text=True, check=True)
-    assert process.stdout.split() == [begun]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(program), str(run), numerics]
+    with forked_python.Popen(
+        command, env=forked_python.ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.read().split() == [begun]
+    assert process.returncode == 0
