@@ -57,6 +57,15 @@ def test_the_resolved_run_file_reads_back_as_the_run(spec: RunSpec) -> None:
     assert read_resolved(opened(spec).directory) == spec
 
 
+def test_events_that_cannot_be_read_are_named_with_the_remedy(spec: RunSpec) -> None:
+    events = opened(spec).directory.events
+    events.mkdir()
+    with pytest.raises(RunDirectoryError, match=r"cannot read .*events\.jsonl.*move it away"):
+        opened(spec)
+    events.rmdir()
+    assert opened(spec).attempt == 1
+
+
 def test_the_tokenizer_is_copied_so_that_the_folder_stands_alone(spec: RunSpec) -> None:
     assert (opened(spec).directory.tokenizer / "tokenizer.json").exists()
 

@@ -29,7 +29,7 @@ from phalanx.checkpoint.tiers.object_tier import ObjectTier, require_conditional
 from phalanx.data.tokenizers.tokenizer import saved_fingerprint
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
 from phalanx.hardware.portable.build import library_file, unfit_processor
-from phalanx.observe.event_log import next_attempt
+from phalanx.observe.event_log import EventLogError, next_attempt
 from phalanx.process.this_process import host_name
 from phalanx.run.directory.files import remove_temporaries, write_atomically
 from phalanx.run.directory.paths import FLEET_NAMES, RunDirectory, RunDirectoryError, read_resolved, step_of
@@ -188,7 +188,8 @@ def open_run(
     ``fingerprint`` is that of the data. ``tokenizer_folder`` and ``template_folder`` are copied, the latter if given.
     ``sources`` has the fingerprint of each source by name, if there are several.
 
-    Raises ``RunDirectoryError`` if the directory belongs to another run, is in use, or cannot be written.
+    Raises ``RunDirectoryError`` if the directory belongs to another run, is in use, cannot be written, or its events
+    cannot be read.
     """
     directory = choose(spec, fingerprint)
     try:
@@ -228,6 +229,8 @@ def open_run(
             raise
     except OSError as error:
         raise RunDirectoryError(f"run directory {directory.path}: {_explain(error)}") from error
+    except EventLogError as error:
+        raise RunDirectoryError(f"{error}; move it away, and the run continues with a new one") from error
     return OpenRun(directory, spec, attempt, lock_fd, tuple(changes))
 
 
