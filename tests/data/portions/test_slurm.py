@@ -175,3 +175,13 @@ def test_a_machine_without_slurm_is_told_where_to_give_the_command(
         PreparationError, match="--slurm needs squeue, which is not here: give the command on"
     ):
         prepared(recipe_file(tmp_path), tmp_path / "out", SlurmArray(2))
+
+
+def test_a_tool_of_slurm_that_may_not_be_executed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw_folder(tmp_path)
+    (tmp_path / "squeue").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PreparationError, match="--slurm needs squeue, which cannot run: Permission denied"):
+        prepared(recipe_file(tmp_path), tmp_path / "out", SlurmArray(2))

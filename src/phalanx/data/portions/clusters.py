@@ -441,7 +441,7 @@ def failure_message(log: Path) -> str:
 def _slurm(*command: str, may_fail: bool = False, tries: int = 1) -> str:
     """Return the output of a Slurm command.
 
-    Raises ``PreparationError`` if it fails ``tries`` times, or at once if there is no such command. With
+    Raises ``PreparationError`` if it fails ``tries`` times, or at once if the command is missing or cannot run. With
     ``may_fail``, returns an empty text instead. A timeout counts as a failure.
     """
     trouble = ""
@@ -452,11 +452,14 @@ def _slurm(*command: str, may_fail: bool = False, tries: int = 1) -> str:
             process = subprocess.run(
                 command, capture_output=True, text=True, timeout=_RESPONSE_S, check=False
             )
-        except FileNotFoundError:
+        except OSError as error:
             if may_fail:
                 return ""
+            reason = (
+                "is not here" if isinstance(error, FileNotFoundError) else f"cannot run: {error.strerror}"
+            )
             raise PreparationError(
-                f"--slurm needs {command[0]}, which is not here: give the command on a machine that jobs are submitted from, or leave --slurm out"
+                f"--slurm needs {command[0]}, which {reason}: give the command on a machine that jobs are submitted from, or leave --slurm out"
             ) from None
         except subprocess.TimeoutExpired:
             trouble = f"{command[0]} has not answered for {_RESPONSE_S:.0f} s: is Slurm's controller up? Give the same command again"
