@@ -131,6 +131,7 @@ def test_of_a_rate_that_is_too_high_the_lower_one_is_taken_and_kept(
     ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:
     fast = forking(fast_run(dataset, tmp_path / "fast"), SpikeSpec(fork_steps=8, base_every_steps=2))
+    fast = dataclasses.replace(fast, train=dataclasses.replace(fast.train, slots=4, micro_batch_size=4))
     forked = trained(ranks, 2, fast)
     (taken,) = events(fast, ChildTaken)
     assert (taken.candidate, taken.rate_scale) == ("rate", 0.5)
