@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.hardware.kernels import choose
+from phalanx.hardware.local import device
 from phalanx.parallel.reduction import reproducible_sums
 from phalanx.train.measure import numerics
 from phalanx.train.step.step import StepFlags, Stepper, StepReport
@@ -35,7 +36,7 @@ def pretend(*, fused: bool = True) -> None:
     choose.differences = lambda *_, **__: [] if fused else ["updates"]
     reproducible_sums.matches_operations = lambda *_: fused
     numerics.require_equal = lambda *_: None
-    sampler.fetched = _sampling(sampler.fetched)
+    sampler.fetched = _sampling(device.fetched)  # type: ignore[attr-defined,assignment]
     run = Stepper.run
 
     @functools.wraps(run)

@@ -22,6 +22,7 @@ Code = Literal[
     "waiting-for-nodes",
     "waiting-for-data",
     "events-unwritten",
+    "events-unreadable",
     "job-held",
     "job-waiting",
     "gone",
@@ -322,6 +323,8 @@ class Observed:
     """Fingerprint of the data now; empty if unknown."""
     data_error: str = ""
     """Why the data cannot be opened now."""
+    events_error: str = ""
+    """Why the events cannot be read; empty also if there are none yet."""
 
     @cached_property
     def attempt(self) -> int:

@@ -65,6 +65,7 @@ RULES: tuple[Rule, ...] = (
         numbers.endless_warmup,
         numbers.loss_too_low,
         numbers.growing_norm,
+        surroundings.unreadable_events,
         surroundings.changed_run_file,
         surroundings.other_data,
         fleet.no_coordinator,
@@ -285,7 +286,11 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
 
     What cannot be read is left empty.
     """
-    past, events = read_ends(directory.events)
+    past, events, events_error = [], [], ""
+    try:
+        past, events = read_ends(directory.events)
+    except OSError as error:
+        events_error = error.strerror or str(error)
     spec: RunSpec | None = None
     with suppress(RunDirectoryError, RecursionError):
         spec = read_resolved(directory)
@@ -325,6 +330,7 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         data_fingerprint=fingerprint if isinstance(fingerprint, str) else "",
         data_now=data_now,
         data_error=data_error,
+        events_error=events_error,
     )
     return replace(observed, slow_ranks=tuple(slow_ranks(directory, observed.attempt)))
 
@@ -336,7 +342,7 @@ def read_ends(path: Path) -> tuple[list[Event], list[Event]]:
     """Return (samples, newest events): the beginning and evenly spaced parts of the stream, and its last
     ``_TAIL_BYTES``.
 
-    Both are empty if it cannot be read.
+    Both are empty if there is no such file. Raises ``OSError``.
     """
     try:
         with open_regular(path) as file:
@@ -350,7 +356,7 @@ def read_ends(path: Path) -> tuple[list[Event], list[Event]]:
                 for event in _between(file, start, min(start + length, tail))
             ]
             return past, list(_between(file, tail, size))
-    except OSError:
+    except FileNotFoundError:
         return [], []
 
 

@@ -247,6 +247,21 @@ def full_disk(observed: o.Observed) -> Iterator[o.Reason]:
 _NAMED = 8
 
 
+def unreadable_events(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if the events of the run cannot be read, so that most other reasons cannot be seen."""
+    if observed.events_error:
+        yield o.Reason(
+            code="events-unreadable",
+            severity="critical",
+            title="The run's events cannot be read: whether it is well is not known",
+            where=f"{observed.run}/events.jsonl",
+            since=None,
+            evidence=(observed.events_error,),
+            doing="a start of the run is refused",
+            next=f"look at the file and its disk (ls -l {observed.run}; dmesg), and put the file back",
+        )
+
+
 def changed_run_file(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a critical reason if the run file in the run directory is no longer that of the run, with up to ``_NAMED`` fields."""
     if not observed.changed_fields:

@@ -66,6 +66,20 @@ def test_a_folder_with_nothing_in_it_has_no_reasons(tmp_path: Path) -> None:
     assert judge(observe(RunDirectory(tmp_path / "gone"), 0.0)) == []
 
 
+def test_a_stream_that_cannot_be_read_is_a_reason_and_one_that_is_not_there_yet_is_none(
+    tmp_path: Path,
+) -> None:
+    run = Watched(tmp_path)
+    run.directory.events.unlink(missing_ok=True)
+    assert "events-unreadable" not in [reason.code for reason in judge(observe(run.directory, 0.0))]
+    run.directory.events.mkdir()  # a file that cannot be read, for root too
+    (reason,) = [
+        reason for reason in judge(observe(run.directory, 0.0)) if reason.code == "events-unreadable"
+    ]
+    assert reason.severity == "critical"
+    assert reason.evidence == ("it is no file",)
+
+
 def test_nested_and_endless_lines_are_passed_over(tmp_path: Path) -> None:
     run = Watched(tmp_path)
     with run.directory.events.open("ab") as file:
