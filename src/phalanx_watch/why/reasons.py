@@ -286,7 +286,9 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
 
     What cannot be read is left empty.
     """
-    past, events, events_error = [], [], ""
+    past: list[Event] = []
+    events: list[Event] = []
+    events_error = ""
     try:
         past, events = read_ends(directory.events)
     except OSError as error:
