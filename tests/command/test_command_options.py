@@ -165,7 +165,7 @@ def test_options_on_the_command_line_are_told_from_defaults_of_the_same_value() 
 
     result = CliRunner().invoke(submit, ["folder", "--name", "", "--more", "1", "--lines"])
     assert json.loads(result.output) == {
-        "folders": "folders",
+        "folders": "FOLDERS",
         "spares": "--more",
         "job": "--job",
         "name": "--name",
