@@ -187,7 +187,8 @@ def endless_warmup(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def loss_too_low(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the loss of a run from fresh weights is lower than any text allows.
+    """Yield a reason if the loss of a run from fresh weights is lower than its text allows, of which the size of the compressed held-out
+    text is a measure.
 
     The held-out loss separates a leak from memorized data. Trained models are left out: short answers, such as labels, can be learned to
     such a loss.
@@ -197,11 +198,13 @@ def loss_too_low(observed: o.Observed) -> Iterator[o.Reason]:
     if spec is None or spec.checkpoint.init_from or spec.model.vocab_size < 2 or len(losses) < o.RECENT_STEPS:
         return
     untrained = math.log(spec.model.vocab_size)
-    limit, now = o.TOO_GOOD * untrained, median(step.loss for _, step in losses)
+    evaluated = observed.newest(Evaluated)
+    compressed = _compressed_loss(observed, evaluated[1] if evaluated else None)
+    limit = min(o.TOO_GOOD * untrained, o.XZ_SHARE * compressed)
+    now = median(step.loss for _, step in losses)
     if now >= limit:
         return
     below = [t for t, step in observed.settled if step.loss < limit]
-    evaluated = observed.newest(Evaluated)
     held_out = evaluated[1].loss if evaluated else None
     cause = (
         "either targets leak into the inputs, or the data repeat themselves"
@@ -219,12 +222,21 @@ def loss_too_low(observed: o.Observed) -> Iterator[o.Reason]:
         evidence=(
             f"the median loss of the newest {len(losses)} logged steps, up to {losses[-1][1].step:,}, is {now:.2g} nats a token; "
             f"an untrained model has {untrained:.4g}, and text leaves a twentieth of it",
+            *((f"xz -9 leaves {compressed:.4g} of the held-out text",) if math.isfinite(compressed) else ()),
             cause,
         ),
         doing=observed.doing("training continues"),
         next=f"phalanx data show {observed.run} --step {losses[-1][1].step} (do the texts repeat?); "
         "of a model of your own, see that no position reads a later one; [dedup] of a recipe removes repeated documents",
     )
+
+
+def _compressed_loss(observed: o.Observed, evaluated: Evaluated | None) -> float:
+    """Return the size of the held-out text after ``xz -9`` in nats per token; infinite if it is not known."""
+    xz = observed.started.xz_bits_per_byte if observed.started else None
+    if xz is None or evaluated is None or not evaluated.bits_per_byte:
+        return math.inf
+    return xz * evaluated.loss / evaluated.bits_per_byte
 
 
 def growing_norm(observed: o.Observed) -> Iterator[o.Reason]:

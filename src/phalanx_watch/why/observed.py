@@ -162,6 +162,9 @@ covers single spikes.
 """
 TOO_GOOD = 0.02
 """Share of an untrained model's loss. Text is never so predictable: large models keep a tenth of it, on source code a twentieth."""
+XZ_SHARE = 0.1
+"""Share of what ``xz -9`` leaves of the held-out text. Of English, Chinchilla leaves a third of what LZMA does (arXiv
+2309.10668, table 1); regular text is short for both."""
 UNLEARNED = 0.01
 """Share of an untrained model's loss by which the loss must have fallen after two windows of steps with the full rate."""
 NORM_GROWN = 20.0

@@ -20,6 +20,7 @@ from phalanx.observe.events import (
     Evaluated,
     Message,
     NonFinite,
+    RunStarted,
     Stopped,
     decode,
 )
@@ -169,7 +170,17 @@ def test_a_loss_that_no_text_allows_is_named_with_what_the_held_out_loss_says_of
         run.write([Evaluated(90, held_out)])
     reason = only(run.reasons())
     assert (reason.code, reason.severity) == ("loss-too-low", "warning")
-    assert cause in reason.evidence[1]
+    assert cause in reason.evidence[-1]
+
+
+@pytest.mark.parametrize(("xz_bits_per_byte", "codes"), [(0.04, []), (1.6, ["loss-too-low"])])
+def test_a_loss_is_too_low_for_a_text_that_a_compressor_does_not_make_as_small(
+    run: Watched, xz_bits_per_byte: float, codes: list[str]
+) -> None:
+    run.write([RunStarted("r", 100_000, xz_bits_per_byte=xz_bits_per_byte)])
+    run.write(steps(31, 90, lambda _: {"loss": 0.03}))
+    run.write([Evaluated(90, 0.035, bits_per_byte=0.05)])
+    assert run.codes() == codes
 
 
 def test_a_trained_model_may_learn_answers_to_a_loss_that_no_text_allows(run: Watched) -> None:
