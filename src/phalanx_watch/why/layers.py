@@ -1,4 +1,4 @@
-"""Layers that go wrong, by the statistics of layers: a norm that grows in one of them, saturation, collapsed routers, dead units.
+"""Layers that go wrong, by the statistics of layers: a norm that grows in one of them, saturation, collapsed routers, dead units and layers.
 
 A rule looks at the newest measurements (``LayerStatistics``) and at the least of each layer's past. One measurement is never enough.
 """
@@ -133,7 +133,9 @@ def collapsed_router(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def dead_units(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if many hidden units of a feed-forward layer are zero for every token, in each of the newest measurements."""
+    """Yield a reason if many hidden units of a feed-forward layer are zero for every token, in each of the newest measurements, or if the
+    parameters of a layer get no gradient at all."""
+    yield from _without_gradient(observed)
     newest = _measurements(observed)[-o.NEWEST_MEASUREMENTS :]
     shares = _lasting(newest, "feed_forward.dead_units", o.DEAD_SHARE)
     if not shares:
@@ -154,16 +156,51 @@ def dead_units(observed: o.Observed) -> Iterator[o.Reason]:
     )
 
 
+def _without_gradient(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if a layer's gradient is exactly zero in each of the newest ``LAYER_MEASUREMENTS``, and that of the same parameters of
+    another layer is not.
+
+    A layer that a model leaves out at random (stochastic depth) has a gradient in some of them.
+    """
+    measurements = _measurements(observed)[-o.LAYER_MEASUREMENTS :]
+    if len(measurements) < o.LAYER_MEASUREMENTS:
+        return
+    largest: dict[tuple[str, str], float] = {}
+    for _, body in measurements:
+        for cell, value in _cells(body, "gradient_norm").items():
+            largest[cell] = max(value, largest.get(cell, 0.0))
+    learning = {group for (_, group), value in largest.items() if value}
+    dead = [cell for cell, value in largest.items() if not value and cell[1] in learning]
+    if not dead:
+        return
+    names = measurements[-1][1].layers
+    groups = dict.fromkeys(group for _, group in dead)
+    layers = sorted({layer for layer, _ in dead}, key=names.index)
+    where = ", ".join(map(described_layer, layers[:_NAMED]))
+    others = {layer for (layer, group), value in largest.items() if value and group in groups}
+    yield o.Reason(
+        code="dead-units",
+        severity="warning",
+        title=f"No gradient reaches {where}",
+        where=where,
+        since=measurements[0][0],
+        evidence=(
+            f"the gradient of {', '.join(groups)} is exactly zero in {len(layers)} layers in each of the newest {len(measurements)} measurements, "
+            f"up to step {measurements[-1][1].step:,}; in {len(others)} other layers it is not",
+            "such weights never learn: only weight decay changes them",
+        ),
+        doing=observed.doing("training continues, of the other layers"),
+        next="in the model, see that the output of these layers reaches the loss, that nothing detaches it, and that no two factors of a product "
+        "begin at zero; then train a run of its own",
+    )
+
+
+_NAMED = 8
 _ROUTER_FIGURES = ("router.largest_share", "router.entropy", "experts.idle")
 
 
 def _measurements(observed: o.Observed) -> list[Measurement]:
-    """Return the finite measurements of the run after its warmup, by step; of a step that was repeated, the newest if it is finite.
-
-    Empty for a run that has finished.
-    """
-    if observed.finished:
-        return []
+    """Return the finite measurements of the run after its warmup, by step; of a step that was repeated, the newest if it is finite."""
     warmup = observed.spec.schedule.warmup_steps if observed.spec else 0
     by_step = {
         event.body.step: (event.t, event.body)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from damaged_runs import train_damaged
+from phalanx.observe.events import LayerStatistics
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.sections.monitoring import StatisticsSpec
 from phalanx.run.spec import MoeSpec, RunSpec
@@ -17,6 +18,7 @@ from phalanx_watch.why.observed import Reason
 from phalanx_watch.why.reasons import judge, observe
 from ranks import Ranks
 from tiny_runs import tiny_run, train_on_this_rank
+from watch.why.watched import Watched, steps
 
 OF_LAYERS = {"growing-layer", "saturated-layer", "collapsed-router", "dead-units"}
 
@@ -90,3 +92,35 @@ def test_the_first_layer_that_was_not_finite_is_named(ranks: Ranks, dataset: Pat
 def test_healthy_layers_have_no_reason(ranks: Ranks, dataset: Path, tmp_path: Path, make: Any) -> None:
     ranks.run(1, train_on_this_rank, make(dataset, tmp_path / "run"))
     assert set(reasons_of(tmp_path / "run")) & OF_LAYERS == set()
+
+
+def layer_statistics(gradients: dict[str, list[float | None]], step: int) -> LayerStatistics:
+    figures = {f"{group}.gradient_norm": values for group, values in gradients.items()}
+    return LayerStatistics(step, ["embedding", "0", "1", "2"], figures)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_layers_whose_gradient_is_always_zero_are_named_also_once_the_run_has_finished(
+    tmp_path: Path, finished: bool
+) -> None:
+    run = Watched(tmp_path / "run")
+    run.write(steps(1, 30))
+    zero = {"embedding": [0.1, None, None, None], "attention": [None, 0.5, 0.0, 0.0]}
+    run.write(layer_statistics(zero, 100 * n) for n in range(1, 5))
+    assert run.codes(finished=finished) == []
+    run.write([layer_statistics(zero, 500)])
+    (reason,) = run.reasons(finished=finished)
+    assert (reason.code, reason.where) == ("dead-units", "layer 1, layer 2")
+    assert "attention is exactly zero in 2 layers" in reason.evidence[0]
+
+
+def test_a_layer_that_is_left_out_of_some_steps_or_a_kind_of_parameter_that_nobody_uses_has_no_reason(
+    tmp_path: Path,
+) -> None:
+    run = Watched(tmp_path / "run")
+    run.write(steps(1, 30))
+    unused: list[float | None] = [None, 0.0, 0.0, 0.0]
+    for n in range(1, 9):
+        at_times: list[float | None] = [None, 0.5, 0.5, 0.2 if n == 6 else 0.0]
+        run.write([layer_statistics({"attention": at_times, "other": unused}, 100 * n)])
+    assert run.codes() == []
