@@ -66,10 +66,42 @@ def failed(observed: o.Observed) -> Iterator[o.Reason]:
         title=f"The run has failed{', and its data cannot be read' * bool(observed.data_error)}: {failure}",
         where=first.who if first else logged.who if logged else "the fleet",
         since=first.at if first else logged.at if logged else observed.last_t or None,
-        evidence=tuple(evidence),
+        evidence=(*evidence, *_unsaved(observed)),
         doing=observed.after_end,
-        next=f"{remedy} phalanx train {observed.run}",
+        next=f"{remedy} phalanx train {observed.run}{_save_sooner(observed)}",
     )
+
+
+def _unsaved(observed: o.Observed) -> tuple[str, ...]:
+    """Return a sentence on the steps that an ended run has lost, if it ended before its first checkpoint was due; else an empty tuple."""
+    every = _unreached_interval(observed)
+    if not every or observed.last_step is None:
+        return ()
+    starts = f" in {observed.starts:,} starts" if observed.starts > 1 else ""
+    return (
+        f"no checkpoint was ever saved{starts}, so all steps are lost: the newest start ended after step {observed.last_step[1].step:,}, and "
+        f"the first checkpoint is due at step {every:,} (checkpoint.every_steps)",
+    )
+
+
+def _save_sooner(observed: o.Observed) -> str:
+    """Return the setting that saves twice in as many steps as the newest start made, if it made too few for a checkpoint."""
+    if not _unreached_interval(observed) or observed.last_step is None:
+        return ""
+    return f" --set checkpoint.every_steps={max(1, observed.last_step[1].step // 2)}"
+
+
+def _unreached_interval(observed: o.Observed) -> int:
+    """Return ``checkpoint.every_steps`` if nothing is saved and the newest start has ended before it; else 0."""
+    if (
+        observed.spec is None
+        or observed.last_step is None
+        or observed.saved_step
+        or observed.damaged_checkpoints
+    ):
+        return 0
+    every = observed.spec.checkpoint.every_steps
+    return every if observed.last_step[1].step < every else 0
 
 
 def _logged(observed: o.Observed) -> o.FirstFailureSeen | None:
@@ -98,9 +130,10 @@ def gone(observed: o.Observed) -> Iterator[o.Reason]:
             evidence=(
                 "no process holds the run directory (its file lock)",
                 f"the newest event is {format_duration(silent_s)} old and is no end of the run: killed, out of memory, or the machine was switched off",
+                *_unsaved(observed),
             ),
             doing=observed.after_end,
-            next=f"phalanx train {observed.run} (see {observed.run}/logs and the kernel's log, dmesg, for what killed it)",
+            next=f"phalanx train {observed.run}{_save_sooner(observed)} (see {observed.run}/logs and the kernel's log, dmesg, for what killed it)",
         )
     elif observed.is_held is None and silent_s > max(o.SILENT_ELSEWHERE_S, o.STALL_STEPS * observed.step_s):
         yield o.Reason(
@@ -355,21 +388,22 @@ def _data(observed: o.Observed) -> _Doing | None:
 
 
 def slow_data(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the newest steps of a live run wait for samples for at least ``DATA_SHARE`` of their time.
+    """Yield a reason if the newest steps of a live run, or all steps of an ended one, wait for samples for at least ``DATA_SHARE`` of their time.
 
     None with fewer than half of ``RECENT_STEPS``.
     """
-    if not observed.running or len(observed.recent) < o.RECENT_STEPS // 2:
+    steps = observed.recent if observed.running else observed.settled
+    if len(steps) < o.RECENT_STEPS // 2:
         return
-    took = sum(step.logged_s for _, step in observed.recent)
-    waited = sum(step.data_wait_s for _, step in observed.recent)
-    span_s = observed.recent[-1][0] - observed.recent[0][0]
+    took = sum(step.logged_s for _, step in steps)
+    waited = sum(step.data_wait_s for _, step in steps)
+    span_s = steps[-1][0] - steps[0][0]
     if span_s < o.RECENT_LEAST_S or not took or waited < o.DATA_SHARE * took:
         return
     late = [t for t, step in observed.settled if step.data_wait_s >= o.DATA_SHARE * step.logged_s]
-    last = observed.recent[-1][1]
+    last = steps[-1][1]
     evidence = [
-        f"{waited / took:.0%} of the time of steps {observed.recent[0][1].step:,} to {last.step:,} was waiting for samples: "
+        f"{waited / took:.0%} of the time of steps {steps[0][1].step:,} to {last.step:,} was waiting for samples: "
         f"{format_duration(waited)} of {format_duration(took)} (first rank)"
     ]
     if last.data_store:
@@ -385,11 +419,11 @@ def slow_data(observed: o.Observed) -> Iterator[o.Reason]:
     yield o.Reason(
         code="slow-data",
         severity="warning",
-        title=f"Training waits for its data: {waited / took:.0%} of the time",
+        title=f"Training {'waits' if observed.running else 'waited'} for its data: {waited / took:.0%} of the time",
         where="the samples of the first rank",
-        since=late[0] if late else observed.recent[0][0],
+        since=late[0] if late else steps[0][0],
         evidence=tuple(evidence),
-        doing="samples are fetched ahead, as far as data.read_ahead_mib goes",
+        doing=observed.doing("samples are fetched ahead, as far as data.read_ahead_mib goes"),
         next=remedy,
     )
 

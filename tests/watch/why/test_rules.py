@@ -137,6 +137,16 @@ def test_processes_that_are_gone_without_a_word_are_missed_at_once(run: Watched)
     assert f"phalanx train {run.directory.path}" in found.next
 
 
+def test_a_run_whose_starts_all_end_before_a_checkpoint_is_due_has_to_save_sooner(run: Watched) -> None:
+    run.write(steps(1, 40), attempt=1)
+    lost = only(run.reasons(is_held=False, starts=2))
+    assert "no checkpoint was ever saved in 2 starts" in lost.evidence[-1]
+    assert "--set checkpoint.every_steps=20" in lost.next
+    saved = only(run.reasons(is_held=False, starts=2, checkpoints=((20, T0),)))
+    assert not any("no checkpoint" in line for line in saved.evidence)
+    assert "--set" not in saved.next
+
+
 def test_a_run_on_another_machine_is_silent_not_gone(run: Watched) -> None:
     assert run.codes(200, is_held=None) == ["stalled"]
     assert "silent" in run.codes(400, is_held=None)
@@ -177,6 +187,16 @@ def test_waiting_for_samples_is_named_with_its_share(run: Watched) -> None:
     found = only(run.reasons())
     assert (found.code, found.severity) == ("slow-data", "warning")
     assert "30%" in found.title
+
+
+@pytest.mark.parametrize(("waited_s", "codes_then"), [(1.8, ["slow-data"]), (0.1, [])])
+def test_a_finished_run_is_judged_by_the_waits_of_all_its_steps(
+    run: Watched, waited_s: float, codes_then: list[str]
+) -> None:
+    run.write(steps(31, 60, lambda _: {"data_wait_s": waited_s}))
+    run.write(steps(61, 90))
+    assert run.codes() == []
+    assert run.codes(is_held=False, finished=True) == codes_then
 
 
 def test_steps_that_are_over_in_a_moment_are_judged_over_some_seconds(run: Watched) -> None:
