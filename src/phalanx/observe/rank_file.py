@@ -62,7 +62,7 @@ class RankFrame:
 
     ``columns`` has, for each name in ``RANK_COLUMNS``, a float32 array ``(ranks,)`` with NaN where a rank does not know:
 
-    - ``compute_s``: seconds of the rank's own computing for one slot, forward and backward, without waiting for others: the median of the
+    - ``compute_s``: seconds of the rank's own computing for one slot, forward and backward, without waiting for others: the mean of the
       window's steps.
     - ``data_wait_s``: seconds for which it waited for samples in a step: the mean of the window's steps.
     - ``memory_bytes``: on a GPU the most that tensors have taken so far, on a CPU the resident memory of the process, at the window's end.

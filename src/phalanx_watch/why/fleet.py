@@ -26,13 +26,11 @@ def _live(observed: o.Observed) -> FleetFile | None:
 
 
 def straggler(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason for each rank, up to five, that computes longer than its peers while the run trains, steadily or
+    """Yield a reason for each rank, up to five, that computes longer than its peers in the newest windows, steadily or
     in bursts.
 
     Also for each node that the fleet recently recorded as slow: "info" if a spare took its place.
     """
-    if not observed.running:
-        return
     throttled = {note.node for note in observed.throttled}  # whose own reason has the cause, and the rank
     for slow in [
         rank
@@ -53,9 +51,11 @@ def straggler(observed: o.Observed) -> Iterator[o.Reason]:
                 f"its own computing takes {slow.compute_s:.3g} s a step, that of its peers {slow.compute_s / (1 + slow.slowdown):.3g} s",
                 f"slower in {slow.slower} of the newest {slow.windows} windows",
             ),
-            doing="a fleet with a spare replaces it"
-            if observed.fleet
-            else "nothing: a run without a fleet has no spares",
+            doing=observed.doing(
+                "a fleet with a spare replaces it"
+                if observed.fleet
+                else "nothing: a run without a fleet has no spares"
+            ),
             next=f"phalanx ranks {observed.run}; "
             + (
                 f"phalanx fleet drain {observed.run} NODE, if no spare is free"

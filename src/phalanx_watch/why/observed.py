@@ -194,12 +194,12 @@ IMBALANCE = 0.6
 learn.
 """
 IMBALANCE_AFTER_STEPS = 200
-BURST_WINDOWS = 0.3
+BURST_WINDOWS = 0.2
 """Share of the windows in which a rank must be slower to be late in bursts, which a median over all windows does
-not show.
+not show. One or two windows of twenty are any neighbor's.
 """
-BURST_ALONE = 3.0
-"""Factor on the waits for the next rank: on a shared machine all ranks are late at times."""
+BURST_ALONE = 4.0
+"""Factor on the waits for the next rank: on a shared machine all ranks are late at times, one of two up to 3.6 times as much."""
 SLOW_RANK = 0.2
 """Share by which a rank computes longer than its peers; noise of shared machines is below."""
 

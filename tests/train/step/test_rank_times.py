@@ -36,9 +36,12 @@ _MOST_SLOW_S = 0.5
 class Watching(NoGuardian):
     """Compares what all ranks were told, and may slow its rank down."""
 
-    def __init__(self, window: int, slow_rank: int = -1, accused: Path = Path()) -> None:
-        """``accused`` is made once the straggler watch names the slow rank."""
+    def __init__(
+        self, window: int, slow_rank: int = -1, accused: Path = Path(), *, pauses_once: bool = False
+    ) -> None:
+        """``accused`` is made once the straggler watch names the slow rank. With ``pauses_once`` only its first slot is slow."""
         self._window, self._slow_rank, self._accused = window, slow_rank, accused
+        self._pauses_once = pauses_once
 
     def assembled(self, built: Built, saver: AsyncSaver) -> None:  # noqa: ARG002
         self._watch = StragglerWatch(built.model.mesh.layout, self._window)
@@ -48,6 +51,10 @@ class Watching(NoGuardian):
 
             def slowly(*args: Any) -> Any:
                 nonlocal since_s
+                if self._pauses_once:
+                    vars(built.model)["end"] = end
+                    time.sleep(_MOST_SLOW_S)
+                    return end(*args)
                 time.sleep(min(max(SLOW_S, 2 * (time.monotonic() - since_s)), _MOST_SLOW_S))
                 since_s = time.monotonic()
                 return end(*args)
@@ -125,6 +132,16 @@ def test_a_planted_slow_rank_stands_out_in_every_frame_and_is_named_by_the_strag
     assert (tmp_path / "accused").exists()
     # Whoever waits for it communicates longer, so by communication the others would be accused.
     assert (tmp_path / "least communication").read_text() == "1"
+
+
+def test_a_window_has_the_mean_of_its_steps_so_that_a_pause_in_one_of_them_shows(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = every(tiny_run(dataset, tmp_path / "run", steps=5), 5)
+    ranks.run(2, train_on_this_rank, spec, None, Watching(5, 1, tmp_path / "accused", pauses_once=True))
+    (frame,) = read(tmp_path / "run" / "ranks.bin")
+    own_slots = spec.train.slots / 2
+    assert frame.columns["compute_s"][1] * frame.steps * own_slots > 0.99 * _MOST_SLOW_S  # two bytes a number
 
 
 @pytest.mark.parametrize("layout", [("none", 0), ("zero3", 2)])

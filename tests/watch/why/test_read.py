@@ -136,7 +136,7 @@ def test_a_rank_that_is_late_in_bursts_is_named_unless_all_are(
     with RankStreamWriter(run.directory.ranks) as writer:
         for window in range(1, 21):
             compute = np.array([1.0, 1.0, 1.0, 1.0], np.float32)
-            compute[3] += 0.9 * (window % 5 < 2)
+            compute[3] += 1.8 * (window % 5 == 1)
             compute[window % 3] += others * (window % 2)
             columns = {name: np.full(4, np.nan, np.float32) for name in RANK_COLUMNS} | {"compute_s": compute}
             writer.append(RankFrame(10 * window, run.t + window, 0, 4, columns, 10))

@@ -417,6 +417,8 @@ def test_a_rank_that_computes_longer_than_its_peers_is_named(run: Watched) -> No
     slow = SlowRankSeen(3, 0.5, 1.5, 20, 19, run.t - 60, "node-1")
     found = only(run.reasons(slow_ranks=(slow,)))
     assert (found.code, found.where) == ("straggler", "rank 3 on node-1")
+    finished = only(run.reasons(1e5, slow_ranks=(slow,), is_held=False, finished=True))
+    assert (finished.code, finished.doing) == ("straggler", "nothing: it has finished")
 
 
 def test_hardware_that_reports_errors_is_told_apart_from_a_lost_node(run: Watched) -> None:

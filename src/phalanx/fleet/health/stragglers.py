@@ -89,7 +89,7 @@ def judge_window(
 ) -> tuple[History, tuple[Straggler, ...]]:
     """Return the history with one window added, and the stragglers, the slowest first.
 
-    ``times_s`` is by rank its median computing time; a rank without one is not accused, and leaves the history.
+    ``times_s`` is by rank its typical computing time; a rank without one is not accused, and leaves the history.
     ``roles`` is by rank its kind of work: only ranks of one role are compared. A straggler stands out now, and in
     ``rule.needed`` of the last ``rule.windows``.
     """

@@ -309,11 +309,12 @@ class RankTimes:
         return RankFrame(step, time.time(), self._attempt, len(table), columns, steps)
 
     def _mine(self) -> list[float]:
-        """Return this rank's row in the order of ``RANK_COLUMNS``: median compute seconds a slot, mean wait seconds a
+        """Return this rank's row in the order of ``RANK_COLUMNS``: mean compute seconds a slot, mean wait seconds a
         step, bytes in use, degrees Celsius. -1 if unknown.
         """
         # A rank without a slot of its own computes another's again, or nothing: that says nothing about its speed.
-        compute_s = statistics.median(self._compute_s) / self._slots if self._slots else _UNKNOWN
+        # The mean, since its peers wait for every step: a median hides a rank that stops in one step of ten.
+        compute_s = statistics.fmean(self._compute_s) / self._slots if self._slots else _UNKNOWN
         heat_c = temperature_c(self._mesh.device) if self._has_temperature else None
         self._has_temperature = heat_c is not None  # what did not answer once is not asked again
         return [
