@@ -292,7 +292,7 @@ def provenance(index: DataIndex, addresses: Mapping[str, str]) -> dict[str, dict
     """Return the address, hashes, sizes and recipe of each dataset, by the name of its source.
 
     ``addresses`` are by the same names, and "" is the name in a run without ``[[data.sources]]``. Recipe fields that
-    are None, empty or 0 are left out. Empty for another kind of index.
+    are None, empty or 0 are left out, and so are held-out documents if none of them is in the training split. Empty for another kind of index.
     """
     indices: Mapping[str, DatasetIndex] = {}
     if isinstance(index, DatasetIndex):
@@ -307,6 +307,14 @@ def provenance(index: DataIndex, addresses: Mapping[str, str]) -> dict[str, dict
             "train_tokens": dataset.train_tokens,
             "held_out_tokens": dataset.held_out_tokens,
             "documents": dataset.train.documents + dataset.held_out.documents,
+            **(
+                {
+                    "held_out_documents": dataset.held_out.documents,
+                    "held_out_in_training": dataset.held_out_in_training,
+                }
+                if dataset.held_out_in_training
+                else {}
+            ),
             "recipe": {
                 key: value for key, value in asdict(dataset.recipe).items() if value not in (None, (), 0)
             },

@@ -42,6 +42,7 @@ Code = Literal[
     "changed-run-file",
     "other-data",
     "data-gone",
+    "held-out-leak",
     "checkpoint-failed",
     "checkpoint-old",
     "slow-checkpoints",
@@ -146,6 +147,8 @@ CHECKPOINT_INTERVALS = 3
 """Intervals without a checkpoint: one is being written, one is due, and one is missing."""
 CHECKPOINT_LEAST_S = 120.0
 """For checkpoints that are due every few seconds and written to a slow disk."""
+HELD_OUT_SHARE = 0.1
+"""Share of the held-out documents that are also trained on. Web text repeats a few percent of its documents (arXiv 2107.06499)."""
 SAVES = 5
 """Newest saves whose delays of training are added up."""
 SAVE_SHARE = 0.1

@@ -68,6 +68,7 @@ RULES: tuple[Rule, ...] = (
         surroundings.unreadable_events,
         surroundings.changed_run_file,
         surroundings.other_data,
+        surroundings.held_out_leak,
         fleet.no_coordinator,
     ),
     *(

@@ -316,6 +316,37 @@ def other_data(observed: o.Observed) -> Iterator[o.Reason]:
     )
 
 
+def held_out_leak(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if many held-out documents are also in the training split: the held-out loss measures memory. Also of a finished run."""
+    datasets = observed.started.environment.get("data") if observed.started else None
+    shared = {
+        name: (source.get("held_out_in_training"), source.get("held_out_documents"))
+        for name, source in (datasets.items() if isinstance(datasets, dict) else ())
+    }
+    leaks = {
+        name: (copies, documents)
+        for name, (copies, documents) in shared.items()
+        if isinstance(copies, int) and isinstance(documents, int) and copies >= o.HELD_OUT_SHARE * documents
+    }
+    if not leaks:
+        return
+    yield o.Reason(
+        code="held-out-leak",
+        severity="warning",
+        title="The held-out loss measures memory: its text is trained on",
+        where=", ".join(f"source {name}" for name in leaks if name) or _data_path(observed),
+        since=None,
+        evidence=tuple(
+            f"{copies:,} of {documents:,} held-out documents{f' of {name}' if name else ''} are in the training split too, word for word"
+            for name, (copies, documents) in list(leaks.items())[:_NAMED]
+        ),
+        doing=observed.doing(
+            "training continues; its weights are as good as its data, its held-out loss is lower than on new text"
+        ),
+        next="score the weights on text of your own (phalanx eval), and prepare the data again with another --out and --hold-out-by text, or [dedup]",
+    )
+
+
 def _data_path(observed: o.Observed) -> str:
     """Return the path of the run's data, or those of up to three sources."""
     if observed.spec is None:

@@ -544,5 +544,6 @@ def test_copies_across_the_splits_are_counted_and_there_are_none_if_texts_decide
     by_text = prepared(recipe_file(tmp_path, output='hold_out_by = "text"'), tmp_path / "text")
     assert by_name.held_out_in_training is not None
     assert by_name.held_out_in_training > 0.5 * by_name.index.held_out.documents
+    assert by_name.index.held_out_in_training == by_name.held_out_in_training
     assert by_text.held_out_in_training == 0
     assert by_text.index.held_out.documents >= 3

@@ -111,6 +111,7 @@ def test_copies_across_the_splits_are_counted_and_there_are_none_if_texts_decide
     ]
     by_name = prepare([*DOCUMENTS, *copies], tmp_path / "name", **SETTINGS)
     assert by_name.held_out_in_training == sum(text in train for text in held_out) > 0
+    assert read_index(tmp_path / "name").held_out_in_training == by_name.held_out_in_training
     by_text = prepare([*DOCUMENTS, *copies], tmp_path / "text", hold_out_by="text", **SETTINGS)
     assert by_text.held_out_in_training == 0
     assert by_text.index.held_out.documents > 0

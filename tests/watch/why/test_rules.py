@@ -494,6 +494,18 @@ def test_other_data_than_at_the_start_are_named(run: Watched) -> None:
     assert (found.code, found.severity) == ("other-data", "critical")
 
 
+@pytest.mark.parametrize(("copies", "codes_then"), [(0, []), (9, []), (10, ["held-out-leak"])])
+def test_held_out_documents_that_are_trained_on_are_named_also_once_the_run_has_finished(
+    tmp_path: Path, copies: int, codes_then: list[str]
+) -> None:
+    run = Watched(tmp_path / "run", NOTHING_DUE)
+    facts = {"held_out_documents": 100, "held_out_in_training": copies} if copies else {}
+    run.write([RunStarted("r", 100_000, environment={"data": {"": {"address": "words", **facts}}})])
+    run.write(steps(1, 30))
+    assert run.codes() == codes_then
+    assert run.codes(finished=True, is_held=False) == codes_then
+
+
 def test_other_libraries_than_at_the_start_are_named(tmp_path: Path) -> None:
     run = Watched(tmp_path / "run", NOTHING_DUE)
     for attempt, version in enumerate(("2.13.0", "2.14.1")):

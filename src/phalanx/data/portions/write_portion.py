@@ -273,7 +273,7 @@ def dataset_index(place: Workplace, manifests: list[TaskManifest]) -> DatasetInd
         None if chat is None else ChatRecipe(chat.layout.template.sha256, chat.end, output.too_long),
         output.hold_out_by,
     )
-    return encoding.index(recipe, splits)
+    return encoding.index(recipe, splits, held_out_in_training=held_out_in_training(place, manifests) or 0)
 
 
 def held_out_in_training(place: Workplace, manifests: Sequence[TaskManifest]) -> int | None:

@@ -254,7 +254,7 @@ def _encode(
     held_out_bytes = splits[HELD_OUT].text_bytes
     ratio = 8 * (xz_bytes + len(xz.flush())) / held_out_bytes if xz is not None and held_out_bytes else None
     shared = count_shared(writers[HELD_OUT].text_hashes, [writers[TRAIN].text_hashes])
-    return encoding.index(recipe, splits, ratio), shared
+    return encoding.index(recipe, splits, ratio, shared), shared
 
 
 def _refuse(document: Document, error: BadConversationError) -> None:

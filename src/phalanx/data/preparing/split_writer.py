@@ -174,10 +174,14 @@ class Encoding:
             save_template(folder, self.chat.layout.template)
 
     def index(
-        self, recipe: Recipe, splits: Mapping[str, Split], xz_bits_per_byte: float | None = None
+        self,
+        recipe: Recipe,
+        splits: Mapping[str, Split],
+        xz_bits_per_byte: float | None = None,
+        held_out_in_training: int = 0,
     ) -> DatasetIndex:
         """Return the index of the dataset with these splits; ``xz_bits_per_byte`` is the compression of held-out
-        text, if it was measured.
+        text, if it was measured, and ``held_out_in_training`` the number of held-out documents that are in both splits.
         """
         return DatasetIndex(
             self.dtype,
@@ -189,6 +193,7 @@ class Encoding:
             xz_bits_per_byte,
             recipe,
             document_mask=bool(self.seq_len),
+            held_out_in_training=held_out_in_training,
         )
 
 

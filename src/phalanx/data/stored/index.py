@@ -123,6 +123,9 @@ class DatasetIndex:
     document_mask: bool = False
     """True if runs limit attention to documents by default. True for packed datasets, except those prepared by versions without this
     field, so that runs on them do not change. Not part of the fingerprint, because the tokens are the same."""
+    held_out_in_training: int = 0
+    """Held-out documents whose text is also in the training split, word for word; 0 also if they were not counted, as by versions without
+    this field. Not part of the fingerprint."""
 
     @property
     def item_bytes(self) -> int:
@@ -203,6 +206,8 @@ class DatasetIndex:
             del content["recipe"]["hold_out_by"]
         if not self.document_mask:
             del content["document_mask"]
+        if not self.held_out_in_training:
+            del content["held_out_in_training"]
         if not self.packed_seq_len:  # as version 1 always was
             del content["recipe"]["packed_seq_len"]
             for name in SPLITS:
