@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 from phalanx.fleet.control.fleet_file import FleetFile, FleetIncident
 from phalanx.fleet.core.requests import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
-from phalanx.observe.events import EpochLeft, IncidentKind
-from phalanx.observe.throughput import format_duration
+from phalanx.observe.events import EpochLeft, IncidentKind, MachineUsed
+from phalanx.observe.throughput import format_bytes, format_duration
 from phalanx_watch.why import observed as o
 
 _AWAY = ("lost", "quarantined")
@@ -87,6 +88,61 @@ def straggler(observed: o.Observed) -> Iterator[o.Reason]:
             if replaced
             else f"add a node (phalanx agent), then: phalanx fleet drain {observed.run} {node}",
         )
+
+
+def growing_memory(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if a rank's memory has grown by ``MEMORY_GROWN`` since the first part of its attempt, in every part about as much."""
+    memory = observed.memory
+    if memory is None or not memory.sizes[-1] >= o.MEMORY_GROWN * memory.sizes[0]:  # NaN where it is unknown
+        return
+    growth = memory.sizes[-1] - memory.sizes[0]
+    added = [later - earlier for earlier, later in pairwise(memory.sizes)]
+    if not all(part >= o.STEADY * growth / len(added) for part in added):
+        return
+    per_step = growth / max(1, memory.steps[-1] - memory.steps[0])
+    hours = max(1.0, memory.times[-1] - memory.times[0]) / 3600
+    node = f" on {memory.node}" if memory.node else ""
+    yield o.Reason(
+        code="growing-memory",
+        severity="warning",
+        title=f"The memory of rank {memory.rank} grows with every step: {format_bytes(per_step)} a step",
+        where=f"rank {memory.rank}{node}"
+        if memory.alike == 1
+        else f"{memory.alike:,} of {memory.ranks:,} ranks",
+        since=memory.times[0],
+        evidence=(
+            f"rank {memory.rank} has {format_bytes(memory.sizes[0])} after step {memory.steps[0]:,} and {format_bytes(memory.sizes[-1])} "
+            f"after step {memory.steps[-1]:,}, at {format_bytes(growth / hours)} an hour",
+            f"it grows steadily, by {format_bytes(min(added))} to {format_bytes(max(added))} in each of {len(added)} even parts of these steps",
+            *_used_up(observed, per_step, memory),
+        ),
+        doing=observed.doing(
+            "training continues until the memory is used up; then a rank is killed or fails"
+        ),
+        next=f"phalanx ranks {observed.run} --column memory_bytes; see what the model, a hook or an observer keeps from one step to the next "
+        "(a list of tensors, a loss that was not detached)",
+    )
+
+
+def _used_up(observed: o.Observed, per_step: float, memory: o.MemorySeen) -> tuple[str, ...]:
+    """Return a sentence on the step at which the machines' memory is used up; empty on GPUs, for an ended run, or if sizes are unknown."""
+    used, started = observed.newest(MachineUsed), observed.started
+    host = started.environment.get("host") if started else None
+    total = host.get("memory_bytes") if isinstance(host, dict) else None
+    if (
+        used is None
+        or started is None
+        or started.device != "cpu"
+        or not observed.running
+        or not isinstance(total, int)
+    ):
+        return ()
+    in_use = used[1].most.get("memory_bytes") or used[1].figures.get("memory_bytes", 0.0)
+    machine_ranks = min(memory.alike, -(-memory.ranks // used[1].nodes))
+    step = memory.steps[-1] + int((total - in_use) / (per_step * machine_ranks))
+    return (
+        f"{format_bytes(total - in_use)} of {format_bytes(total)} are free on its machine: they are used up at about step {step:,}; the run has {started.steps:,} steps",
+    )
 
 
 def hardware(observed: o.Observed) -> Iterator[o.Reason]:

@@ -55,6 +55,7 @@ Code = Literal[
     "no-spares",
     "hardware",
     "straggler",
+    "growing-memory",
     "throttled",
     "metrics-elsewhere",
     "slow-data",
@@ -205,6 +206,14 @@ BURST_ALONE = 4.0
 """Factor on the waits for the next rank: on a shared machine all ranks are late at times, one of two up to 3.6 times as much."""
 SLOW_RANK = 0.2
 """Share by which a rank computes longer than its peers; noise of shared machines is below."""
+MEMORY_GROWN = 1.3
+"""Factor on a rank's memory after the first part of its attempt. The arenas of a processor's allocator add a seventh in some hundred steps; tensors
+on a GPU add nothing.
+"""
+MEMORY_PARTS = 6
+"""Parts of an attempt, of which the first is not judged: buffers, caches and arenas fill there."""
+STEADY = 0.5
+"""Share of the mean growth that each part must have: a larger batch or another stage of the data adds once, and arenas ever less."""
 
 
 # Observations.
@@ -276,6 +285,22 @@ class SlowRankSeen:
 
 
 @dataclass(frozen=True)
+class MemorySeen:
+    """The rank whose memory has grown most, from the rank stream: at the end of each of ``MEMORY_PARTS`` even parts of the attempt."""
+
+    rank: int
+    node: str
+    steps: tuple[int, ...]
+    times: tuple[float, ...]
+    """Unix seconds."""
+    sizes: tuple[float, ...]
+    """Bytes, as ``phalanx ranks --column memory_bytes`` has them."""
+    alike: int
+    """Ranks that have grown by at least half as much, itself among them."""
+    ranks: int
+
+
+@dataclass(frozen=True)
 class Observed:
     """Observation of a run at ``now``."""
 
@@ -315,6 +340,7 @@ class Observed:
     """Files of the newest checkpoint on disk."""
     disk: DiskSeen | None = None
     slow_ranks: tuple[SlowRankSeen, ...] = ()
+    memory: MemorySeen | None = None
     metrics_address: str = ""
     """Address ("host:port") of the coordinator's metrics; empty if it announces none."""
     machines: tuple[str, ...] = ()

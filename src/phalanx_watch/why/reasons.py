@@ -19,6 +19,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import BinaryIO
 
+import numpy as np
+
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.manifest import decode_index
 from phalanx.checkpoint.tiers.disk import DiskTier
@@ -88,6 +90,7 @@ RULES: tuple[Rule, ...] = (
         fleet.hardware,
         surroundings.throttled,
         fleet.straggler,
+        fleet.growing_memory,
         fleet.metrics_elsewhere,
     ),
     *(layers.growing_layer, layers.saturated_layer, layers.collapsed_router, layers.dead_units),
@@ -163,6 +166,31 @@ def _is_late_alone(worst: comparison.RankLateness, ranks: Sequence[comparison.Ra
     others = max((rank.late_share for rank in ranks if rank is not worst), default=0.0)
     often = worst.slower >= o.BURST_WINDOWS * worst.windows
     return often and worst.late_share >= o.SLOW_RANK and worst.late_share >= o.BURST_ALONE * others
+
+
+def most_grown_memory(directory: RunDirectory, attempt: int) -> o.MemorySeen | None:
+    """Return the memory of the rank of ``attempt`` whose memory has grown most; None if there are too few windows, or files cannot be read."""
+    with (
+        suppress(RankStreamError, RunDirectoryError, IndexError, ValueError),
+        RankStream(directory.ranks) as stream,
+    ):
+        windows = comparison.newest_windows(stream, len(stream), attempt)
+        if len(windows) < _WINDOWS:
+            return None
+        ends = [windows[(len(windows) - 1) * part // o.MEMORY_PARTS] for part in range(1, o.MEMORY_PARTS + 1)]
+        sizes = comparison.values_of(stream, "memory_bytes", ends)  # (parts, ranks)
+        grown = np.nan_to_num(sizes[-1] - sizes[0])
+        rank = int(grown.argmax())
+        return o.MemorySeen(
+            rank,
+            comparison.nodes_of_ranks(directory, len(grown)).get(rank, ""),
+            tuple(stream.head(end).step for end in ends),
+            tuple(stream.head(end).t for end in ends),
+            tuple(sizes[:, rank].tolist()),
+            int((grown >= grown[rank] / 2).sum()),
+            len(grown),
+        )
+    return None
 
 
 def unlike_machines(directory: RunDirectory) -> list[str]:
@@ -335,7 +363,11 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         data_error=data_error,
         events_error=events_error,
     )
-    return replace(observed, slow_ranks=tuple(slow_ranks(directory, observed.attempt)))
+    return replace(
+        observed,
+        slow_ranks=tuple(slow_ranks(directory, observed.attempt)),
+        memory=most_grown_memory(directory, observed.attempt),
+    )
 
 
 # --- events ---------------------------------------------------------------------------------------

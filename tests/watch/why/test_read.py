@@ -126,6 +126,25 @@ def test_ranks_are_not_compared_over_a_moment(tmp_path: Path, windows: int, code
     assert run.codes() == codes
 
 
+def test_the_memory_that_grows_most_is_read_from_the_stream_of_ranks_without_the_first_part(
+    tmp_path: Path,
+) -> None:
+    run = Watched(tmp_path)
+    run.write(steps(1, 80))
+    with RankStreamWriter(run.directory.ranks) as writer:
+        for window in range(61):
+            memory = np.array([8.0, 8.0 + max(window, 10), 9.0], np.float32) * (1 << 30)
+            columns = {name: np.full(3, np.nan, np.float32) for name in RANK_COLUMNS} | {
+                "memory_bytes": memory
+            }
+            writer.append(RankFrame(10 * window, run.t + window, 0, 3, columns, 10))
+    seen = observe(run.directory, run.t).memory
+    assert seen is not None
+    assert (seen.rank, seen.alike, seen.ranks) == (1, 1, 3)
+    assert seen.steps == (100, 200, 300, 400, 500, 600)
+    assert [size / (1 << 30) for size in seen.sizes] == pytest.approx([18, 28, 38, 48, 58, 68], rel=1e-3)
+
+
 @pytest.mark.parametrize(("others", "named"), [(0.02, ["rank 3"]), (0.9, [])])
 def test_a_rank_that_is_late_in_bursts_is_named_unless_all_are(
     tmp_path: Path, others: float, named: list[str]

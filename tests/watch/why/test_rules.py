@@ -18,6 +18,7 @@ from phalanx.observe.events import (
     Evaluating,
     IncidentKind,
     LossSpike,
+    MachineUsed,
     Message,
     NonFinite,
     RunStarted,
@@ -27,7 +28,7 @@ from phalanx.observe.metrics.endpoint import Target, announce
 from phalanx.observe.record.notes import Throttling
 from phalanx.run.spec import CheckpointSpec, EvalSpec, FleetSpec, MoeSpec, ObserveSpec, RunSpec
 from phalanx.train.lifecycle.ending import RunFailedError, report_failure
-from phalanx_watch.why.observed import DiskSeen, Reason, SlowRankSeen
+from phalanx_watch.why.observed import DiskSeen, MemorySeen, Reason, SlowRankSeen
 from watch.why.watched import T0, Watched, fleet_file, happening, member, step, steps
 
 NOTHING_DUE = RunSpec(checkpoint=CheckpointSpec(every_steps=1000), evaluation=EvalSpec(every_steps=0))
@@ -419,6 +420,43 @@ def test_a_rank_that_computes_longer_than_its_peers_is_named(run: Watched) -> No
     assert (found.code, found.where) == ("straggler", "rank 3 on node-1")
     finished = only(run.reasons(1e5, slow_ranks=(slow,), is_held=False, finished=True))
     assert (finished.code, finished.doing) == ("straggler", "nothing: it has finished")
+
+
+GIB = float(1 << 30)
+
+
+def memory(*sizes: float) -> MemorySeen:
+    """Rank 1 of 4, all alike, every 100 steps of two seconds."""
+    ends = range(len(sizes))
+    return MemorySeen(
+        1, "", tuple(100 + 100 * end for end in ends), tuple(T0 + 200.0 * end for end in ends), sizes, 4, 4
+    )
+
+
+def test_memory_that_grows_in_every_part_of_a_run_is_named_with_the_step_at_which_it_is_used_up(
+    run: Watched,
+) -> None:
+    run.write(
+        [RunStarted("r", 9000, ranks=4, device="cpu", environment={"host": {"memory_bytes": 64 << 30}})]
+    )
+    run.write([*steps(31, 40), MachineUsed(40, "a", {"memory_bytes": 24 * GIB})])
+    found = only(run.reasons(memory=memory(*(size * GIB for size in (2, 3, 4.1, 5, 6, 7)))))
+    assert (found.code, found.where) == ("growing-memory", "4 of 4 ranks")
+    # Four ranks add 0.01 GiB a step each, and 40 GiB are free.
+    assert any("step 1,600; the run has 9,000" in line for line in found.evidence)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (4, 4.2, 4.3, 4.4, 4.5, 4.6),  # arenas
+        (4, 6, 7, 7.3, 7.4, 7.4),  # a cache that is full
+        (4, 4, 4, 8, 8, 8),  # another stage of the data
+        (float("nan"),) * 6,
+    ],
+)
+def test_memory_that_grows_little_or_once_is_no_reason(run: Watched, sizes: tuple[float, ...]) -> None:
+    assert run.codes(memory=memory(*(size * GIB for size in sizes))) == []
 
 
 def test_hardware_that_reports_errors_is_told_apart_from_a_lost_node(run: Watched) -> None:
