@@ -144,6 +144,18 @@ def test_ranks_meet_in_a_folder_whose_name_an_address_must_write_otherwise(tmp_p
     assert there
 
 
+def test_a_chosen_interface_that_is_not_there_is_named_with_its_variable_and_those_that_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    environment = RankEnvironment(0, 1, 0, (tmp_path / "store").as_uri(), "phalanx")
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    with pytest.raises(
+        RendezvousError, match=rf"GLOO_SOCKET_IFNAME is nowhere0, .* set it to one of .*{loopback}"
+    ):
+        join(environment, torch.device("cpu"), timeout_s=60.0)
+
+
 def test_ranks_that_never_come_are_reported() -> None:
     with pytest.raises(RendezvousError, match=r"rank 1 of 2 could not meet the others"):
         join(RankEnvironment(1, 2, 1, "tcp://127.0.0.1:1", "torchrun"), torch.device("cpu"), timeout_s=1.0)

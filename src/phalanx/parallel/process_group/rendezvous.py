@@ -163,10 +163,12 @@ def join(environment: RankEnvironment, device: torch.device, timeout_s: float) -
 
     First chooses gloo's network interface, in the environment: loopback with the launcher of ``phalanx train``, else,
     on CPUs only, the one towards rank 0. On GPUs it makes the device current. Raises ``RendezvousError`` if the address
-    cannot be used, no interface is found, or some rank did not join within ``timeout_s`` seconds, which is also the
-    timeout of collectives.
+    cannot be used, no interface is found, GLOO_SOCKET_IFNAME names one that is not there, or some rank did not join within ``timeout_s``
+    seconds, which is also the timeout of collectives.
     """
     _require_address(environment)
+    if not on_gpu(device):
+        require_interface()
     if environment.launcher == "phalanx":
         # All ranks are on this machine: a laptop's host name may resolve to nowhere, loopback always works.
         choose_interface(["127.0.0.1"], shared=False)
@@ -201,6 +203,18 @@ def _require_address(environment: RankEnvironment) -> None:
             f"rank {environment.rank} of {environment.ranks} finds no address for {address.hostname}, the machine of rank 0 ({error.strerror}): set "
             "MASTER_ADDR to a name or an address that this machine can resolve"
         ) from error
+
+
+def require_interface() -> None:
+    """Raise ``RendezvousError`` if GLOO_SOCKET_IFNAME names an interface that this machine does not have, as far as they can be listed."""
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    interfaces = {interface.name for interface in local_interfaces()}
+    missing = [name for name in chosen.split(",") if name not in interfaces]
+    if chosen and interfaces and missing:
+        raise RendezvousError(
+            f"GLOO_SOCKET_IFNAME is {chosen}, and {host_name()} has no interface {' and no '.join(missing)} with an address: unset the variable, "
+            f"or set it to one of {', '.join(sorted(interfaces))}"
+        )
 
 
 def choose_interface(addresses: Sequence[str], *, shared: bool) -> None:

@@ -49,7 +49,13 @@ from phalanx.observe.logs.capture import place_of_process
 from phalanx.observe.record.notes import ThrottlingWatch
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
-from phalanx.parallel.process_group.rendezvous import RendezvousError, choose_interface, device_for, leave
+from phalanx.parallel.process_group.rendezvous import (
+    RendezvousError,
+    choose_interface,
+    device_for,
+    leave,
+    require_interface,
+)
 from phalanx.parallel.torch_compat import flight_record
 from phalanx.process.this_process import StopRequest
 from phalanx.run.directory.paths import (
@@ -132,6 +138,7 @@ class RankWorker:
         self._device = device_for(self._spec.runtime.device, args.local_rank)
         make_current(self._device)
         if not on_gpu(self._device):
+            require_interface()
             choose_interface(resolved(args.host), shared=not is_loopback(args.host))
         self._segments = segments_from(args.segments)
         tls = read_certificates(args.certificates).client_context() if args.certificates else None
