@@ -143,10 +143,14 @@ def not_learning(observed: o.Observed) -> Iterator[o.Reason]:
     untrained, now = math.log(spec.model.vocab_size), median(step.loss for _, step in losses)
     if reached < after or now <= (1 - o.UNLEARNED) * untrained:
         return
+    first = _first_loss(observed)
+    is_far = first is not None and first > (1 + o.RISEN) * untrained
     yield o.Reason(
         code="not-learning",
         severity="warning",
-        title=f"The loss does not fall: {now:.4g}",
+        title=f"The loss began at {first:.4g}, and at {now:.4g} is still that of an untrained model"
+        if is_far
+        else f"The loss does not fall: {now:.4g}",
         where="the whole run",
         since=observed.began_at,
         evidence=(
@@ -154,8 +158,13 @@ def not_learning(observed: o.Observed) -> Iterator[o.Reason]:
             f"an untrained model has {untrained:.4g}; the rate has been full since step {spec.schedule.warmup_steps:,}",
         ),
         doing=observed.doing("training continues"),
-        next=f"phalanx data show {observed.run} --step {reached} (are these the texts that you mean?); then change optimizer.lr "
-        "in a run of its own: phalanx train RUN_FILE --set optimizer.lr=...",
+        next=(
+            f"the initial weights are too large (model.init_std = {spec.model.init_std:g}), or not those that you mean: "
+            if is_far
+            else f"phalanx data show {observed.run} --step {reached} (are these the texts that you mean?); then change optimizer.lr "
+        )
+        + "in a run of its own: phalanx train RUN_FILE --set "
+        + ("model.init_std=..." if is_far else "optimizer.lr=..."),
     )
 
 
@@ -286,13 +295,17 @@ def _since_step(below: int, first: Step) -> str:
 def _untrained_loss(observed: o.Observed) -> float:
     """Return the loss of a uniform prediction in nats, or of the run's first step if that is larger; infinite if neither is known."""
     vocabulary = observed.spec.model.vocab_size if observed.spec else 0
-    first = next(
-        (event.body for event in (*observed.past, *observed.events) if isinstance(event.body, Step)), None
-    )
+    first = _first_loss(observed)
     losses = [math.log(vocabulary)] if vocabulary > 1 else []
-    if first is not None and math.isfinite(first.loss):
-        losses.append(first.loss)
+    if first is not None and math.isfinite(first):
+        losses.append(first)
     return max(losses, default=math.inf)
+
+
+def _first_loss(observed: o.Observed) -> float | None:
+    """Return the loss of the first logged step; None if no step was logged."""
+    steps = (event.body for event in (*observed.past, *observed.events))
+    return next((step.loss for step in steps if isinstance(step, Step)), None)
 
 
 def _least_median(observed: o.Observed, figure: Callable[[Step], float]) -> float:

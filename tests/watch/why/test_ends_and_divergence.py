@@ -137,6 +137,16 @@ def test_a_loss_that_stays_at_that_of_an_untrained_model_is_named_after_two_wind
     assert "an untrained model has 8.3" in found.evidence[1]
 
 
+def test_a_loss_that_comes_down_from_far_above_an_untrained_model_s_is_blamed_on_the_initial_weights(
+    tmp_path: Path,
+) -> None:
+    run = Watched(tmp_path / "run", VOCABULARY)
+    run.write(steps(1, 400, lambda number: {"loss": 8.4 + 50 / number}))
+    reason = only(run.reasons())
+    assert (reason.code, reason.title.split(",")[0]) == ("not-learning", "The loss began at 58.4")
+    assert "model.init_std" in reason.next
+
+
 def test_a_loss_that_falls_late_is_no_run_that_does_not_learn(tmp_path: Path) -> None:
     run = Watched(tmp_path / "run", VOCABULARY)
     run.write(steps(1, 400, lambda number: {"loss": 8.3 - max(0, number - 200) / 400}))
