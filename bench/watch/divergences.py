@@ -30,6 +30,7 @@ OF_TRAINING = {
         "not-finite",
         "loss-spike",
         "diverged",
+        "raised-loss",
         "not-learning",
         "loss-too-low",
         "growing-norm",

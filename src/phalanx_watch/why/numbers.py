@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from statistics import median
 
 from phalanx.observe.display.state import described_layer, first_nonfinite
 from phalanx.observe.events import Evaluated, Event, LayerStatistics, LossSpike, NonFinite, Step
 from phalanx_watch.why import observed as o
+from phalanx_watch.why.changes import Change, change_before
 from phalanx_watch.why.layers import collapsed_router
 
 _USUAL_WINDOW = 128
@@ -49,10 +51,9 @@ def spike(observed: o.Observed) -> Iterator[o.Reason]:
             else ""
         ),
     ]
-    if is_planned:
-        evidence.append(
-            f"the data change after step {observed.stage_of(worst.step)[0]:,} (data.stages): what was usual is that of the data before"
-        )
+    change = _recent_change(observed, worst.step, window, of_data=is_planned)
+    if change is not None:
+        evidence += change.evidence
     if count > 1:
         evidence.append(f"{count} steps since step {min(fresh):,} were spikes")
     if back is not None:
@@ -84,6 +85,8 @@ def spike(observed: o.Observed) -> Iterator[o.Reason]:
         }[worst.action],
         next=f"phalanx data show {observed.run} --step {worst.step} (are these the texts that you mean?)"
         if is_planned
+        else change.next
+        if change is not None and back is False
         else _way_back(observed, worst, before, back),
     )
 
@@ -112,6 +115,8 @@ def diverged(observed: o.Observed) -> Iterator[o.Reason]:
     since, first = next(((t, step) for t, step in losses if step.loss > limit), losses[-1])
     before = [step for step, _ in observed.checkpoints if step < first.step]
     back = f"phalanx train {observed.run} --from {before[-1]}" if before else "phalanx train RUN_FILE"
+    where = "from before it" if before else "in a run of its own"
+    change = _recent_change(observed, first.step, window, of_data=False)
     yield o.Reason(
         code="diverged",
         severity="critical",
@@ -122,10 +127,70 @@ def diverged(observed: o.Observed) -> Iterator[o.Reason]:
             f"the median loss of the newest {o.RECENT_STEPS} logged steps, up to {reached:,}, is {now:.4g}",
             *((f"an untrained model has {untrained:.4g} (it guesses each token alike)",) if above else ()),
             *((f"the run's own best is {best:.4g}",) if math.isfinite(best) else ()),
+            *(change.evidence if change is not None else ()),
         ),
         doing=observed.doing("training continues; its older checkpoints are kept by checkpoint.keep_last"),
-        next=f"lower optimizer.lr or lengthen schedule.warmup_steps, {'from before it' if before else 'in a run of its own'}: {back} --set optimizer.lr=...",
+        next=change.next
+        if change is not None
+        else f"lower optimizer.lr or lengthen schedule.warmup_steps, {where}: {back} --set optimizer.lr=...",
     )
+
+
+def raised_loss(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if, a window of steps after the newest change of data or fields, the loss is still above its level before, or varies
+    far more with the same data.
+
+    Info if the data change. None beside a divergence, or beside a spike that is critical or planned.
+    """
+    change = change_before(observed, observed.last_step[1].step) if observed.last_step else None
+    if change is None:
+        return
+    window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
+    steps = [(event.t, event.body) for event in observed.events if isinstance(event.body, Step)]
+    since = [(t, step) for t, step in steps if step.step > change.step and math.isfinite(step.loss)]
+    before = [loss for loss in change.losses_before if math.isfinite(loss)][-window:]
+    if min(len(since), len(before)) < o.RECENT_STEPS or since[-1][1].step - change.step < window:
+        return
+    reached = since[-1][1].step
+    in_window = sum(step.step > reached - window for _, step in since)
+    losses = [step.loss for _, step in since[-max(o.RECENT_STEPS, in_window) :]]
+    usual, most = median(before[-o.RECENT_STEPS :]), max(before[-o.RECENT_STEPS :])
+    now, noise, noise_before = median(losses), _noise(losses), _noise(before)
+    has_risen = usual > 0 and now > max(most, (1 + o.BACK) * usual)
+    if not has_risen and (change.of_data or not 0 < o.NOISIER * noise_before < noise):
+        return
+    if any(diverged(observed)) or any(reason.severity != "warning" for reason in spike(observed)):
+        return
+    how = (
+        f"is {now / usual - 1:.0%} higher"
+        if has_risen
+        else f"varies {noise / noise_before:.1f} times as much"
+    )
+    yield o.Reason(
+        code="raised-loss",
+        severity="info" if change.of_data else "warning",
+        title=f"The loss {how} since step {change.step + 1:,}, where {'the data' if change.of_data else 'fields of the run'} change",
+        where=f"step {change.step + 1:,} and after",
+        since=since[0][0],
+        evidence=(
+            f"the median loss of the newest {len(losses)} logged steps, up to {reached:,}, is {now:.4g}, and {noise:.2g} from step to step",
+            f"before step {change.step + 1:,} it was {usual:.4g}, at most {most:.4g}, and {noise_before:.2g} from step to step",
+            *change.evidence,
+        ),
+        doing=observed.doing("training continues"),
+        next=change.next,
+    )
+
+
+def _noise(losses: Sequence[float]) -> float:
+    """Return the median change between neighbors of ``losses``, on which a slow trend has no effect."""
+    return median(abs(after - before) for before, after in pairwise(losses))
+
+
+def _recent_change(observed: o.Observed, step: int, window: int, *, of_data: bool) -> Change | None:
+    """Return the newest change, of data or of fields, if it is within the window before ``step``."""
+    change = change_before(observed, step)
+    return change if change and change.of_data == of_data and step <= change.step + window else None
 
 
 def not_learning(observed: o.Observed) -> Iterator[o.Reason]:

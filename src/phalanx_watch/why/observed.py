@@ -31,6 +31,7 @@ Code = Literal[
     "not-finite",
     "loss-spike",
     "diverged",
+    "raised-loss",
     "not-learning",
     "endless-warmup",
     "loss-too-low",
@@ -164,6 +165,8 @@ RISEN = 0.5
 """Share by which the loss must exceed the run's best for a window of steps to count as diverged. Another rule
 covers single spikes.
 """
+NOISIER = 3.0
+"""Factor on the change of the loss from step to step. It grows with the root of the batch: a ninth of it has it, half or a quarter have not."""
 TOO_GOOD = 0.02
 """Share of an untrained model's loss. Text is never so predictable: large models keep a tenth of it, on source code a twentieth."""
 XZ_SHARE = 0.1
@@ -301,6 +304,19 @@ class MemorySeen:
 
 
 @dataclass(frozen=True)
+class OriginSeen:
+    """Checkpoint of the parent whose training the run continues."""
+
+    run: str
+    """Run directory of the parent."""
+    step: int
+    losses: tuple[float, ...] = ()
+    """Losses of the steps before it, the newest last."""
+    changed_fields: tuple[str, ...] = ()
+    """Fields of the run that differ from the parent's, with both values."""
+
+
+@dataclass(frozen=True)
 class Observed:
     """Observation of a run at ``now``."""
 
@@ -349,6 +365,8 @@ class Observed:
     """Nodes that report throttling."""
     changed_fields: tuple[str, ...] = ()
     """Fields of the run that were changed in its run file after its last start, with their values."""
+    origin: OriginSeen | None = None
+    """None if the run began at step 0, or its parent cannot be read."""
     data_fingerprint: str = ""
     """Fingerprint of the data at the start of the run."""
     data_now: str = ""

@@ -45,12 +45,13 @@ from phalanx.run.directory.paths import (
     read_small_json,
     step_folder,
 )
-from phalanx.run.identity import run_changes
+from phalanx.run.identity import field_differences, read_lineage, run_changes
 from phalanx.run.read import addresses, found_again
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_url
 from phalanx.store.store import StoreError
 from phalanx.train.lifecycle.ending import read_failure
+from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx_watch import ranks as comparison
 from phalanx_watch.runs.probe import KernelLocks, holder_of
 from phalanx_watch.why import fleet, layers, numbers, progress, surroundings
@@ -63,6 +64,7 @@ RULES: tuple[Rule, ...] = (
         numbers.not_finite,
         numbers.spike,
         numbers.diverged,
+        numbers.raised_loss,
         numbers.not_learning,
         numbers.endless_warmup,
         numbers.loss_too_low,
@@ -358,6 +360,7 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         machines=tuple(unlike_machines(directory)),
         throttled=tuple(read_throttling(directory, now)),
         changed_fields=tuple(map(str, run_changes(record, spec))) if spec is not None else (),
+        origin=_origin(record, spec) if spec is not None else None,
         data_fingerprint=fingerprint if isinstance(fingerprint, str) else "",
         data_now=data_now,
         data_error=data_error,
@@ -453,6 +456,31 @@ def _checkpoints(directory: RunDirectory) -> list[tuple[int, float]]:
                     (step, (directory.checkpoints / f"step-{step:08d}" / "checkpoint.json").stat().st_mtime)
                 )
     return checkpoints
+
+
+def _origin(record: dict[str, object], spec: RunSpec) -> o.OriginSeen | None:
+    """Return the parent's checkpoint that ``spec`` continues; None if there is none, or it cannot be read."""
+    lineage = read_lineage(record)
+    if not lineage or lineage[-1].init_with != "training":
+        return None
+    parent = RunDirectory(Path(lineage[-1].run_dir))
+    with suppress(
+        OSError, RunDirectoryError, RecursionError, CheckpointError, KeyError, TypeError, ValueError
+    ):
+        index = step_folder(parent.checkpoints, lineage[-1].step) / CHECKPOINT_INDEX
+        progress = TrainProgress.from_extra(decode_index(read_small(index), str(index)).extra)
+        changes = field_differences(read_resolved(parent), spec)
+        return o.OriginSeen(
+            str(parent.path),
+            progress.step,
+            tuple(loss for loss, _ in progress.recent),
+            tuple(
+                str(change)
+                for change in changes
+                if change.owner == "run" and not change.path.startswith("checkpoint.")
+            ),
+        )
+    return None
 
 
 def _damaged_checkpoints(directory: RunDirectory) -> Iterator[tuple[int, str]]:

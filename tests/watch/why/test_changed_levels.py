@@ -1,0 +1,151 @@
+"""A loss that stays at another level after a change of data or fields, is named with what changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.checkpoint.format.manifest import Index, encode_index
+from phalanx.observe.events import Evaluated
+from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory, step_folder
+from phalanx.run.identity import Origin, lineage_table
+from phalanx.run.spec import CheckpointSpec, DataSpec, EvalSpec, ModelSpec, RunSpec, SourceSpec, TrainSpec
+from phalanx.train.lifecycle.progress import TrainProgress
+from phalanx_watch.why.observed import OriginSeen
+from watch.why.test_rules import only, spike
+from watch.why.watched import Watched, steps
+
+SPEC = RunSpec(
+    checkpoint=CheckpointSpec(every_steps=1000),
+    evaluation=EvalSpec(every_steps=0),
+    model=ModelSpec(vocab_size=4096),
+    train=TrainSpec(steps=100_000),
+)
+SOURCES = (SourceSpec("code", "c", (1.0, 0.3)), SourceSpec("crawl", "w", (0.0, 0.7)))
+STAGED = dataclasses.replace(SPEC, data=DataSpec(stages=(0, 300), sources=SOURCES))
+RATE = "optimizer.lr: 0.002 -> 0.1"
+
+
+def wavering(level: float, width: float = 0.1) -> Any:
+    """Changes of steps whose loss wavers around a level."""
+    return lambda number: {"loss": level + width * (number % 2 - 0.5)}
+
+
+def continued(changed_fields: Sequence[str], level: float = 2.0) -> OriginSeen:
+    """Step 300 of a parent whose loss had a level."""
+    losses = tuple(step.loss for step in steps(200, 300, wavering(level)))
+    return OriginSeen("parent", 300, losses, tuple(changed_fields))
+
+
+def staged(path: Path, level: float) -> Watched:
+    """A run whose loss has a level since the second stage of its data, for less than a window of steps."""
+    run = Watched(path, STAGED)
+    run.write(steps(1, 300, wavering(2.0)))
+    run.write(steps(301, 400, wavering(level)))
+    return run
+
+
+# --- stages of the data ----------------------------------------------------------------------------------
+
+
+def test_a_loss_that_stays_higher_in_a_stage_of_the_data_is_noted_with_its_sources_also_once_the_run_is_finished(
+    tmp_path: Path,
+) -> None:
+    run = staged(tmp_path, 3.5)
+    assert run.codes() == []
+    run.write([*steps(401, 480, wavering(3.5)), Evaluated(480, 3.0, sources={"code": 2.0, "crawl": 4.1})])
+    for is_finished in (False, True):
+        reason = only(run.reasons(finished=is_finished))
+        assert (reason.code, reason.severity, reason.where) == ("raised-loss", "info", "step 301 and after")
+        assert reason.evidence[2:] == (
+            "the data change after step 300 (data.stages): weights code 1 -> 0.3, crawl 0 -> 0.7",
+            "held out at step 480: crawl 4.1, code 2",
+        )
+        assert "--step 301" in reason.next
+
+
+def test_a_loss_that_jumps_where_a_stage_begins_and_falls_again_has_no_reason(tmp_path: Path) -> None:
+    run = staged(tmp_path, 2.6)
+    run.write(steps(401, 700, wavering(2.1)))
+    assert run.codes() == []
+
+
+def test_a_planned_spike_names_the_sources_and_is_the_only_reason_while_it_is_new(tmp_path: Path) -> None:
+    run = staged(tmp_path, 3.5)
+    run.write([spike(301), *steps(401, 480, wavering(3.5))])
+    reason = only(run.reasons())
+    assert reason.code == "loss-spike"
+    assert any("crawl 0 -> 0.7" in line for line in reason.evidence)
+
+
+# --- child runs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "width", "fields", "code"),
+    [
+        (2.8, 0.1, [RATE], "raised-loss"),
+        (2.0, 0.4, ["train.batch_size: 64 -> 4"], "raised-loss"),
+        (2.15, 0.1, [RATE], None),
+        (2.0, 0.14, ["train.batch_size: 64 -> 32"], None),
+        (2.0, 0.07, ["train.batch_size: 64 -> 128"], None),
+        (2.8, 0.4, ["train.steps: 300 -> 9000"], None),
+        (2.0, 0.4, [], None),
+    ],
+    ids=["higher", "noisier", "a little higher", "half a batch", "twice the batch", "more steps", "the same"],
+)
+def test_a_child_whose_loss_stays_higher_or_noisier_than_its_parents_is_named_with_the_changed_fields(
+    tmp_path: Path, level: float, width: float, fields: list[str], code: str | None
+) -> None:
+    run = Watched(tmp_path, SPEC)
+    run.write(steps(301, 480, wavering(level, width)))
+    reasons = run.reasons(origin=continued(fields))
+    assert [reason.code for reason in reasons] == ([code] if code else [])
+    for reason in reasons:
+        assert reason.severity == "warning"
+        assert reason.evidence[-1] == f"the run continues step 300 of parent with {fields[0]}"
+        assert "phalanx train parent --from 300" in reason.next
+
+
+def test_a_child_with_other_data_has_a_note(tmp_path: Path) -> None:
+    run = Watched(tmp_path, SPEC)
+    run.write(steps(301, 480, wavering(2.8)))
+    assert only(run.reasons(origin=continued([RATE, "data.stages: [] -> [0, 300]"]))).severity == "info"
+
+
+def test_a_spike_and_a_divergence_soon_after_a_change_of_fields_name_them(tmp_path: Path) -> None:
+    run = Watched(tmp_path, SPEC)
+    run.write([*steps(301, 310), spike(310), *steps(311, 340, wavering(6.0))])
+    reason = only(run.reasons(origin=continued([RATE])))
+    assert (reason.code, reason.severity) == ("loss-spike", "critical")
+    assert any(RATE in line for line in reason.evidence)
+    assert "phalanx train parent --from 300" in reason.next
+    run.write(steps(341, 380, wavering(30.0)))
+    reason = only(run.reasons(origin=continued([RATE]), finished=True))
+    assert reason.code == "diverged"
+    assert RATE in reason.evidence[-1]
+
+
+def test_the_level_and_the_fields_of_the_parent_are_read_from_the_checkpoint_that_a_child_continues(
+    tmp_path: Path,
+) -> None:
+    parent, run = RunDirectory(tmp_path / "parent"), Watched(tmp_path / "child", SPEC)
+    folder = step_folder(parent.checkpoints, 300)
+    folder.mkdir(parents=True)
+    parent.run_file.write_text('[data]\npath = "words"\n')
+    run.directory.run_file.write_text('[data]\npath = "words"\n[optimizer]\nlr = 0.5\n')
+    progress = dataclasses.asdict(TrainProgress(300, loss=2.0, recent=[[2.1, 0.5], [2.0, 0.6]]))
+    (folder / CHECKPOINT_INDEX).write_bytes(encode_index(Index(300, 0, 1, progress, None, ())))
+    lineage = lineage_table([Origin(str(parent.path), "", 300, "", "training")])
+    run.directory.record.write_text(json.dumps({"lineage": lineage}))
+    before = RunSpec().optimizer.lr
+    assert run.seen().origin == OriginSeen(
+        str(parent.path), 300, (2.1, 2.0), (f"optimizer.lr: {before} -> 0.5",)
+    )
+    (folder / CHECKPOINT_INDEX).unlink()
+    assert run.seen().origin is None
