@@ -199,6 +199,22 @@ _NAMED = 8
 _ROUTER_FIGURES = ("router.largest_share", "router.entropy", "experts.idle")
 
 
+def vanished_weights(observed: o.Observed) -> str:
+    """Return the evidence that a layer's weights are a small part of their largest norm; empty if none are."""
+    measurements = _measurements(observed)
+    norms = [_cells(body, "weight_norm") for _, body in measurements]
+    most = {cell: max(table.get(cell, 0.0) for table in norms) for table in norms[-1:] for cell in table}
+    vanished = [cell for cell in most if o.NORM_GROWN * norms[-1][cell] < most[cell]]
+    if not vanished:
+        return ""
+    layer, group = min(vanished, key=lambda cell: norms[-1][cell] / most[cell])
+    return (
+        f"the weights vanish: {group}.weight_norm of {described_layer(layer)} was {most[layer, group]:.4g} at its most and is "
+        f"{norms[-1][layer, group]:.4g} now, up to step {measurements[-1][1].step:,}"
+        + (f" (optimizer.weight_decay = {observed.spec.optimizer.weight_decay:g})" if observed.spec else "")
+    )
+
+
 def _measurements(observed: o.Observed) -> list[Measurement]:
     """Return the finite measurements of the run after its warmup, by step; of a step that was repeated, the newest if it is finite."""
     warmup = observed.spec.schedule.warmup_steps if observed.spec else 0

@@ -11,7 +11,7 @@ from phalanx.observe.display.state import described_layer, first_nonfinite
 from phalanx.observe.events import Evaluated, Event, LayerStatistics, LossSpike, NonFinite, Step
 from phalanx_watch.why import observed as o
 from phalanx_watch.why.changes import Change, change_before
-from phalanx_watch.why.layers import collapsed_router
+from phalanx_watch.why.layers import collapsed_router, vanished_weights
 
 _USUAL_WINDOW = 128
 
@@ -93,7 +93,7 @@ def spike(observed: o.Observed) -> Iterator[o.Reason]:
 
 def diverged(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a critical reason if the median loss is above that of an untrained model, or far above the run's own past
-    for a window of steps.
+    for a window of steps; or less far, while the weights of a layer vanish.
 
     None beside a critical spike, or with too few steps.
     """
@@ -105,7 +105,8 @@ def diverged(observed: o.Observed) -> Iterator[o.Reason]:
     best = _least_median(observed, lambda step: step.loss)
     now = median(step.loss for _, step in losses[-o.RECENT_STEPS :])
     above = now > (1 + o.BACK) * untrained
-    limit = (1 + o.BACK) * untrained if above else (1 + o.RISEN) * best
+    vanished = vanished_weights(observed)
+    limit = (1 + o.BACK) * untrained if above else (1 + (o.BACK if vanished else o.RISEN)) * best
     reached = losses[-1][1].step
     # The steps since the loss was below the limit last, on which the rule rests.
     below = max((step.step for _, step in losses if step.loss <= limit), default=0)
@@ -128,10 +129,13 @@ def diverged(observed: o.Observed) -> Iterator[o.Reason]:
             *((f"an untrained model has {untrained:.4g} (it guesses each token alike)",) if above else ()),
             *((f"the run's own best is {best:.4g}",) if math.isfinite(best) else ()),
             *(change.evidence if change is not None else ()),
+            *((vanished,) if vanished else ()),
         ),
         doing=observed.doing("training continues; its older checkpoints are kept by checkpoint.keep_last"),
         next=change.next
         if change is not None
+        else f"lower optimizer.weight_decay, {where}: {back} --set optimizer.weight_decay=..."
+        if vanished
         else f"lower optimizer.lr or lengthen schedule.warmup_steps, {where}: {back} --set optimizer.lr=...",
     )
 

@@ -1,4 +1,4 @@
-"""A loss that stays at another level after a change of data or fields, is named with what changed."""
+"""A loss that stays at another level after a change of data or fields, or while weights vanish, is named with what changed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.format.manifest import Index, encode_index
-from phalanx.observe.events import Evaluated
+from phalanx.observe.events import Evaluated, LayerStatistics
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory, step_folder
 from phalanx.run.identity import Origin, lineage_table
 from phalanx.run.spec import CheckpointSpec, DataSpec, EvalSpec, ModelSpec, RunSpec, SourceSpec, TrainSpec
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx_watch.why.observed import OriginSeen
 from watch.why.test_rules import only, spike
-from watch.why.watched import Watched, steps
+from watch.why.watched import T0, Watched, steps
 
 SPEC = RunSpec(
     checkpoint=CheckpointSpec(every_steps=1000),
@@ -149,3 +149,25 @@ def test_the_level_and_the_fields_of_the_parent_are_read_from_the_checkpoint_tha
     )
     (folder / CHECKPOINT_INDEX).unlink()
     assert run.seen().origin is None
+
+
+# --- weights that vanish ---------------------------------------------------------------------------------
+
+
+def weights(number: int, norm: float) -> LayerStatistics:
+    return LayerStatistics(number, ["0", "1"], {"feed_forward.weight_norm": [norm, 9.0]})
+
+
+@pytest.mark.parametrize(
+    ("norm", "loss", "codes"), [(0.1, 2.5, ["diverged"]), (2.0, 2.5, []), (0.1, 2.0, [])]
+)
+def test_a_loss_that_rises_while_the_weights_of_a_layer_vanish_is_a_divergence_by_weight_decay(
+    tmp_path: Path, norm: float, loss: float, codes: list[str]
+) -> None:
+    run = Watched(tmp_path, SPEC)
+    run.write([*steps(1, 100), weights(100, 8.0), *steps(101, 300, wavering(loss)), weights(300, norm)])
+    reasons = run.reasons(finished=True, checkpoints=((90, T0),))
+    assert [reason.code for reason in reasons] == codes
+    for reason in reasons:
+        assert "feed_forward.weight_norm of layer 0 was 8 at its most and is 0.1 now" in reason.evidence[-1]
+        assert "--from 90 --set optimizer.weight_decay=" in reason.next
