@@ -429,8 +429,8 @@ class Observed:
 
     @cached_property
     def last_t(self) -> float:
-        """Time of the newest event of a rank; 0 if there is none."""
-        return max((event.t for event in self.mine), default=0.0)
+        """Time of the newest event of a rank; 0 if there is none. Earlier events may be stamped later, if a clock was set back."""
+        return max((event.t for event in self.mine[-RECENT_STEPS:]), default=0.0)
 
     @cached_property
     def step_s(self) -> float:

@@ -454,15 +454,16 @@ def clock_skew(observed: o.Observed) -> Iterator[o.Reason]:
     yield o.Reason(
         code="clock-skew",
         severity="warning",
-        title=f"Clocks differ by {worst:.3g} s",
+        title=f"Clocks differ by {format_duration(worst)}",
         where="the machines that write the events"
         if back >= ahead
         else "this machine's clock against that of the run",
         since=since,
         evidence=(
-            f"the newest event is {ahead:.3g} s in the future of this machine"
+            f"the newest event is {format_duration(ahead)} in the future of this machine"
             if ahead >= back
-            else f"of two events in the order of the file the later is stamped {back:.3g} s earlier",
+            else f"of two events in the order of the file the later is stamped {format_duration(back)} earlier: a clock was set back, or that of "
+            "the machine that began to write is behind",
         ),
         doing="nothing depends on it but times that are shown"
         + ("; leases are counted by each machine's own clock" if by_fleet else ""),

@@ -584,6 +584,13 @@ def test_a_clock_that_differs_is_named(run: Watched) -> None:
     assert only(run.reasons(61)).code == "clock-skew"
 
 
+def test_a_standstill_is_named_also_after_the_clock_was_set_back(run: Watched) -> None:
+    run.t -= 3600
+    run.write(steps(31, 60))
+    assert run.codes(1) == ["clock-skew"]
+    assert run.codes(120) == ["stalled", "clock-skew"]
+
+
 def test_the_worst_reason_comes_first(run: Watched) -> None:
     run.write([*steps(31, 60, lambda _: {"data_wait_s": 0.6})])
     found = run.reasons(data_fingerprint="a" * 64, data_now="b" * 64)
