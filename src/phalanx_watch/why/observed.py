@@ -136,6 +136,8 @@ SLOWER_DEVIATIONS = 3.0
 """Required drop in deviations of the run's own variation between stretches of steps."""
 PAST_STEPS = 100
 """Logged steps needed to estimate the usual throughput and its variation: five stretches."""
+FEW_STEPS = 5
+"""Settled steps that are enough to see that throughput has fallen to half."""
 GOODPUT = 0.8
 """Llama 3 had 0.9 on 16,384 GPUs (arXiv 2407.21783, section 3.3.4); below this the cause is worth a look."""
 GOODPUT_AFTER_S = 1800.0
@@ -270,6 +272,15 @@ class DiskSeen:
 
 
 @dataclass(frozen=True)
+class LoadSeen:
+    """Use of this machine's processors by all processes."""
+
+    runnable: float
+    """Threads that run or want to run: the mean of the last minute."""
+    cores: int
+
+
+@dataclass(frozen=True)
 class SlowRankSeen:
     """A rank that computes longer than its peers, from the rank stream."""
 
@@ -355,6 +366,8 @@ class Observed:
     checkpoint_files: int = 0
     """Files of the newest checkpoint on disk."""
     disk: DiskSeen | None = None
+    load: LoadSeen | None = None
+    """Load of this machine while processes of the run are on it."""
     slow_ranks: tuple[SlowRankSeen, ...] = ()
     memory: MemorySeen | None = None
     metrics_address: str = ""

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
+from numpy.typing import NDArray
+
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe import events as run_events
 from phalanx.observe.throughput import format_duration, usual_deviation
@@ -430,40 +433,78 @@ def slow_data(observed: o.Observed) -> Iterator[o.Reason]:
 
 def slower_than_before(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if throughput has fallen against the run's own past, in the same attempt and with the same
-    ranks.
+    ranks: since a step from which on it has stayed low, or in the newest steps.
 
-    None with fewer than ``PAST_STEPS`` before.
+    The newest steps alone need ``PAST_STEPS`` before them.
     """
-    if not observed.running or len(observed.recent) < o.RECENT_STEPS:
+    if len(observed.recent) < o.RECENT_STEPS:
         return
     ranks = observed.started.ranks if observed.started else 0
     sampled = [
-        event.body
+        (event.t, event.body)
         for event in observed.past
         if isinstance(event.body, run_events.Step) and event.attempt == observed.attempt
     ]
-    before = [*sampled[o.NEW_STEPS :], *(step for _, step in observed.settled[: -len(observed.recent)])]
-    if len(before) < o.PAST_STEPS:
-        return
-    usual, limit = _usual_speed([step.tokens_per_s for step in before])
-    now = median(step.tokens_per_s for _, step in observed.recent)
+    steps = [*sampled[o.NEW_STEPS :], *observed.settled]
+    speeds = np.array([step.tokens_per_s for _, step in steps])
+    newest = len(observed.recent)
+    now = median(speeds[-newest:].tolist())
+    if first := _lasting_fall(speeds, newest):
+        usual, limit = float(np.median(speeds[:first])), (1 - o.SLOWER) * float(np.median(speeds[:first]))
+        since = steps[first][0]
+    else:
+        first = len(steps) - newest
+        if first < o.PAST_STEPS:
+            return
+        usual, limit = _usual_speed(speeds[:first].tolist())
+        since = next((t for t, step in observed.settled if step.tokens_per_s < limit), observed.recent[0][0])
     if now >= limit:
         return
-    slow = [t for t, step in observed.settled if step.tokens_per_s < limit]
     yield o.Reason(
         code="slower",
         severity="warning",
-        title=f"Throughput is {1 - now / usual:.0%} below the run's own past",
+        title=f"Throughput is {1 - now / usual:.0%} below the run's own past, since step {steps[first][1].step:,}",
         where="the whole run",
-        since=slow[0] if slow else observed.recent[0][0],
+        since=since,
         evidence=(
-            f"{now:,.0f} tokens/s in the newest {len(observed.recent)} logged steps, {usual:,.0f} before, in the same attempt"
+            f"{now:,.0f} tokens/s in the newest {newest} logged steps, {usual:,.0f} before step {steps[first][1].step:,}, in the same attempt"
             + (f" on {ranks:,} ranks" if ranks else ""),
-            *_grown(before, [step for _, step in observed.recent]),
+            *_grown([step for _, step in steps[:first]], [step for _, step in steps[first:]]),
+            *_crowded(observed),
         ),
-        doing="nothing by itself; a fleet replaces a rank that is slower than its peers",
+        doing=observed.doing("nothing by itself; a fleet replaces a rank that is slower than its peers"),
         next=f"phalanx goodput {observed.run} (where the time goes); phalanx ranks {observed.run} (which rank is slow)",
     )
+
+
+def _crowded(observed: o.Observed) -> tuple[str, ...]:
+    """Return a sentence on other processes that use this machine, if their threads want every core; else empty."""
+    load, threads = observed.load, observed.spec.runtime.threads if observed.spec else 1
+    own = threads * sum(process.rank is not None for process in observed.processes)
+    if load is None or load.runnable - own < load.cores:
+        return ()
+    return (
+        f"{load.runnable:.3g} threads want the {load.cores} cores of this machine (its load), and its ranks have {own}: other processes use it",
+    )
+
+
+def _lasting_fall(speeds: NDArray[np.float64], newest: int) -> int:
+    """Return the index of the step from which on throughput is lower than before, though it varies; 0 if there is none.
+
+    The step is that of the largest cumulative sum of ranks (a change-point test as Pettitt's, Applied Statistics 28, 1979, weighted by the
+    sizes of both parts). Of ``PAST_STEPS`` on both sides three quarters must be lower than three quarters before; after fewer, a fall to half
+    is enough.
+    """
+    count = len(speeds)
+    if count < o.FEW_STEPS + newest:
+        return 0
+    order = np.argsort(np.argsort(speeds)) - (count - 1) / 2
+    ends = np.arange(o.FEW_STEPS, count - newest + 1)
+    first = int(ends[np.argmax(np.cumsum(order)[ends - 1] / np.sqrt(ends * (count - ends)))])
+    before, after = speeds[:first], speeds[first:]
+    halved = 2 * np.quantile(after, 0.9) < np.quantile(before, 0.1, method="lower")
+    lower = np.quantile(after, 0.75) < np.quantile(before, 0.25)
+    return first if halved or (lower and min(len(before), len(after)) >= o.PAST_STEPS) else 0
 
 
 def _usual_speed(speeds: list[float]) -> tuple[float, float]:

@@ -356,6 +356,7 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         checkpoint_files=checkpoint_files,
         checkpoints=tuple(_checkpoints(directory)),
         disk=_disk(directory),
+        load=o.LoadSeen(os.getloadavg()[0], os.cpu_count() or 1) if is_held else None,
         metrics_address=coordinator_address(directory),
         machines=tuple(unlike_machines(directory)),
         throttled=tuple(read_throttling(directory, now)),

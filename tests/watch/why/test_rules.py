@@ -28,7 +28,7 @@ from phalanx.observe.metrics.endpoint import Target, announce
 from phalanx.observe.record.notes import Throttling
 from phalanx.run.spec import CheckpointSpec, EvalSpec, FleetSpec, MoeSpec, ObserveSpec, RunSpec
 from phalanx.train.lifecycle.ending import RunFailedError, report_failure
-from phalanx_watch.why.observed import DiskSeen, MemorySeen, Reason, SlowRankSeen
+from phalanx_watch.why.observed import DiskSeen, LoadSeen, MemorySeen, ProcessSeen, Reason, SlowRankSeen
 from watch.why.watched import T0, Watched, fleet_file, happening, member, step, steps
 
 NOTHING_DUE = RunSpec(checkpoint=CheckpointSpec(every_steps=1000), evaluation=EvalSpec(every_steps=0))
@@ -228,6 +228,42 @@ def test_a_fall_of_throughput_is_named_with_what_has_grown(run: Watched) -> None
     assert found.code == "slower"
     assert "40%" in found.title
     assert "step.comm_exposed.dp" in found.evidence[1]
+
+
+@pytest.mark.parametrize(
+    ("before", "varies", "falls_to", "codes"),
+    [
+        (14, (1.0,), 0.2, []),  # four steps are settled
+        (16, (1.0,), 0.2, ["slower"]),
+        (90, (0.5, 1.0, 1.5), 0.5, []),
+        (140, (0.5, 1.0, 1.5), 0.8, []),
+        (140, (0.5, 1.0, 1.5), 0.3, ["slower"]),
+    ],
+)
+def test_a_fall_to_half_needs_few_steps_before_and_one_that_stays_is_named_though_throughput_varies(
+    tmp_path: Path, before: int, varies: tuple[float, ...], falls_to: float, codes: list[str]
+) -> None:
+    run = Watched(tmp_path, NOTHING_DUE)
+
+    def speed(number: int) -> dict[str, Any]:
+        usual = 500.0 if number <= before else 500.0 * falls_to
+        return {"tokens_per_s": usual * varies[number // 40 % len(varies)]}
+
+    run.write(steps(1, before + 170, speed))
+    reasons = run.reasons()
+    assert [reason.code for reason in reasons] == codes
+    assert all(f"step {before + 1}" in reason.title for reason in reasons)
+
+
+def test_a_fall_of_throughput_beside_other_processes_names_the_load(run: Watched) -> None:
+    run.write([*steps(31, 140), *steps(141, 165, lambda _: {"tokens_per_s": 300.0})])
+    ranks = tuple(ProcessSeen(number, "R", number) for number in range(4))
+    assert (
+        "9 threads want the 4 cores" in only(run.reasons(load=LoadSeen(9.0, 4), processes=ranks)).evidence[-1]
+    )
+    assert not any(
+        "cores" in line for line in only(run.reasons(load=LoadSeen(5.0, 4), processes=ranks)).evidence
+    )
 
 
 def test_little_training_in_long_time_is_named_with_its_largest_cause(run: Watched) -> None:
