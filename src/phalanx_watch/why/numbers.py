@@ -187,8 +187,9 @@ def raised_loss(observed: o.Observed) -> Iterator[o.Reason]:
 
 
 def _noise(losses: Sequence[float]) -> float:
-    """Return the median change between neighbors of ``losses``, on which a slow trend has no effect."""
-    return median(abs(after - before) for before, after in pairwise(losses))
+    """Return the median change between neighbors of ``losses``, without their trend, which is larger if fewer steps are logged."""
+    trend = (losses[-1] - losses[0]) / (len(losses) - 1)
+    return median(abs(after - before - trend) for before, after in pairwise(losses))
 
 
 def _recent_change(observed: o.Observed, step: int, window: int, *, of_data: bool) -> Change | None:

@@ -18,7 +18,7 @@ from phalanx.run.spec import CheckpointSpec, DataSpec, EvalSpec, ModelSpec, RunS
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx_watch.why.observed import OriginSeen
 from watch.why.test_rules import only, spike
-from watch.why.watched import T0, Watched, steps
+from watch.why.watched import T0, Watched, step, steps
 
 SPEC = RunSpec(
     checkpoint=CheckpointSpec(every_steps=1000),
@@ -38,7 +38,7 @@ def wavering(level: float, width: float = 0.1) -> Any:
 
 def continued(changed_fields: Sequence[str], level: float = 2.0) -> OriginSeen:
     """Step 300 of a parent whose loss had a level."""
-    losses = tuple(step.loss for step in steps(200, 300, wavering(level)))
+    losses = tuple(body.loss for body in steps(200, 300, wavering(level)))
     return OriginSeen("parent", 300, losses, tuple(changed_fields))
 
 
@@ -110,6 +110,14 @@ def test_a_child_whose_loss_stays_higher_or_noisier_than_its_parents_is_named_wi
         assert reason.severity == "warning"
         assert reason.evidence[-1] == f"the run continues step 300 of parent with {fields[0]}"
         assert "phalanx train parent --from 300" in reason.next
+
+
+def test_a_child_that_logs_fewer_steps_while_its_loss_falls_fast_is_not_noisier(tmp_path: Path) -> None:
+    run = Watched(tmp_path, SPEC)
+    numbers = range(310, 900, 10)
+    run.write([step(number, loss=2.0 - number / 1000 + 0.02 * (number // 10 % 2)) for number in numbers])
+    losses = tuple(2.0 - number / 1000 + 0.01 * (number % 2) for number in range(200, 300))
+    assert run.codes(origin=OriginSeen("parent", 300, losses, (RATE,))) == []
 
 
 def test_a_child_with_other_data_has_a_note(tmp_path: Path) -> None:
