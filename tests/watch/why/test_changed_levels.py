@@ -114,9 +114,10 @@ def test_a_child_whose_loss_stays_higher_or_noisier_than_its_parents_is_named_wi
 
 def test_a_child_that_logs_fewer_steps_while_its_loss_falls_fast_is_not_noisier(tmp_path: Path) -> None:
     run = Watched(tmp_path, SPEC)
-    numbers = range(310, 900, 10)
-    run.write([step(number, loss=2.0 - number / 1000 + 0.02 * (number // 10 % 2)) for number in numbers])
-    losses = tuple(2.0 - number / 1000 + 0.01 * (number % 2) for number in range(200, 300))
+    run.write(
+        [step(number, loss=6 - number / 100 + 0.01 * (number // 10 % 2)) for number in range(310, 560, 10)]
+    )
+    losses = tuple(2.0 + 0.01 * (number % 2) for number in range(200, 300))
     assert run.codes(origin=OriginSeen("parent", 300, losses, (RATE,))) == []
 
 
