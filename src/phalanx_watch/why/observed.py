@@ -153,6 +153,8 @@ CHECKPOINT_LEAST_S = 120.0
 """For checkpoints that are due every few seconds and written to a slow disk."""
 HELD_OUT_SHARE = 0.1
 """Share of the held-out documents that are also trained on. Web text repeats a few percent of its documents (arXiv 2107.06499)."""
+LOST_STARTS = 2
+"""Earlier starts without a checkpoint: one may be an attempt that was given up."""
 SAVES = 5
 """Newest saves whose delays of training are added up."""
 SAVE_SHARE = 0.1

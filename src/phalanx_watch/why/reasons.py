@@ -79,6 +79,7 @@ RULES: tuple[Rule, ...] = (
         surroundings.failed_checkpoints,
         surroundings.full_disk,
         surroundings.old_checkpoint,
+        surroundings.unsaved_starts,
         surroundings.slow_checkpoints,
         surroundings.damaged_checkpoints,
         surroundings.passed_over_checkpoints,

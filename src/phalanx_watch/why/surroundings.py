@@ -17,6 +17,7 @@ from phalanx.observe.events import (
     Message,
     Restored,
     RunStarted,
+    Step,
 )
 from phalanx.observe.throughput import format_duration
 from phalanx_watch.why import observed as o
@@ -96,6 +97,40 @@ def old_checkpoint(observed: o.Observed) -> Iterator[o.Reason]:
         ),
         doing="training continues; a crash now would cost the steps since",
         next=f"phalanx checkpoint list {observed.run}; is one being written for long, or did the disk get slow?",
+    )
+
+
+def unsaved_starts(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if ``LOST_STARTS`` starts before the newest one began at the same step as it and ended before the first checkpoint.
+
+    Nothing unless the run is running. A fleet that regroups continues at a later step.
+    """
+    every = observed.spec.checkpoint.every_steps if observed.spec else 0
+    if not observed.running or not observed.steps or not every or observed.saved_step:
+        return
+    first, last = observed.steps[0][1].step, observed.steps[-1][1].step
+    steps: dict[int, list[int]] = {}
+    for event in observed.events:
+        if isinstance(event.body, Step) and event.attempt < observed.attempt:
+            steps.setdefault(event.attempt, []).append(event.body.step)
+    lost = [
+        numbers[-1] for numbers in steps.values() if len(numbers) >= o.RECENT_STEPS and numbers[0] == first
+    ]
+    if len(lost) < o.LOST_STARTS or last >= every:
+        return
+    yield o.Reason(
+        code="checkpoint-old",
+        severity="warning",
+        title=f"{len(lost)} starts have ended before the first checkpoint, and all their steps are lost",
+        where=f"{observed.run}/checkpoints",
+        since=observed.began_at,
+        evidence=(
+            f"no checkpoint was ever saved: the first is due at step {every:,} (checkpoint.every_steps), and training is at step {last:,}",
+            f"earlier starts, which began at step {first:,} too, ended after steps {', '.join(f'{step:,}' for step in lost[-_NAMED:])}",
+        ),
+        doing="training continues; if this start ends as early, its steps are lost too",
+        next=f"end it with Ctrl-C or SIGTERM, which saves; then save more often: phalanx train {observed.run} --set "
+        f"checkpoint.every_steps={max(1, min(lost) // 2)}",
     )
 
 

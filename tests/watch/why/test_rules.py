@@ -377,6 +377,25 @@ def test_a_checkpoint_older_than_three_of_its_intervals_is_named(run: Watched) -
     assert only(run.reasons(checkpoints=((20, run.t - 160),))).code == "checkpoint-old"
 
 
+def test_starts_that_ended_before_the_first_checkpoint_are_named_while_the_next_one_trains(
+    run: Watched,
+) -> None:
+    run.write(steps(1, 40), attempt=1)
+    assert run.codes() == []
+    run.write(steps(1, 25), attempt=2)
+    reason = only(run.reasons())
+    assert (reason.code, reason.severity) == ("checkpoint-old", "warning")
+    assert "ended after steps 30, 40" in reason.evidence[1]
+    assert "--set checkpoint.every_steps=15" in reason.next
+    assert run.codes(checkpoints=((20, run.t),)) == []
+
+
+def test_a_fleet_that_regroups_without_a_checkpoint_has_lost_no_start(run: Watched) -> None:
+    run.write(steps(31, 60), attempt=1)
+    run.write(steps(61, 90), attempt=2)
+    assert run.codes() == []
+
+
 @pytest.mark.parametrize(
     ("free", "code"), [(10**9, ["disk-full"]), (40 * 10**9, []), (5 * 10**9, ["disk-filling"])]
 )
