@@ -45,6 +45,8 @@ class IncidentKind(StrEnum):
     """Samples have not arrived for long."""
     DAMAGED_CHECKPOINT = "damaged-checkpoint"
     """A start has passed over a damaged checkpoint."""
+    THREADS = "threads"
+    """Ranks have more threads than their machine has cores for."""
     PROFILE_REFUSED = "profile-refused"
     """A request for a profile is not followed."""
 

@@ -59,6 +59,7 @@ Code = Literal[
     "growing-memory",
     "throttled",
     "metrics-elsewhere",
+    "too-many-threads",
     "slow-data",
     "slower",
     "low-goodput",

@@ -92,6 +92,7 @@ RULES: tuple[Rule, ...] = (
         fleet.no_spares,
         fleet.hardware,
         surroundings.throttled,
+        surroundings.too_many_threads,
         fleet.straggler,
         fleet.growing_memory,
         fleet.metrics_elsewhere,

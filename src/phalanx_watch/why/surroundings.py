@@ -466,6 +466,28 @@ def throttled(observed: o.Observed) -> Iterator[o.Reason]:
         )
 
 
+def too_many_threads(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if the newest start has warned that its ranks have more threads than cores."""
+    for event in (*observed.past, *observed.mine):
+        message = event.body
+        if (
+            event.attempt == observed.attempt
+            and isinstance(message, Message)
+            and message.incident is IncidentKind.THREADS
+        ):
+            yield o.Reason(
+                code="too-many-threads",
+                severity="warning",
+                title="The ranks have more threads than their machine has cores for",
+                where="runtime.threads",
+                since=event.t,
+                evidence=(message.text,),
+                doing=observed.doing("training continues, several times slower"),
+                next="as named; how much it costs: phalanx train of a few steps with either number",
+            )
+            return
+
+
 def clock_skew(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if events are over ``SKEW_S`` in this machine's future, or one is stamped so much before the event above it.
 

@@ -8,8 +8,8 @@ import pytest
 
 from phalanx.data.reading.sources import MixtureIndex
 from phalanx.data.stored.index import DatasetIndex, Recipe, ShardFile, Split
-from phalanx.run.spec import ModelSpec, MoeSpec, RunSpec, TrainSpec
-from phalanx.train.start.checks import start_notes
+from phalanx.run.spec import ModelSpec, MoeSpec, RunSpec, RuntimeSpec, TrainSpec
+from phalanx.train.start.checks import start_notes, thread_notes
 
 ENOUGH = Split((ShardFile("0", 10**12, ""),), 10, 10**12, "")
 INDEX = DatasetIndex(
@@ -64,3 +64,14 @@ def held_out(tokens: int, packed_seq_len: int = 0) -> DatasetIndex:
 def test_a_run_without_held_out_loss_is_told(index: DatasetIndex | MixtureIndex, has_loss: bool) -> None:
     run = RunSpec(model=ModelSpec(vocab_size=300), train=TrainSpec(seq_len=256))
     assert any("no held-out loss" in note for note in start_notes(run, index)) is not has_loss
+
+
+@pytest.mark.parametrize(
+    ("threads", "ranks", "cores", "is_named"),
+    [(16, 2, 2, True), (8, 8, 16, True), (2, 2, 2, False), (4, 8, 32, False), (1, 64, 2, False)],
+)
+def test_ranks_with_far_more_threads_than_cores_are_named(
+    threads: int, ranks: int, cores: int, is_named: bool
+) -> None:
+    spec = RunSpec(runtime=RuntimeSpec(threads=threads))
+    assert bool(list(thread_notes(spec, ranks, cores))) is is_named

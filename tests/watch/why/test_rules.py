@@ -633,6 +633,14 @@ def test_a_node_that_is_slowed_down_while_it_trains_is_named_with_its_slow_rank(
     assert "throttled" not in run.codes(throttled=(note,), finished=True)
 
 
+def test_a_start_that_has_warned_of_more_threads_than_cores_is_named(run: Watched) -> None:
+    run.write([Message("warning", "any words", IncidentKind.THREADS), *steps(31, 40)])
+    found = only(run.reasons())
+    assert (found.code, found.evidence) == ("too-many-threads", ("any words",))
+    run.write(steps(41, 60), attempt=1)  # started again, and without the warning
+    assert run.codes() == []
+
+
 def test_a_clock_that_differs_is_named(run: Watched) -> None:
     run.t -= 60
     run.write(steps(31, 31))

@@ -201,6 +201,11 @@ def usable_cores() -> int:
     return max(1, math.floor(min(cores, quota_cores())))
 
 
+def is_bound() -> bool:
+    """Return True if this process may use only some of the machine's cores (taskset, or a launcher that binds ranks)."""
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+
+
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the processor's name: as the kernel lists it, else of an Arm core by its numbers, else the platform's."""
     fields: dict[str, str] = {}

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from phalanx.hardware.local.device import most_memory_bytes
+from phalanx.hardware.local.device import most_memory_bytes, on_gpu
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.events import IncidentKind, Restored, RunStarted, Step
 from phalanx.observe.ledger import Bucket
+from phalanx.observe.record.records import is_bound, usable_cores
 from phalanx.observe.throughput import typical
 from phalanx.parallel.reduction.data_parallel import local, named_parameters
 from phalanx.plugins import PluginError, load_plugin, plugin_names
@@ -28,7 +29,7 @@ from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.progress import is_due
 from phalanx.train.lifecycle.reporter import start_record, watch_machines
 from phalanx.train.measure.numerics import Numerics, differing
-from phalanx.train.start.checks import disk_notes, start_notes
+from phalanx.train.start.checks import disk_notes, start_notes, thread_notes
 from phalanx.train.step.machines import MachineTable
 from phalanx.train.step.meters import RankTimes
 from phalanx.train.step.step import StepReport
@@ -217,6 +218,12 @@ def report_start(training: Training) -> None:
         )
     for note in disk_notes(inputs.spec, inputs.directory) if reporter.speaks else ():
         reporter.warn(note)
+    if reporter.speaks and not on_gpu(training.mesh.device):
+        machines = training.machines.machines
+        # A rank that its launcher has bound to some cores shares them with no other.
+        ranks = 1 if is_bound() else machines.count(machines[training.mesh.rank])
+        for note in thread_notes(inputs.spec, ranks, usable_cores()):
+            reporter.warn(note, IncidentKind.THREADS)
     if restored is None or restored.taken_over:
         for note in start_notes(inputs.spec, training.data.index):
             reporter.warn(note)

@@ -118,6 +118,20 @@ def _task_problems(spec: RunSpec, places: Mapping[str, DatasetPlace]) -> Iterato
             yield Problem(f"evaluation.tasks[{number}]", str(error), "mend the file, or leave the task out")
 
 
+_THREADS_A_CORE = 2
+"""Threads for each core that slow nothing down much: they wait for memory and for each other."""
+
+
+def thread_notes(spec: RunSpec, ranks: int, cores: int) -> Iterator[str]:
+    """Yield a sentence if ``ranks`` ranks, which share ``cores`` cores, have far more threads than these can run."""
+    threads = spec.runtime.threads
+    if threads > 1 and threads * ranks > _THREADS_A_CORE * cores:
+        yield (
+            f"{ranks} rank{'s' * (ranks > 1)} of runtime.threads = {threads} share {cores} core{'s' * (cores > 1)}: the threads stop each other. The field "
+            f"decides how sums are rounded, so a run keeps it: start fewer ranks here, or a new run with --set runtime.threads={max(1, cores // ranks)}"
+        )
+
+
 def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
     """Yield sentences on what the user may not have meant: many epochs, no export, attention across packed documents, no held-out
     loss."""
