@@ -127,7 +127,7 @@ class RankLateness:
     slow: bool
     """True if it was slower in most windows, and its median stands out."""
     late_share: float = 0.0
-    """Time that its peers waited for it in its slow windows, over their own time in all windows."""
+    """Time that its peers waited for it in its slow windows but the slowest, over their own time in all windows."""
 
 
 def newest_windows(stream: RankStream, last: int, attempt: int | None = None, least_s: float = 0.0) -> range:
@@ -180,7 +180,8 @@ def _latest(values: NDArray[np.float32], peers: NDArray[np.int64], most: int) ->
         return []
     late = np.array([lateness(window, _RULE)[0] for window in mine])  # (windows, peers)
     slower = (late >= _RULE.slowdown).sum(0)
-    late_share = np.where(late >= _RULE.slowdown, late, 0.0).sum(0) / len(mine)
+    waits = np.where(late >= _RULE.slowdown, late, 0.0)  # (windows, peers)
+    late_share = (waits.sum(0) - waits.max(0)) / len(mine)  # the longest may be a single pause, of all ranks
     usual = np.median(mine, axis=0)
     slowdown, deviations = lateness(usual, _RULE)
     mostly = slower * _RULE.windows >= _RULE.needed * len(mine)

@@ -210,6 +210,8 @@ BURST_WINDOWS = 0.2
 """Share of the windows in which a rank must be slower to be late in bursts, which a median over all windows does
 not show. One or two windows of twenty are any neighbor's.
 """
+BURSTS_MOST = 0.5
+"""A rank that is late in more of them, and not by the median, shares its cores with noise."""
 BURST_ALONE = 4.0
 """Factor on the waits for the next rank: on a shared machine all ranks are late at times, one of two up to 3.6 times as much."""
 SLOW_RANK = 0.2

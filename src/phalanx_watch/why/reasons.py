@@ -164,12 +164,12 @@ def slow_ranks(directory: RunDirectory, attempt: int) -> list[o.SlowRankSeen]:
 
 
 def _is_late_alone(worst: comparison.RankLateness, ranks: Sequence[comparison.RankLateness]) -> bool:
-    """Return True if a rank is late in bursts: often, by much in total, and far more than any other rank. On a
+    """Return True if a rank is late in bursts: in some windows, by much in total, and far more than any other rank. On a
     busy machine every rank is late at times.
     """
     others = max((rank.late_share for rank in ranks if rank is not worst), default=0.0)
-    often = worst.slower >= o.BURST_WINDOWS * worst.windows
-    return often and worst.late_share >= o.SLOW_RANK and worst.late_share >= o.BURST_ALONE * others
+    in_bursts = o.BURST_WINDOWS * worst.windows <= worst.slower <= o.BURSTS_MOST * worst.windows
+    return in_bursts and worst.late_share >= o.SLOW_RANK and worst.late_share >= o.BURST_ALONE * others
 
 
 def most_grown_memory(directory: RunDirectory, attempt: int) -> o.MemorySeen | None:

@@ -145,9 +145,12 @@ def test_the_memory_that_grows_most_is_read_from_the_stream_of_ranks_without_the
     assert [size / (1 << 30) for size in seen.sizes] == pytest.approx([18, 28, 38, 48, 58, 68], rel=1e-3)
 
 
-@pytest.mark.parametrize(("others", "named"), [(0.02, ["rank 3"]), (0.9, [])])
-def test_a_rank_that_is_late_in_bursts_is_named_unless_all_are(
-    tmp_path: Path, others: float, named: list[str]
+@pytest.mark.parametrize(
+    ("every", "late", "others", "named"),
+    [(5, 1.8, 0.02, ["rank 3"]), (5, 1.8, 0.9, []), (20, 99.0, 0.06, [])],
+)
+def test_a_rank_that_is_late_in_bursts_is_named_unless_all_are_or_it_was_one_pause(
+    tmp_path: Path, every: int, late: float, others: float, named: list[str]
 ) -> None:
     run = Watched(tmp_path)
     (tmp_path / "run.toml").write_text('[data]\npath = "words"\n')
@@ -155,8 +158,8 @@ def test_a_rank_that_is_late_in_bursts_is_named_unless_all_are(
     with RankStreamWriter(run.directory.ranks) as writer:
         for window in range(1, 21):
             compute = np.array([1.0, 1.0, 1.0, 1.0], np.float32)
-            compute[3] += 1.8 * (window % 5 == 1)
-            compute[window % 3] += others * (window % 2)
+            compute[3] += late * (window % every == 1)
+            compute[window % 3 if every == 5 else 3] += others * (window % 2)
             columns = {name: np.full(4, np.nan, np.float32) for name in RANK_COLUMNS} | {"compute_s": compute}
             writer.append(RankFrame(10 * window, run.t + window, 0, 4, columns, 10))
     reasons = [one for one in run.reasons() if one.code == "straggler"]
