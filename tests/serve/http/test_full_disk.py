@@ -33,7 +33,7 @@ def test_a_served_run_on_a_full_disk_answers_as_before_and_notes_itself_when_the
     chat_run: Path, disk: Path
 ) -> None:
     run = disk / "run"
-    # Other servers of this session leave notes in the folder that is copied.
+    # Servers of other tests leave notes in the folder that is copied.
     shutil.copytree(chat_run, run, ignore=shutil.ignore_patterns("serving"))
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     before = _said(chat_run, env)

@@ -68,7 +68,9 @@ def test_the_traceback_of_a_defect_of_a_worker_is_printed_and_the_router_gets_th
     reasons: list[str] = []
 
     async def work_with_a_router() -> str:
-        ignore: Callable[..., None] = lambda *_: None  # noqa: E731
+        def ignore(*_: object) -> None:
+            pass
+
         watcher = Watcher(ignore, ignore, lambda _, reason: reasons.append(reason), ignore, ignore)
         router = RequestRouter(TASK.token, RouterSettings(), watcher)
         server = await router.listen("127.0.0.1")

@@ -407,7 +407,9 @@ def test_an_error_in_a_report_of_a_late_worker_ends_no_later_report(caplog: pyte
             if peer.number == 0:
                 raise ValueError("the report fails")
 
-        ignore: Callable[..., None] = lambda *_: None  # noqa: E731
+        def ignore(*_: object) -> None:
+            pass
+
         watcher = Watcher(ignore, ignore, ignore, report, ignore)
         router = RequestRouter(TOKEN, RouterSettings(64, late_s=0.0, tick_s=0.01), watcher)
         server = await router.listen("127.0.0.1")
