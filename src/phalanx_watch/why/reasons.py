@@ -51,7 +51,6 @@ from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_url
 from phalanx.store.store import StoreError
 from phalanx.train.lifecycle.ending import read_failure
-from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx_watch import ranks as comparison
 from phalanx_watch.runs.probe import KernelLocks, holder_of
 from phalanx_watch.why import fleet, layers, numbers, progress, surroundings
@@ -471,12 +470,13 @@ def _origin(record: dict[str, object], spec: RunSpec) -> o.OriginSeen | None:
         OSError, RunDirectoryError, RecursionError, CheckpointError, KeyError, TypeError, ValueError
     ):
         index = step_folder(parent.checkpoints, lineage[-1].step) / CHECKPOINT_INDEX
-        progress = TrainProgress.from_extra(decode_index(read_small(index), str(index)).extra)
+        # The fields "step" and "recent" of TrainProgress, whose module needs PyTorch: reasons are listed without it.
+        extra = decode_index(read_small(index), str(index)).extra
         changes = field_differences(read_resolved(parent), spec)
         return o.OriginSeen(
             str(parent.path),
-            progress.step,
-            tuple(loss for loss, _ in progress.recent),
+            int(extra["step"]),
+            tuple(float(loss) for loss, _ in extra.get("recent", ())),
             tuple(
                 str(change)
                 for change in changes

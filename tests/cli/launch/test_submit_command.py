@@ -475,7 +475,9 @@ def test_a_run_that_is_started_again_is_cancelled_before_its_fleet_has_formed(
     then_s = (tmp_path / "fleet.json").stat().st_mtime
     (tmp_path / FOLDER / "job.sh").touch()
     os.utime(tmp_path / FOLDER / "job.sh", (then_s, then_s + 60))
-    starting = subprocess.Popen(["bash", "-c", "sleep 900; true", str(tmp_path)], start_new_session=True)
+    # One process, since a shell that is ended while it starts another waits for that first.
+    code = "import time; time.sleep(900)"
+    starting = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], start_new_session=True)
     session = bare.Started(Host("host", HERE, 0, "127.0.0.1"), starting.pid)
     (tmp_path / FOLDER / "hosts.json").write_text(json.dumps([asdict(session)]))
     told = CliRunner().invoke(commands.cancel_command, [str(tmp_path)])
