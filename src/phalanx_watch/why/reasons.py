@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -471,7 +471,7 @@ def _origin(record: dict[str, object], spec: RunSpec) -> o.OriginSeen | None:
     ):
         index = step_folder(parent.checkpoints, lineage[-1].step) / CHECKPOINT_INDEX
         # The fields "step" and "recent" of TrainProgress, whose module needs PyTorch: reasons are listed without it.
-        extra = decode_index(read_small(index), str(index)).extra
+        extra: dict[str, Any] = decode_index(read_small(index), str(index)).extra
         changes = field_differences(read_resolved(parent), spec)
         return o.OriginSeen(
             str(parent.path),
