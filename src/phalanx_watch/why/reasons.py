@@ -174,7 +174,7 @@ def _is_late_alone(worst: comparison.RankLateness, ranks: Sequence[comparison.Ra
 def most_grown_memory(directory: RunDirectory, attempt: int) -> o.MemorySeen | None:
     """Return the memory of the rank of ``attempt`` whose memory has grown most; None if there are too few windows, or files cannot be read."""
     with (
-        suppress(RankStreamError, RunDirectoryError, IndexError, ValueError),
+        suppress(RankStreamError, RunDirectoryError, OSError, IndexError, ValueError),
         RankStream(directory.ranks) as stream,
     ):
         windows = comparison.newest_windows(stream, len(stream), attempt)

@@ -357,6 +357,7 @@ def held_out_leak(observed: o.Observed) -> Iterator[o.Reason]:
     shared = {
         name: (source.get("held_out_in_training"), source.get("held_out_documents"))
         for name, source in (datasets.items() if isinstance(datasets, dict) else ())
+        if isinstance(source, dict)
     }
     leaks = {
         name: (copies, documents)
@@ -483,7 +484,7 @@ def too_many_threads(observed: o.Observed) -> Iterator[o.Reason]:
                 since=event.t,
                 evidence=(message.text,),
                 doing=observed.doing("training continues, several times slower"),
-                next="as named; how much it costs: phalanx train of a few steps with either number",
+                next="start fewer ranks on that machine, or a run of its own with fewer threads: phalanx train RUN_FILE --set runtime.threads=...",
             )
             return
 

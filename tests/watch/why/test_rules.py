@@ -599,6 +599,12 @@ def test_held_out_documents_that_are_trained_on_are_named_also_once_the_run_has_
     assert run.codes(finished=True, is_held=False) == codes_then
 
 
+def test_a_record_of_the_data_in_another_form_is_no_reason(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run", NOTHING_DUE)
+    run.write([RunStarted("r", 100_000, environment={"data": {"": "words"}}), *steps(1, 30)])
+    assert run.codes() == []
+
+
 def test_other_libraries_than_at_the_start_are_named(tmp_path: Path) -> None:
     run = Watched(tmp_path / "run", NOTHING_DUE)
     for attempt, version in enumerate(("2.13.0", "2.14.1")):

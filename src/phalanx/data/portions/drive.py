@@ -27,7 +27,7 @@ from phalanx.data.portions.planning.recipe import OutputRecipe, PreparationRecip
 from phalanx.data.portions.read_portion import read_portion
 from phalanx.data.portions.stages import Executor, outcome_of, stages_of
 from phalanx.data.portions.tasks import SEAL, Stage, Workplace, total
-from phalanx.data.portions.write_portion import held_out_in_training, sweep
+from phalanx.data.portions.write_portion import has_text_hashes, sweep
 from phalanx.data.preparing.files import Files, files_of, local_path
 from phalanx.data.preparing.prepare import PreparedDataset
 from phalanx.data.preparing.split_writer import held_out_end
@@ -99,7 +99,7 @@ def carry_out(place: Workplace, executor: Executor, on_stage: OnStage = lambda *
             raise PreparationError(f"{place.url}/{INDEX_KEY} is gone since it was written")
     _sweep(place)
     manifests = place.manifests(Stage("write", len(place.plan.portions)))
-    shared = None if reused else held_out_in_training(place, manifests)
+    shared = None if reused or not has_text_hashes(manifests) else index.held_out_in_training
     return PreparedDataset(place.url, index, reused, shared, total(manifests))
 
 

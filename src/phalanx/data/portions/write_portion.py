@@ -273,26 +273,30 @@ def dataset_index(place: Workplace, manifests: list[TaskManifest]) -> DatasetInd
         None if chat is None else ChatRecipe(chat.layout.template.sha256, chat.end, output.too_long),
         output.hold_out_by,
     )
-    return encoding.index(recipe, splits, held_out_in_training=held_out_in_training(place, manifests) or 0)
+    return encoding.index(recipe, splits, held_out_in_training=_held_out_in_training(place, manifests))
 
 
-def held_out_in_training(place: Workplace, manifests: Sequence[TaskManifest]) -> int | None:
-    """Return the number of held-out documents whose text is also in the training split, by the stored hashes.
-    ``None`` if an earlier version wrote a portion without hashes.
-    """
-    hashes: dict[str, list[StoredObject]] = {name: [] for name in SPLITS}
-    for manifest in manifests:
-        written = {item.key.rpartition("/")[2]: item for item in manifest.objects}
-        for name in SPLITS:
-            texts = written.get(texts_key(name, manifest.task))
-            if texts is None:
-                return None
-            hashes[name].append(texts)
+def has_text_hashes(manifests: Sequence[TaskManifest]) -> bool:
+    """Return False if an earlier version wrote a portion without the hashes of its texts."""
+    return all(_text_hashes(manifest, name) is not None for manifest in manifests for name in SPLITS)
+
+
+def _held_out_in_training(place: Workplace, manifests: Sequence[TaskManifest]) -> int:
+    """Return the number of held-out documents whose text is also in the training split, by the stored hashes; 0 without them."""
+    if not has_text_hashes(manifests):
+        return 0
 
     def read(name: str) -> Iterator[NDArray[np.uint64]]:
-        return (np.frombuffer(place.get_packed(texts), dtype="<u8") for texts in hashes[name])
+        stored = filter(None, (_text_hashes(manifest, name) for manifest in manifests))
+        return (np.frombuffer(place.get_packed(texts), dtype="<u8") for texts in stored)
 
     return count_shared(np.concatenate([np.empty(0, "<u8"), *read(HELD_OUT)]), read(TRAIN))
+
+
+def _text_hashes(manifest: TaskManifest, name: str) -> StoredObject | None:
+    """Return the object with the hashes of the texts of split ``name``; None if the task stored none."""
+    key = texts_key(name, manifest.task)
+    return next((item for item in manifest.objects if item.key.rpartition("/")[2] == key), None)
 
 
 def _joined(name: str, manifests: list[TaskManifest]) -> Split:
