@@ -320,10 +320,10 @@ def query_of(parameters: Parameters) -> read_lines.LogQuery:
 
     Raises ``PageRequestError`` for a rank, level or time that is none.
     """
-    ranks = [_rank(word) for word in parameters.names("rank", most=1000)]
+    ranks = map(_rank, parameters.names("rank", most=1000))
     level = parameters.choice("level", LEVELS)
     return read_lines.LogQuery(
-        ranks=frozenset(ranks),
+        ranks=tuple(range(rank, rank + 1) for rank in ranks),
         nodes=frozenset(parameters.names("node", most=1000)),
         level=level,
         since=parameters.number("since"),

@@ -103,7 +103,8 @@ def test_a_processes_lines_never_change_places_though_its_clock_was_set_back(dir
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
-        (LogQuery(ranks=frozenset([1])), "bd"),
+        (LogQuery(ranks=(range(1, 2),)), "bd"),
+        (LogQuery(ranks=(range(1, 10**15),)), "bcd"),
         (LogQuery(nodes=frozenset(["node-1"])), "c"),
         (LogQuery(level="warning"), "cd"),
         (LogQuery(since=2.0, until=3.0), "bc"),

@@ -131,7 +131,7 @@ def _query(options: LogsOptions, now_s: float) -> LogQuery:
         )
     try:
         return LogQuery(
-            frozenset(number for words in options.ranks for number in ranks_of(words)),
+            tuple(ranks for words in options.ranks for ranks in ranks_of(words)),
             frozenset(options.nodes),
             options.level or "debug",
             since_s,
@@ -143,8 +143,8 @@ def _query(options: LogsOptions, now_s: float) -> LogQuery:
         raise click.BadParameter(str(error), param_hint="--grep") from error
 
 
-def ranks_of(words: str) -> Iterable[int]:
-    """Yield the ranks in ``3``, ``8-15`` or ``1,4``. Raises ``click.BadParameter`` for another form."""
+def ranks_of(words: str) -> Iterable[range]:
+    """Yield the ranges of ranks in ``3``, ``8-15`` or ``1,4``. Raises ``click.BadParameter`` for another form."""
     for part in words.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if not match or int(match[2] or match[1]) < int(match[1]):
@@ -152,7 +152,7 @@ def ranks_of(words: str) -> Iterable[int]:
                 f'"{part}" is no rank, like 3, and no ranks, like 8-15', param_hint="--rank"
             )
         first = int(match[1])
-        yield from range(first, int(match[2] or first) + 1)
+        yield range(first, int(match[2] or first) + 1)
 
 
 def moment(words: str, now_s: float) -> float:

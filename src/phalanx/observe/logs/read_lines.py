@@ -138,7 +138,7 @@ class LogQueryError(ValueError):
 class LogQuery:
     """Which lines are wanted; what is left empty does not matter."""
 
-    ranks: frozenset[int] = frozenset()
+    ranks: tuple[range, ...] = ()
     nodes: frozenset[str] = frozenset()
     level: str = "debug"
     """The least serious level."""
@@ -171,7 +171,9 @@ class LogQuery:
         """
         return (
             severity(line.level) >= severity(self.level)
-            and (not self.ranks or line.rank in self.ranks)
+            and (
+                not self.ranks or (line.rank is not None and any(line.rank in ranks for ranks in self.ranks))
+            )
             and (not self.nodes or line.node in self.nodes)
             and (self.since is None or line.t >= self.since)
             and (self.until is None or line.t <= self.until)
