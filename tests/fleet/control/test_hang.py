@@ -41,10 +41,7 @@ def test_the_rank_that_never_came_is_named_with_the_collective() -> None:
     records = [record(rank, {"world": call(7)}) for rank in (0, 1, 3)]
     found = diagnose([*records, record(2, {"world": call(6, over=True)})], 4)
     assert found.culprits == (2,)
-    assert (
-        str(found)
-        == "rank 2: gloo:all_reduce number 7 of group world: ranks 0, 1, 3 wait, ranks 2 never came"
-    )
+    assert str(found) == "rank 2: gloo:all_reduce number 7 of group world: ranks 0, 1, 3 wait for rank 2"
 
 
 def test_a_rank_without_a_record_is_named_if_others_wait_for_it() -> None:
@@ -70,13 +67,13 @@ def test_a_rank_that_calls_something_else_is_named() -> None:
     records = [record(rank, {"world": call(7)}) for rank in (0, 1, 3)]
     found = diagnose([*records, record(2, {"world": call(7, operation="gloo:broadcast")})], 4)
     assert found.culprits == (2,)
-    assert "ranks 2 call another operation" in str(found)
+    assert "rank 2 calls another operation" in str(found)
 
 
 def test_when_all_are_in_it_nobody_is_named() -> None:
     found = diagnose([record(rank, {"world": call(7)}) for rank in WORLD], 4)
     assert found.culprits == ()
-    assert "are all in it" in str(found)
+    assert "are in it" in str(found)
 
 
 def test_a_run_that_is_not_in_a_collective_is_not_stuck_in_one() -> None:

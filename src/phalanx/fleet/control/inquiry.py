@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -101,10 +101,10 @@ class Stuck:
         """Describe the collective, and the ranks that call another operation, else those absent, else all that wait."""
         collective = f"{self.operation} number {self.number} of group {self.group[:12]}"
         if self.odd:
-            return f"{collective}: ranks {_list(self.odd)} call another operation"
+            return f"{collective}: {_who(self.odd, 'calls', 'call')} another operation"
         if self.absent:
-            return f"{collective}: ranks {_list(self.waiting)} wait, ranks {_list(self.absent)} never came"
-        return f"{collective}: ranks {_list(self.waiting)} are all in it, and it does not end"
+            return f"{collective}: {_who(self.waiting, 'waits', 'wait')} for {_who(self.absent)}"
+        return f"{collective}: {_who(self.waiting, 'is', 'are')} in it, and it does not end"
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,14 @@ class Diagnosis:
     def __str__(self) -> str:
         if not self.stuck:
             return "no rank is in a collective: if the run hangs, it hangs elsewhere"
-        culprits = f"rank {_list(self.culprits)}: " if self.culprits else ""
+        culprits = f"{_who(self.culprits)}: " if self.culprits else ""
         return f"{culprits}{self.stuck[0]}"
 
 
-def _list(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
+def _who(ranks: Collection[int], of_one: str = "", of_many: str = "") -> str:
+    """Return ``rank 2`` or ``ranks 0, 1``, followed by the form of a verb that is given for one or for many."""
+    numbers = ", ".join(map(str, ranks))
+    return f"rank {numbers} {of_one}".rstrip() if len(ranks) == 1 else f"ranks {numbers} {of_many}".rstrip()
 
 
 def parse_record(record: bytes) -> FlightRecord:

@@ -47,7 +47,7 @@ class CorruptionFoundError(RuntimeError):
         ranks = ", ".join(map(str, verdict.ranks))
         doubt = "" if verdict.sure else " (one of them)"
         finding = (
-            f"slots {verdict.slots} computed wrongly by"
+            f"{'slot' if len(verdict.slots) == 1 else 'slots'} {', '.join(map(str, verdict.slots))} computed wrongly by"
             if verdict.slots
             else "replicas' parameters to differ, the wrong ones on"
         )
