@@ -127,8 +127,8 @@ class ServeOptions:
     sequence length.
     """
     memory: Annotated[int | None, Bytes()] = None
-    """Memory of keys and values: 2GiB, 500MiB (1GiB). Running texts need as much again. On a GPU, of its memory.
-    With --stream, of the whole process (four fifths of the free memory).
+    """Memory of keys and values: 2GiB, 500MiB (1GiB). The running texts' own copies take half of it, or more with --kv
+    int8 and fp8. On a GPU, of its memory. With --stream, of the whole process (four fifths of the free memory).
     """
     stream: bool = False
     """Read the weights during computation; for models larger than memory."""

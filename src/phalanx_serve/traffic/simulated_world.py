@@ -11,8 +11,10 @@ token of its text from the request, so a token that is lost, repeated, out of or
 
 from __future__ import annotations
 
+import math
 import random
 import shlex
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -451,7 +453,7 @@ def _outcome(world: SimulatedService) -> TrafficOutcome:
         dict(world.faults),
         dict(counts),
         world.clock.now_s,
-        (firsts[len(firsts) // 2], firsts[int(len(firsts) * 0.99)]),
+        (statistics.median(firsts), firsts[math.ceil(0.99 * len(firsts)) - 1]),
         max(gaps, default=0.0),
     )
 
