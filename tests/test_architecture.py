@@ -40,7 +40,7 @@ PURE = (
     "phalanx/train/step/rules.py",
     *(
         f"phalanx_watch/why/{name}.py"
-        for name in ("observed", "fleet", "layers", "numbers", "progress", "surroundings")
+        for name in ("observed", "fleet", "layers", "numbers", "progress", "speed", "surroundings")
     ),
     *(
         f"phalanx_watch/profile/{name}.py"

@@ -1,4 +1,4 @@
-"""Layers that go wrong, by the statistics of layers: a norm that grows in one of them, saturation, collapsed routers, dead units and layers.
+"""Layers that go wrong, by the statistics of layers: a norm that grows in one of them, saturation, collapsed routers, idle experts, dead units and layers.
 
 A rule looks at the newest measurements (``LayerStatistics``) and at the least of each layer's past. One measurement is never enough.
 """
@@ -128,6 +128,42 @@ def collapsed_router(observed: o.Observed) -> Iterator[o.Reason]:
             f"the entropy of its experts' shares is {named['router.entropy']:.2f} of its maximum; {named['experts.idle']:.0%} of them have no token",
         ),
         "balance more: model.moe.balance_bias = true, or a larger model.moe.aux_loss, in a child run: "
+        f"phalanx new explains them; go back with phalanx train {observed.run} --from STEP",
+    )
+
+
+def imbalance(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if nearly all tokens go to the same few experts, long after the router should have learned.
+
+    By the median balance of recent steps. Yields nothing for a run that is not running, or if a router has collapsed,
+    which is a reason of its own.
+    """
+    moe = observed.spec.model.moe if observed.spec else None
+    if not observed.running or moe is None or len(observed.recent) < o.RECENT_STEPS // 2:
+        return
+    if any(collapsed_router(observed)):
+        return  # it names the layer
+    balances = [step.balance for _, step in observed.recent if step.balance is not None]
+    if not balances or observed.recent[-1][1].step < o.IMBALANCE_AFTER_STEPS:
+        return
+    now, most = median(balances), moe.experts / moe.per_token
+    limit = 1 + o.IMBALANCE * (most - 1)
+    if now < limit:
+        return
+    late = [t for t, step in observed.settled if step.balance is not None and step.balance >= limit]
+    yield o.Reason(
+        code="expert-imbalance",
+        severity="warning",
+        title="A few experts get nearly all tokens",
+        where="the worst layer's router",
+        since=late[0] if late else None,
+        evidence=(
+            f"the busiest expert has {now:.3g} times the mean load in the newest {len(balances)} logged steps; {most:.3g} would be all tokens",
+        ),
+        doing="the balance bias moves by model.moe.bias_speed a step"
+        if moe.balance_bias
+        else "nothing but the auxiliary loss",
+        next="balance more: model.moe.balance_bias = true, or a larger model.moe.aux_loss, in a child run: "
         f"phalanx new explains them; go back with phalanx train {observed.run} --from STEP",
     )
 

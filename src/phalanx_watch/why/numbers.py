@@ -1,4 +1,4 @@
-"""Numbers of training: losses that jump or are not finite, and experts that are not used."""
+"""Numbers of training: losses that jump, do not fall or are not finite, and gradient norms that grow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.observe.display.state import described_layer, first_nonfinite
 from phalanx.observe.events import Evaluated, Event, LayerStatistics, LossSpike, NonFinite, Step
 from phalanx_watch.why import observed as o
 from phalanx_watch.why.changes import Change, change_before
-from phalanx_watch.why.layers import collapsed_router, vanished_weights
+from phalanx_watch.why.layers import vanished_weights
 
 _USUAL_WINDOW = 128
 
@@ -504,40 +504,4 @@ def not_finite(observed: o.Observed) -> Iterator[o.Reason]:
             if last.skipped
             else f", or skip such steps: phalanx train {observed.run} --set train.on_nonfinite=skip"
         ),
-    )
-
-
-def imbalance(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if nearly all tokens go to the same few experts, long after the router should have learned.
-
-    By the median balance of recent steps. Yields nothing for a run that is not running, or if a router has collapsed,
-    which is a reason of its own.
-    """
-    moe = observed.spec.model.moe if observed.spec else None
-    if not observed.running or moe is None or len(observed.recent) < o.RECENT_STEPS // 2:
-        return
-    if any(collapsed_router(observed)):
-        return  # it names the layer
-    balances = [step.balance for _, step in observed.recent if step.balance is not None]
-    if not balances or observed.recent[-1][1].step < o.IMBALANCE_AFTER_STEPS:
-        return
-    now, most = median(balances), moe.experts / moe.per_token
-    limit = 1 + o.IMBALANCE * (most - 1)
-    if now < limit:
-        return
-    late = [t for t, step in observed.settled if step.balance is not None and step.balance >= limit]
-    yield o.Reason(
-        code="expert-imbalance",
-        severity="warning",
-        title="A few experts get nearly all tokens",
-        where="the worst layer's router",
-        since=late[0] if late else None,
-        evidence=(
-            f"the busiest expert has {now:.3g} times the mean load in the newest {len(balances)} logged steps; {most:.3g} would be all tokens",
-        ),
-        doing="the balance bias moves by model.moe.bias_speed a step"
-        if moe.balance_bias
-        else "nothing but the auxiliary loss",
-        next="balance more: model.moe.balance_bias = true, or a larger model.moe.aux_loss, in a child run: "
-        f"phalanx new explains them; go back with phalanx train {observed.run} --from STEP",
     )

@@ -438,57 +438,6 @@ def _packages(started: RunStarted) -> Mapping[str, str]:
     )
 
 
-def throttled(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason for each node whose processors are throttled by heat or power, until the run is finished."""
-    if observed.finished:
-        return
-    in_fleet = observed.fleet is not None
-    for node in observed.throttled:
-        slow = [rank for rank in observed.slow_ranks if rank.node == node.node]
-        yield o.Reason(
-            code="throttled",
-            severity="warning",
-            title=f"Node {node.node} is slowed down: {node.reasons[0]}",
-            where=f"node {node.node}",
-            since=node.since_s,
-            evidence=(
-                *node.reasons[:_NAMED],
-                f"seen in {node.looks} look{'s' * (node.looks != 1)} since then",
-                *(
-                    f"its rank {rank.rank} computes {rank.slowdown:.0%} longer than its peers, which waited {rank.late_share:.0%} of their time for it"
-                    for rank in slow
-                ),
-            ),
-            doing="training continues; all ranks wait for the slowest"
-            + ("; if it becomes a straggler, a spare takes its place" if in_fleet else ""),
-            next=f"look at its cooling, power and CPU limit, as named; to do without it: phalanx fleet drain {observed.run} {node.node}"
-            if in_fleet
-            else "look at the cooling, power and CPU limit of that machine, as named",
-        )
-
-
-def too_many_threads(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if the newest start has warned that its ranks have more threads than cores."""
-    for event in (*observed.past, *observed.mine):
-        message = event.body
-        if (
-            event.attempt == observed.attempt
-            and isinstance(message, Message)
-            and message.incident is IncidentKind.THREADS
-        ):
-            yield o.Reason(
-                code="too-many-threads",
-                severity="warning",
-                title="The ranks have more threads than their machine has cores for",
-                where="runtime.threads",
-                since=event.t,
-                evidence=(message.text,),
-                doing=observed.doing("training continues, several times slower"),
-                next="start fewer ranks on that machine, or a run of its own with fewer threads: phalanx train RUN_FILE --set runtime.threads=...",
-            )
-            return
-
-
 def clock_skew(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if events are over ``SKEW_S`` in this machine's future, or one is stamped so much before the event above it.
 

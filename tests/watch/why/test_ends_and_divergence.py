@@ -27,7 +27,8 @@ from phalanx.observe.events import (
 from phalanx.observe.logs.line import LogLine, encode, ended_text
 from phalanx.run.spec import CheckpointSpec, DataSpec, ModelSpec, RunSpec, ScheduleSpec, SourceSpec, TrainSpec
 from phalanx_watch.why.observed import DiskSeen, ProcessSeen
-from phalanx_watch.why.reasons import processes_of, reasons
+from phalanx_watch.why.processes import processes_of
+from phalanx_watch.why.reasons import reasons
 from tiny_runs import make_dataset
 from watch.why.test_rules import FLEET, NOTHING_DUE, only, spike
 from watch.why.watched import T0, Watched, fleet_file, member, steps

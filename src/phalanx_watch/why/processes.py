@@ -1,0 +1,92 @@
+"""Local processes of a run, with their states: stopped, or in disk wait (proc(5))."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from phalanx.run.directory.paths import RunDirectory
+from phalanx_watch.runs.probe import holder_of
+from phalanx_watch.why import observed as o
+
+_MOST = 4096
+_RANK = (b"PHALANX_RANK", b"RANK", b"SLURM_PROCID")
+"""Environment variables with the rank: of our own launcher, of torchrun, and of srun."""
+
+
+def processes_of(directory: RunDirectory, proc: Path = Path("/proc")) -> Iterator[o.ProcessSeen]:
+    """Yield the process that holds the run directory, its siblings that write there, and the descendants of them all, at most ``_MOST``.
+
+    The siblings are the ranks that torchrun or srun has started beside rank 0. Processes that this user may not read
+    are left out.
+    """
+    holder = holder_of(directory)
+    if holder is None:
+        return
+    stat = _stat(proc / str(holder))
+    siblings = _children(proc / stat[1]) if stat else []
+    ranks = [pid for pid in siblings if pid != holder and _writes_in(directory, proc / str(pid))]
+    waiting = [*ranks, holder]
+    for _ in range(_MOST):
+        if not waiting:
+            return
+        pid = waiting.pop()
+        if stat := _stat(proc / str(pid)):
+            yield o.ProcessSeen(pid, stat[0], _rank(proc / str(pid)), _address_space(proc / str(pid), stat))
+        waiting += _children(proc / str(pid))
+
+
+def _stat(process: Path) -> list[str]:
+    """Return the process's state, the id of its parent and what follows in its file ``stat``; empty if that cannot be read."""
+    with suppress(OSError):
+        # The name of the program, in parentheses, may hold spaces.
+        return (process / "stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+_SIZE = 20
+"""Index of the bytes of address space in what ``_stat`` returns (field 23 of proc(5))."""
+
+
+def _address_space(process: Path, stat: list[str]) -> float:
+    """Return the used share of a process's limit of address space; 0 if it has no limit, or that cannot be read."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in (process / "limits").read_text().splitlines():
+            if line.startswith("Max address space"):
+                return int(stat[_SIZE]) / int(line.split()[3])  # "unlimited" is no number
+    return 0.0
+
+
+def _children(process: Path) -> list[int]:
+    """Return the child processes of all threads of a process; those that cannot be read are left out."""
+    pids: list[int] = []
+    for children in (process / "task").glob("*/children"):
+        with suppress(OSError, ValueError):
+            pids += map(int, children.read_text().split())
+    return pids
+
+
+def _writes_in(directory: RunDirectory, process: Path) -> bool:
+    """Return True if the process has a log of the run open."""
+    logs = directory.logs.resolve()
+    with suppress(OSError):
+        for descriptor in (process / "fd").iterdir():
+            with suppress(OSError):
+                if Path(os.readlink(descriptor)).parent == logs:
+                    return True
+    return False
+
+
+def _rank(process: Path) -> int | None:
+    """Return the rank in a process's environment; None if it has none, or cannot be read."""
+    variables: dict[bytes, bytes] = {}
+    with suppress(OSError):
+        for variable in (process / "environ").read_bytes().split(b"\0"):
+            name, _, value = variable.partition(b"=")
+            variables[name] = value
+    for name in _RANK:
+        if (value := variables.get(name, b"")).isdigit():
+            return int(value)
+    return None
