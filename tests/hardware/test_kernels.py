@@ -20,7 +20,7 @@ from torch import Tensor
 
 from phalanx.hardware.kernels import choose, compiler
 from phalanx.hardware.kernels.choose import fused_kernels, kernels_for
-from phalanx.hardware.kernels.reference import REFERENCE, Kernels, TorchKernels, UpdateFactors
+from phalanx.hardware.kernels.reference import REFERENCE, Kernels, UpdateFactors
 from phalanx.parallel.reduction.reproducible_sums import extraction_constants, largest
 from phalanx.run.directory.files import temporary_home
 
@@ -153,7 +153,7 @@ def test_without_a_cache_folder_that_can_be_written_a_library_is_in_a_temporary_
     assert compiler.compiled(choose.SOURCE) == library
 
 
-class OneBitOff(TorchKernels):
+class OneBitOff(Kernels):
     def adamw(self, weights: list[Tensor], *others: Any) -> None:
         super().adamw(weights, *others)
         weights[0].view(torch.int32)[7] ^= 1
@@ -243,10 +243,10 @@ INTERPRETED = """
 import torch
 from phalanx.hardware.kernels.choose import differences
 from phalanx.hardware.kernels.gpu import GpuKernels, add_to_bins
-from phalanx.hardware.kernels.reference import TorchKernels
+from phalanx.hardware.kernels.reference import Kernels
 from phalanx.parallel.reduction.reproducible_sums import matches_operations
 # A GPU's roots are rounded correctly, and so are these: fp64 has more than twice the bits.
-exact = TorchKernels(lambda tensors: [tensor.double().sqrt().float() for tensor in tensors])
+exact = Kernels(lambda tensors: [tensor.double().sqrt().float() for tensor in tensors])
 device = torch.device("cpu")
 print(differences(GpuKernels(), device, exact), GpuKernels().peak([], device).item())
 print(matches_operations(add_to_bins, device))

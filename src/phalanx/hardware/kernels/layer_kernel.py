@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from abc import abstractmethod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -68,36 +66,18 @@ _LEAST_SHARE = 1 << 14
 _SCALE, _MULTIPLY, _STRAIGHTEN = range(3)
 
 
-class LayerKernels(Protocol):
-    """Elementwise chains of layers. Tensors are fp32 on a CPU; ``x`` and ``gradient`` of ``scaled`` to ``straightened`` are contiguous ``(..., d)``,
-    ``inverse`` and ``along`` ``(..., 1)``."""
+class LayerKernels:
+    """Elementwise chains of layers by PyTorch's operations, each of which rounds once. A subclass has the same bits.
 
-    @abstractmethod
+    Tensors are fp32 on a CPU; ``x`` and ``gradient`` of ``scaled`` to ``straightened`` are contiguous ``(..., d)``, ``inverse``
+    and ``along`` ``(..., 1)``.
+    """
+
     def turned(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-        """``x`` ``(b, h, s, e)`` times ``cos``, and its halves, exchanged and the new first one negated, times ``sin``, both ``(s, e)``.
+        """Return ``x`` ``(b, h, s, e)`` times ``cos``, and its halves, exchanged and the new first one negated, times
+        ``sin``, both ``(s, e)``, as a new tensor.
 
         With ``back``, ``x`` is the gradient of such a result, and returned is that of its argument.
-        """
-
-    @abstractmethod
-    def scaled(self, x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
-        """``(x inverse) weight``."""
-
-    @abstractmethod
-    def multiplied(self, gradient: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
-        """``gradient (x inverse)``."""
-
-    @abstractmethod
-    def straightened(
-        self, gradient: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, along: Tensor
-    ) -> Tensor:
-        """``(gradient weight - (x inverse) along) inverse``."""
-
-
-class _Operations(LayerKernels):
-    def turned(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-        """Rotate the halves of ``x`` ``(..., e)`` by the tables ``cos`` and ``sin``, into a new tensor; ``back`` is
-        the transposed rotation.
         """
         if back:
             turning = (x * sin).chunk(2, -1)
@@ -106,19 +86,21 @@ class _Operations(LayerKernels):
         return x * cos + torch.cat((-second, first), -1) * sin
 
     def scaled(self, x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+        """Return ``(x inverse) weight``."""
         return (x * inverse).mul_(weight)
 
     def multiplied(self, gradient: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
+        """Return ``gradient (x inverse)``."""
         return gradient * (x * inverse)
 
     def straightened(
         self, gradient: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, along: Tensor
     ) -> Tensor:
+        """Return ``(gradient weight - (x inverse) along) inverse``."""
         return (gradient * weight).sub_((x * inverse).mul_(along)).mul_(inverse)
 
 
-REFERENCE: LayerKernels = _Operations()
-"""PyTorch's operations, each of which rounds once."""
+REFERENCE = LayerKernels()
 
 
 class HostLayerKernels(LayerKernels):
@@ -142,7 +124,7 @@ class HostLayerKernels(LayerKernels):
         shapes by the reference. ``back`` is the transposed rotation.
         """
         if x.dim() != 4 or cos.dim() != 2:  # not a layer's heads: whoever looks at one of them
-            return REFERENCE.turned(x, cos, sin, back=back)
+            return super().turned(x, cos, sin, back=back)
         if x.stride(-1) != 1:
             x = x.contiguous()
         cos, sin, out = cos.contiguous(), sin.contiguous(), torch.empty_like(x)

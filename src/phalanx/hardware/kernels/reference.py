@@ -10,10 +10,9 @@ takes many tensors in one launch for each operation.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,42 +50,17 @@ class UpdateFactors(NamedTuple):
     """On weights: one minus the learning rate times the weight decay."""
 
 
-class Kernels(Protocol):
-    """One way to compute updates and sums; all ways have the same bits. Tensors are on one device, lists may be empty."""
-
-    @abstractmethod
-    def chunk_elements(self, device: torch.device) -> int:
-        """The elements that an update is best given at once."""
-
-    @abstractmethod
-    def adamw(
-        self,
-        weights: list[Tensor],
-        grads: list[Tensor],
-        means: list[Tensor],
-        squares: list[Tensor],
-        factors: UpdateFactors,
-    ) -> None:
-        """Update weights and both moments in place by one step; the n-th tensors of all lists belong together. ``grads`` are unchanged."""
-
-    @abstractmethod
-    def peak(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-        """The largest magnitude: 0-dim fp64; infinite or not a number if any element is."""
-
-    @abstractmethod
-    def extracted_sums(
-        self, tensors: Sequence[Tensor], constants: tuple[float, float], device: torch.device
-    ) -> Tensor:
-        """The exact sums of both pieces of every element's square: ``(2,)``, fp64 (``parallel/reduction/reproducible_sums.py``)."""
-
-
 @dataclass(frozen=True)
-class TorchKernels(Kernels):
-    """The reference, for any floating-point format."""
+class Kernels:
+    """Updates and sums by PyTorch's operations, for any floating-point format. Tensors are on one device, lists may be empty.
+
+    A subclass computes in another way, with the same bits.
+    """
 
     roots: Callable[[list[Tensor]], Sequence[Tensor]] = torch._foreach_sqrt
 
     def chunk_elements(self, device: torch.device) -> int:
+        """Return how many elements an update is best given at once."""
         return _CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else _GPU_UPDATE_CHUNK
 
     def adamw(
@@ -98,7 +72,7 @@ class TorchKernels(Kernels):
         factors: UpdateFactors,
     ) -> None:
         """Update ``weights``, ``means`` and ``squares`` in place by one step of AdamW, one PyTorch operation at a
-        time, which defines the bits. ``grads`` are unchanged.
+        time, which defines the bits. The n-th tensors of all lists belong together. ``grads`` are unchanged.
         """
         grads = list(torch._foreach_mul(grads, factors.gradient_scale))
         torch._foreach_mul_(means, factors.keep_mean)
@@ -127,7 +101,9 @@ class TorchKernels(Kernels):
     def extracted_sums(
         self, tensors: Sequence[Tensor], constants: tuple[float, float], device: torch.device
     ) -> Tensor:
-        """Return the sums of both exact pieces of all squares, fp64 ``(2,)`` on ``device``, in chunks of bounded memory."""
+        """Return the sums of both exact pieces of all squares, fp64 ``(2,)`` on ``device``, in chunks of bounded memory
+        (``parallel/reduction/reproducible_sums.py``).
+        """
         chunk = _CPU_CHUNK * torch.get_num_threads() if device.type == "cpu" else _GPU_SUM_CHUNK
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         rest_buffer = torch.empty(chunk, dtype=torch.float64, device=device)
@@ -143,4 +119,4 @@ class TorchKernels(Kernels):
         return sums
 
 
-REFERENCE = TorchKernels()
+REFERENCE = Kernels()
