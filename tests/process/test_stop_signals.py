@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -58,6 +59,17 @@ def test_a_signal_before_a_rank_has_joined_the_first_step_ends_it_and_one_after_
     os.kill(os.getpid(), signal.SIGTERM)
     assert ended == [1]
     assert stop.made
+
+
+def test_a_first_step_that_fails_for_the_end_of_another_rank_waits_for_the_request_that_ended_it() -> None:
+    stop, ended = StopRequest((signal.SIGTERM,)), []
+    stop.listen(lambda: ended.append(1))
+    stop.join_step()
+    request = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM))
+    request.start()
+    stop.step_failed()
+    request.join()
+    assert ended == [1]
 
 
 def test_a_first_step_that_fails_ends_the_rank_only_if_it_was_to_stop() -> None:

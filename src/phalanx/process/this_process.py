@@ -10,10 +10,14 @@ import resource
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+
+_REQUEST_WAIT_S = 1.0
+_POLL_S = 0.01
 
 
 def host_name() -> str:
@@ -64,7 +68,13 @@ class StopRequest:
         self._is_joint = True
 
     def step_failed(self) -> None:
-        """End the process if it was to stop in its first step: another rank has ended on the same request, before its ``join_step``."""
+        """End the process if it was to stop in its first step: another rank has ended on the same request, before its ``join_step``.
+
+        Waits a moment for the request, since a parent sends it to one rank after the other.
+        """
+        until_s = time.monotonic() + _REQUEST_WAIT_S
+        while self.signals and self._end is not None and not self.made and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
         if self.made and self._end is not None:
             self._end()
 

@@ -132,6 +132,7 @@ def test_a_tracker_is_closed_by_a_stop_in_the_first_step(
     spec = tiny_run(dataset, tmp_path / "run", steps=3)
     spec = replace(spec, observe=replace(spec.observe, sinks=("notebook",)))
     places = "before join_step,passing before join_step"
-    assert stopped_at(spec, places, monkeypatch, str(info.parent)).status == "stopped"
+    ending = stopped_at(spec, places, monkeypatch, str(info.parent))
+    assert (ending.status, ending.message) == ("stopped", "")
     told = (tmp_path / "run" / "notebook").read_text().split()
     assert (told[0], told[-2:]) == ("opened", ["Stopped", "closed"])
