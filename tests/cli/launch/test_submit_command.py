@@ -166,6 +166,18 @@ def with_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, scanc
     monkeypatch.setenv("PATH", str(tools), prepend=":")
 
 
+def started_session(run_dir: Path) -> subprocess.Popen[bytes]:
+    """A session of a run on this machine: one process, since a shell that is ended while it starts another waits for that first."""
+    code = "import time; print('is there', flush=True); time.sleep(900)"
+    session = subprocess.Popen(
+        [sys.executable, "-c", code, str(run_dir)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert session.stdout is not None
+    with session.stdout:
+        session.stdout.readline()  # a process that has just been started may have no command line yet
+    return session
+
+
 def lends(run_dir: Path, engine: str) -> None:
     """Makes the folder of a run that was submitted."""
     (run_dir / FOLDER).mkdir(parents=True)
@@ -423,7 +435,7 @@ def test_a_run_is_ended_also_where_that_cannot_be_noted_unless_it_would_queue_it
     line = f"3|RUNNING|None|2|n[1-2]|N/A|1:00|phalanx-run|main|phalanx:{run_dir}"
     ended = tmp_path / "cancelled"
     with_slurm(tmp_path, monkeypatch, f"[ -e {ended} ] || echo '{line}'", f'echo "$@" > {ended}')
-    session = subprocess.Popen(["bash", "-c", "sleep 900; true", str(run_dir)], start_new_session=True)
+    session = started_session(run_dir)
     started = bare.Started(Host("host", HERE, 0, "127.0.0.1"), session.pid)
     (run_dir / FOLDER / "hosts.json").write_text(json.dumps([asdict(started)]))
 
@@ -475,9 +487,7 @@ def test_a_run_that_is_started_again_is_cancelled_before_its_fleet_has_formed(
     then_s = (tmp_path / "fleet.json").stat().st_mtime
     (tmp_path / FOLDER / "job.sh").touch()
     os.utime(tmp_path / FOLDER / "job.sh", (then_s, then_s + 60))
-    # One process, since a shell that is ended while it starts another waits for that first.
-    code = "import time; time.sleep(900)"
-    starting = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], start_new_session=True)
+    starting = started_session(tmp_path)
     session = bare.Started(Host("host", HERE, 0, "127.0.0.1"), starting.pid)
     (tmp_path / FOLDER / "hosts.json").write_text(json.dumps([asdict(session)]))
     told = CliRunner().invoke(commands.cancel_command, [str(tmp_path)])
