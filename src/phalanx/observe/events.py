@@ -162,7 +162,8 @@ class MachineUsed:
     """Host name of the first rank's machine."""
     figures: dict[str, float] = field(default_factory=dict)
     """By name, as far as they are known, the median over machines: ``cpu`` and ``gpu`` (share in use, 0 to 1), ``memory_bytes``,
-    ``received_bytes_per_s``, ``sent_bytes_per_s`` and ``gpu_watts``. The GPU is that of the machine's first rank."""
+    ``received_bytes_per_s``, ``sent_bytes_per_s``, ``link_bytes_per_s`` (of its first rank's TCP connections to other machines, the
+    greatest rate while bytes were under way) and ``gpu_watts``. The GPU is that of the machine's first rank."""
     nodes: int = 1
     """Number of measured machines. With one, all fields below are empty."""
     least: dict[str, float] = field(default_factory=dict)

@@ -83,11 +83,65 @@ def straggler(observed: o.Observed) -> Iterator[o.Reason]:
             doing="it was quarantined, and a spare took its place"
             if replaced
             else "training continues at its pace",
-            next=f"look at that machine; when it is well: phalanx fleet add {observed.run} {node}; where machines have neighbors: "
+            next="look at that machine; when it is well: phalanx fleet add {observed.run} {node}; where machines have neighbors: "
             "fleet.straggler_window_steps = 0"
             if replaced
             else f"add a node (phalanx agent), then: phalanx fleet drain {observed.run} {node}",
         )
+
+
+_LINK = "link_bytes_per_s"
+_WAITS = "step.comm_exposed."
+
+
+def slow_link(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason for the machine that sends to the others at less than ``SLOW_LINK`` of their median rate, if steps wait for
+    communication.
+
+    The newest ``LINK_READINGS`` must agree, of at least ``LINK_MACHINES`` machines.
+    """
+    readings = [
+        (event.t, event.body)
+        for event in observed.mine
+        if isinstance(event.body, MachineUsed) and _LINK in event.body.least
+    ][-o.LINK_READINGS :]
+    slow = [
+        used
+        for _, used in readings
+        if used.nodes >= o.LINK_MACHINES and used.least[_LINK] < o.SLOW_LINK * used.figures[_LINK]
+    ]
+    nodes = {used.least_node[_LINK] for used in slow}
+    waiting = _waiting_share(observed)
+    if len(slow) < o.LINK_READINGS or len(nodes) > 1 or waiting < o.LINK_WAIT:
+        return
+    (node,), newest = nodes, slow[-1]
+    yield o.Reason(
+        code="slow-link",
+        severity="warning",
+        title=f"The link of {node} is slow: it sends {format_bytes(newest.least[_LINK])}/s where the median of {newest.nodes:,} machines is "
+        f"{format_bytes(newest.figures[_LINK])}/s",
+        where=f"machine {node}",
+        since=None,
+        evidence=(
+            f"step {newest.step:,}: the rate at which its first rank's connections to other machines are served while they have bytes to send",
+            f"{waiting:.0%} of the time of the newest steps is waiting for communication",
+        ),
+        doing=observed.doing("nothing by itself: all ranks wait for the slowest link"),
+        next="look at that machine's network (ethtool, cable, switch port, other traffic)"
+        + (f"; replace it: phalanx fleet drain {observed.run} NODE" if _live(observed) else ""),
+    )
+
+
+def _waiting_share(observed: o.Observed) -> float:
+    """Return the share of the newest steps' time that was waiting for communication, by the ledgers of the first rank."""
+    if not observed.recent:
+        return 0.0
+    first, last = observed.recent[0][1].ledger, observed.recent[-1][1].ledger
+    spent = {
+        name: seconds - first.get(name, 0.0) for name, seconds in last.items() if name.startswith("step.")
+    }
+    waited = sum(seconds for name, seconds in spent.items() if name.startswith(_WAITS))
+    return waited / max(sum(spent.values()), 1e-9)
 
 
 def growing_memory(observed: o.Observed) -> Iterator[o.Reason]:

@@ -56,6 +56,7 @@ Code = Literal[
     "no-spares",
     "hardware",
     "straggler",
+    "slow-link",
     "growing-memory",
     "throttled",
     "metrics-elsewhere",
@@ -216,6 +217,14 @@ BURST_ALONE = 4.0
 """Factor on the waits for the next rank: on a shared machine all ranks are late at times, one of two up to 3.6 times as much."""
 SLOW_RANK = 0.2
 """Share by which a rank computes longer than its peers; noise of shared machines is below."""
+SLOW_LINK = 1 / 3
+"""Share of the median rate of all machines' links. Equal links differ by less than half, and by the load of their machines."""
+LINK_MACHINES = 3
+"""Least number of machines with a rate: of two that are connected, either may be the slow one."""
+LINK_READINGS = 2
+"""Newest readings of the machines that must agree."""
+LINK_WAIT = 0.1
+"""Share of the time of steps spent waiting for communication, from which a slow link costs something."""
 MEMORY_GROWN = 1.3
 """Factor on a rank's memory after the first part of its attempt. The arenas of a processor's allocator add a seventh in some hundred steps; tensors
 on a GPU add nothing.

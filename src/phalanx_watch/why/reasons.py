@@ -94,6 +94,7 @@ RULES: tuple[Rule, ...] = (
         speed.throttled,
         speed.too_many_threads,
         fleet.straggler,
+        fleet.slow_link,
         fleet.growing_memory,
         fleet.metrics_elsewhere,
     ),

@@ -22,13 +22,13 @@ def run_on(path: Path, machines: int, gpus: bool = False) -> RecordedRun:
     run = RecordedRun(path, path.name, 40)
     random = np.random.default_rng(machines)
     names = tuple(f"node-{place}.cluster" for place in range(machines))
-    scale = [1.0, 2.0**36, 2.0**28, 2.0**27, 1.0, 700.0]
+    scale = [1.0, 2.0**36, 2.0**28, 2.0**27, 2.0**30, 1.0, 700.0]
     for _ in range(10):
         run.train(4)
         rows = random.uniform(0.2, 0.8, (machines, len(MACHINE_FIGURES))) * scale
         rows[-1, MACHINE_FIGURES.index("cpu")] = 0.95
         if not gpus:
-            rows[:, 4:] = np.nan
+            rows[:, 5:] = np.nan
         event = machines_used(run.step, names, rows)
         assert event is not None
         run.log.append(event)

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from phalanx.fleet.control.fleet_file import Member
@@ -22,14 +23,16 @@ from phalanx.observe.events import (
     Message,
     NonFinite,
     RunStarted,
+    Step,
     Stopped,
 )
 from phalanx.observe.metrics.endpoint import Target, announce
 from phalanx.observe.record.notes import Throttling
 from phalanx.run.spec import CheckpointSpec, EvalSpec, FleetSpec, MoeSpec, ObserveSpec, RunSpec
 from phalanx.train.lifecycle.ending import RunFailedError, report_failure
+from phalanx.train.step.machines import MACHINE_FIGURES, machines_used
 from phalanx_watch.why.observed import DiskSeen, LoadSeen, MemorySeen, ProcessSeen, Reason, SlowRankSeen
-from watch.why.watched import T0, Watched, fleet_file, happening, member, step, steps
+from watch.why.watched import STEP_S, T0, Watched, fleet_file, happening, member, step, steps
 
 NOTHING_DUE = RunSpec(checkpoint=CheckpointSpec(every_steps=1000), evaluation=EvalSpec(every_steps=0))
 FLEET = dataclasses.replace(NOTHING_DUE, fleet=FleetSpec(nodes=2, spares=1))
@@ -478,6 +481,51 @@ def test_a_rank_that_computes_longer_than_its_peers_is_named(run: Watched) -> No
 
 
 GIB = float(1 << 30)
+
+
+def links(after_step: int, *rates: float) -> MachineUsed:
+    """The event of the rates of so many machines' links."""
+    names, figure = tuple(f"node-{place}" for place in range(len(rates))), "link_bytes_per_s"
+    rows = np.full((len(rates), len(MACHINE_FIGURES)), np.nan)
+    rows[:, MACHINE_FIGURES.index(figure)] = rates
+    used = machines_used(after_step, names, rows)
+    assert used is not None
+    return used
+
+
+def waiting(share: float) -> list[Step]:
+    """Forty steps that wait for communication for this share of their time."""
+    return steps(
+        31,
+        70,
+        lambda n: {
+            "ledger": {"step.compute": (1 - share) * STEP_S * n, "step.comm_exposed.dp": share * STEP_S * n}
+        },
+    )
+
+
+def test_the_machine_whose_link_is_slow_is_named_while_steps_wait_for_communication(run: Watched) -> None:
+    run.write([*waiting(0.3), links(60, 3e8, 4e6, 2e8), links(70, 3e8, 4e6, 2e8)])
+    reason = only(run.reasons())
+    assert (reason.code, reason.where) == ("slow-link", "machine node-1")
+    assert "3.81 MiB/s where the median of 3 machines is 191 MiB/s" in reason.title
+
+
+@pytest.mark.parametrize(
+    ("share", "readings"),
+    [
+        (0.3, [(3e8, 1.5e8, 2e8), (3e8, 1.5e8, 2e8)]),  # as links differ by the load of their machines
+        (0.3, [(3e8, 4e6, 2e8), (4e6, 3e8, 2e8)]),  # now one, now another
+        (0.3, [(3e8, 4e6, 2e8)]),
+        (0.3, [(3e8, 4e6), (3e8, 4e6)]),  # of two, either may be the slow one
+        (0.02, [(3e8, 4e6, 2e8), (3e8, 4e6, 2e8)]),  # nobody waits for it
+    ],
+)
+def test_links_that_differ_without_one_for_which_all_wait_are_no_trouble(
+    run: Watched, share: float, readings: list[tuple[float, ...]]
+) -> None:
+    run.write([*waiting(share), *(links(60 + place, *rates) for place, rates in enumerate(readings))])
+    assert run.codes() == []
 
 
 def memory(*sizes: float) -> MemorySeen:

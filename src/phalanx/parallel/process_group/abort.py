@@ -24,7 +24,6 @@ All of these may be called from any thread, and more than once.
 from __future__ import annotations
 
 import fcntl
-import os
 import socket
 import struct
 import termios
@@ -38,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.hardware.local.device import on_gpu
+from phalanx.parallel.process_group.sockets import duplicate_connection, open_sockets
 from phalanx.parallel.torch_compat import abort_nccl
 
 _BUSY_S = 1.0
@@ -62,7 +62,7 @@ class Connections:
 
     def __init__(self) -> None:
         """Note the sockets that this process has open already: they are not connections to ranks, and are never touched."""
-        self._foreign = frozenset(inode for _, inode in _sockets())
+        self._foreign = frozenset(inode for _, inode in open_sockets())
         self._settled: frozenset[int] | None = None
         self._lock = threading.Lock()
         self._duplicates: dict[int, _Duplicate] = {}
@@ -72,18 +72,18 @@ class Connections:
     @contextmanager
     def foreign(self) -> Iterator[None]:
         """Context whose new connections do not belong to the epoch, such as those of a tracker."""
-        before = frozenset(inode for _, inode in _sockets())
+        before = frozenset(inode for _, inode in open_sockets())
         yield
-        self._foreign |= frozenset(inode for _, inode in _sockets()) - before
+        self._foreign |= frozenset(inode for _, inode in open_sockets()) - before
 
     def settle(self) -> None:
         """Declare that the ranks have made all of their connections. Those opened from now on are foreign."""
-        self._settled = frozenset(inode for _, inode in _sockets()) - self._foreign
+        self._settled = frozenset(inode for _, inode in open_sockets()) - self._foreign
 
     def shut(self) -> int:
         """End both directions of every connection of the epoch at once; return their number."""
         own = self._settled
-        sockets = [(number, inode) for number, inode in _sockets() if inode not in self._foreign]
+        sockets = [(number, inode) for number, inode in open_sockets() if inode not in self._foreign]
         return sum(_shut(number, inode) for number, inode in sockets if own is None or inode in own)
 
     def interrupt(self) -> None:
@@ -139,9 +139,11 @@ class Connections:
         """
         own = self._settled or frozenset()
         numbers = {duplicate.socket.fileno() for duplicate in self._duplicates.values()}
-        sockets = {inode: number for number, inode in _sockets() if inode in own and number not in numbers}
+        sockets = {
+            inode: number for number, inode in open_sockets() if inode in own and number not in numbers
+        }
         for inode in sockets.keys() - self._duplicates.keys():
-            connection = _connection(sockets[inode], inode)
+            connection = duplicate_connection(sockets[inode], inode)
             if connection is not None:
                 self._duplicates[inode] = _Duplicate(connection)
         return set(sockets)
@@ -163,38 +165,9 @@ def abort(connections: Connections, device: torch.device) -> None:
         connections.shut()
 
 
-def _sockets() -> list[tuple[int, int]]:
-    """Return descriptor and inode of every socket of this process. Those that close meanwhile are left out."""
-    sockets = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed since it was listed
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:["):
-                sockets.append((int(name), int(target[8:-1])))
-    return sockets
-
-
-def _connection(number: int, inode: int) -> socket.socket | None:
-    """Return a duplicate of a descriptor; ``None`` if it is not an open Internet connection with this inode."""
-    try:
-        connection = socket.socket(fileno=os.dup(number))
-    except OSError:
-        return None
-    # The number may belong to another file by now.
-    is_same = os.fstat(connection.fileno()).st_ino == inode
-    if (
-        not is_same
-        or connection.family not in (socket.AF_INET, socket.AF_INET6)
-        or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    ):
-        connection.close()
-        return None
-    return connection
-
-
 def _shut(number: int, inode: int) -> bool:
     """Shut the connection down in both directions; return False if it is none or already closed."""
-    connection = _connection(number, inode)
+    connection = duplicate_connection(number, inode)
     if connection is None:
         return False
     with connection:

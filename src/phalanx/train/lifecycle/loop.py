@@ -24,6 +24,7 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EndedEarly, Finished, MemoryMeasured, Step, Stopped
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
+from phalanx.parallel.process_group.sockets import LinkMeter
 from phalanx.run.directory.paths import EarlyStop, RunResult
 from phalanx.train.assemble import Training
 from phalanx.train.evaluation.observers import Evaluator, KeepBest, Scores, StopEarly
@@ -192,9 +193,9 @@ class Trainer:
             progress.clip_scale,
         )
         windows = spec.observe.ranks_every_steps, guardian.window_steps()
-        device, meter = training.mesh.device, MachineMeter()
+        device, meter, links = training.mesh.device, MachineMeter(), LinkMeter()
         machines = MachineTable(
-            training.machines, training.mesh.rank, lambda: {**meter.read(), **gpu_use(device)}
+            training.machines, training.mesh.rank, lambda: {**meter.read(), **links.read(), **gpu_use(device)}
         )
         ranks = RankTimes(self._stepper, training.inputs.attempt, windows, machines)
         self._saving.keep_before_spikes(progress)

@@ -82,7 +82,10 @@ class MachineMeter:
         return None
 
 
-MACHINE_FIGURES = ("cpu", "memory_bytes", "received_bytes_per_s", "sent_bytes_per_s", "gpu", "gpu_watts")
+MACHINE_FIGURES = (
+    *("cpu", "memory_bytes", "received_bytes_per_s", "sent_bytes_per_s", "link_bytes_per_s"),
+    *("gpu", "gpu_watts"),
+)
 """The columns of a table of machines; ``MachineUsed`` defines them. No figure is below zero."""
 FEW_MACHINES = 8
 """Up to so many machines have their own figures in an event."""
