@@ -166,6 +166,8 @@ class EngineWorker:
         self._lost, self._trouble = "", trouble
         self._readers: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[EngineOutput]]] = {}
         self._first: set[str] = set()
+        self._with_engine: set[str] = set()
+        """Ids of the requests that the engine computes; of the engine's thread."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -227,8 +229,8 @@ class EngineWorker:
     def _run(self) -> None:
         """Take messages and compute steps until None arrives. Runs in the engine's thread.
 
-        A failed step, or a message that fails, is logged and ends all requests with its error. After a lost part, all later requests
-        fail too.
+        A failed step, or a message that fails, is logged and ends the engine's requests with its error. After a lost part, all later
+        requests fail too.
         """
         while True:
             try:
@@ -261,6 +263,7 @@ class EngineWorker:
                 self._deliver([Ended(message.id, "error", self._lost)])
             return None
         if isinstance(message, str):
+            self._with_engine.discard(message)
             return self._engine.cancel(message)
         if isinstance(message, Swap):
             try:
@@ -270,14 +273,17 @@ class EngineWorker:
             self.identity = replace(self.identity, weights_sha=message.weights_sha)
             self._step, self._swaps = message.step, self._swaps + 1
             return None
+        self._with_engine.add(message.id)
         try:
             self._engine.submit(message)
         except ValueError as error:
             self._deliver([Ended(message.id, "error", str(error))])
 
     def _fail(self, error: Exception) -> None:
-        """End all requests with an error. A request that the engine cannot cancel is logged."""
-        for name in list(self._readers):
+        """End the engine's requests with an error; those that wait in the inbox are computed later. A request that the engine
+        cannot cancel is logged.
+        """
+        for name in list(self._with_engine):
             self._deliver([Ended(name, "error", explained(error))])
             try:
                 self._engine.cancel(name)
@@ -288,6 +294,8 @@ class EngineWorker:
         """Put outputs into the queues of their requests, on their event loops; those of requests that have left are dropped."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[EngineOutput], EngineOutput]]] = {}
         for output in outputs:
+            if isinstance(output, Ended):
+                self._with_engine.discard(output.request)
             if (reader := self._readers.get(output.request)) is not None:
                 by_loop.setdefault(reader[0], []).append((reader[1], output))
         for loop, pairs in by_loop.items():

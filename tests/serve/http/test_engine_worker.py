@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -75,5 +76,41 @@ def test_a_defect_of_the_engine_in_any_call_ends_the_running_requests_with_it_an
         assert later == Token("later", 0, 97)
         assert worker.trouble() == ""
         assert f"RuntimeError: a defect in {faults[0]}" in caplog.text  # with its traceback
+    finally:
+        worker.close()
+
+
+class HeldEngine(FaultyEngine):
+    """An engine whose first step fails, once it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_in_step, self.goes_on = threading.Event(), threading.Event()
+
+    def step(self) -> list[EngineOutput]:
+        if not self.goes_on.is_set():
+            self.is_in_step.set()
+            self.goes_on.wait()
+            raise RuntimeError("a defect in step")
+        return super().step()
+
+
+def test_a_request_that_comes_during_a_step_that_fails_is_computed_by_the_next_one() -> None:
+    engine = HeldEngine()
+    worker = EngineWorker(engine, ModelIdentity("weights", "numerics", 100))
+
+    async def requests() -> list[EngineOutput]:
+        async with asyncio.timeout(100):
+            first = asyncio.create_task(anext(worker.submit(Request("first", (1,), 3))))
+            await asyncio.to_thread(engine.is_in_step.wait)
+            second = asyncio.create_task(anext(worker.submit(Request("second", (1,), 3))))
+            await asyncio.sleep(0)  # which puts it into the inbox
+            engine.goes_on.set()
+            return [await first, await second]
+
+    try:
+        failed, computed = asyncio.run(requests())
+        assert failed == Ended("first", "error", "a defect of the engine: RuntimeError('a defect in step')")
+        assert computed == Token("second", 0, 97)
     finally:
         worker.close()
