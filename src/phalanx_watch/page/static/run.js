@@ -37,6 +37,7 @@ const CHARTS = [
   ["Use of machines", [{ name: "machine.cpu", label: "CPU", color: "--c1", format: (value) => percent(value), sparse: true, exact: true }, { name: "machine.gpu", label: "GPU", color: "--c3", format: (value) => percent(value), sparse: true, exact: true }], { zero: true, optional: true }],
   ["Memory of machines", [{ name: "machine.memory_bytes", label: "in use", color: "--c4", format: bytes, sparse: true, exact: true }], { zero: true, optional: true }],
   ["Network", [{ name: "machine.received_bytes_per_s", label: "received/s", color: "--c2", format: bytes, sparse: true, exact: true }, { name: "machine.sent_bytes_per_s", label: "sent/s", color: "--c6", format: bytes, sparse: true, exact: true }], { zero: true, optional: true }],
+  ["Speed of links, per second", [{ name: "machine.link_bytes_per_s", label: "fastest connection/s", color: "--c7", format: bytes, sparse: true, exact: true }], { zero: true, optional: true }],
   ["GPU power", [{ name: "machine.gpu_watts", label: "of the machine's first rank", color: "--c5", format: (value) => `${number(value, 3)} W`, sparse: true, exact: true }], { zero: true, optional: true }],
   ["Expert balance", [{ name: "balance", label: "largest over mean", color: "--c8", format: (value) => fixed(value, 2) }], { zero: true, optional: true }],
 ];
