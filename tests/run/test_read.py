@@ -128,6 +128,15 @@ def test_a_run_that_was_read_is_overridden_whatever_preset_it_names(tmp_path: Pa
     assert other == replace_at(spec, "parallel.tensor", 2)
 
 
+def test_no_line_of_an_override_is_dropped(tmp_path: Path) -> None:
+    lines = '1\nname = "other"'
+    assert read("", f"sample.prompt={lines}", folder=tmp_path).sample.prompt == lines
+    assert (
+        "not a whole number"
+        in problems_of("", f"train.steps={lines}", folder=tmp_path)["train.steps"].finding
+    )
+
+
 def test_an_override_without_an_equals_sign_is_explained(tmp_path: Path) -> None:
     problem = problems_of("", "train.steps", folder=tmp_path)["train.steps"]
     assert "section.field=value" in problem.finding

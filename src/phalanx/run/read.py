@@ -198,7 +198,9 @@ def _apply_override(table: JsonObject, override: str) -> list[Problem]:
         remedy = f"give {'.'.join(sections)}.NAME.field=value, or the whole list"
         return [Problem(path, f"{sections[-1]} is a list of tables", remedy)]
     try:
-        place[last] = tomllib.loads(f"value = {text.strip()}")["value"]
+        document = tomllib.loads(f"value = {text.strip()}")
+        # Further keys come of further lines: then the text is no value of TOML either.
+        place[last] = document["value"] if len(document) == 1 else text.strip()
     except (ValueError, RecursionError):
         place[last] = text.strip()  # What TOML cannot read is a bare string, so that quotes may be left out.
     return []
