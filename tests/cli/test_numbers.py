@@ -61,3 +61,11 @@ def test_a_trace_of_arrivals_has_finite_seconds_alone(times: str, tmp_path: Path
     )
     assert refused.exit_code != 0
     assert "trace" in refused.output
+
+
+@pytest.mark.parametrize("seeds", ["²:³", "0:" + "9" * 5000, "5:5", "7"])
+@pytest.mark.parametrize("words", [["fleet", "--small"], ["traffic"]])
+def test_seeds_that_are_no_range_are_refused(words: list[str], seeds: str) -> None:
+    refused = CliRunner().invoke(phalanx_command, ["simulate", *words, "--seeds", seeds])
+    assert refused.exit_code == 2
+    assert "is not FIRST:END" in refused.output

@@ -49,6 +49,16 @@ def refuse_given(fields: Collection[str], reason: str) -> None:
     refuse_unused([name for field, name in given_options().items() if field in fields], reason)
 
 
+def seed_range(seeds: str) -> range:
+    """Parse FIRST:END as a range without END. Raises ``click.BadParameter`` for another text or an empty range."""
+    match = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", seeds)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise click.BadParameter(
+            f"{seeds[:80]!r} is not FIRST:END with FIRST < END, such as 0:100", param_hint="--seeds"
+        )
+    return range(int(match[1]), int(match[2]))
+
+
 class TroubleError(click.ClickException):
     """An error of a command whose exit code 1 is a result."""
 

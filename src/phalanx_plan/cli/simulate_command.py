@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import click
 
-from phalanx.cli.errors import refuse_given
+from phalanx.cli.errors import refuse_given, seed_range
 from phalanx.command import AsJson, Heading, Option, command_options
 from phalanx.command_help import CommandGroup
 from phalanx.fleet.core.invariants import BrokenInvariant
@@ -82,7 +82,7 @@ def fleet(options: SimulateFleetOptions) -> None:
     progress = _progress("worlds" if options.small else "days")
     try:
         if options.small:
-            _small(_range(options.seeds), options.as_json, progress)
+            _small(seed_range(options.seeds), options.as_json, progress)
             return
         spares = options.nodes // 100 if options.spares is None else options.spares
         if options.nodes % options.unit:
@@ -98,16 +98,6 @@ def fleet(options: SimulateFleetOptions) -> None:
     except BrokenInvariant as error:
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps(dataclasses.asdict(report)) if options.as_json else _format(report))
-
-
-def _range(seeds: str) -> range:
-    """Parse FIRST:END as a range without END. Raises BadParameter for another text or an empty range."""
-    first, _, end = seeds.partition(":")
-    if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
-        raise click.BadParameter(
-            f"{seeds!r} is not FIRST:END with FIRST < END, such as 0:100", param_hint="--seeds"
-        )
-    return range(int(first), int(end))
 
 
 def _progress(unit: str) -> OnProgress:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.errors import refuse_given
+from phalanx.cli.errors import refuse_given, seed_range
 from phalanx.command import FiniteRange
 from phalanx.command_help import Command
 from phalanx_serve.traffic.simulated_world import Load, RouterInvariantError, run_seed
@@ -48,7 +48,7 @@ def command(seeds: str, workers: int, rate: float, faults: float, trace: Path | 
     struck: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     first_token_s, gap_s = [], 0.0
-    for seed in _range(seeds):
+    for seed in seed_range(seeds):
         try:
             outcome = run_seed(seed, load)
         except RouterInvariantError as error:
@@ -77,16 +77,6 @@ def command(seeds: str, workers: int, rate: float, faults: float, trace: Path | 
             f"{counts['moved']} moves, {counts['quarantined']} in quarantine: no token lost, doubled or changed, all pages "
             f"given back ({totals['worlds'] / seconds:.1f} worlds/s)"
         )
-
-
-def _range(seeds: str) -> range:
-    """Parse FIRST:END as a range without END. Raises BadParameter for another text or an empty range."""
-    first, _, end = seeds.partition(":")
-    if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
-        raise click.BadParameter(
-            f"{seeds!r} is not FIRST:END with FIRST < END, such as 0:100", param_hint="--seeds"
-        )
-    return range(int(first), int(end))
 
 
 def _arrivals(trace: Path) -> list[float]:
