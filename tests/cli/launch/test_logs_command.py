@@ -148,6 +148,21 @@ def test_a_folder_without_logs_is_named(folder: Path) -> None:
     assert "no run was started in unused yet" in done.stderr
 
 
+def test_a_choice_that_no_line_fits_is_reported(tmp_path: Path) -> None:
+    logs = RunDirectory(tmp_path).logs
+    logs.mkdir()
+    (logs / "attempt-000-node-1-0.jsonl").write_bytes(
+        encode(LogLine(1e9, "info", "node-1", 3, 2, 0, 117, "text", "node-1-0"))
+    )
+    for options, is_reported in (
+        (["--rank", "4"], True),
+        (["--node", "nod-1"], True),
+        (["--rank", "3"], False),
+    ):
+        result = CliRunner().invoke(logs_command.command, [str(tmp_path), *options])
+        assert (result.exit_code, "fits the options" in result.stderr) == (0, is_reported)
+
+
 def test_times_and_ranks_are_read_as_people_write_them() -> None:
     assert [moment(words, 1e6) for words in ("90s", "10m", "1.5h", "1d")] == [
         999_910,
@@ -160,7 +175,7 @@ def test_times_and_ranks_are_read_as_people_write_them() -> None:
     for wrong in ("soon", "10 parsecs"):
         with pytest.raises(click.BadParameter, match="is no time"):
             moment(wrong, 0)
-    for wrong in ("x", "15-8", "3,8-7", ""):
+    for wrong in ("x", "15-8", "3,8-7", "", "9" * 5000):
         with pytest.raises(click.BadParameter, match="is no rank"):
             list(ranks_of(wrong))
 

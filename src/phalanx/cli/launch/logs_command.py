@@ -104,9 +104,11 @@ def print_lines(options: LogsOptions) -> None:
     follower = Follower(directory, query) if options.follow else None
     if not options.as_json:
         _print_first_failure(directory)
-    _print_each(
+    printed = _print_each(
         read_lines(directory, query, options.last) if options.last else all_lines(directory, query), options
     )
+    if not printed and follower is None:
+        click.echo(f"no line in {directory.logs} fits the options; without them all lines do", err=True)
     while follower is not None:
         complete = directory.finished_result() is not None
         new = follower.look()
@@ -116,9 +118,13 @@ def print_lines(options: LogsOptions) -> None:
         time.sleep(_POLL_S)
 
 
-def _print_each(lines: Iterable[LogLine], options: LogsOptions) -> None:
+def _print_each(lines: Iterable[LogLine], options: LogsOptions) -> bool:
+    """Print the lines, or their groups. Return True if there was one."""
+    printed = False
     for text in _texts(lines, options):
         click.echo(text)
+        printed = True
+    return printed
 
 
 def _query(options: LogsOptions, now_s: float) -> LogQuery:
@@ -146,10 +152,10 @@ def _query(options: LogsOptions, now_s: float) -> LogQuery:
 def ranks_of(words: str) -> Iterable[range]:
     """Yield the ranges of ranks in ``3``, ``8-15`` or ``1,4``. Raises ``click.BadParameter`` for another form."""
     for part in words.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        match = re.fullmatch("([0-9]{1,18})(?:-([0-9]{1,18}))?", part.strip())
         if not match or int(match[2] or match[1]) < int(match[1]):
             raise click.BadParameter(
-                f'"{part}" is no rank, like 3, and no ranks, like 8-15', param_hint="--rank"
+                f'"{part[:80]}" is no rank, like 3, and no ranks, like 8-15', param_hint="--rank"
             )
         first = int(match[1])
         yield range(first, int(match[2] or first) + 1)
