@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tomllib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,11 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.data.chat.template import read_bare_template
+from phalanx.data.errors import TokenizerError
+from phalanx.data.portions.planning.recipe import read_recipe
+from phalanx.hardware.cluster import read_toml
+from phalanx.launch.topology_files import read_topology
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.fields import Problem, RunFileError
 from phalanx.run.kinds.whole_model import resolve
@@ -348,6 +356,22 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_bytes(b"\xef\xbb\xbfname = 'marked'\n")
     assert read_run(file, {}).name == "marked"
+
+
+@pytest.mark.parametrize(
+    "read_file", [partial(read_run, presets={}), read_recipe, read_toml, read_topology, read_bare_template]
+)
+def test_a_file_without_an_end_is_refused(read_file: Callable[[Path], object]) -> None:
+    with pytest.raises((ValueError, TokenizerError), match="more than"):
+        read_file(Path("/dev/zero"))
+
+
+def test_a_run_file_may_come_through_a_pipe() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"name = 'piped'")
+    os.close(writer)
+    assert read_run(Path(f"/dev/fd/{reader}"), {}).name == "piped"
+    os.close(reader)
 
 
 def test_of_very_many_mistakes_the_first_hundred_are_told(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
+from phalanx.run.directory.files import read_named
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, Problem, ValueRange, listing, read_section
 
 # Reading from TOML: all that is wrong with a description is reported in one ``HardwareError``.
@@ -33,7 +34,7 @@ _Entry = TypeVar("_Entry")
 def read_toml(path: Path) -> Values:
     """Return the tables of the file at ``path``. Raises ``HardwareError`` if it cannot be read or is not TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(read_named(path))
     except OSError as error:
         raise HardwareError(f"cannot read {path}: {error.strerror}; name a TOML file that exists") from error
     except (ValueError, RecursionError) as error:

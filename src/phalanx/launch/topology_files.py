@@ -35,6 +35,7 @@ from typing import TypeAlias, TypeGuard
 
 from phalanx.launch.engines.order import EngineError, run_tool
 from phalanx.launch.placing import Domains, Level, Topology, TopologyError, expanded, from_domains
+from phalanx.run.directory.files import read_named
 
 # A cluster's own topology, and its nodes that are free.
 
@@ -103,7 +104,7 @@ _FIELD = re.compile(r"(\w+)=(\S*)")
 def read_topology(path: Path) -> Topology:
     """Return the topology in a file. Raises ``TopologyError`` with what is wrong in it."""
     try:
-        text = path.read_text()
+        text = read_named(path)
     except (OSError, UnicodeDecodeError) as error:
         raise TopologyError(f"cannot read the topology {path}: {error}") from error
     return parse_topology(text, str(path))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from phalanx.plugins import plugin_names
+from phalanx.run.directory.files import read_named
 from phalanx.run.fields import (
     JsonObject,
     Problem,
@@ -50,8 +51,7 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
     """
     path = shipped_or_given(path)
     try:
-        # Editors on Windows begin UTF-8 with a byte order mark.
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        table = tomllib.loads(read_named(path))
     except FileNotFoundError:
         problem = (
             f"{path} is a link to a file that does not exist"
@@ -68,7 +68,7 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
         raise RunFileError(
-            path, [Problem("", problem, "give the path of a file that you may read")]
+            path, [Problem("", problem, "give the path of a run file that you may read")]
         ) from None
     except (
         ValueError,
@@ -148,7 +148,7 @@ def _expand_preset(model: object, presets: Mapping[str, ModelSpec], problems: li
         return _merge(to_table(presets[name]), model)
     if isinstance(name, str) and (file := Path(name) / RUN_FILE).is_file():
         try:
-            preset = tomllib.loads(file.read_text(encoding="utf-8")).get("model", {})
+            preset = tomllib.loads(read_named(file)).get("model", {})
         except (ValueError, OSError) as error:
             problems.append(
                 Problem("model.preset", f"{file} cannot be read: {error}", "give another run directory")

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from phalanx.train.score import Scorer
 
 
+_MOST_BYTES = 256 << 20
+"""Most bytes of a file of texts, which is read into memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions:
     place: Annotated[Path, Argument()]
@@ -81,7 +85,8 @@ def score_command(options: ScoreOptions) -> None:
     if options.memory is not None and not options.stream:
         raise click.UsageError("--memory is for --stream")
     place, file = options.place, options.file
-    inputs = given_texts(file.read(), "standard input" if file is sys.stdin.buffer else file.name)
+    name = "standard input" if file is sys.stdin.buffer else file.name
+    inputs = given_texts(file.read(_MOST_BYTES + 1), name)
     kinds = (CheckpointError, DataError, RunDirectoryError, PartLostError, ValueError)
     with explained(*kinds), opened_weights(place, options.step) as opened:
         run_dir, step = opened
@@ -236,8 +241,13 @@ def given_texts(content: bytes, name: str) -> list[str | list[int]]:
     """Parse a file: one plain text, or a text or tokens from the JSON object on each line.
 
     It is JSON lines if its name ends in .jsonl or its first line is such an object. Blank lines are skipped. Raises
-    ClickException for a line of another form, an empty file or text, or text that is not UTF-8.
+    ClickException for a line of another form, an empty file or text, more than ``_MOST_BYTES``, or text that is not
+    UTF-8.
     """
+    if len(content) > _MOST_BYTES:
+        raise click.ClickException(
+            f"{name} has more than {_MOST_BYTES:,} bytes; divide it into several files"
+        )
     try:
         text = content.decode()
     except UnicodeDecodeError as error:

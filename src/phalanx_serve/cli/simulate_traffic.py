@@ -12,6 +12,7 @@ import click
 from phalanx.cli.errors import refuse_given, seed_range
 from phalanx.command import FiniteRange
 from phalanx.command_help import Command
+from phalanx.run.directory.files import read_named
 from phalanx_serve.traffic.simulated_world import Load, RouterInvariantError, run_seed
 
 
@@ -85,8 +86,8 @@ def _arrivals(trace: Path) -> list[float]:
     Raises BadParameter for an empty file or a time that is no number, negative or infinite.
     """
     try:
-        times = sorted(float(line) for line in trace.read_text().split())
-    except ValueError as error:
+        times = sorted(float(line) for line in read_named(trace).split())
+    except (OSError, ValueError) as error:
         raise click.BadParameter(
             f"{trace}: {error}; give seconds, one on a line", param_hint="--trace"
         ) from error

@@ -25,6 +25,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from phalanx.run.directory.files import read_named
 from phalanx_serve.http.limits import Limits
 from phalanx_serve.http.protocol import RefusedError
 from phalanx_serve.traffic.scheduler import PAGE
@@ -277,7 +278,7 @@ def read_keys(file: Path) -> Keys:
     """
     try:
         mode = file.stat().st_mode
-        lines = file.read_text().split("\n")
+        lines = read_named(file).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise KeyFileError(
             f"{file}: cannot be read ({error}); make one with phalanx serve --new-key"

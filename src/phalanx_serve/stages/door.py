@@ -27,6 +27,7 @@ from msgspec import Struct
 
 from phalanx.hardware.local.network import dial, join_address
 from phalanx.process.child import Child, describe_exit, die_with_parent, end_all
+from phalanx.run.directory.files import read_named
 from phalanx.run.peers import AddressError, read_host, read_port
 from phalanx.wire.messages import WireError
 from phalanx.wire.port import Doorway, Newcomer
@@ -222,7 +223,7 @@ def read_token(file: Path) -> str:
     Raises ServeError for a file that others can read or that cannot be read, or a token that is too short.
     """
     try:
-        mode, text = file.stat().st_mode, file.read_text().strip()
+        mode, text = file.stat().st_mode, read_named(file).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ServeError(f"--token-file {file}: {getattr(error, 'strerror', None) or error}") from error
     if mode & 0o077:

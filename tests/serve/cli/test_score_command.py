@@ -51,6 +51,12 @@ def test_texts_are_read_from_standard_input(folder: Path, result: dict[str, obje
     assert (done.exit_code, done.output) == (0, expected)
 
 
+def test_a_file_without_an_end_is_refused(folder: Path, result: dict[str, object]) -> None:
+    refused = CliRunner().invoke(score_command, [str(folder / str(result["run_dir"])), "/dev/zero"])
+    assert refused.exit_code == 1
+    assert "more than 268,435,456 bytes" in refused.output
+
+
 def test_another_format_than_the_runs_is_noted(folder: Path, result: dict[str, object]) -> None:
     done = scored(folder, result, "ab cd", "--dtype", "bfloat16")
     assert done.exit_code == 0

@@ -18,6 +18,7 @@ from phalanx.data.chat.renderer import MARKS, RenderingError, renderer
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.published import CONFIG_FILE, decoded, read_bytes, read_config
 from phalanx.data.tokenizers.tokenizer import END_OF_DOCUMENT
+from phalanx.run.directory.files import read_named
 
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
@@ -215,7 +216,7 @@ def untrained_chat(template: ChatTemplate) -> UntrainedChat:
 def read_bare_template(file: Path) -> ChatTemplate:
     """Return the template in a UTF-8 file, without names of special tokens. Raises ``TokenizerError`` if it cannot be read."""
     try:
-        return ChatTemplate(file.read_text(encoding="utf-8"), {})
+        return ChatTemplate(read_named(file), {})
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"the chat template {file} cannot be read: {error}") from error
 

@@ -65,6 +65,18 @@ def read_small(path: Path, most_bytes: int = MOST_SMALL_BYTES, *, follow: bool =
     raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
 
 
+def read_named(path: Path) -> str:
+    """Return the UTF-8 text of a file that a user names, which may be a link or a pipe, without a byte order mark.
+
+    Raises ``OSError`` if it cannot be read or has more than ``MOST_SMALL_BYTES``, and ``UnicodeDecodeError``.
+    """
+    with path.open("rb") as file:
+        content = file.read(MOST_SMALL_BYTES + 1)
+    if len(content) > MOST_SMALL_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {MOST_SMALL_BYTES:,} bytes", str(path))
+    return content.decode("utf-8-sig")
+
+
 def file_of_download(folder: Path, name: str) -> Path:
     """Return the path that ``name`` leads to in a downloaded ``folder``, with links followed. It is in the folder, or in the blobs of the
     download cache that the folder is in. The file may be missing.

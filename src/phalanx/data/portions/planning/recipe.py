@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from phalanx.data.formats.document import ReadOptions
 from phalanx.data.steps.choose import AnyStep, read_steps
+from phalanx.run.directory.files import read_named
 from phalanx.run.fields import JsonObject, Problem, RunFileError, ValueRange, read_section
 
 
@@ -99,7 +100,7 @@ class PreparationRecipe:
 def read_recipe(path: Path) -> PreparationRecipe:
     """Return the recipe in the TOML file at ``path``. Raises ``RunFileError`` with all mistakes, also if it cannot be read."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        table = tomllib.loads(read_named(path))
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
         raise RunFileError(path, [Problem("", problem, "give the path of a recipe, a TOML file")]) from None
