@@ -330,6 +330,7 @@ def test_the_name_follows_from_the_run_directory_so_that_a_cluster_takes_a_run_o
         ({"topology_label": "rack", "unit": 4}, "it sees only jobs in a queue: --queue"),
         ({"topology_label": "rack", "unit": 4, "scheduler": "volcano"}, "tiers of HyperNodes by number"),
         ({"time_limit": "2d", "scheduler": "volcano"}, "has no time limit"),
+        ({"time_limit": "3m"}, "launch.time_limit: 3m leaves no time beside launch.grace_s = 120 s"),
         ({"constraint": "gpu"}, "launch.constraint: 'gpu' is not LABEL=VALUE"),
         ({"domain_labels": ("a b",)}, "'a b' is no label of a node"),
         ({"environment": ("1X=2",)}, "launch.environment: '1X' is no name of a variable"),

@@ -146,6 +146,12 @@ class LaunchOrder:
         return [self.python, "-m", "phalanx"]
 
 
+def time_problems(launch: LaunchSpec) -> Iterator[str]:
+    """Yield the problem of a time limit that is nearly all ``launch.grace_s``, so that each job would end before a step is saved."""
+    if launch.time_limit and seconds_of(launch.time_limit) < 2 * launch.grace_s:
+        yield f"launch.time_limit: {launch.time_limit} leaves no time beside launch.grace_s = {launch.grace_s:g} s to save: a longer --time"
+
+
 def seconds_of(text: str) -> float:
     """Return the seconds of a time limit: spans like 2d, 12h or 1h30m, or a time of Slurm's.
 

@@ -24,6 +24,7 @@ from phalanx.launch.engines.order import (
     run_tool,
     seconds_of,
     slurm_time,
+    time_problems,
 )
 from phalanx.launch.engines.slurm_options import limit_problems, limits_of, without_overrulers
 from phalanx.launch.engines.slurm_script import COMMENT, JOINING_COMMENT
@@ -416,8 +417,7 @@ def _problems_in(
             f"launch.time_limit: {launch.time_limit} is more than {partition.name} allows ({slurm_time(partition.longest_s)}): --time; the "
             "run queues itself again when its time is up"
         )
-    if limit_s is not None and limit_s < 2 * launch.grace_s:
-        yield f"launch.time_limit: {launch.time_limit} leaves no time beside launch.grace_s = {launch.grace_s:g} s to save: --time"
+    yield from time_problems(launch)
     excluded = set(excluded_nodes(launch))
     usable = [node for node in nodes if node.usable and node.name not in excluded]
     fitting = [node for node in usable if node.gpus >= order.gpus_per_node]

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
-from phalanx.launch.engines.order import EngineError
+from phalanx.launch.engines.order import EngineError, time_problems
 from phalanx.launch.engines.submission import default_name
 from phalanx.run.directory.files import read_small
 from phalanx.run.read import launch_variables
@@ -212,6 +212,8 @@ def problems(spec: RunSpec) -> Iterator[str]:
         yield "launch.topology_label: the labels of nodes are Kueue's, and it sees only jobs in a queue: --queue"
     if launch.time_limit and launch.scheduler == "volcano":
         yield "launch.time_limit: a Job of Volcano has no time limit; take it out"
+    else:
+        yield from time_problems(launch)
     labels = [*launch.domain_labels, *([launch.topology_label] if launch.topology_label else [])]
     for label in (*labels, *(word.partition("=")[0] for word in constraint_of(launch))):
         if not _LABEL.fullmatch(label):
