@@ -226,6 +226,11 @@ def test_a_place_where_no_directory_can_be_is_named(spec: RunSpec, tmp_path: Pat
         opened(dataclasses.replace(spec, run_dir=str(tmp_path / "file" / "run")))
 
 
+def test_a_path_through_a_file_has_no_damaged_record(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert RunDirectory(tmp_path / "file").read_record() == {}
+
+
 def test_a_result_survives_being_written(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     assert directory.finished_result() is None

@@ -272,7 +272,7 @@ class RunDirectory:
             if isinstance(record, dict) and isinstance(record.get("attempts"), int):
                 return record
             reason = "it does not say how often the run was started"
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # the path of the run may be a file
             return {}
         except (OSError, ValueError, RecursionError) as error:
             reason = str(error)
