@@ -194,6 +194,13 @@ def test_a_full_disk_fails_the_save_but_neither_training_nor_older_checkpoints(s
     assert sorted(path.name for path in small_disk.iterdir()) == ["step-00000001", "step-00000003"]
 
 
+def test_a_disk_without_room_for_another_file_says_so(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", "4m,nr_inodes=2") as mount:
+        (mount / "f").touch()
+        with pytest.raises(StorageFullError, match=r"it has all of its 2 files"):
+            write_blocks(mount / "g", page_aligned(1 << 20), block_bytes=1 << 20, cancelled=never)
+
+
 def test_a_disk_that_fills_up_while_writing_says_so(small_disk: Path) -> None:
     with pytest.raises(StorageFullError, match=r"No space left.*8,388,608 bytes needed"):
         write_blocks(small_disk / "f", page_aligned(8 << 20), block_bytes=1 << 20, cancelled=never)

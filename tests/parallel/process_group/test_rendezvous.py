@@ -20,6 +20,7 @@ from phalanx.parallel.process_group.rendezvous import (
     leave,
     rank_from_environment,
 )
+from small_disks import fill, small_disk
 
 
 def test_a_process_started_by_nobody_has_no_place() -> None:
@@ -159,6 +160,16 @@ def test_a_chosen_interface_that_is_not_there_is_named_with_its_variable_and_tho
 def test_ranks_that_never_come_are_reported() -> None:
     with pytest.raises(RendezvousError, match=r"rank 1 of 2 could not meet the others"):
         join(RankEnvironment(1, 2, 1, "tcp://127.0.0.1:1", "torchrun"), torch.device("cpu"), timeout_s=1.0)
+
+
+def test_a_meeting_file_that_cannot_be_written_is_reported_with_its_folder(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", "4m") as mount:
+        fill(mount)
+        environment = RankEnvironment(0, 1, 0, (mount / "store").as_uri(), "phalanx")
+        with pytest.raises(
+            RendezvousError, match=r"No space left.* that its folder can be written and has room"
+        ):
+            join(environment, torch.device("cpu"), timeout_s=60.0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -73,7 +73,7 @@ def explain(error: OSError, path: Path, needed_bytes: int) -> CheckpointError:
         )
     if error.errno in _FULL:
         return StorageFullError(
-            f"{path}: no room ({error.strerror}): {needed_bytes:,} bytes needed, {_free_bytes(path):,} free. "
+            f"{path}: no room ({error.strerror}): {needed_bytes:,} bytes needed, {_free_bytes(path):,} free{_lacking_files(path)}. "
             "This checkpoint was abandoned; earlier ones, if there are any, are intact. Free space, raise the quota, or "
             "keep fewer checkpoints; the next save tries again."
         )
@@ -91,11 +91,25 @@ def explain(error: OSError, path: Path, needed_bytes: int) -> CheckpointError:
     )
 
 
+def _disk(path: Path) -> os.statvfs_result:
+    """Return the state of the disk of ``path``, which need not exist."""
+    return os.statvfs(next(parent for parent in path.parents if parent.exists()))
+
+
 def _free_bytes(path: Path) -> int:
-    """Return the bytes that are free on the disk of ``path``, which need not exist."""
-    folder = next(parent for parent in path.parents if parent.exists())
-    stat = os.statvfs(folder)
-    return stat.f_bavail * stat.f_frsize
+    """Return the bytes that are free on the disk of ``path``."""
+    disk = _disk(path)
+    return disk.f_bavail * disk.f_frsize
+
+
+def _lacking_files(path: Path) -> str:
+    """Return the words for a disk that has as many files as it can have, else nothing. Some file systems have no such limit."""
+    disk = _disk(path)
+    return (
+        f", but it has all of its {disk.f_files:,} files (inodes)"
+        if disk.f_files and not disk.f_favail
+        else ""
+    )
 
 
 def require_room(folder: Path, needed_bytes: int) -> None:

@@ -249,9 +249,15 @@ def _explain(error: Exception, environment: RankEnvironment) -> str:
     if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE) in text:
         return f"the port of {meeting_point} is in use by another program: set MASTER_PORT to a free one and start again"
     first_line = text.splitlines()[0] if text else type(error).__name__
+    is_file = meeting_point.startswith("file:")
+    place = (
+        "its folder can be written and has room"
+        if is_file
+        else "MASTER_ADDR and MASTER_PORT name the machine of rank 0"
+    )
     return (
         f"rank {environment.rank} of {environment.ranks} could not meet the others at {meeting_point}: {first_line}; "
-        "check that every rank was started, and that MASTER_ADDR and MASTER_PORT name the machine of rank 0"
+        f"check that every rank was started, and that {place}"
     )
 
 
