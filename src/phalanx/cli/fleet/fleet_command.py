@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import click
+import msgspec
 
 from phalanx.cli.errors import HostName, explained, full_disk
 from phalanx.cli.launch.joining_hosts import verified_hosts
@@ -65,8 +66,13 @@ def operation_options(function: Callable[..., None]) -> Callable[..., None]:
 def send_request(run_dir: Path, operation: OperatorRequest, certificates: Path | None) -> str:
     """Send a request to the fleet's coordinator and return its answer; a refusal is such a text too.
 
-    Raises ``click.ClickException`` if it cannot be reached or authenticated, there is no fleet, or the run is over.
+    Raises ``click.ClickException`` if it cannot be reached or authenticated, there is no fleet, or the run is over, and
+    ``click.BadParameter`` for a name or number that no message may have.
     """
+    try:
+        msgspec.convert(msgspec.to_builtins(operation), type(operation))
+    except msgspec.ValidationError as error:
+        raise click.BadParameter(f"the coordinator would refuse the request: {error}") from error
     with explained(FleetFileError, SecurityError, TransportError, RunDirectoryError):
         fleet = read_fleet_file(run_dir)
         if fleet.over:
