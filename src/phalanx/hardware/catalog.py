@@ -193,11 +193,19 @@ def cluster(description: str) -> Cluster:
             f"cannot read the cluster {description!r}: write NAME:ACCELERATORS, as in h100:16384, or NAME x DOMAINS, as in "
             f'"gb200-nvl72 x 1389"; the names are {", ".join(systems())}, or a TOML file'
         )
-    name, sign = match["name"], match["sign"]
-    path = this_machine() if name == "this" else Path(name)
-    chosen = load_user(path) if path.suffix == ".toml" else system(name)
+    file = cluster_file(description)
+    chosen = system(match["name"]) if file is None else load_user(file)
     count = int(re.sub("[_,]", "", match["count"] or "1"))
-    return chosen.of(count if sign == ":" else count * chosen.domain.size)
+    return chosen.of(count if match["sign"] == ":" else count * chosen.domain.size)
+
+
+def cluster_file(description: str) -> Path | None:
+    """Return the TOML file that describes the cluster of that name; None if it is in the catalog or unreadable."""
+    match = _CLUSTER.fullmatch(description)
+    if match is None:
+        return None
+    path = this_machine() if match["name"] == "this" else Path(match["name"])
+    return path if path.suffix == ".toml" else None
 
 
 def this_machine() -> Path:

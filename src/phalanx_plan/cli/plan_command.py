@@ -249,7 +249,7 @@ def _answer_layouts(options: request.LayoutOptions) -> None:
     from phalanx_plan.search.query import refuse_unused
 
     request.refuse_repeated(options.overrides)
-    request.refuse_outputs(options, options.trace, options.files)
+    request.refuse_outputs(options, options.trace, options.files, options.network)
     aim = request.requested_aim(options, options.top, options.layout, options.tokens)
     request.require_one_run_file(options.files)
     refuse_unused(options.fields, searching=aim.layout is None, tokens=aim.tokens)

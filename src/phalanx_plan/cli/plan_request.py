@@ -202,16 +202,30 @@ def refuse_repeated(overrides: tuple[str, ...]) -> None:
             raise click.UsageError(f"--set {name} is given more than once: give it once")
 
 
-def refuse_outputs(options: SearchOptions, trace: Path | None = None, files: tuple[Path, ...] = ()) -> None:
+def refuse_outputs(
+    options: SearchOptions,
+    trace: Path | None = None,
+    files: tuple[Path, ...] = (),
+    network: str | None = None,
+) -> None:
     """Raise UsageError for an output path that is a folder, has no parent folder, or is written twice.
 
-    Also for a report or trace that would overwrite one of ``files``. Checked before the search.
+    Also for one that would overwrite the description of the cluster or of its ``network``, and for a report or trace
+    that would overwrite one of ``files``. Checked before the search.
     """
+    from phalanx.hardware.catalog import cluster_file
+
+    descriptions = (cluster_file(options.cluster_name), Path(network) if network else None)
+    read = {path.resolve() for path in descriptions if path is not None}
     written: dict[Path, str] = {}
     outputs = {"report": options.report, "trace": trace, "out": options.out}
     for name, path in outputs.items():
         if path is not None and (first := written.setdefault(path.resolve(), name)) != name:
             raise click.UsageError(f"--{first} and --{name} both write {path}: give each a file of its own")
+        if path is not None and path.is_file() and path.resolve() in read:
+            raise click.UsageError(
+                f"--{name} would write over {path}, which describes the cluster: give another name"
+            )
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             cause = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise click.UsageError(

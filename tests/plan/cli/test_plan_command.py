@@ -214,6 +214,24 @@ def test_what_would_be_ignored_misread_or_found_out_too_late_is_refused(
     assert says in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize("option", ["--report", "--trace", "--out"])
+@pytest.mark.parametrize(
+    "described", [["--cluster", "mine.toml:8"], ["--cluster", "h100:8", "--topology", "mine.toml"]]
+)
+def test_a_description_of_the_cluster_is_not_written_over(
+    option: str, described: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "mine.toml"
+    file.write_text('[system]\nlike = "h100"\n')
+    result = CliRunner().invoke(command, ["--model", "toy-4m", *described, option, "./mine.toml"])
+    assert result.exit_code == 2
+    assert f"{option} would write over mine.toml, which describes the cluster" in " ".join(
+        result.output.split()
+    )
+    assert file.read_text().startswith("[system]")
+
+
 def test_where_nothing_fits_it_says_how_much_is_missing_and_what_would_do() -> None:
     result = plan("--model", "dense-1t", "--cluster", "h100:8", "--batch", "8", "--seq-len", "2048")
     assert result.exit_code != 0
