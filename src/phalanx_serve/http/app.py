@@ -242,9 +242,20 @@ def application(gateway: Gateway) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers={HTTPException: explain, Exception: apologize})
 
     async def entry(scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse other host names, and answer with a refusal if a running request is cut off by the server's end."""
+        """Refuse other host names and ambiguous bodies, and answer with a refusal if a running request is cut off by the
+        server's end.
+        """
         scope[_SERVERS_SEND] = send
-        if gateway.hosts and host_name(Headers(scope=scope).get("host", "")) not in gateway.hosts:
+        headers = Headers(scope=scope)
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy may take the other one for the end of the body, and what follows for another client's request (RFC 9112, 6.1).
+            error = RefusedError(
+                "the body has Content-Length and Transfer-Encoding: send one of them", status=400
+            )
+            response = refusal(gateway, error)
+            response.headers["Connection"] = "close"
+            return await response(scope, receive, send)
+        if gateway.hosts and host_name(headers.get("host", "")) not in gateway.hosts:
             error = RefusedError(
                 f"this host name is not the server's, which has no keys (--key-file): use one of {', '.join(gateway.hosts)}",
                 status=421,

@@ -195,6 +195,17 @@ def test_what_is_no_http_request_is_refused_as_all_others_are(name: str) -> None
         assert not server.limiter.refused
 
 
+def test_what_follows_a_body_with_two_ends_is_no_request() -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 40\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    with running() as (_, port), connected(port, head + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n") as client:
+        answer = b""
+        while more := client.recv(4096):
+            answer += more
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"send one of them" in answer
+        assert answer.count(b"HTTP/1.1 ") == 1
+
+
 def test_what_is_wrong_behind_an_answer_ends_the_connection_and_is_no_defect(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
