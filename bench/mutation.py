@@ -45,7 +45,19 @@ CORE = tuple(
 WORLDS = ("tests/plan/simulate/hostile",)
 # Module -> its own tests, quickest first, and the wider ones that judge what these let live.
 TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "parallel/divisions.py": ((SLOTS,), ()),
+    "parallel/divisions.py": (
+        (
+            *(SLOTS, "tests/parallel/test_divisions.py"),
+            *("tests/parallel/reduction/test_buckets.py", "tests/parallel/reduction/integer/test_spans.py"),
+        ),
+        (
+            *(
+                f"tests/parallel/reduction/test_{name}.py"
+                for name in ("tree", "reduce_scatter", "summation", "data_parallel")
+            ),
+            "tests/train/optimizers/test_matrices.py",
+        ),
+    ),
     "parallel/reduction/tree.py": (
         (SLOTS, "tests/parallel/reduction/test_tree.py", "tests/parallel/reduction/test_level_sums.py"),
         ("tests/train/test_reproducibility.py",),

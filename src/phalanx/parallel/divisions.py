@@ -91,8 +91,8 @@ class Deal:
     @property
     def most_rounds(self) -> int:
         """Largest number of slots that a rank computes in a step."""
-        longest = max(self.hands_of_replica(0), self.hands_of_replica(self.replicas - 1), key=len)
-        return -(-len(longest) * self.team // self.shard_ranks)
+        most_hands = self.hands_of_replica(self.replicas - 1)  # the last replica has the most
+        return -(-len(most_hands) * self.team // self.shard_ranks)
 
 
 @dataclass(frozen=True)

@@ -195,3 +195,11 @@ def test_a_run_of_slots_is_added_as_one_slot_after_another_would_be(slots: int, 
     for slot in range(slots):
         one_by_one.push(slot, values[slot])
     assert torch.equal(in_runs.take_root(), one_by_one.take_root())
+
+
+@given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 4), st.sampled_from([1, 2, 4]))
+def test_the_most_rounds_are_those_of_the_replica_with_the_most_slots(
+    hands: int, replicas: int, teams: int, team: int
+) -> None:
+    deal = Deal(hands * team, replicas, teams * team, team)
+    assert deal.most_rounds == max(len(deal.rounds(replica)) for replica in range(replicas))

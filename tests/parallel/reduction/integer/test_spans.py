@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.divisions import share_layout
+from phalanx.parallel.divisions import share_layout, span_size, word_bytes
 
 shapes = st.lists(
     st.integers(1, 6).flatmap(lambda n: st.sampled_from([(n,), (n, 3), (n, 64), (n, 2, 128)])), min_size=1
@@ -36,3 +36,19 @@ def test_no_span_reaches_over_the_end_of_a_row_so_none_is_cut_on_any_fleet(
     (alone,) = share_layout([shape], 1).segments
     assert math.prod(shape[1:]) % segment.size == 0
     assert segment.size == alone.size <= 128
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=4))
+def test_a_span_is_the_largest_power_of_two_that_divides_a_row_up_to_128(shape: list[int]) -> None:
+    row = math.prod(shape[1:])
+    assert span_size(shape) == max(size for size in (1, 2, 4, 8, 16, 32, 64, 128) if row % size == 0)
+
+
+def test_a_number_without_dimensions_is_one_span_of_one_element() -> None:
+    for ranks in (1, 3):
+        layout = share_layout([()], ranks)
+        assert (layout.elements, layout.spans) == (1, 1)
+
+
+def test_words_have_four_bytes_in_sums_of_up_to_1024_numbers_and_eight_beyond() -> None:
+    assert [word_bytes(count) for count in (1, 1024, 1025, 100_000)] == [4, 4, 8, 8]
