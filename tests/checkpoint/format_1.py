@@ -13,7 +13,7 @@ def rewrite_as_format_1(tier: DiskTier, step: int) -> None:
     folder, index = tier.folder(step), tier.index(step)
     manifests: list[list[object]] = []
     for ref in index.catalogs:
-        catalog = tier.reader.catalog(step, ref)
+        catalog = tier.catalog(step, ref)
         for image in catalog.images:
             flat = f"rank-{image.rank:05d}.safetensors"
             if image.file != flat:

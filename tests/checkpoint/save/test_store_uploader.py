@@ -299,7 +299,7 @@ def test_a_node_sends_the_files_of_ranks_at_the_limit_of_its_run_file(directory:
         return RateLimit(mib_s, cancelled, time_that_passes.now, time_that_passes.sleep)
 
     save(directory, 2)
-    images = DiskTier(directory.checkpoints).reader.images(2)
+    images = DiskTier(directory.checkpoints).images(2)
     with uploaders(directory, store, (0, 1, 2, 3), limit=limit, store_mib_s=0.125) as (agent,):
         agent.settle()
     assert stored(store) == [2]

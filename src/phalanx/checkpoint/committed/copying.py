@@ -19,7 +19,7 @@ from phalanx.checkpoint.format.blocks import storage_errors
 from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError, NoSuchStepError
 from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.format.manifest import CatalogRef
-from phalanx.checkpoint.tiers.catalogued import CatalogReader, StepFiles, write_record
+from phalanx.checkpoint.tiers.catalogued import CataloguedTier, write_record
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier, store_errors
 from phalanx.checkpoint.tiers.tier import Draft, never
@@ -46,19 +46,6 @@ class StepProblem:
         return f"step {self.step}: {self.error}"
 
 
-class VerifiableTier(StepFiles, Protocol):
-    """A tier whose committed steps have an index and catalogs."""
-
-    @property
-    def reader(self) -> CatalogReader:
-        """Reader of the steps' catalogs."""
-        ...
-
-    def steps(self) -> list[int]:
-        """Return the committed steps, oldest first."""
-        ...
-
-
 def silent(_done_bytes: int, _total_bytes: int) -> None:
     """Do nothing; a progress callback."""
 
@@ -75,7 +62,7 @@ def verify(
 
 
 def verify_tier(
-    tier: VerifiableTier, name: str, step: int | None = None, *, progress: VerifyProgress = silent
+    tier: CataloguedTier, name: str, step: int | None = None, *, progress: VerifyProgress = silent
 ) -> list[StepProblem]:
     """Return all problems of committed ``step`` of ``tier``, or of all of its steps if ``step`` is None.
 
@@ -92,7 +79,7 @@ def verify_tier(
     catalogs: list[tuple[int, CatalogRef]] = []
     for number in steps:
         try:
-            good, wrong = tier.reader.wrong_catalogs(number)
+            good, wrong = tier.wrong_catalogs(number)
         except CheckpointError as error:
             good, wrong = [], [("", error)]
         catalogs += [(number, ref) for ref in good]
@@ -100,7 +87,7 @@ def verify_tier(
     total_bytes = sum(ref.data_bytes for _, ref in catalogs)
     done_bytes = 0
     for number, ref in catalogs:
-        catalog = tier.reader.catalog(number, ref)
+        catalog = tier.catalog(number, ref)
         for image in catalog.images:
             place = tier.place(number, image.file)
             for verified_bytes, problem in tier.damage(number, catalog.manifest(image.rank)):
@@ -249,7 +236,7 @@ class RateLimit:
 
 
 def copy_share(
-    source: VerifiableTier, step: int, draft: CopyDraft, share: int = 0, shares: int = 1, *, limit: RateLimit
+    source: CataloguedTier, step: int, draft: CopyDraft, share: int = 0, shares: int = 1, *, limit: RateLimit
 ) -> int:
     """Copy this process's share of a step's files into a draft, every ``shares``-th from ``share``, at most as fast
     as ``limit``. Return the number of bytes copied.
@@ -260,13 +247,13 @@ def copy_share(
     """
     draft_sizes = draft.sizes()
     copied_bytes = 0
-    for manifest in source.reader.images(step)[share::shares]:
+    for manifest in source.images(step)[share::shares]:
         if draft_sizes.get(manifest.file) == manifest.nbytes:
             continue
         blocks = source.blocks(step, manifest, range(len(manifest.checksums)))
         draft.write_image(manifest.file, limit.blocks(blocks), manifest.nbytes)
         copied_bytes += manifest.nbytes
-    for file in source.reader.records(step)[share::shares]:
+    for file in source.records(step)[share::shares]:
         content = source.read_file(step, file)
         draft.write_record(file, content)
         copied_bytes += len(content)
@@ -274,7 +261,7 @@ def copy_share(
 
 
 def commit_copy(
-    source: VerifiableTier,
+    source: CataloguedTier,
     step: int,
     draft: CopyDraft,
     *,
@@ -286,8 +273,8 @@ def commit_copy(
     Raises AbandonedError if files are missing after ``timeout_s``, or if ``cancelled()`` becomes true. Polls the
     draft's file sizes.
     """
-    expected_sizes: dict[str, int] = {image.file: image.nbytes for image in source.reader.images(step)}
-    expected_sizes |= {file: len(source.read_file(step, file)) for file in source.reader.records(step)}
+    expected_sizes: dict[str, int] = {image.file: image.nbytes for image in source.images(step)}
+    expected_sizes |= {file: len(source.read_file(step, file)) for file in source.records(step)}
     deadline_s, pause_s = time.monotonic() + timeout_s, _SHORTEST_POLL_S
     while True:
         draft_sizes = draft.sizes()
@@ -304,7 +291,7 @@ def commit_copy(
         pause_s = min(1.5 * pause_s, _LONGEST_POLL_S)
 
 
-def copy_step(source: VerifiableTier, step: int, target: DiskTier | ObjectTier) -> tuple[bool, int]:
+def copy_step(source: CataloguedTier, step: int, target: DiskTier | ObjectTier) -> tuple[bool, int]:
     """Copy a committed step completely.
 
     Return whether this call committed it, and the number of bytes copied. Does nothing if ``target`` has the step.

@@ -1,6 +1,6 @@
 """Committed steps described by an index and catalogs, for any storage, and the drafts that become such steps.
 
-A storage returns bytes by the step's file names (``StepFiles``). Here they are verified and decoded in the order in which each is covered
+A storage returns bytes by the step's file names. Here they are verified and decoded in the order in which each is covered
 by a checksum of the previous: index, catalogs, blocks of images.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -34,10 +34,12 @@ from phalanx.checkpoint.format.manifest import (
     catalog_of,
     checksum,
     decode_catalog,
+    decode_index,
     decode_manifest,
     encode_catalog,
     join_catalogs,
 )
+from phalanx.checkpoint.tiers.tier import StepRecord
 from phalanx.run.directory.files import write_atomically
 
 # Drafts on disk, collected in two levels, so that no rank's work grows with the fleet.
@@ -224,10 +226,10 @@ def require_size(path: Path, nbytes: int) -> None:
     with storage_errors(path):
         size = path.stat().st_size
     if size != nbytes:
-        raise wrong_size(str(path), size, nbytes)
+        raise _wrong_size(str(path), size, nbytes)
 
 
-def wrong_size(place: str, actual_bytes: int, nbytes: int) -> CorruptError:
+def _wrong_size(place: str, actual_bytes: int, nbytes: int) -> CorruptError:
     """Return the error for an image whose size differs from its manifest."""
     return CorruptError(
         f"{place}: {actual_bytes:,} bytes, but {nbytes:,} in its manifest. Restore another step."
@@ -280,45 +282,56 @@ def _await_files(
         pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)
 
 
-class StepFiles(Protocol):
-    """Storage of committed steps, by the names of their files. Every method raises a CheckpointError if the storage fails."""
+class CataloguedTier(ABC):
+    """Committed steps with an index and catalogs, in storage that returns bytes by the names of a step's files.
 
-    def index(self, step: int) -> Index:
-        """Return the index of a committed step. Raises NoSuchStepError, CorruptError, FormatVersionError."""
-        ...
+    Every method raises a CheckpointError if the storage fails.
+    """
 
-    def index_bytes(self, step: int) -> bytes:
-        """Return the encoded index. Raises NoSuchStepError."""
-        ...
-
-    def place(self, step: int, file: str) -> str:
-        """Return the path or URL of a step's file, for messages; of its index if ``file`` is empty."""
-        ...
-
-    def read_file(self, step: int, file: str) -> bytes:
-        """Return a small file of the step. Raises MissingFileError."""
-        ...
-
-    def blocks(self, step: int, manifest: Manifest, numbers: Sequence[int]) -> Iterator[ByteArray]:
-        """Yield the verified blocks of an image; a block is valid until the next one is requested."""
-        ...
-
-    def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
-        """Read a full image back: yield the number of bytes read so far, with the error of the last block, if any."""
-        ...
-
-
-class CatalogReader:
-    """Reads the committed steps of ``files``; boxes get the location ``name`` and ``distance``."""
-
-    def __init__(self, files: StepFiles, name: str, distance: int) -> None:
-        """Read from ``files``; catalogs and manifests are cached."""
-        self._files = files
-        self._name = name
+    def __init__(self, name: str, distance: int) -> None:
+        """Cache catalogs and manifests that are read; boxes get the location ``name`` and ``distance``."""
+        self.name = name
         self._distance = distance
         # Cached: committed steps never change, and a restore reads the same catalogs twice (to plan, to read), by rank.
         self._catalog = lru_cache(maxsize=64)(self._load_catalog)
         self._manifest = lru_cache(maxsize=256)(self._load_manifest)
+
+    @abstractmethod
+    def steps(self) -> list[int]:
+        """Return the committed steps, oldest first."""
+
+    @abstractmethod
+    def index_bytes(self, step: int) -> bytes:
+        """Return the encoded index. Raises NoSuchStepError."""
+
+    @abstractmethod
+    def place(self, step: int, file: str) -> str:
+        """Return the path or URL of a step's file, for messages; of its index if ``file`` is empty."""
+
+    @abstractmethod
+    def read_file(self, step: int, file: str) -> bytes:
+        """Return a small file of the step. Raises MissingFileError."""
+
+    @abstractmethod
+    def image_bytes(self, step: int, file: str) -> int:
+        """Return the size of an image in the storage, which ``blocks`` then reads. Raises MissingFileError."""
+
+    @abstractmethod
+    def blocks(self, step: int, manifest: Manifest, numbers: Sequence[int]) -> Iterator[ByteArray]:
+        """Yield the verified blocks of an image; a block is valid until the next one is requested."""
+
+    def index(self, step: int) -> Index:
+        """Return the index of a committed step. Raises NoSuchStepError, CorruptError, FormatVersionError."""
+        return decode_index(self.index_bytes(step), self.place(step, ""))
+
+    def record(self, step: int) -> StepRecord:
+        """Return the metadata of a committed step. Raises the errors of ``index``."""
+        index = self.index(step)
+        return StepRecord(index.step, index.world_size, index.extra, index.weights_sha256)
+
+    def extra(self, step: int) -> dict[str, object]:
+        """Return the small JSON saved with a committed step. Raises the errors of ``index``."""
+        return self.index(step).extra
 
     def catalog(self, step: int, ref: CatalogRef) -> Catalog:
         """Return a verified catalog of the step's index. Raises CorruptError, MissingFileError."""
@@ -326,13 +339,15 @@ class CatalogReader:
 
     def extents(self, step: int, digits: str) -> Catalog:
         """Return the rectangles of each catalog, under the number of its first rank. Raises the errors of ``catalog``."""
-        return decode_catalog(self._checked_bytes(step, EXTENTS, digits), self._files.place(step, EXTENTS))
+        return decode_catalog(self._checked_bytes(step, EXTENTS, digits), self.place(step, EXTENTS))
 
-    def boxes(self, step: int, rank: int | None, needed: Sequence[Box] | None) -> tuple[StoredBox, ...]:
+    def boxes(
+        self, step: int, rank: int | None = None, needed: Sequence[Box] | None = None
+    ) -> tuple[StoredBox, ...]:
         """Return the stored boxes of a step that may overlap ``needed`` (None: all), those of ``rank`` alone if it is
         given. Raises NoSuchStepError. Catalogs that cannot overlap ``needed`` are not read.
         """
-        index = self._files.index(step)
+        index = self.index(step)
         refs = index.catalogs
         if rank is not None:
             refs = tuple(ref for ref in refs if ref.first_rank <= rank < ref.first_rank + ref.ranks)
@@ -347,21 +362,51 @@ class CatalogReader:
 
         Raises CorruptError for other bytes than those written.
         """
-        refs = self._files.index(step).catalogs
+        refs = self.index(step).catalogs
         firsts = [ref.first_rank for ref in refs]
         for holder, group in groupby(reads, key=lambda read: read.source.location.holder):
             ref = refs[bisect_right(firsts, int(holder)) - 1]
             manifest = self._manifest(step, ref, int(holder))
-            yield from read_parts(manifest, list(group), partial(self._files.blocks, step, manifest))
+            yield from read_parts(manifest, list(group), partial(self.blocks, step, manifest))
+
+    def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
+        """Read a full image back: yield (bytes read so far, error or None) for each block.
+
+        An image of another length is one more error, with 0 bytes. For an image whose size cannot be read, that error
+        is all. An error other than CorruptError is the last item.
+        """
+        try:
+            size = self.image_bytes(step, manifest.file)
+        except CheckpointError as error:
+            yield 0, error
+            return
+        if size != manifest.nbytes:
+            yield 0, _wrong_size(self.place(step, manifest.file), size, manifest.nbytes)
+        block_count = len(manifest.checksums) if size >= manifest.nbytes else size // manifest.block_bytes
+        number = 0
+        while number < block_count:
+            problem: CheckpointError | None = None
+            try:
+                # Reading ahead ends at a bad block, and restarts with the next.
+                for _ in self.blocks(step, manifest, range(number, block_count)):
+                    number += 1
+                    yield min(number * manifest.block_bytes, manifest.nbytes), None
+            except CheckpointError as error:
+                problem = error
+                number += 1
+            if problem is not None:
+                yield min(number * manifest.block_bytes, manifest.nbytes), problem
+                if not isinstance(problem, CorruptError):
+                    return
 
     def images(self, step: int) -> list[Manifest]:
         """Return the manifests of a step's images, by rank."""
-        catalogs = [self.catalog(step, ref) for ref in self._files.index(step).catalogs]
+        catalogs = [self.catalog(step, ref) for ref in self.index(step).catalogs]
         return [catalog.manifest(image.rank) for catalog in catalogs for image in catalog.images]
 
     def records(self, step: int) -> list[str]:
         """Return the names of a step's files that are neither image nor index."""
-        index = self._files.index(step)
+        index = self.index(step)
         return [ref.file for ref in index.catalogs] + ([EXTENTS] if index.extents_checksum else [])
 
     def wrong_catalogs(self, step: int) -> tuple[list[CatalogRef], list[tuple[str, CheckpointError]]]:
@@ -369,7 +414,7 @@ class CatalogReader:
 
         An error of the step as a whole has an empty file name. Raises the error of an index that cannot be read.
         """
-        index = self._files.index(step)
+        index = self.index(step)
         good: list[CatalogRef] = []
         extents: list[BoxTable] = []
         wrong: list[tuple[str, CheckpointError]] = []
@@ -400,9 +445,14 @@ class CatalogReader:
             wrong.append(("", error))
         return good, wrong
 
+    def forget_catalogs(self) -> None:
+        """Clear the caches of catalogs and manifests, for storage in which a step was removed."""
+        self._catalog.cache_clear()
+        self._manifest.cache_clear()
+
     def _load_catalog(self, step: int, ref: CatalogRef) -> Catalog:
         """Read and verify a catalog; version 1 has a manifest in its place."""
-        data, place = self._checked_bytes(step, ref.file, ref.checksum), self._files.place(step, ref.file)
+        data, place = self._checked_bytes(step, ref.file, ref.checksum), self.place(step, ref.file)
         if ref.file.endswith(".json"):  # format 1: the manifest of one rank
             return catalog_of(decode_manifest(data, place))
         return decode_catalog(data, place)
@@ -412,10 +462,10 @@ class CatalogReader:
 
     def _checked_bytes(self, step: int, file: str, digits: str) -> bytes:
         """Return a file's bytes; raises CorruptError unless they match the checksum."""
-        data = self._files.read_file(step, file)
+        data = self.read_file(step, file)
         if checksum(data) != digits:
             raise CorruptError(
-                f"{self._files.place(step, file)}: differs from its checksum in the index. Restore another step."
+                f"{self.place(step, file)}: differs from its checksum in the index. Restore another step."
             )
         return data
 
@@ -430,29 +480,5 @@ class CatalogReader:
         places: dict[int, BoxLocation] = {}
         for row in table.in_image_order(rows).tolist():
             holder = int(table.holder[row])
-            place = places.setdefault(holder, BoxLocation(self._name, str(holder), self._distance))
+            place = places.setdefault(holder, BoxLocation(self.name, str(holder), self._distance))
             yield StoredBox(table.box(row), place)
-
-
-def look_through(
-    manifest: Manifest, blocks: Callable[[Sequence[int]], Iterator[ByteArray]], block_count: int
-) -> Iterator[tuple[int, CheckpointError | None]]:
-    """Yield (bytes read so far, error or None) for each of an image's ``block_count`` blocks, as ``StepFiles.damage``.
-
-    ``blocks`` reads ahead; after a bad block it restarts with the next. An error other than CorruptError is the last
-    item.
-    """
-    number = 0
-    while number < block_count:
-        problem: CheckpointError | None = None
-        try:
-            for _ in blocks(range(number, block_count)):
-                number += 1
-                yield min(number * manifest.block_bytes, manifest.nbytes), None
-        except CheckpointError as error:
-            problem = error
-            number += 1
-        if problem is not None:
-            yield min(number * manifest.block_bytes, manifest.nbytes), problem
-            if not isinstance(problem, CorruptError):
-                return

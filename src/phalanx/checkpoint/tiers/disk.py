@@ -21,7 +21,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from phalanx.checkpoint.format.blocks import (
@@ -31,22 +30,20 @@ from phalanx.checkpoint.format.blocks import (
     storage_errors,
     write_blocks,
 )
-from phalanx.checkpoint.format.boxes import DISK, Box, PlannedRead, StoredBox
+from phalanx.checkpoint.format.boxes import DISK, Box
 from phalanx.checkpoint.format.errors import CheckpointError, NoSuchStepError, StorageError
-from phalanx.checkpoint.format.image import ByteArray, Image, ImageEntry, RawArray, encode_table, table_of
-from phalanx.checkpoint.format.manifest import Index, Manifest, catalog_of, decode_index, encode_index
+from phalanx.checkpoint.format.image import ByteArray, Image, ImageEntry, encode_table, table_of
+from phalanx.checkpoint.format.manifest import Index, Manifest, catalog_of, encode_index
 from phalanx.checkpoint.tiers.catalogued import (
     CATALOG_RANKS,
     DELETING,
-    CatalogReader,
+    CataloguedTier,
     Collector,
     WaitLimit,
     leave_failure,
     leave_manifest,
-    look_through,
     require_size,
     write_record,
-    wrong_size,
 )
 from phalanx.checkpoint.tiers.tier import Draft, StepRecord, always, never
 from phalanx.run.directory.files import files_below, sync
@@ -56,14 +53,12 @@ _log = logging.getLogger(__name__)
 _PARTIAL = re.compile(r"\.partial-step-(\d{8,})-(\d+)")
 
 
-class DiskTier:
+class DiskTier(CataloguedTier):
     """Checkpoints in the folder ``root``, which is created if it is missing.
 
     Images are written and verified in blocks of ``block_bytes``. One rank joins ``catalog_ranks`` manifests in a catalog, so that number must
     be the same on all of them. A commit first checks that the ranks' boxes cover every tensor that they name.
     """
-
-    name = "disk"
 
     def __init__(
         self, root: Path | str, *, block_bytes: int = BLOCK_BYTES, catalog_ranks: int = CATALOG_RANKS
@@ -71,11 +66,11 @@ class DiskTier:
         """Open the tier in the folder ``root``, which is created if missing. Images have blocks of ``block_bytes``,
         and catalogs up to ``catalog_ranks`` ranks. Raises ``StorageError``.
         """
+        super().__init__("disk", DISK)
         self.root = Path(root)
         self._block_bytes = block_bytes
         self._collector = Collector(catalog_ranks)
         self._packed: tuple[tuple[ImageEntry, ...], int, bytes] | None = None
-        self.reader = CatalogReader(self, self.name, DISK)
         with storage_errors(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
 
@@ -248,10 +243,6 @@ class DiskTier:
     def has(self, step: int) -> bool:
         return is_committed(self.folder(step))
 
-    def index(self, step: int) -> Index:
-        """Return the index of a committed step. Raises NoSuchStepError, CorruptError, FormatVersionError."""
-        return decode_index(self.index_bytes(step), self.place(step, ""))
-
     def index_bytes(self, step: int) -> bytes:
         """Return the step's encoded index; raises NoSuchStepError if the step is not committed."""
         path = self.folder(step) / CHECKPOINT_INDEX
@@ -270,20 +261,8 @@ class DiskTier:
     def require_files(self, step: int) -> None:
         """Raise a CheckpointError unless every file of a committed step exists in its size; reads no tensor."""
         for ref in self.index(step).catalogs:
-            for image in self.reader.catalog(step, ref).images:
+            for image in self.catalog(step, ref).images:
                 require_size(self.folder(step) / image.file, image.nbytes)
-
-    def record(self, step: int) -> StepRecord:
-        index = self.index(step)
-        return StepRecord(index.step, index.world_size, index.extra, index.weights_sha256)
-
-    def extra(self, step: int) -> dict[str, object]:
-        return self.index(step).extra
-
-    def boxes(
-        self, step: int, rank: int | None = None, needed: Sequence[Box] | None = None
-    ) -> tuple[StoredBox, ...]:
-        return self.reader.boxes(step, rank, needed)
 
     def place(self, step: int, file: str) -> str:
         return str(self.folder(step) / (file or CHECKPOINT_INDEX))
@@ -295,30 +274,19 @@ class DiskTier:
 
     # Reading
 
-    def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
-        return self.reader.read(step, reads)
-
     def blocks(self, step: int, manifest: Manifest, numbers: Sequence[int]) -> Iterator[ByteArray]:
         return BlockFile(self.folder(step) / manifest.file, manifest).blocks(numbers)
 
-    def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
-        """Read an image from the disk, past the page cache, and yield (bytes read, error or None) for each block.
-
-        A file of another length is one more error, with 0 bytes. For a file that cannot be opened, that error is all.
-        """
-        # Drop cached pages, so that the disk is read.
-        path = self.folder(step) / manifest.file
-        try:
-            with storage_errors(path):
-                size = path.stat().st_size
-                _drop_cached(path)
-        except CheckpointError as error:
-            yield 0, error
-            return
-        if size != manifest.nbytes:
-            yield 0, wrong_size(str(path), size, manifest.nbytes)
-        block_count = len(manifest.checksums) if size >= manifest.nbytes else size // manifest.block_bytes
-        yield from look_through(manifest, partial(self.blocks, step, manifest), block_count)
+    def image_bytes(self, step: int, file: str) -> int:
+        """Return the size of a file, and drop it from the page cache, so that ``blocks`` reads the disk."""
+        path = self.folder(step) / file
+        with storage_errors(path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                return os.fstat(descriptor).st_size
+            finally:
+                os.close(descriptor)
 
     # Removing
 
@@ -365,12 +333,3 @@ class DiskTier:
             sync(self.root)
         # The next sweep removes leftovers of a slow file system.
         shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _drop_cached(path: Path) -> None:
-    """Drop the file from the page cache, so that the disk is read."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)

@@ -19,17 +19,17 @@ import secrets
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from tempfile import gettempdir
 
 import numpy as np
 
-from phalanx.checkpoint.format.boxes import REMOTE, Box, PlannedRead, StoredBox
+from phalanx.checkpoint.format.boxes import REMOTE
 from phalanx.checkpoint.format.errors import (
     CheckpointError,
     CorruptError,
@@ -38,11 +38,10 @@ from phalanx.checkpoint.format.errors import (
     StorageError,
     StorageFullError,
 )
-from phalanx.checkpoint.format.image import ByteArray, RawArray
-from phalanx.checkpoint.format.manifest import Index, Manifest, checksum, decode_index, parse_object, sealed
-from phalanx.checkpoint.tiers.catalogued import CatalogReader, look_through, wrong_size
+from phalanx.checkpoint.format.image import ByteArray
+from phalanx.checkpoint.format.manifest import Manifest, checksum, parse_object, sealed
+from phalanx.checkpoint.tiers.catalogued import CataloguedTier
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.tier import StepRecord
 from phalanx.run.directory.files import range_locked
 from phalanx.run.directory.paths import step_folder, step_of
 from phalanx.store.open_store import is_url, joined, open_store
@@ -183,14 +182,13 @@ _AHEAD = 2 * _READS_AT_ONCE
 """Blocks in flight or waiting to be consumed: more than the concurrent reads, so that one slow block does not delay requests."""
 
 
-class ObjectTier:
+class ObjectTier(CataloguedTier):
     """The checkpoints below the URL of ``store``."""
 
     def __init__(self, store: Store, block_reads: HedgedReads | None = None) -> None:
         """Open the tier; ``block_reads`` hedges the reads of blocks, by default a new one."""
+        super().__init__(store.url, REMOTE)
         self.store = store
-        self.name = store.url
-        self.reader = CatalogReader(self, self.name, REMOTE)
         self._commit = lru_cache(maxsize=16)(self._load_commit)
         self.block_reads = block_reads or HedgedReads()
         self._shared: SharedBlocks | None = None
@@ -205,24 +203,8 @@ class ObjectTier:
     def has(self, step: int) -> bool:
         return step in self.steps()
 
-    def index(self, step: int) -> Index:
-        """Return the index of a committed step. Raises NoSuchStepError, CorruptError, FormatVersionError."""
-        return decode_index(self.index_bytes(step), self.place(step, ""))
-
     def index_bytes(self, step: int) -> bytes:
         return self._commit(step)[1]
-
-    def record(self, step: int) -> StepRecord:
-        index = self.index(step)
-        return StepRecord(index.step, index.world_size, index.extra, index.weights_sha256)
-
-    def extra(self, step: int) -> dict[str, object]:
-        return self.index(step).extra
-
-    def boxes(
-        self, step: int, rank: int | None = None, needed: Sequence[Box] | None = None
-    ) -> tuple[StoredBox, ...]:
-        return self.reader.boxes(step, rank, needed)
 
     def data_bytes(self, step: int) -> int:
         """Return the bytes of all files of a step except its index."""
@@ -237,9 +219,6 @@ class ObjectTier:
     def read_file(self, step: int, file: str) -> bytes:
         with store_errors():
             return self.store.get(self._key(step, file))
-
-    def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
-        return self.reader.read(step, reads)
 
     def blocks(self, step: int, manifest: Manifest, numbers: Iterable[int]) -> Iterator[ByteArray]:
         """Yield blocks, each from a separate request, several ahead of the consumer. A block is the received memory,
@@ -288,25 +267,11 @@ class ObjectTier:
             self._shared.close()
             self._shared = None
 
-    def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
-        """Read an image and yield (bytes read, error or None) for each block.
-
-        An object of another length is one more error, with 0 bytes. For a missing object, or a commit that cannot be
-        read, that error is all.
-        """
-        key = self._key(step, manifest.file)
-        try:
-            size = self.draft_sizes(self._commit(step)[0]).get(manifest.file)
-        except CheckpointError as error:
-            yield 0, error
-            return
+    def image_bytes(self, step: int, file: str) -> int:
+        size = self.draft_sizes(self._commit(step)[0]).get(file)
         if size is None:
-            yield 0, MissingFileError(f"{self.store.url}/{key}: is missing. Restore another step.")
-            return
-        if size != manifest.nbytes:
-            yield 0, wrong_size(f"{self.store.url}/{key}", size, manifest.nbytes)
-        block_count = len(manifest.checksums) if size >= manifest.nbytes else size // manifest.block_bytes
-        yield from look_through(manifest, partial(self.blocks, step, manifest), block_count)
+            raise MissingFileError(f"{self.place(step, file)}: is missing. Restore another step.")
+        return size
 
     # Writing
 
@@ -407,7 +372,7 @@ class ObjectTier:
         with store_errors():
             self.store.delete([commit_key(step)])
         self._commit.cache_clear()
-        self.reader = CatalogReader(self, self.name, REMOTE)
+        self.forget_catalogs()
 
 
 def commit_key(step: int) -> str:
