@@ -69,7 +69,7 @@ class Reading:
     """Offset of that token in the shard."""
 
 
-def index_of(index: DatasetIndex | MixtureIndex, name: str) -> DatasetIndex:
+def index_of(index: DataIndex, name: str) -> DatasetIndex:
     """Return the index of a source; a run of one dataset has the source name "". Raises ``DatasetError`` for another name."""
     if isinstance(index, DatasetIndex):
         if name != ONLY:
@@ -96,9 +96,7 @@ class StageShares(msgspec.Struct, frozen=True):
     """Differs from ``requested`` only if the sum of the smallest integer weights exceeds ``LONGEST_PATTERN``."""
 
 
-def mixture_facts(
-    spec: RunSpec, index: DatasetIndex | MixtureIndex
-) -> tuple[list[StageShares], list[SourceUse]]:
+def mixture_facts(spec: RunSpec, index: DataIndex) -> tuple[list[StageShares], list[SourceUse]]:
     """Return a run's shares by stage, and the use of each source at the run's end.
 
     A run of one dataset has no stages. Shares are given as configured, scaled to a sum of one, and as the integer
@@ -130,7 +128,7 @@ def mixture_facts(
 
 
 def readings_of_step(
-    spec: RunSpec, index: DatasetIndex | MixtureIndex, step: int, origin: DataOrigin | None = None
+    spec: RunSpec, index: DataIndex, step: int, origin: DataOrigin | None = None
 ) -> list[Reading]:
     """Return which record each sample of step ``step`` (from 1) reads, with its slot, source, epoch, shard file and
     byte offset.
@@ -174,7 +172,7 @@ def readings_of_step(
 
 def steps_of_record(
     spec: RunSpec,
-    index: DatasetIndex | MixtureIndex,
+    index: DataIndex,
     source: str,
     record: int,
     origin: DataOrigin | None = None,
@@ -294,11 +292,7 @@ def provenance(index: DataIndex, addresses: Mapping[str, str]) -> dict[str, dict
     ``addresses`` are by the same names, and "" is the name in a run without ``[[data.sources]]``. Recipe fields that
     are None, empty or 0 are left out, and so are held-out documents if none of them is in the training split. Empty for another kind of index.
     """
-    indices: Mapping[str, DatasetIndex] = {}
-    if isinstance(index, DatasetIndex):
-        indices = {ONLY: index}
-    elif isinstance(index, MixtureIndex):
-        indices = index.sources
+    indices = index.sources if isinstance(index, MixtureIndex) else {ONLY: index}
     return {
         name: {
             "address": addresses.get(name, ""),
@@ -339,7 +333,7 @@ class ShownSample:
 
 def show_batch(
     spec: RunSpec,
-    index: DatasetIndex | MixtureIndex,
+    index: DataIndex,
     step: int,
     slot: int | None = None,
     origin: DataOrigin | None = None,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from phalanx.checkpoint.format.blocks import storage_errors
 from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError, NoSuchStepError
@@ -102,26 +102,6 @@ def verify_tier(
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.2, 5.0
 
 
-class CopyDraft(Protocol):
-    """A step that is being copied to a tier. Every method raises a CheckpointError if the tier fails."""
-
-    def sizes(self) -> dict[str, int]:
-        """Return the complete files, with their sizes in bytes."""
-        ...
-
-    def write_image(self, file: str, blocks: Iterator[ByteArray], nbytes: int) -> None:
-        """Write a large file from its blocks; each is valid until the next one is taken."""
-        ...
-
-    def write_record(self, file: str, content: bytes) -> None:
-        """Write a small file."""
-        ...
-
-    def commit(self) -> bool:
-        """Make the step visible; return False if it exists already, in which case it is unchanged."""
-        ...
-
-
 class ObjectDraft:
     """Draft in an object store, by the attempt ``tag``."""
 
@@ -130,9 +110,11 @@ class ObjectDraft:
         self.folder = tier.draft_folder(step, tag, index)
 
     def sizes(self) -> dict[str, int]:
+        """Return the complete files, with their sizes in bytes."""
         return self._tier.draft_sizes(self.folder)
 
     def write_image(self, file: str, blocks: Iterator[ByteArray], nbytes: int) -> None:
+        """Write a large file from its blocks; each is valid until the next one is taken."""
         # The library takes a block while it still sends the previous one, so each needs separate memory.
         copies = (memoryview(block.tobytes()) for block in blocks)
         with store_errors():
@@ -143,6 +125,7 @@ class ObjectDraft:
             self._tier.store.put(f"{self.folder}/{file}", content)
 
     def commit(self) -> bool:
+        """Make the step visible; return False if it exists already, in which case it is unchanged."""
         return self._tier.commit(self._step, self.folder, self._index)
 
 
@@ -197,6 +180,10 @@ class DiskDraft:
         with storage_errors(path, 1):
             path.parent.mkdir(parents=True, exist_ok=True)
         return path
+
+
+CopyDraft: TypeAlias = ObjectDraft | DiskDraft
+"""A step that is being copied to a tier. Every method raises a CheckpointError if the tier fails."""
 
 
 class RateLimit:

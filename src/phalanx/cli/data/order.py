@@ -32,8 +32,8 @@ from phalanx.data.origin import (
     show_batch,
     steps_of_record,
 )
-from phalanx.data.reading.sources import MixtureIndex, cache_options, open_place, read_data_index
-from phalanx.data.stored.index import TRAIN, DatasetIndex
+from phalanx.data.reading.sources import DataIndex, cache_options, open_place, read_data_index
+from phalanx.data.stored.index import TRAIN
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.event_log import EventLogError, newest_event
@@ -217,9 +217,7 @@ def where_lines(steps_by_record: Mapping[int, Sequence[int]]) -> Iterator[str]:
             yield f"record {number}: step{'s' if len(steps) > 1 else ''} {shown}{more}"
 
 
-def _of_document(
-    spec: RunSpec, index: DatasetIndex | MixtureIndex, source: str, document: int
-) -> Iterator[int]:
+def _of_document(spec: RunSpec, index: DataIndex, source: str, document: int) -> Iterator[int]:
     """Yield the complete records of a document. The incomplete one at the end of a dataset is never read. Raises
     ``DatasetError``.
     """
@@ -230,7 +228,7 @@ def _of_document(
     yield from (record for record in records if record < complete)
 
 
-def read_data_run(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, DatasetIndex | MixtureIndex]:
+def read_data_run(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, DataIndex]:
     """Return the run of a run file or directory with ``overrides``, and the index of its data.
 
     For a directory, data that moved are looked up where an earlier start had them. Raises ``RunFileError`` and

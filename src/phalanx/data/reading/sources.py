@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from phalanx.data.chat.template import TEMPLATE_FILE
@@ -20,7 +20,7 @@ from phalanx.data.errors import DatasetError
 from phalanx.data.order.mixture import Mixture, MixtureSource
 from phalanx.data.reading.cached_dataset import CachedDataset, CachedShards, CacheOptions, open_cached
 from phalanx.data.stored.index import TRAIN, DatasetIndex, read_index
-from phalanx.data.stored.shards import Shards, TokenShards
+from phalanx.data.stored.shards import TokenShards
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.run.fields import Problem
 from phalanx.run.read import ONLY, addresses
@@ -45,7 +45,7 @@ class DatasetPlace:
     index: DatasetIndex
     cached: CachedDataset | None = None
 
-    def shards(self, split: str) -> Shards:
+    def shards(self, split: str) -> TokenShards | CachedShards:
         """Return the tokens of a split. Raises ``DatasetError`` if a shard of a folder is missing or has another size."""
         if self.cached is not None:
             return CachedShards(self.cached, split)
@@ -104,29 +104,6 @@ def tokenizer_folder(places: Mapping[str, DatasetPlace]) -> Path:
     return next(iter(places.values())).folder
 
 
-class DataIndex(Protocol):
-    """Facts of the data that a run needs at its start."""
-
-    def samples(self, split: str, seq_len: int) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def train_tokens(self) -> int: ...
-    @property
-    def held_out_tokens(self) -> int: ...
-    @property
-    def held_out_xz_bits_per_byte(self) -> float | None: ...
-    @property
-    def packed_seq_len(self) -> int: ...
-    @property
-    def document_end(self) -> int | None: ...
-    @property
-    def document_mask(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class MixtureIndex:
     """The indices of a run's sources, by name."""
@@ -177,7 +154,11 @@ class MixtureIndex:
         return None
 
 
-def index_of_places(places: Mapping[str, DatasetPlace]) -> DatasetIndex | MixtureIndex:
+DataIndex: TypeAlias = DatasetIndex | MixtureIndex
+"""The index of a run's data: of its only dataset, or of all sources."""
+
+
+def index_of_places(places: Mapping[str, DatasetPlace]) -> DataIndex:
     """Return the index of a run's data.
 
     Raises ``DatasetError`` if datasets have different tokenizers. Also if documents and conversations end with
@@ -216,7 +197,7 @@ def _require_one_end(indices: Mapping[str, DatasetIndex], usual: int) -> None:
             )
 
 
-def read_data_index(data: DataSpec) -> DatasetIndex | MixtureIndex:
+def read_data_index(data: DataSpec) -> DataIndex:
     """Return the index of a run's data. Raises ``DatasetError`` if a dataset is missing or damaged, or if tokenizers differ."""
     return index_of_places(open_places(data))
 

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -46,30 +46,6 @@ _COPIED_BYTES = 1 << 20
 """Bytes of stored tokens gathered at once before they are widened: less than a processor's cache."""
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
-
-
-class Shards(Protocol):
-    """The token stream of one split, read like one array. Thread-safe."""
-
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def unchecked(self) -> bool:
-        """True if tokens of some shards are returned without verification."""
-        ...
-
-    def read(self, start: int, stop: int) -> TokenArray:
-        """Return tokens ``start`` to ``stop`` as stored (uint16 or uint32).
-
-        Raises ``IndexError`` for a range outside the stream, ``DatasetError`` if the tokens are unavailable or damaged.
-        """
-        ...
-
-    def gather(
-        self, starts: NDArray[np.int64], length: int, out: NDArray[np.int64], rows: NDArray[np.int64]
-    ) -> None:
-        """Write ``length`` tokens from each of ``starts`` into the corresponding one of ``rows`` of ``out``, int64. Raises the errors of ``read``."""
-        ...
 
 
 class TokenShards:
