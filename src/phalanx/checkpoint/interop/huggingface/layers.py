@@ -25,21 +25,6 @@ Check = Callable[[ModelSpec], Iterator[str]]
 """Function that yields combinations of fields that a family cannot express, although it can express each field."""
 
 
-def nothing_read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:  # noqa: ARG001
-    """Read no field."""
-    return {}, []
-
-
-def nothing_written(spec: ModelSpec) -> Mapping[str, object]:  # noqa: ARG001
-    """Write no field."""
-    return {}
-
-
-def all_said(spec: ModelSpec) -> Iterator[str]:  # noqa: ARG001
-    """Yield no problem."""
-    yield from ()
-
-
 def reads(*readers: Read) -> Read:
     """Return a reader that calls all ``readers`` and merges their fields and problems; a later reader's field replaces an earlier one's."""
 
@@ -54,6 +39,11 @@ def reads(*readers: Read) -> Read:
 def writes(*writers: Write) -> Write:
     """Combine functions that write fields."""
     return lambda spec: {key: value for writer in writers for key, value in writer(spec).items()}
+
+
+def checks(*all_checks: Check) -> Check:
+    """Combine functions that yield problems."""
+    return lambda spec: (problem for check in all_checks for problem in check(spec))
 
 
 def whole_heads(spec: ModelSpec) -> Iterator[str]:
@@ -86,12 +76,6 @@ def read_window_everywhere(default: int | None) -> Read:
 def read_only_window(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
     """Phi-3's window, which has no switch: in all layers, or in none."""
     return read_window_everywhere(None)({**hf_config, "use_sliding_window": None})
-
-
-def phi3_layers(spec: ModelSpec) -> Iterator[str]:
-    """Check of Phi-3's heads and layers."""
-    yield from heads_as_wide_as_the_model(spec)
-    yield from window_everywhere(spec)
 
 
 def write_window(spec: ModelSpec) -> Mapping[str, object]:
@@ -213,18 +197,6 @@ def all_rotated(spec: ModelSpec) -> Iterator[str]:
     """Check for families whose layers all have rotary positions."""
     if "no-position" in spec.attention_pattern:
         yield f"attention_pattern = {json.dumps(spec.attention_pattern)}: all layers have rotary positions"
-
-
-def gemma2_layers(spec: ModelSpec) -> Iterator[str]:
-    """Check of Gemma 2's width and layers."""
-    yield from whole_heads(spec)
-    yield from all_rotated(spec)
-
-
-def qwen2_layers(spec: ModelSpec) -> Iterator[str]:
-    """Check of Qwen2's heads and layers."""
-    yield from heads_as_wide_as_the_model(spec)
-    yield from all_rotated(spec)
 
 
 def read_regular_windows(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:

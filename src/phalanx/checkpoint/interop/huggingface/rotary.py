@@ -18,31 +18,25 @@ LAYERS_BY_WINDOW = ("full_attention", "sliding_attention")
 _ONLY_ROPE: Mapping[str, object] = {"partial_rotary_factor": 1, "attention_factor": None}
 _WITH_TEMPERATURE = ("yarn", "longrope")
 
+_CONTEXT = {"original_max_seq_len": _ORIGINAL}
+_TEMPERATURE = {"temperature": "attention_factor"}
+
+
+def _same(*names: str) -> dict[str, str]:
+    """Return fields that have the same names here and there."""
+    return {name: name for name in names}
+
+
 _STRETCHES: Mapping[str, Mapping[str, str]] = {
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_seq_len": "original_max_position_embeddings",
-    },
-    "yarn": {
-        "factor": "factor",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "truncate": "truncate",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-        "temperature": "attention_factor",
-        "original_max_seq_len": "original_max_position_embeddings",
-    },
-    "longrope": {
-        "short_factors": "short_factor",
-        "long_factors": "long_factor",
-        "temperature": "attention_factor",
-        "factor": "factor",
-        "original_max_seq_len": "original_max_position_embeddings",
-    },
+    "linear": _same("factor"),
+    "llama3": _same("factor", "low_freq_factor", "high_freq_factor") | _CONTEXT,
+    "yarn": _same("factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")
+    | _TEMPERATURE
+    | _CONTEXT,
+    "longrope": {"short_factors": "short_factor", "long_factors": "long_factor"}
+    | _TEMPERATURE
+    | _same("factor")
+    | _CONTEXT,
 }
 # Optional parameters; the temperature's strengths are written only if they are set.
 _OPTIONAL = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "temperature")

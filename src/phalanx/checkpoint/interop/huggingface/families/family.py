@@ -24,6 +24,7 @@ GROUPED = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 ATTENTION_BIAS = {"attention_bias": "attention_bias"}
 PATTERN = ("attention_pattern", "window")
 DENSE = {"ffn": "swiglu", "mtp_depth": 0}
+UNBIASED = {"attention_bias": False, "ffn_bias": False}
 
 OPTIONAL = frozenset(
     {
@@ -78,9 +79,9 @@ class Family:
     """Fields of ``constants`` that a ``config.json`` must have, because their absence means another value."""
     handled: tuple[str, ...] = ()
     """Fields of ModelSpec that ``read`` and ``write`` handle, or that have no effect in the family."""
-    read: layers.Read = layers.nothing_read
-    write: layers.Write = layers.nothing_written
-    check: layers.Check = layers.all_said
+    read: layers.Read = field(default_factory=layers.reads)
+    write: layers.Write = field(default_factory=layers.writes)
+    check: layers.Check = field(default_factory=layers.checks)
     own: tuple[str, ...] = ()
     """Fields of ``config.json`` that ``read`` and ``write`` handle, except those that many families have."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -127,7 +128,7 @@ MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     COMMON | GROUPED,
-    DENSE | {"qk_norm": False, "attention_bias": False, "ffn_bias": False},
+    DENSE | {"qk_norm": False, **UNBIASED},
     absent={"norm_eps": 1e-6, "kv_heads": 8},
     handled=PATTERN,
     read=layers.read_window_everywhere(4096),
@@ -163,7 +164,7 @@ QWEN2 = Family(
     handled=PATTERN,
     read=layers.read_switched_window,
     write=layers.write_switched_window,
-    check=layers.qwen2_layers,
+    check=layers.checks(layers.heads_as_wide_as_the_model, layers.all_rotated),
 )
 SEED_OSS = Family(
     "seed_oss",
@@ -207,6 +208,16 @@ OLMO3 = Family(
     check=layers.all_rotated,
     names=_AFTER,
 )
+_GEMMA = {
+    "ffn": "geglu",
+    "mtp_depth": 0,
+    "ffn_bias": False,
+    "norm_placement": "both",
+    "qk_norm": False,
+    "norm_offset": True,
+    "scale_embeddings": True,
+}
+_GEMMA_CONSTANTS = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 _GEMMA_NAMES = {
     "attention_post_norm.weight": "post_attention_layernorm.weight",
     "ffn_norm.weight": "pre_feedforward_layernorm.weight",
@@ -216,23 +227,15 @@ GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
     COMMON | GROUPED | ATTENTION_BIAS,
-    {
-        "ffn": "geglu",
-        "mtp_depth": 0,
-        "ffn_bias": False,
-        "norm_placement": "both",
-        "qk_norm": False,
-        "norm_offset": True,
-        "scale_embeddings": True,
-    },
-    constants={"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
+    _GEMMA,
+    constants=_GEMMA_CONSTANTS,
     absent={"norm_eps": 1e-6, "kv_heads": 4, "head_dim": 256, "tie_embeddings": True},
     handled=(*PATTERN, "score_width", "score_cap", "logit_cap"),
     read=layers.reads(
         layers.read_layer_types(4096, lambda layer: layer % 2 == 0), layers.read_score_width, layers.read_caps
     ),
     write=layers.writes(layers.write_layer_types, layers.write_score_width, layers.write_caps),
-    check=layers.gemma2_layers,
+    check=layers.checks(layers.whole_heads, layers.all_rotated),
     own=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     names=_GEMMA_NAMES,
 )
@@ -240,21 +243,8 @@ GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     COMMON | GROUPED | ATTENTION_BIAS,
-    {
-        "ffn": "geglu",
-        "mtp_depth": 0,
-        "ffn_bias": False,
-        "norm_placement": "both",
-        "qk_norm": True,
-        "norm_offset": True,
-        "scale_embeddings": True,
-    },
-    constants={
-        "hidden_activation": "gelu_pytorch_tanh",
-        "use_bidirectional_attention": False,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-    },
+    _GEMMA | {"qk_norm": True},
+    constants=_GEMMA_CONSTANTS | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
     absent={
         "norm_eps": 1e-6,
         "kv_heads": 4,
@@ -274,7 +264,7 @@ GLM4 = Family(
     "glm4",
     "Glm4ForCausalLM",
     COMMON | GROUPED | {"qkv_bias": "attention_bias", "rope_fraction": "partial_rotary_factor"},
-    DENSE | {"qk_norm": False, "attention_bias": False, "ffn_bias": False, "norm_placement": "both"},
+    DENSE | {"qk_norm": False, **UNBIASED, "norm_placement": "both"},
     absent={
         "norm_eps": 1.5625e-7,
         "kv_heads": 2,
@@ -300,12 +290,12 @@ PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
     COMMON | GROUPED | {"rope_fraction": "partial_rotary_factor"},
-    DENSE | {"qk_norm": False, "attention_bias": False, "ffn_bias": False},
+    DENSE | {"qk_norm": False, **UNBIASED},
     absent={"norm_eps": 1e-5, "rope_fraction": 1.0},
     handled=PATTERN,
     read=layers.read_only_window,
     write=layers.write_window,
-    check=layers.phi3_layers,
+    check=layers.checks(layers.heads_as_wide_as_the_model, layers.window_everywhere),
     joined={
         "self_attn.qkv_proj.weight": Joint(
             ("attention.query.weight", "attention.key.weight", "attention.value.weight")

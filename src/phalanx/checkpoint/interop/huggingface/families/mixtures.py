@@ -7,6 +7,7 @@ from phalanx.checkpoint.interop.huggingface.families.family import (
     DENSE,
     GROUPED,
     PATTERN,
+    UNBIASED,
     Family,
     Joint,
 )
@@ -22,6 +23,7 @@ _DEEPSEEK_MIXTURE = {
     "moe.groups": "n_group",
     "moe.groups_per_token": "topk_group",
 }
+_ONLY_MIXTURES = {"moe.first_dense": 0, "moe.every": 1}
 _SIGMOID_ROUTER = {"moe.score": "sigmoid", "moe.every": 1}
 _SOFTMAX_ROUTER = {
     "moe.score": "softmax",
@@ -31,25 +33,23 @@ _SOFTMAX_ROUTER = {
     "moe.balance_bias": False,
 }
 
+
+def _experts(ffn_dim: str, experts: str) -> dict[str, str]:
+    """Return the fields of mixtures of ``experts`` of width ``ffn_dim``, by these names of ``config.json``."""
+    return {"moe.ffn_dim": ffn_dim, "moe.experts": experts, "moe.per_token": "num_experts_per_tok"}
+
+
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
-    COMMON
-    | GROUPED
-    | {
-        "moe.ffn_dim": "intermediate_size",
-        "moe.experts": "num_local_experts",
-        "moe.per_token": "num_experts_per_tok",
-    },
+    COMMON | GROUPED | _experts("intermediate_size", "num_local_experts"),
     DENSE
     | _SOFTMAX_ROUTER
     | {
         "qk_norm": False,
-        "attention_bias": False,
-        "ffn_bias": False,
+        **UNBIASED,
         "moe.normalize": True,
-        "moe.first_dense": 0,
-        "moe.every": 1,
+        **_ONLY_MIXTURES,
     },
     constants={"router_jitter_noise": 0.0},
     absent={"norm_eps": 1e-5, "rope_theta": 1e6},
@@ -72,9 +72,7 @@ QWEN3_MOE = Family(
     | GROUPED
     | ATTENTION_BIAS
     | {
-        "moe.ffn_dim": "moe_intermediate_size",
-        "moe.experts": "num_experts",
-        "moe.per_token": "num_experts_per_tok",
+        **_experts("moe_intermediate_size", "num_experts"),
         "moe.normalize": "norm_topk_prob",
     },
     DENSE | _SOFTMAX_ROUTER | {"qk_norm": True, "ffn_bias": False},
@@ -188,9 +186,7 @@ OLMOE = Family(
     | ATTENTION_BIAS
     | {
         "kv_heads": "num_key_value_heads",
-        "moe.ffn_dim": "intermediate_size",
-        "moe.experts": "num_experts",
-        "moe.per_token": "num_experts_per_tok",
+        **_experts("intermediate_size", "num_experts"),
         "moe.normalize": "norm_topk_prob",
     },
     DENSE
@@ -199,8 +195,7 @@ OLMOE = Family(
         "qk_norm": True,
         "qk_norm_width": "all",
         "ffn_bias": False,
-        "moe.first_dense": 0,
-        "moe.every": 1,
+        **_ONLY_MIXTURES,
     },
     constants={"clip_qkv": None},
     absent={"norm_eps": 1e-5, "moe.normalize": False},
@@ -215,19 +210,17 @@ QWEN2_MOE = Family(
     | GROUPED
     | {
         "qkv_bias": "qkv_bias",
-        "moe.ffn_dim": "moe_intermediate_size",
-        "moe.experts": "num_experts",
-        "moe.per_token": "num_experts_per_tok",
+        **_experts("moe_intermediate_size", "num_experts"),
         "moe.normalize": "norm_topk_prob",
     },
     DENSE
     | {path: value for path, value in _SOFTMAX_ROUTER.items() if path != "moe.shared"}
-    | {"qk_norm": False, "attention_bias": False, "ffn_bias": False, "moe.shared_gate": True},
+    | {"qk_norm": False, **UNBIASED, "moe.shared_gate": True},
     absent={"norm_eps": 1e-6, "kv_heads": 16, "qkv_bias": True, "moe.normalize": False},
     handled=("moe.first_dense", "moe.every", "moe.shared", *PATTERN),
     read=layers.reads(layers.read_sparse_step, layers.read_shared_width, layers.read_early_windows),
     write=layers.writes(layers.write_sparse_step, layers.write_shared_width, layers.write_early_windows),
-    check=layers.qwen2_layers,
+    check=layers.checks(layers.heads_as_wide_as_the_model, layers.all_rotated),
     own=("shared_expert_intermediate_size",),
     names={
         f"ffn.shared.{matrix}.weight": f"mlp.shared_expert.{matrix}_proj.weight"
@@ -241,17 +234,14 @@ MINIMAX_M2 = Family(
     | GROUPED
     | {
         "rope_fraction": "partial_rotary_factor",
-        "moe.ffn_dim": "intermediate_size",
-        "moe.experts": "num_local_experts",
-        "moe.per_token": "num_experts_per_tok",
+        **_experts("intermediate_size", "num_local_experts"),
     },
     DENSE
     | _SIGMOID_ROUTER
     | {
         "qk_norm": True,
         "qk_norm_width": "all",
-        "attention_bias": False,
-        "ffn_bias": False,
+        **UNBIASED,
         "moe.normalize": True,
         "moe.scale": 1.0,
         "moe.shared": 0,
@@ -292,9 +282,7 @@ GPT_OSS = Family(
     | {
         "swiglu_gain": "swiglu_alpha",
         "swiglu_limit": "swiglu_limit",
-        "moe.ffn_dim": "intermediate_size",
-        "moe.experts": "num_local_experts",
-        "moe.per_token": "num_experts_per_tok",
+        **_experts("intermediate_size", "num_local_experts"),
     },
     _SOFTMAX_ROUTER
     | {
@@ -305,8 +293,7 @@ GPT_OSS = Family(
         "ffn_bias": True,
         "moe.router_bias": True,
         "moe.normalize": True,
-        "moe.first_dense": 0,
-        "moe.every": 1,
+        **_ONLY_MIXTURES,
     },
     absent={
         "norm_eps": 1e-5,
