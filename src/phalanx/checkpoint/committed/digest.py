@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.checkpoint.format.blocks import grouped
 from phalanx.checkpoint.format.boxes import Box, Extent, StoredBox, full_box, plan_restore
 from phalanx.checkpoint.format.errors import NotCoveredError
 from phalanx.checkpoint.format.image import RAW_DTYPE, RawArray, spans
@@ -108,21 +109,12 @@ def digest_checkpoint(tier: ReadableTier, step: int, prefix: str = WEIGHTS) -> s
 
 
 def batches(tensors: Sequence[Box]) -> Iterator[list[Box]]:
-    """Yield parts of the tensors, in C order, about ``_BATCH_BYTES`` at a time.
+    """Return parts of the tensors, in C order, about ``_BATCH_BYTES`` at a time.
 
     Small tensors share a batch: they are contiguous in a file, whose blocks are then read once.
     """
-    batch: list[Box] = []
-    size = 0
-    for tensor in tensors:
-        for span in spans(tensor, tensor, _BATCH_BYTES):
-            if batch and size + span.part.nbytes > _BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
-            batch.append(span.part)
-            size += span.part.nbytes
-    if batch:
-        yield batch
+    parts = (span.part for tensor in tensors for span in spans(tensor, tensor, _BATCH_BYTES))
+    return grouped(parts, lambda part: part.nbytes, _BATCH_BYTES)
 
 
 # Comparison of two checkpoints of one step, tensor by tensor and bit by bit, for any layouts.

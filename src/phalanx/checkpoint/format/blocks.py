@@ -46,6 +46,7 @@ BLOCK_BYTES = 8 << 20
 _WRITE_THREADS, _READ_THREADS = 2, 3
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECT_IO = (errno.EINVAL, errno.ENOTSUP)
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -165,7 +166,7 @@ def _write(
             raise AbandonedError(f"{path}: the save was cancelled")
         block = data[start : start + block_bytes]
         digest = checksum(block)
-        _write_all(descriptor, _padded(block) if flag else block, start)
+        write_all(descriptor, (_padded(block) if flag else block).data, start)
         return digest
 
     try:
@@ -193,17 +194,33 @@ def _padded(block: ByteArray) -> ByteArray:
     return padded
 
 
-def _write_all(descriptor: int, block: ByteArray, start: int) -> None:
-    """Write the block at byte ``start``, repeating short writes."""
-    view = block.data
-    while len(view):
-        written = os.pwrite(descriptor, view, start)
-        view, start = view[written:], start + written
+def write_all(descriptor: int, data: bytes | bytearray | memoryview, start: int) -> None:
+    """Write all of ``data`` at byte ``start`` of the file, whose own position does not move. Raises ``OSError``."""
+    # Released at the end: an exported view would forbid changes of a buffer's length.
+    with memoryview(data) as view:
+        written = 0
+        while written < len(view):
+            written += os.pwrite(descriptor, view[written:], start + written)
 
 
 def page_aligned(nbytes: int) -> ByteArray:
     """Return a new page-aligned array of zeros (uint8)."""
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)[:nbytes]
+
+
+def grouped(items: Iterable[_T], nbytes_of: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:
+    """Yield consecutive items together, as many as ``most_bytes`` allow; a larger item is alone."""
+    group: list[_T] = []
+    size = 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        if group and size + nbytes > most_bytes:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += nbytes
+    if group:
+        yield group
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +242,6 @@ class BlockFile:
 
 BlockRef = tuple[BlockFile, int]
 """A file and the index of one of its blocks."""
-_T = TypeVar("_T")
 
 
 def verified_blocks(refs: Iterable[BlockRef]) -> Iterator[ByteArray]:

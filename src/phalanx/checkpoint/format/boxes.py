@@ -16,26 +16,28 @@ from phalanx.parallel.divisions import LocalSlice, intersection, slices_in
 
 Extent = tuple[int, ...]
 
-# Bytes per element, by the name that ``str(torch.dtype)`` gives without its "torch." prefix.
-ITEMSIZE: dict[str, int] = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float8_e8m0fnu": 1,
-    "uint16": 2,
-    "int16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "uint32": 4,
-    "int32": 4,
-    "float32": 4,
-    "uint64": 8,
-    "int64": 8,
-    "float64": 8,
-    "complex64": 8,
+# By the name that ``str(torch.dtype)`` gives without its "torch." prefix: the name in safetensors, and the bytes per element.
+_DTYPES = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
+    "uint16": ("U16", 2),
+    "int16": ("I16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "uint32": ("U32", 4),
+    "int32": ("I32", 4),
+    "float32": ("F32", 4),
+    "uint64": ("U64", 8),
+    "int64": ("I64", 8),
+    "float64": ("F64", 8),
+    "complex64": ("C64", 8),
 }
+SAFETENSORS_NAME: dict[str, str] = {name: theirs for name, (theirs, _) in _DTYPES.items()}
+ITEMSIZE: dict[str, int] = {name: nbytes for name, (_, nbytes) in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, order=True)

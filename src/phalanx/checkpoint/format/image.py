@@ -16,36 +16,25 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.checkpoint.format.boxes import DISK, Box, BoxLocation, StoredBox, full_box, require_complete
+from phalanx.checkpoint.format.boxes import (
+    DISK,
+    SAFETENSORS_NAME,
+    Box,
+    BoxLocation,
+    StoredBox,
+    full_box,
+    require_complete,
+)
 
 PAGE_BYTES = 4096
 ByteArray = npt.NDArray[np.uint8]
 RawArray = npt.NDArray[np.unsignedinteger]
 RAW_DTYPE: dict[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-
-_SAFETENSORS_DTYPE = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "uint16": "U16",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
-    "complex64": "C64",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +84,7 @@ def image_layout(boxes: Sequence[Box]) -> ImageLayout:
         if key in fields:
             raise ValueError(f"{key} is given twice (or is a name that the file format reserves)")
         fields[key] = {
-            "dtype": _SAFETENSORS_DTYPE[box.dtype],
+            "dtype": SAFETENSORS_NAME[box.dtype],
             "shape": list(box.shape),
             "data_offsets": [offset, offset + box.nbytes],
         }
@@ -103,17 +92,8 @@ def image_layout(boxes: Sequence[Box]) -> ImageLayout:
     text = json.dumps(fields, separators=(",", ":")).encode()
     data_start = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES
     header = (data_start - 8).to_bytes(8, "little") + text.ljust(data_start - 8)
-    starts = _running_sum([box.nbytes for box in ordered], data_start)
+    starts = accumulate((box.nbytes for box in ordered), initial=data_start)
     return ImageLayout(header, tuple(map(ImageEntry, ordered, starts)), data_start + offset)
-
-
-def _running_sum(sizes: list[int], start: int) -> list[int]:
-    """Return the sum before each size, from ``start``."""
-    starts = []
-    for size in sizes:
-        starts.append(start)
-        start += size
-    return starts
 
 
 @dataclass(frozen=True, slots=True)

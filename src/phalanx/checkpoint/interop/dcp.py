@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from phalanx.checkpoint.committed.digest import WEIGHTS
 from phalanx.checkpoint.committed.restore import Shard, dtype_name, restore, torch_dtype
-from phalanx.checkpoint.format.boxes import full_box
+from phalanx.checkpoint.format.boxes import SAFETENSORS_NAME, full_box
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.interop.dcp_metadata import (
     METADATA,
@@ -38,7 +38,7 @@ from phalanx.checkpoint.interop.huggingface.convert import (
     copy_weights,
     run_file_text,
 )
-from phalanx.checkpoint.interop.huggingface.folders import SAFETENSORS_DTYPE, new_folder
+from phalanx.checkpoint.interop.huggingface.folders import new_folder
 from phalanx.checkpoint.interop.huggingface.names import Published, RotaryRows
 from phalanx.checkpoint.interop.huggingface.stored_weights import Weights
 from phalanx.checkpoint.tiers.disk import DiskTier
@@ -70,7 +70,6 @@ _OURS = (f"{WEIGHTS}embedding.weight", f"{WEIGHTS}head.weight")
 _TITANS = tuple((f"{prefix}tok_embeddings.weight", f"{prefix}output.weight") for prefix in ("", "model."))
 _OPTIMIZER = ("optimizer/", "optimizer.", "optim.")
 _BESIDE = ("lr_scheduler", "train_state", "dataloader", "extra", "freqs_cis", "model.freqs_cis")
-_SAFETENSORS: Mapping[str, str] = {str(dtype): name for dtype, name in SAFETENSORS_DTYPE.items()}
 _NO_HEAD = (
     " (where the embedding is the output projection too, name a model with model.tie_embeddings = true)"
 )
@@ -253,7 +252,7 @@ class _FolderTensor:
         self._folder, self._name, self._stored = folder, name, stored
 
     def get_dtype(self) -> str:
-        return _SAFETENSORS[self._stored.dtype]
+        return SAFETENSORS_NAME[self._stored.dtype]
 
     def get_shape(self) -> list[int]:
         return list(self._stored.shape)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from phalanx.checkpoint.committed.digest import WEIGHTS, TensorDigest, combine, gather
 from phalanx.checkpoint.committed.restore import torch_dtype
+from phalanx.checkpoint.format.blocks import grouped, write_all
 from phalanx.checkpoint.format.boxes import Box, StoredBox, full_box
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageError, StorageFullError
 from phalanx.checkpoint.format.image import PAGE_BYTES, RawArray, spans
@@ -209,8 +210,8 @@ def pack(
         _require_hash(source, index.weights_sha256, run_dir)
         text = encode_index(index)
         start = _end(sections)
-        _write_all(descriptor, text.ljust(padded_bytes(len(text)), b"\0"), start)
-        _write_all(descriptor, encode_header(start, len(text)), 0)
+        write_all(descriptor, text.ljust(padded_bytes(len(text)), b"\0"), start)
+        write_all(descriptor, encode_header(start, len(text)), 0)
     return out, index
 
 
@@ -321,22 +322,6 @@ def _parts(sections: tuple[Section, ...], source: _Source) -> Iterator[_Part]:
                 yield _Part(number, tensor, piece.part, last=place == len(pieces) - 1)
 
 
-def _batches(parts: Iterator[_Part]) -> Iterator[list[_Part]]:
-    """Yield consecutive parts together, up to ``_BATCH_BYTES`` each: experts of a layer are contiguous in a
-    checkpoint's blocks, which are then read once.
-    """
-    batch: list[_Part] = []
-    size = 0
-    for part in parts:
-        if batch and size + part.box.nbytes > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(part)
-        size += part.box.nbytes
-    if batch:
-        yield batch
-
-
 def _write_sections(
     descriptor: int, sections: tuple[Section, ...], source: _Source, progress: Progress
 ) -> tuple[tuple[tuple[int, ...], ...], RoundingMeter]:
@@ -347,7 +332,8 @@ def _write_sections(
     total = sum(box.nbytes for box in source.boxes.values())
     writer = _Writer(descriptor, sections)
     scales: list[bytes] = []
-    for batch in _batches(_parts(sections, source)):
+    # Experts of a layer are contiguous in a checkpoint, whose blocks are then read once.
+    for batch in grouped(_parts(sections, source), lambda part: part.box.nbytes, _BATCH_BYTES):
         for part, data in zip(batch, source.take([member.box for member in batch]), strict=True):
             weights = torch.from_numpy(data.view(np.float32))
             weights = (
@@ -425,7 +411,7 @@ class _Writer:
         """Write the buffer and record its checksum; regularly sync the file and drop it from the page cache."""
         self._digests[self._number].append(xxhash.xxh3_64_intdigest(self._buffer))
         start = self.sections[self._number].start + self._written
-        _write_all(self.descriptor, self._buffer, start)
+        write_all(self.descriptor, self._buffer, start)
         self._written += len(self._buffer)
         self._unflushed += len(self._buffer)
         self._buffer.clear()
@@ -483,12 +469,3 @@ def _explained(error: OSError, out: Path, needed: int) -> Exception:
     return StorageError(
         f"{error.filename or out}: {error.strerror}. No files remain; name another file (--out)."
     )
-
-
-def _write_all(descriptor: int, data: bytes | bytearray, start: int) -> None:
-    """Write all of ``data`` at byte ``start`` of the file, whose own position does not move. Raises ``OSError``."""
-    # Released before the buffer is cleared: an exported view would forbid it.
-    with memoryview(data) as view:
-        written = 0
-        while written < len(view):
-            written += os.pwrite(descriptor, view[written:], start + written)

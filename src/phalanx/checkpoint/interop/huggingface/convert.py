@@ -21,7 +21,7 @@ import torch
 
 from phalanx.checkpoint.committed.digest import WEIGHTS, TensorDigest, combine, gather
 from phalanx.checkpoint.committed.restore import torch_dtype
-from phalanx.checkpoint.format.blocks import page_aligned
+from phalanx.checkpoint.format.blocks import grouped, page_aligned
 from phalanx.checkpoint.format.boxes import Box, Extent, StoredBox, full_box
 from phalanx.checkpoint.format.image import Image, image_layout, spans
 from phalanx.checkpoint.interop.huggingface import folders
@@ -135,20 +135,12 @@ def copy_weights(
 
 
 def _shares(shapes: Mapping[str, Extent], image_bytes: int) -> Iterator[list[Box]]:
-    """Yield lists of parts of the fp32 tensors ``shapes``, in order; each list has at most ``image_bytes``. The last
+    """Return lists of parts of the fp32 tensors ``shapes``, in order; each list has at most ``image_bytes``. The last
     list is yielded even if it is empty.
     """
     tensors = (full_box(WEIGHTS + name, "float32", shape) for name, shape in shapes.items())
     parts = (span.part for box in tensors for span in spans(box, box, min(image_bytes, folders.PIECE_BYTES)))
-    share: list[Box] = []
-    nbytes = 0
-    for part in parts:
-        if share and nbytes + part.nbytes > image_bytes:
-            yield share
-            share, nbytes = [], 0
-        share.append(part)
-        nbytes += part.nbytes
-    yield share
+    return grouped(parts, lambda part: part.nbytes, image_bytes)
 
 
 def _copy_tokenizer(directory: Path, folder: Path) -> str:
@@ -281,15 +273,8 @@ def weight_files(tensors: Sequence[Published], dtype: Dtype, file_bytes: int) ->
 
     A single file is ``model.safetensors``; several are numbered. Nothing is written.
     """
-    groups: list[list[Published]] = [[]]
-    room = file_bytes
-    for parts in _by_name(tensors):
-        nbytes = _nbytes(parts[0], dtype)
-        if groups[-1] and nbytes > room:
-            groups.append([])
-            room = file_bytes
-        groups[-1] += parts
-        room -= nbytes
+    files = grouped(_by_name(tensors), lambda parts: _nbytes(parts[0], dtype), file_bytes)
+    groups = [[tensor for parts in file for tensor in parts] for file in files]
     names = ["model.safetensors"]
     if len(groups) > 1:
         names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
