@@ -404,7 +404,7 @@ class StoreUploader:
         self._report(Message("warning", text))
 
 
-class RankCopies:
+class RankCopies(StoreUploader):
     """Uploader of one rank of a plain run; the training loop collects its events."""
 
     def __init__(
@@ -416,17 +416,8 @@ class RankCopies:
         """
         self._events: SimpleQueue[CopyEvent] = SimpleQueue()
         times = UploadTimes(idle_look_s=_IDLE_LOOK_S, others_s=timeout_s, others_at_the_end_s=timeout_s)
-        self._uploader = StoreUploader(disk, store, rules, tag, self._events.put, _log.info, times)
-        self._uploader.deal(share)
-
-    def expect(self, step: int) -> None:
-        """Copy ``step``, whose save has ended on this rank; returns at once."""
-        self._uploader.expect(step)
-
-    @property
-    def url(self) -> str:
-        """The store's URL."""
-        return self._uploader.url
+        super().__init__(disk, store, rules, tag, self._events.put, _log.info, times)
+        self.deal(share)
 
     def collect(self) -> list[CopyEvent]:
         """Return the events since the last call. A failure never ends training; the copy is retried."""
@@ -434,11 +425,3 @@ class RankCopies:
         while not self._events.empty():
             events.append(self._events.get())
         return events
-
-    def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until every copy so far has ended, successfully or not; return False if ``timeout_s`` passed before."""
-        return self._uploader.settle(timeout_s)
-
-    def cancel(self) -> None:
-        """Abandon the current copies, soon."""
-        self._uploader.cancel()

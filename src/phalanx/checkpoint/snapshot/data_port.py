@@ -18,7 +18,13 @@ from msgspec import Meta, Struct
 from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
 from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.format.manifest import checksum
-from phalanx.checkpoint.snapshot.segments import Snapshot, SnapshotKey, SnapshotMemory, decode_record
+from phalanx.checkpoint.snapshot.segments import (
+    Snapshot,
+    SnapshotKey,
+    SnapshotMemory,
+    WireCount,
+    decode_record,
+)
 from phalanx.hardware.local.network import dial, split_address
 from phalanx.wire.connection import FramedConnection, SealedConnection, authenticate, secured_client
 from phalanx.wire.messages import EndedError, MessageDecoder, UnprovenError, WireError
@@ -28,7 +34,6 @@ PURPOSE = "phalanx data port, version 3"
 LONGEST_READ_BYTES = 64 << 20
 LONGEST_RECORD_BYTES = 256 << 20
 
-WireCount = Annotated[int, Meta(ge=0, lt=2**53)]
 WireStep = Annotated[int, Meta(ge=-1, lt=2**53)]
 WireText = Annotated[str, Meta(max_length=8192)]
 
@@ -71,31 +76,16 @@ class _Message(Struct, frozen=True, tag=True):
     pass
 
 
-class WireKey(Struct, frozen=True):
-    """A ``SnapshotKey`` on the wire."""
-
-    ranks: WireCount
-    rank: WireCount
-    step: WireCount
-
-    @classmethod
-    def of(cls, key: SnapshotKey) -> "WireKey":
-        return cls(key.ranks, key.rank, key.step)
-
-    def value(self) -> SnapshotKey:
-        return SnapshotKey(self.ranks, self.rank, self.step)
-
-
 class Describe(_Message, frozen=True):
     """Request for the record of a snapshot. The answer is ``BytesFollow``."""
 
-    key: WireKey
+    key: SnapshotKey
 
 
 class ReadImage(_Message, frozen=True):
     """Request for bytes ``start:stop`` of a snapshot's image. The answer is ``BytesFollow``."""
 
-    key: WireKey
+    key: SnapshotKey
     start: WireCount
     stop: WireCount
 
@@ -104,7 +94,7 @@ class OfferSnapshot(_Message, frozen=True):
     """Offer of a snapshot. After the answer ``BytesFollow`` the record and the image are sent; the last answer is ``PushAccepted``."""
 
     run: WireText
-    key: WireKey
+    key: SnapshotKey
     previous: WireStep
     image_bytes: WireCount
     record_bytes: Annotated[int, Meta(ge=0, le=LONGEST_RECORD_BYTES)]
@@ -262,16 +252,16 @@ class SnapshotServer:
 
     def _describe(self, wire: FramedConnection, request: Describe) -> None:
         """Send a snapshot's record. Raises NoSuchStepError if it is not here, or was replaced meanwhile."""
-        with self._memory.reading(request.key.value()) as (segment, _):
+        with self._memory.reading(request.key) as (segment, _):
             record = segment.record()
         if record is None:
-            raise NoSuchStepError(f"{request.key.value()} was replaced meanwhile")
+            raise NoSuchStepError(f"{request.key} was replaced meanwhile")
         wire.send_message(BytesFollow(len(record)), record)
 
     def _read(self, wire: FramedConnection, request: ReadImage) -> None:
         """Send a range of a snapshot's image; raises SnapshotRefusedError for a bad range, NoSuchStepError if it is not here."""
         start, stop = request.start, request.stop
-        with self._memory.reading(request.key.value()) as (segment, snapshot):
+        with self._memory.reading(request.key) as (segment, snapshot):
             if not start < stop <= snapshot.nbytes or stop - start > LONGEST_READ_BYTES:
                 raise SnapshotRefusedError(
                     f"bytes {start:,} to {stop:,} of {snapshot.nbytes:,}: not a range that is read"
@@ -284,7 +274,7 @@ class SnapshotServer:
         Raises SnapshotRefusedError for another run, StorageFullError without room, CorruptError for damaged blocks,
         and WireError, which ends the connection, for a wrong record.
         """
-        key = offer.key.value()
+        key = offer.key
         if offer.run != self._memory.run:
             raise SnapshotRefusedError(f"this memory is of run {self._memory.run}, not {offer.run}")
         if self._memory.holds(key):
@@ -306,7 +296,7 @@ def _offered(record: bytes, offer: OfferSnapshot, peer: str) -> Snapshot:
     except CorruptError as error:
         raise WireError(f"{peer}: pushed a damaged record") from error
     announced = (snapshot.run, snapshot.key, snapshot.previous, snapshot.nbytes)
-    if announced != (offer.run, offer.key.value(), offer.previous, offer.image_bytes):
+    if announced != (offer.run, offer.key, offer.previous, offer.image_bytes):
         raise WireError(f"{peer}: pushed the record of another snapshot than it had offered")
     return snapshot
 
@@ -359,7 +349,7 @@ class SnapshotClient:
         Raises NoSuchStepError, BusyError, and the errors of ``holder_errors``.
         """
         with holder_errors():
-            nbytes = self._announced(Describe(WireKey.of(key)))
+            nbytes = self._announced(Describe(key))
             if nbytes > LONGEST_RECORD_BYTES:
                 raise HolderLostError(f"{self._wire.peer}: announces a record of {nbytes:,} bytes")
             return self._wire.receive(nbytes)
@@ -370,7 +360,7 @@ class SnapshotClient:
         They are not verified: see ``verified``. Raises as ``record``.
         """
         with holder_errors():
-            nbytes = self._announced(ReadImage(WireKey.of(key), start, start + len(view)))
+            nbytes = self._announced(ReadImage(key, start, start + len(view)))
             if nbytes != len(view):
                 raise HolderLostError(f"{self._wire.peer}: answers {nbytes:,} bytes, not {len(view):,}")
             self._wire.receive_into(view)
@@ -386,9 +376,7 @@ class SnapshotClient:
             record = segment.record()
             if record is None:
                 raise NoSuchStepError(f"{key} was replaced meanwhile")
-            offer = OfferSnapshot(
-                snapshot.run, WireKey.of(key), snapshot.previous, snapshot.nbytes, len(record)
-            )
+            offer = OfferSnapshot(snapshot.run, key, snapshot.previous, snapshot.nbytes, len(record))
             self._wire.send_message(offer)
             answer = self._wire.receive_message(ANSWERS)
             if isinstance(answer, BytesFollow):

@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import xxhash
+from msgspec import Meta
 
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray
@@ -103,13 +104,16 @@ _LENGTHS = struct.Struct("<II")
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14
 
 
+WireCount = Annotated[int, Meta(ge=0, lt=2**53)]
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class SnapshotKey:
-    """Key of a snapshot: the state of rank ``rank`` of a layout of ``ranks`` ranks after step ``step``."""
+    """Key of a snapshot, also in messages: the state of rank ``rank`` of a layout of ``ranks`` ranks after step ``step``."""
 
-    ranks: int
-    rank: int
-    step: int
+    ranks: WireCount
+    rank: WireCount
+    step: WireCount
 
     def __str__(self) -> str:
         return f"step {self.step} of rank {self.rank} of {self.ranks}"

@@ -135,9 +135,7 @@ def copy_weights(
 
 
 def _shares(shapes: Mapping[str, Extent], image_bytes: int) -> Iterator[list[Box]]:
-    """Return lists of parts of the fp32 tensors ``shapes``, in order; each list has at most ``image_bytes``. The last
-    list is yielded even if it is empty.
-    """
+    """Return lists of parts of the fp32 tensors ``shapes``, in order; each list has at most ``image_bytes``."""
     tensors = (full_box(WEIGHTS + name, "float32", shape) for name, shape in shapes.items())
     parts = (span.part for box in tensors for span in spans(box, box, min(image_bytes, folders.PIECE_BYTES)))
     return grouped(parts, lambda part: part.nbytes, image_bytes)
