@@ -36,19 +36,12 @@ def permute(index: NDArray[np.int64], *, n: int, key: int) -> NDArray[np.int64]:
     ``index`` has any shape, with values in [0, n). The result is int64 of the same shape. ``key`` is in [0, 2**64). Costs about 8 hash evaluations
     per element, independent of n; up to ``SORTED_UP_TO``, hashes and sorts all of ``range(n)`` instead. Raises ``ValueError`` for a value out of range.
     """
-    _require_range("n", n, 1, MAX_SAMPLES)
-    if index.size and (index.min() < 0 or index.max() >= n):
-        raise ValueError(f"positions {index.min()}..{index.max()} are not all in [0, {n})")
+    _require_within("positions", index, n)
     round_keys = _round_keys(key)
     if n <= SORTED_UP_TO:
         order: NDArray[np.int64] = _orders_by_hash(n, round_keys[None])[0]
         return order[index]
-    images = _feistel(index.ravel().astype(np.uint64), n, round_keys)
-    outside = np.flatnonzero(images >= n)
-    while outside.size:
-        images[outside] = _feistel(images[outside], n, round_keys)
-        outside = outside[images[outside] >= n]
-    return images.astype(np.int64).reshape(index.shape)
+    return _enciphered(index, n, round_keys)
 
 
 def permute_in_turn(
@@ -74,18 +67,11 @@ def permute_in_turn(
 
 def place_in_permutation(image: NDArray[np.int64], *, n: int, key: int) -> NDArray[np.int64]:
     """Return the preimages of ``image``: the inverse of ``permute``, with the same shapes, cost and errors."""
-    _require_range("n", n, 1, MAX_SAMPLES)
-    if image.size and (image.min() < 0 or image.max() >= n):
-        raise ValueError(f"images {image.min()}..{image.max()} are not all in [0, {n})")
+    _require_within("images", image, n)
     round_keys = _round_keys(key)
     if n <= SORTED_UP_TO:
         return np.argsort(_orders_by_hash(n, round_keys[None])[0]).astype(np.int64)[image]
-    positions = _feistel_inverse(image.ravel().astype(np.uint64), n, round_keys)
-    outside = np.flatnonzero(positions >= n)
-    while outside.size:
-        positions[outside] = _feistel_inverse(positions[outside], n, round_keys)
-        outside = outside[positions[outside] >= n]
-    return positions.astype(np.int64).reshape(image.shape)
+    return _enciphered(image, n, round_keys, inverse=True)
 
 
 def key_of(purpose: str, seed: int, number: int, name: str = "") -> int:
@@ -129,38 +115,37 @@ class SampleOrder:
         return indices
 
 
-def _feistel(x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _enciphered(
+    values: NDArray[np.int64], n: int, round_keys: NDArray[np.uint64], *, inverse: bool = False
+) -> NDArray[np.int64]:
+    """Return the images of ``values`` in [0, n), or their preimages: the cipher is repeated on those outside of the range."""
+    cells = _feistel(values.ravel().astype(np.uint64), n, round_keys, inverse=inverse)
+    outside = np.flatnonzero(cells >= n)
+    while outside.size:
+        cells[outside] = _feistel(cells[outside], n, round_keys, inverse=inverse)
+        outside = outside[cells[outside] >= n]
+    return cells.astype(np.int64).reshape(values.shape)
+
+
+def _feistel(
+    x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint64], *, inverse: bool
+) -> NDArray[np.uint64]:
     """Return the images of ``x`` under one pass of the cipher, on the smallest near-square grid of at least n cells;
     values from n up to the grid's size can result.
 
-    ``x`` is unchanged.
+    ``inverse``: their preimages, by the rounds in reverse order. ``x`` is unchanged.
     """
+    combined = _subtracted if inverse else _added
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
     columns, rows = np.array(a, np.uint64), np.array(b, np.uint64)
     right = x // columns
     left = x - right * columns
-    for number in range(ROUNDS):
+    for number in reversed(range(ROUNDS)) if inverse else range(ROUNDS):
         if number % 2 == 0:
-            left = _added(left, _mix(right ^ round_keys[number, ...]), columns)
+            left = combined(left, _mix(right ^ round_keys[number, ...]), columns)
         else:
-            right = _added(right, _mix(left ^ round_keys[number, ...]), rows)
-    cells: NDArray[np.uint64] = right * columns + left
-    return cells
-
-
-def _feistel_inverse(x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the preimages of ``x`` under ``_feistel``: its rounds, last one first. ``x`` is unchanged."""
-    a = math.isqrt(n - 1) + 1
-    b = -(-n // a)
-    columns, rows = np.array(a, np.uint64), np.array(b, np.uint64)
-    right = x // columns
-    left = x - right * columns
-    for number in reversed(range(ROUNDS)):
-        if number % 2 == 0:
-            left = _subtracted(left, _mix(right ^ round_keys[number, ...]), columns)
-        else:
-            right = _subtracted(right, _mix(left ^ round_keys[number, ...]), rows)
+            right = combined(right, _mix(left ^ round_keys[number, ...]), rows)
     cells: NDArray[np.uint64] = right * columns + left
     return cells
 
@@ -225,6 +210,13 @@ def _round_keys(key: int) -> NDArray[np.uint64]:
         key.to_bytes(8, "little"), digest_size=8 * ROUNDS, person=b"phalanx rounds"
     ).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def _require_within(kind: str, values: NDArray[np.int64], n: int) -> None:
+    """Raise ``ValueError`` unless ``n`` and all ``values`` are in range."""
+    _require_range("n", n, 1, MAX_SAMPLES)
+    if values.size and (values.min() < 0 or values.max() >= n):
+        raise ValueError(f"{kind} {values.min()}..{values.max()} are not all in [0, {n})")
 
 
 def _require_range(name: str, value: int, low: int, high: int) -> None:
