@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,6 +43,7 @@ from phalanx.data.stored.index import (
 from phalanx.data.stored.shard_writer import ShardFolder, ShardWriter, commit
 from phalanx.data.stored.shards import TokenShards
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from phalanx.process.background import settle
 from phalanx.run.directory.files import held_folder
 
 DEFAULT_BPE_VOCAB_SIZE = 32_768
@@ -351,35 +353,23 @@ def interruptible(call: Callable[[], _T]) -> _T:
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
-    results: list[_T] = []
-    errors: list[BaseException] = []
-    returned = threading.Event()
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-        returned.set()
-
-    thread = threading.Thread(target=run, name="native call", daemon=True)
+    future: Future[_T] = Future()
+    thread = threading.Thread(target=settle, args=(future, call), name="native call", daemon=True)
     try:
         thread.start()  # a signal may arrive while waiting here
-        while not returned.wait(_LOOK_S):
-            pass
+        while not future.done():
+            wait([future], _LOOK_S)
     except BaseException as error:
-        atexit.register(_end_during, returned, error)
+        atexit.register(_end_during, future, error)
         raise
-    if errors:
-        raise errors[0]
-    return results[0]
+    return future.result()
 
 
-def _end_during(returned: threading.Event, error: BaseException) -> None:
+def _end_during(future: Future[_T], error: BaseException) -> None:
     """End the process if the call is still running: the interpreter would unwind its native frames, which makes Rust
     abort the process. Its exit code is that of a ``SystemExit``, otherwise 130.
     """
-    if not returned.is_set():
+    if not future.done():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 130)

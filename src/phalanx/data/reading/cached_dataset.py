@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 
 from phalanx.data.chat.template import TEMPLATE_FILE
 from phalanx.data.errors import DatasetError
-from phalanx.data.reading.cached_shard import CachedShard, CacheTraffic, Requests, Room, in_background
+from phalanx.data.reading.cached_shard import THREAD, CachedShard, CacheTraffic, Requests, Room
 from phalanx.data.stored.index import INDEX_FILE, DatasetIndex, parse_index
 from phalanx.data.stored.shards import MAX_OPEN_MAPS, TokenArray
 from phalanx.data.tokenizers.published import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import saved_fingerprint
+from phalanx.process.background import in_background
 from phalanx.run.directory.files import home, write_atomically
 from phalanx.store.open_store import open_store
 from phalanx.store.store import MissingObjectError, RetryPolicy, Store, StoreError, UnavailableError
@@ -92,7 +93,7 @@ def cached_in(store: Store, store_ahead: Store, root: Path, limit_bytes: int) ->
     early = {} if newest.exists() else _requested_files(store)
     content = _index_content(store, store_ahead, root, newest)
     # For an index of many shards, the digest takes a fifth of the decoding time.
-    folder_name = in_background(partial(_name_of, content))
+    folder_name = in_background(partial(_name_of, content), THREAD)
     index = parse_index(content.decode(errors="replace"), Path(f"{store.url}/{INDEX_FILE}"))
     folder = root / folder_name.result()
     try:
@@ -145,7 +146,7 @@ def _cached_tokenizer_files(folder: Path) -> dict[str, bytes]:
 
 
 def _requested_files(store: Store) -> dict[str, Future[bytes]]:
-    return {name: in_background(partial(_required, store, name)) for name in _TOKENIZER_FILES}
+    return {name: in_background(partial(_required, store, name), THREAD) for name in _TOKENIZER_FILES}
 
 
 def _tokenizer_files(store: Store, index: DatasetIndex, early: dict[str, Future[bytes]]) -> dict[str, bytes]:

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from phalanx.data.errors import DatasetError
 from phalanx.data.stored.index import ShardFile
 from phalanx.data.stored.shard_writer import BLOCK_BYTES, parse_sums, sums_file
+from phalanx.process.background import in_background, settle
 from phalanx.run.directory.files import range_locked, write_atomically
 from phalanx.store.store import MissingObjectError, ShortObjectError, Store
 
@@ -118,21 +119,10 @@ def most_ahead_bytes(read_ahead_bytes: int, limit_bytes: int) -> int:
 _AT_ONCE = 32
 """Number of parallel requests. By Little's law, that is 320 samples/s from a store with 100 ms latency. A rank needs a few."""
 
+THREAD = "data-request"
+"""Name of the threads."""
+
 T = TypeVar("T")
-
-
-def in_background(call: Callable[[], T]) -> Future[T]:
-    """Start ``call`` in a new daemon thread, and return its future result."""
-    future: Future[T] = Future()
-
-    def make() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # raised in the waiting thread
-            future.set_exception(error)
-
-    threading.Thread(target=make, name="data-request", daemon=True).start()
-    return future
 
 
 class Requests:
@@ -189,23 +179,9 @@ class Requests:
     def _urgently(self, call: Callable[[], T]) -> Future[T]:
         """Queue ``call`` before all read-ahead calls, and return its future, which ``give_up`` can fail."""
         future: Future[T] = Future()
-
-        def make() -> None:
-            """Call ``call`` and pass its result or error to ``future``, unless the waiting thread has given up."""
-            if future.done():  # given up
-                return
-            try:
-                result = call()
-            except BaseException as error:  # raised in the waiting thread
-                with suppress(InvalidStateError):
-                    future.set_exception(error)
-            else:
-                with suppress(InvalidStateError):
-                    future.set_result(result)
-
         with self._changed:
             self._waiting[future] = time.monotonic()
-        self._enqueue(self._urgent, make)
+        self._enqueue(self._urgent, partial(settle, future, call))
         return future
 
     def _enqueue(self, queue: deque[Callable[[], None]], call: Callable[[], None]) -> None:
@@ -214,7 +190,7 @@ class Requests:
             queue.append(call)
             if len(self._urgent) + len(self._ahead) > self._idle and self._threads < self._most_threads:
                 self._threads += 1
-                threading.Thread(target=self._work, name="data-request", daemon=True).start()
+                threading.Thread(target=self._work, name=THREAD, daemon=True).start()
             self._changed.notify()
 
     def _work(self) -> None:
@@ -314,7 +290,7 @@ class CachedShard:
         """
         sums = self._sums
         # The first time, block sums are requested in parallel: at the start of a run, each sample is from another shard.
-        requested_sums = in_background(partial(self._sums_of, store)) if sums is None else None
+        requested_sums = in_background(partial(self._sums_of, store), THREAD) if sums is None else None
         for last_try in (False, True):  # a bit may have flipped in transit
             try:
                 (data,) = store.ranges(self._shard.file, [(first, end)])
