@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,20 +41,16 @@ def parquet_spans(path: Path, span_bytes: int) -> list[Span]:
     """Return spans of complete row groups, each of at least ``span_bytes`` as stored, except perhaps the last. Raises ``DamagedError``."""
     import pyarrow.parquet as pq
 
-    spans: list[Span] = []
     size = path.stat().st_size
-    start = first = rows = stored = before = 0
     with _damage_named(), pq.ParquetFile(path, page_checksum_verification=True) as file:
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
         # pyarrow also has the columns' stored sizes, but aborts the process if the footer is damaged.
-        ends = list(itertools.accumulate(max(0, group.total_byte_size) for group in groups))
-        for number, group in enumerate(groups):
-            rows += group.num_rows
-            stored = size * ends[number] // max(1, ends[-1]) - before
-            if stored >= span_bytes or number == len(groups) - 1:
-                spans.append(Span(start, number + 1, first, stored))
-                start, first, before = number + 1, rows, before + stored
-    return spans
+        ends = list(itertools.accumulate((max(0, group.total_byte_size) for group in groups), initial=0))
+        stored_ends = itertools.pairwise(size * end // max(1, ends[-1]) for end in ends)
+        return _spans(
+            ((group.num_rows, end - start) for group, (start, end) in zip(groups, stored_ends, strict=True)),
+            span_bytes,
+        )
 
 
 def arrow_spans(path: Path, span_bytes: int) -> list[Span]:
@@ -63,17 +59,21 @@ def arrow_spans(path: Path, span_bytes: int) -> list[Span]:
 
     The file is mapped, and little more than the headers of batches is read. Bytes are those of the batches' buffers.
     """
+    with _damage_named(), _batches(path) as (_, batches):
+        # `nbytes` reads through offsets, which may be damaged and point outside the file.
+        return _spans(((batch.num_rows, batch.get_total_buffer_size()) for batch in batches), span_bytes)
+
+
+def _spans(groups: Iterable[tuple[int, int]], span_bytes: int) -> list[Span]:
+    """Return spans of consecutive groups (rows, bytes), each of at least ``span_bytes``, except perhaps the last."""
     spans: list[Span] = []
     start = first = rows = stored = number = 0
-    with _damage_named(), _batches(path) as (_, batches):
-        for number, batch in enumerate(batches, 1):
-            rows += batch.num_rows
-            stored += (
-                batch.get_total_buffer_size()
-            )  # `nbytes` reads through offsets, which may be damaged and point outside the file
-            if stored >= span_bytes:
-                spans.append(Span(start, number, first, stored))
-                start, first, stored = number, rows, 0
+    for number, (group_rows, nbytes) in enumerate(groups, 1):
+        rows += group_rows
+        stored += nbytes
+        if stored >= span_bytes:
+            spans.append(Span(start, number, first, stored))
+            start, first, stored = number, rows, 0
     if number > start:
         spans.append(Span(start, number, first, stored))
     return spans

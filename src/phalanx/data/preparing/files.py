@@ -6,6 +6,7 @@ name decides the document's split. Bad content stops the reading with its locati
 
 import difflib
 import glob
+import itertools
 import json
 import os
 import re
@@ -311,7 +312,7 @@ def _expand(pattern: str, linked: list[Path]) -> list[tuple[str, Path]]:
         return [(file.relative_to(path).as_posix(), file) for file in _below(path, linked)]
     if path.exists():
         return [(path.name, path)]
-    root = Path(*_parts_before_wildcard(path))
+    root = before_wildcard(path)
     files = (Path(match) for match in sorted(glob.glob(pattern, recursive=True)))
     return [(file.relative_to(root).as_posix(), file) for file in files if file.is_file()]
 
@@ -384,14 +385,9 @@ def _json(path: Path) -> dict[str, object]:
     return content if isinstance(content, dict) else {}
 
 
-def _parts_before_wildcard(path: Path) -> list[str]:
-    """Return the parts of a path before the first with a wildcard."""
-    parts: list[str] = []
-    for part in path.parts:
-        if glob.has_magic(part):
-            break
-        parts.append(part)
-    return parts
+def before_wildcard(path: Path) -> Path:
+    """Return the folder of a path's parts before the first with a wildcard."""
+    return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
 
 
 # Named corpora: training text that every machine has.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.portions.planning.recipe import RawSource
-from phalanx.data.preparing.files import below, local_path
+from phalanx.data.preparing.files import before_wildcard, below, local_path
 from phalanx.run.directory.files import files_below
 from phalanx.store.open_store import is_remote, open_store
 from phalanx.store.store import MissingObjectError, Store
@@ -75,9 +75,7 @@ def _local_files(url: str, number: int, folder: Path) -> Iterable[RawFile]:
     elif path.is_dir():
         entries = [(file.relative_to(path).as_posix(), file) for file in files_below(path)]
     else:
-        parts = path.parts
-        first = next((i for i, part in enumerate(parts) if _WILDCARD.search(part)), len(parts))
-        top = Path(*parts[:first])
+        top = before_wildcard(path)
         entries = [
             (Path(m).relative_to(top).as_posix(), Path(m)) for m in glob.glob(str(path), recursive=True)
         ]
