@@ -11,7 +11,6 @@ The package ``rensa`` computes sketches.
 
 from __future__ import annotations
 
-import importlib
 import math
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -21,7 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from phalanx.data.errors import PreparationError
+from phalanx.data.errors import PreparationError, optional_package
 from phalanx.data.steps.step import words_of
 
 # Exact duplicates: documents with the same text in Unicode normal form C with white space collapsed.
@@ -82,13 +81,9 @@ def band_dtype(permutations: int) -> np.dtype[np.void]:
 
 def require_rensa() -> ModuleType:
     """Return the package that finds near duplicates. Raises ``PreparationError`` with the command that installs it."""
-    try:
-        return importlib.import_module("rensa")
-    except ImportError as error:
-        raise PreparationError(
-            "near duplicates are found by the package rensa, which is not installed: pip install 'phalanx-train[prepare]', or pip install "
-            "rensa==0.5.0"
-        ) from error
+    missing = "near duplicates are found by the package rensa, which is not installed"
+    remedy = "pip install 'phalanx-train[prepare]', or pip install rensa==0.5.0"
+    return optional_package("rensa", PreparationError(f"{missing}: {remedy}"))
 
 
 def signature(normal: str, permutations: int, ngram: int) -> NDArray[np.uint32]:

@@ -3,7 +3,9 @@
 Each message names the file or value at fault and a remedy, so that a caller can print it as it is.
 """
 
+import importlib
 from pathlib import Path
+from types import ModuleType
 
 
 class DataError(Exception):
@@ -46,3 +48,11 @@ class NoRoomError(DatasetError):
 
 class PreparationError(DataError):
     """A preparation from a recipe cannot continue as planned; completed work is kept."""
+
+
+def optional_package(name: str, missing: DataError) -> ModuleType:
+    """Import and return a package. Raises ``missing`` if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise missing from error

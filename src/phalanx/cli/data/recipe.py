@@ -94,27 +94,18 @@ class ChosenWorkers:
 
         A single process is this one.
         """
-        # Each is imported only where it is used.
+        from phalanx.data.portions import clusters
+
         if self.dask:
-            from phalanx.data.portions.clusters import DaskCluster
-
-            return DaskCluster(self.dask)
+            return clusters.DaskCluster(self.dask)
         if self.spark:
-            from phalanx.data.portions.clusters import SparkCluster
-
-            return SparkCluster(self.spark)
+            return clusters.SparkCluster(self.spark)
         if self.ray:
-            from phalanx.data.portions.clusters import RayCluster
-
-            return RayCluster(self.ray)
+            return clusters.RayCluster(self.ray)
         if self.slurm:
-            from phalanx.data.portions.clusters import SlurmArray
-
-            return SlurmArray(self.count or 1)
-        from phalanx.data.portions.clusters import Processes
-
+            return clusters.SlurmArray(self.count or 1)
         workers = self.count or len(os.sched_getaffinity(0))
-        return Processes(workers) if workers > 1 else InOrder()
+        return clusters.Processes(workers) if workers > 1 else InOrder()
 
     def _clusters(self) -> list[str]:
         options = (("dask", self.dask), ("spark", self.spark), ("ray", self.ray), ("slurm", self.slurm))

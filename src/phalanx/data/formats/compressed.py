@@ -6,7 +6,6 @@ the end of the file, so frames are read one by one here.
 
 import bz2
 import gzip
-import importlib
 import io
 import lzma
 import zlib
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO
 
-from phalanx.data.errors import MissingPackageError
+from phalanx.data.errors import MissingPackageError, optional_package
 from phalanx.data.formats.document import OnBytes
 
 if TYPE_CHECKING:
@@ -204,10 +203,6 @@ class _ZstdFrames(io.RawIOBase):
 
 def _zstandard() -> ModuleType:
     """Import and return ``zstandard``. Raises ``MissingPackageError`` with the command that installs it."""
-    try:
-        return importlib.import_module("zstandard")
-    except ImportError as error:
-        raise MissingPackageError(
-            "zstd files are read by the package zstandard, which is not installed: "
-            "pip install 'phalanx-train[prepare]', or pip install zstandard"
-        ) from error
+    missing = "zstd files are read by the package zstandard, which is not installed"
+    remedy = "pip install 'phalanx-train[prepare]', or pip install zstandard"
+    return optional_package("zstandard", MissingPackageError(f"{missing}: {remedy}"))

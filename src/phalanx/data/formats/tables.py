@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.data.chat.messages import TOOLS, conversation_text
-from phalanx.data.errors import FormatError, MissingPackageError
+from phalanx.data.errors import FormatError, MissingPackageError, optional_package
 from phalanx.data.formats.compressed import DamagedError
 from phalanx.data.formats.document import BadDocument, Document, OnBytes, ReadOptions, Span
 from phalanx.data.formats.json_lines import fields_in_words, in_pieces
@@ -28,13 +27,9 @@ _BUFFER_BYTES = 1 << 20
 
 def require_packages() -> None:
     """Raise ``MissingPackageError`` with the command that installs the packages for tables."""
-    try:
-        importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise MissingPackageError(
-            "Parquet and Arrow files are read by the package pyarrow, which is not installed: "
-            "pip install 'phalanx-train[prepare]', or pip install pyarrow"
-        ) from error
+    missing = "Parquet and Arrow files are read by the package pyarrow, which is not installed"
+    remedy = "pip install 'phalanx-train[prepare]', or pip install pyarrow"
+    optional_package("pyarrow.parquet", MissingPackageError(f"{missing}: {remedy}"))
 
 
 def parquet_spans(path: Path, span_bytes: int) -> list[Span]:

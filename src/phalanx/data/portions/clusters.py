@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import os
 import queue
 import secrets
@@ -22,8 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from phalanx.data.errors import PreparationError
-from phalanx.data.portions.stages import TaskOutcome, one_thread_each, stages_of, task_at
+from phalanx.data.errors import PreparationError, optional_package
+from phalanx.data.portions.stages import TaskOutcome, one_thread_each, raised, stage_named, task_at
 from phalanx.data.portions.tasks import Workplace
 from phalanx.observe.event_log import lines_from_the_end
 from phalanx.process.child import LineChild, describe_exit, end_all
@@ -128,12 +127,8 @@ class DaskCluster:
 
         Raises ``PreparationError`` if the package is missing or no scheduler answers.
         """
-        try:
-            distributed = importlib.import_module("distributed")
-        except ImportError as error:
-            raise PreparationError(
-                "--dask needs the package distributed: pip install 'phalanx-train[dask]', or pip install distributed"
-            ) from error
+        missing = "--dask needs the package distributed: pip install 'phalanx-train[dask]', or pip install distributed"
+        distributed = optional_package("distributed", PreparationError(missing))
         try:
             self._client: Any = distributed.Client(address, timeout=connect_timeout_s, set_as_default=False)
         except (OSError, ValueError) as error:
@@ -161,9 +156,7 @@ class DaskCluster:
             elif type(error).__name__ in ("KilledWorker", "FutureCancelledError"):
                 yield TaskOutcome(task, lost=f"{type(error).__name__}; out of memory?")
             else:
-                yield TaskOutcome(
-                    task, failed=f"task {task} of stage {stage}: {type(error).__name__}: {error}"
-                )
+                yield raised(stage, task, error)
             future.release()
 
     def close(self) -> None:
@@ -188,12 +181,8 @@ class RayCluster:
         """Connect to Ray at ``address``, or start it on this machine; raises ``PreparationError`` if the package or Ray
         is missing.
         """
-        try:
-            self._ray: Any = importlib.import_module("ray")
-        except ImportError as error:
-            raise PreparationError(
-                "--ray needs the package ray, in the cluster's version: pip install 'phalanx-train[ray]', or pip install ray"
-            ) from error
+        missing = "--ray needs the package ray, in the cluster's version: pip install 'phalanx-train[ray]', or pip install ray"
+        self._ray: Any = optional_package("ray", PreparationError(missing))
         try:
             self._ray.init(
                 address,
@@ -222,7 +211,7 @@ class RayCluster:
             if type(error).__name__ in _LOST:
                 return TaskOutcome(task, lost=f"{type(error).__name__}; out of memory?")
             cause = getattr(error, "cause", None) or error
-            return TaskOutcome(task, failed=f"task {task} of stage {stage}: {type(cause).__name__}: {cause}")
+            return raised(stage, task, cause)
 
     def close(self) -> None:
         self._ray.shutdown()
@@ -244,12 +233,8 @@ class SparkCluster:
         """Start a Spark context at ``master``, without its messages; a local one uses this Python. Raises
         ``PreparationError`` if the package is missing or it cannot start.
         """
-        try:
-            pyspark = importlib.import_module("pyspark")
-        except ImportError as error:
-            raise PreparationError(
-                "--spark needs the package pyspark, in the cluster's version: pip install 'phalanx-train[spark]', or pip install pyspark"
-            ) from error
+        missing = "--spark needs the package pyspark, in the cluster's version: pip install 'phalanx-train[spark]', or pip install pyspark"
+        pyspark = optional_package("pyspark", PreparationError(missing))
         conf = pyspark.SparkConf().setMaster(master).setAppName("phalanx data prepare")
         conf.set("spark.ui.showConsoleProgress", "false")
         if master.startswith("local"):
@@ -272,7 +257,7 @@ class SparkCluster:
         job.start()
         waiting = set(tasks)
         place = Workplace(url)
-        (stage_tasks,) = (candidate for candidate in stages_of(place.plan) if candidate.name == stage)
+        stage_tasks = stage_named(place.plan, stage)
         while job.is_alive():
             job.join(_LOOK_S)
             for task in sorted(waiting & place.done(stage_tasks)):
@@ -348,7 +333,7 @@ class SlurmArray:
         if not self._name:
             self._name = f"phalanx-data-{mark}-{self._jobs}"
             self._end_other_arrays(f"phalanx-data-{mark}-")
-        (stage_tasks,) = (candidate for candidate in stages_of(place.plan) if candidate.name == stage)
+        stage_tasks = stage_named(place.plan, stage)
         waiting, polled_s = set(tasks), -_POLL_S
         while waiting:
             for task in sorted(waiting & place.done(stage_tasks)):

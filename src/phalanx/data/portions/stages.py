@@ -44,6 +44,11 @@ def stages_of(plan: PreparationPlan) -> list[Stage]:
     ]
 
 
+def stage_named(plan: PreparationPlan, name: str) -> Stage:
+    """Return a stage of a plan by its name."""
+    return next(stage for stage in stages_of(plan) if stage.name == name)
+
+
 def do_task(place: Workplace, stage: str, task: int) -> None:
     """Run a task unless it is done. Raises ``DataError`` and ``StoreError``; the task is then not done."""
     _require_software(place.plan)
@@ -113,6 +118,11 @@ def outcome_of(place: Workplace, stage: str, task: int) -> TaskOutcome:
     return TaskOutcome(task)
 
 
+def raised(stage: str, task: int, error: BaseException) -> TaskOutcome:
+    """Return the outcome of a task that raised an unexpected error."""
+    return TaskOutcome(task, failed=f"task {task} of stage {stage}: {type(error).__name__}: {error}")
+
+
 def task_at(url: str, stage: str, task: int) -> str:
     """Run a task in a cluster's worker, which may run further tasks. Returns the failure's message, or ""."""
     return outcome_of(_place(url), stage, task).failed
@@ -151,7 +161,7 @@ def main() -> None:
             failed = outcome_of(place, request["stage"], request["task"]).failed
         except Exception as error:
             traceback.print_exc()
-            failed = f"task {request['task']} of stage {request['stage']}: {type(error).__name__}: {error}"
+            failed = raised(request["stage"], request["task"], error).failed
         replies.write(json.dumps({"failed": shortened(failed)}) + "\n")
         replies.flush()
 
