@@ -16,13 +16,13 @@ from phalanx.cli.errors import explained
 from phalanx.cli.output import byte_progress
 from phalanx.command_help import Command, CommandGroup
 from phalanx.data.errors import DataError
-from phalanx.data.portions.planning.plan import PLAN_KEY
+from phalanx.data.portions.planning.plan import PLAN_KEY, get_if_stored, is_stored
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import Stage, Workplace, total
 from phalanx.data.portions.write_portion import trace
 from phalanx.data.stored.index import HELD_OUT, INDEX_FILE, SPLITS, TRAIN, DatasetIndex, parse_index
 from phalanx.store.open_store import is_remote
-from phalanx.store.store import MissingObjectError, StoreError
+from phalanx.store.store import StoreError
 
 # ``phalanx data show`` and ``trace``: the origin of a dataset and of its records.
 
@@ -164,12 +164,10 @@ def trace_command(place: str, record: int, seq_len: int | None, held_out: bool, 
 
 def _index(place: Workplace) -> DatasetIndex | None:
     """Return the index of the dataset at a place; None if there is none yet."""
-    try:
-        return parse_index(
-            place.store.get(INDEX_FILE).decode(errors="replace"), Path(f"{place.url}/{INDEX_FILE}")
-        )
-    except MissingObjectError:
+    text = get_if_stored(place.store, INDEX_FILE)
+    if text is None:
         return None
+    return parse_index(text.decode(errors="replace"), Path(f"{place.url}/{INDEX_FILE}"))
 
 
 def _facts(place: Workplace) -> dict[str, object]:
@@ -196,13 +194,9 @@ def _facts(place: Workplace) -> dict[str, object]:
             }
             if index.recipe.chat is not None:
                 facts[name] |= {"learned tokens": split.learned, "left out": split.left_out}
-    try:
-        place.store.info(PLAN_KEY)
-    except MissingObjectError:
+    if not is_stored(place.store, PLAN_KEY):
         if index is None:
-            raise DataError(
-                f"{place.url} holds neither a dataset nor the plan of one; correct the path"
-            ) from None
+            raise DataError(f"{place.url} holds neither a dataset nor the plan of one; correct the path")
         return facts
     plan = place.plan
     stages = {stage.name: (len(place.done(stage)), stage.tasks) for stage in stages_of(plan)}

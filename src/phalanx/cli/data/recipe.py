@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -79,20 +79,11 @@ class ChosenWorkers:
         if self.slurm and self.count is None:
             raise click.UsageError("--slurm needs the number of jobs in its array: add --workers N")
 
-    @contextmanager
-    def executor(self) -> Iterator[Executor]:
-        """Open the executor, and close it at the end. Raises ``PreparationError``."""
-        executor = self._executor()
-        try:
-            yield executor
-        finally:
-            executor.close()
-
-    def _executor(self) -> Executor:
-        """Return the executor of the chosen cluster; without one, processes of this machine, one for each core by
+    def executor(self) -> Executor:
+        """Open the executor of the chosen cluster; without one, processes of this machine, one for each core by
         default.
 
-        A single process is this one.
+        A single process is this one. Raises ``PreparationError``.
         """
         from phalanx.data.portions import clusters
 
@@ -185,7 +176,7 @@ def carried_out(place: Workplace, workers: ChosenWorkers, *, quiet: bool) -> Pre
 
     At an error or interruption, print that the same command resumes. Raises ``DataError`` and ``StoreError``.
     """
-    with workers.executor() as executor, resumable(), PrepareProgress(quiet=quiet) as progress:
+    with closing(workers.executor()) as executor, resumable(), PrepareProgress(quiet=quiet) as progress:
         return carry_out(place, executor, progress)
 
 

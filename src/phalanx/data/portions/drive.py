@@ -20,6 +20,7 @@ from phalanx.data.portions.planning.plan import (
     PREPARATION,
     PreparationPlan,
     commit_plan,
+    get_if_stored,
     make_plan,
 )
 from phalanx.data.portions.planning.raw_files import RawFile, list_raw_files
@@ -34,7 +35,7 @@ from phalanx.data.preparing.split_writer import held_out_end
 from phalanx.data.stored.index import DatasetIndex, parse_index
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.store.open_store import is_remote, is_url
-from phalanx.store.store import MissingObjectError, require_create
+from phalanx.store.store import require_create
 
 _MOST_LOSSES = 3
 _LOOK_S = 1.0
@@ -204,9 +205,8 @@ def sealed_index(place: Workplace) -> DatasetIndex | None:
 
     Raises ``PreparationError`` if it is the index of another plan, and ``DatasetError`` if it is damaged.
     """
-    try:
-        text = place.store.get(INDEX_KEY)
-    except MissingObjectError:
+    text = get_if_stored(place.store, INDEX_KEY)
+    if text is None:
         return None
     index = parse_index(text.decode(errors="replace"), Path(f"{place.url}/{INDEX_KEY}"))
     if index.recipe.source_sha256 != place.plan.sha256:

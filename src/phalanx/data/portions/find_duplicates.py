@@ -153,7 +153,7 @@ def without_duplicates(
     place: Workplace, number: int, manifest: TaskManifest | None
 ) -> Iterator[KeptDocument]:
     """Yield the documents of a portion that ``read`` kept and that are not duplicates. ``manifest`` counts all dropped documents."""
-    read = _required_manifest(place, READ, number)
+    read = place.required_manifest(READ, number)
     counts: dict[str, int] = {} if manifest is None else manifest.counts
     counts.update(read.counts)
     dropped = _losers(place, number)
@@ -173,19 +173,11 @@ def without_duplicates(
 
 def _losers(place: Workplace, number: int) -> dict[int, bool]:
     """Return the portion's documents to drop, by ordinal: True for a near duplicate, False for an exact one."""
-    group = _required_manifest(place, CLUSTER, 0).objects[number // _PORTIONS_OF_A_LIST]
+    group = place.required_manifest(CLUSTER, 0).objects[number // _PORTIONS_OF_A_LIST]
     entries = np.frombuffer(place.get_packed(group), dtype=_LOSER_DTYPE)
     own_entries = entries[entries["place"] >> np.uint64(32) == number]
     ordinals = (own_entries["place"] & np.uint64(0xFFFFFFFF)).tolist()
     return dict(zip(ordinals, (own_entries["near"] == 1).tolist(), strict=True))
-
-
-def _required_manifest(place: Workplace, stage: str, task: int) -> TaskManifest:
-    """Return a task's manifest; raises ``PreparationError`` if it is not done."""
-    manifest = place.manifest(stage, task)
-    if manifest is None:
-        raise PreparationError(f"task {task} of stage {stage} is not done; give the same command again")
-    return manifest
 
 
 def _chunk(number: int, chunk: int) -> str:
@@ -215,7 +207,7 @@ def _range(
 
     def of_portion(portion: int) -> NDArray[np.void]:
         """Return the entries of one portion. Raises ``PreparationError`` if they are not what was written."""
-        start, stop, checksum = _required_manifest(place, READ, portion).facts[kind][number]
+        start, stop, checksum = place.required_manifest(READ, portion).facts[kind][number]
         data = place.store.ranges(_keys_object(kind, portion), [(start, stop)])[0] if stop > start else b""
         if xxhash.xxh3_64_hexdigest(data) != checksum:
             raise PreparationError(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import msgspec
 import xxhash
@@ -20,14 +21,21 @@ import xxhash
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
 from phalanx.data.chat.template import ChatTemplate
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.planning.plan import INDEX_KEY, PREPARATION, PreparationPlan, read_plan
+from phalanx.data.portions.planning.plan import (
+    INDEX_KEY,
+    PREPARATION,
+    PreparationPlan,
+    get_if_stored,
+    is_stored,
+    read_plan,
+)
 from phalanx.data.portions.planning.raw_files import scratch_folder
 from phalanx.data.preparing.split_writer import Encoding
 from phalanx.data.tokenizers.published import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from phalanx.run.fields import JsonObject
 from phalanx.store.open_store import open_store
-from phalanx.store.store import ExistsError, MissingObjectError, Store
+from phalanx.store.store import ExistsError, Store
 
 SEAL = "seal"
 _READ_AT_ONCE = 16
@@ -137,10 +145,11 @@ class Workplace:
     def manifest(self, stage: str, task: int) -> TaskManifest | None:
         """Return a task's manifest; ``None`` if it is not done. Raises ``PreparationError`` if it is damaged or of another plan."""
         key = manifest_key(stage, task)
-        try:
-            manifest = msgspec.json.decode(self.store.get(key), type=TaskManifest)
-        except MissingObjectError:
+        content = get_if_stored(self.store, key)
+        if content is None:
             return None
+        try:
+            manifest = msgspec.json.decode(content, type=TaskManifest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise PreparationError(
                 f"{self.url}/{key} is damaged ({error}); remove it, and give the same command: that task is done again"
@@ -149,24 +158,21 @@ class Workplace:
             raise PreparationError(f"{self.url}/{key} is of another plan; prepare again with another --out")
         return manifest
 
+    def required_manifest(self, stage: str, task: int) -> TaskManifest:
+        """Return a task's manifest. Raises ``PreparationError`` also if it is not done."""
+        manifest = self.manifest(stage, task)
+        if manifest is None:
+            raise PreparationError(f"task {task} of stage {stage} is not done; give the same command again")
+        return manifest
+
     def is_done(self, stage: str, task: int) -> bool:
         """Return True if the task's manifest exists."""
-        try:
-            self.store.info(manifest_key(stage, task))
-        except MissingObjectError:
-            return False
-        return True
+        return is_stored(self.store, manifest_key(stage, task))
 
     def manifests(self, stage: Stage) -> list[TaskManifest]:
         """Return the manifests of all tasks of a stage, in order. Raises ``PreparationError`` if one is missing."""
         with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
-            manifests = list(pool.map(lambda task: self.manifest(stage.name, task), range(stage.tasks)))
-        present = [manifest for manifest in manifests if manifest is not None]
-        if len(present) < len(manifests):
-            raise PreparationError(
-                f"task {manifests.index(None)} of stage {stage.name} is not done; give the same command again"
-            )
-        return present
+            return list(pool.map(partial(self.required_manifest, stage.name), range(stage.tasks)))
 
     def done(self, stage: Stage) -> set[int]:
         """Return the numbers of a stage's completed tasks, by the manifests in the store, which are not read."""
@@ -190,8 +196,7 @@ def _manifests_of(stage: str) -> str:
 
 def total(manifests: Sequence[TaskManifest]) -> dict[str, int]:
     """Return the sums of several tasks' counts, by name."""
-    sums: dict[str, int] = {}
+    sums: Counter[str] = Counter()
     for manifest in manifests:
-        for name, count in manifest.counts.items():
-            sums[name] = sums.get(name, 0) + count
-    return sums
+        sums.update(manifest.counts)
+    return dict(sums)

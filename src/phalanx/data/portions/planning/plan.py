@@ -266,15 +266,15 @@ def commit_plan(store: Store, plan: PreparationPlan, tokenizer: Tokenizer | None
 
     The plan's own object is created last. Raises ``PreparationError`` if the store has another plan or something else.
     """
-    stored = _plan_bytes(store)
+    stored = get_if_stored(store, PLAN_KEY)
     if stored is None:
         other_key = next(
             (info.key for info in store.list() if not info.key.startswith(f"{PREPARATION}/")), None
         )
         # The other files may be from the same preparation, started in the meantime.
-        if other_key is not None and (stored := _plan_bytes(store)) is None:
+        if other_key is not None and (stored := get_if_stored(store, PLAN_KEY)) is None:
             description = (
-                "a dataset that was not prepared in portions" if _is_there(store, INDEX_KEY) else other_key
+                "a dataset that was not prepared in portions" if is_stored(store, INDEX_KEY) else other_key
             )
             raise PreparationError(
                 f"{store.url} holds something else ({description}); choose another --out, or remove it"
@@ -335,7 +335,7 @@ def read_plan(store: Store) -> PreparationPlan:
     """Return the plan in the store. Raises ``PreparationError`` if there is none, or if it is damaged, of another
     version, or not exactly as written.
     """
-    text = _plan_bytes(store)
+    text = get_if_stored(store, PLAN_KEY)
     if text is None:
         raise PreparationError(
             f"there is no plan at {store.url}; make it: phalanx data plan RECIPE.toml --out {store.url}"
@@ -373,7 +373,7 @@ def read_plan(store: Store) -> PreparationPlan:
     return plan
 
 
-def _is_there(store: Store, key: str) -> bool:
+def is_stored(store: Store, key: str) -> bool:
     """Return True if the store has the object."""
     try:
         store.info(key)
@@ -382,10 +382,10 @@ def _is_there(store: Store, key: str) -> bool:
     return True
 
 
-def _plan_bytes(store: Store) -> bytes | None:
-    """Return the stored plan; ``None`` if there is none."""
+def get_if_stored(store: Store, key: str) -> bytes | None:
+    """Return the object; ``None`` if the store has none."""
     try:
-        return store.get(PLAN_KEY)
+        return store.get(key)
     except MissingObjectError:
         return None
 
