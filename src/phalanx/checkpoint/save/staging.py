@@ -24,6 +24,7 @@ import torch
 from phalanx.checkpoint.committed.restore import Shard
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray, Image, ImageLayout, image_layout
+from phalanx.hardware.kernels.choose import Share, shares_of
 
 # The copy of tensors into an image: by several threads, or on CUDA on a side stream.
 
@@ -78,21 +79,13 @@ class ImageCopier:
 
     def _copy_in_parallel(self, pairs: Sequence[tuple[ByteArray, ByteArray]]) -> None:
         """Copy the pairs (target, source) in threads, each about the same number of bytes."""
-        total = sum(target.nbytes for target, _ in pairs)
-        bytes_per_thread = -(-total // COPY_THREADS) or 1
-        bins: list[list[tuple[ByteArray, ByteArray]]] = [[]]
-        room = bytes_per_thread
-        for target, source in pairs:
-            start = 0
-            while start < target.nbytes:
-                if not room:
-                    bins.append([])
-                    room = bytes_per_thread
-                stop = min(start + room, target.nbytes)
-                bins[-1].append((target[start:stop], source[start:stop]))
-                room -= stop - start
-                start = stop
-        list(self._pool.map(_copy_all, bins))
+
+        def copy(share: Share) -> None:
+            for pair, start, nbytes in share:
+                target, source = pairs[pair]
+                np.copyto(target[start : start + nbytes], source[start : start + nbytes])
+
+        list(self._pool.map(copy, shares_of([target.nbytes for target, _ in pairs], COPY_THREADS)))
 
     def _copy_from_device(
         self, devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]]
@@ -138,11 +131,6 @@ def _cudart() -> Any:
 
 def _tensor_over(target: ByteArray, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(target).view(like.dtype).view(like.shape)
-
-
-def _copy_all(pairs: Sequence[tuple[ByteArray, ByteArray]]) -> None:
-    for target, source in pairs:
-        np.copyto(target, source)
 
 
 @dataclass(eq=False, slots=True)
