@@ -17,7 +17,7 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import xxhash
@@ -303,18 +303,8 @@ def encode_index(index: PackIndex) -> bytes:
             "run": index.run,
             "step": index.step,
             "weights_sha256": index.weights_sha256,
-            "rounding": [
-                index.rounding.relative_error,
-                index.rounding.worst_error,
-                index.rounding.worst_tensor,
-            ],
-            "layouts": [
-                [
-                    [tensor.name, tensor.dtype, list(tensor.shape), tensor.start, tensor.scale_start]
-                    for tensor in layout
-                ]
-                for layout in layouts
-            ],
+            "rounding": astuple(index.rounding),
+            "layouts": [[astuple(tensor) for tensor in layout] for layout in layouts],
             "sections": [
                 [
                     *(section.kind, section.prefix, section.layer, section.expert),
