@@ -162,6 +162,8 @@ def print_layout(facts: JsonObject) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from phalanx.observe.logs.read_lines import ranges
+
     console = text_console()
     mesh = (
         " x ".join(f"{axis} {degree}" for axis, degree in facts["mesh"].items() if degree > 1) or "one rank"
@@ -174,7 +176,7 @@ def print_layout(facts: JsonObject) -> None:
         style="dim",
     )
     groups = _alike(facts["pipeline_ranks"])
-    table = Table("place in the pipeline", *(spans(places) for _, places in groups))
+    table = Table("place in the pipeline", *(ranges(places, most=len(places)) for _, places in groups))
     for column in table.columns[1:]:
         column.justify = "right"
     stages = [stage for stage, _ in groups]
@@ -212,17 +214,6 @@ def _alike(stages: list[JsonObject]) -> list[tuple[JsonObject, list[int]]]:
         contents = {key: stage[key] for key in stage if key not in ("pipeline_rank", "stages", "layers")}
         groups.setdefault(f"{len(stage['layers'])} {contents}", (stage, []))[1].append(stage["pipeline_rank"])
     return list(groups.values())
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Format ascending numbers, with ranges shortened: ``0-3, 5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def print_dry_run(facts: JsonObject) -> None:
