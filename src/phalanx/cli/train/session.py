@@ -152,32 +152,24 @@ def print_on(console: Console) -> Callable[[str], None]:
     return lambda words: console.print(words, style="yellow", soft_wrap=True)
 
 
-def print_fallback(written: RunSpec, run: OpenRun, console: Console) -> None:
-    """Print why the numerics of a run that leaves them open are native, if they are."""
-    if note := note_of_fallback(written, run.spec):
-        _print_marked(console, "note:", note)
-
-
-def print_earlier_data(run: OpenRun, console: Console) -> None:
-    """Print which runs of this run file are superseded because their dataset was prepared again."""
-    for note in notes_of_earlier_data(run):
-        _print_marked(console, "note:", note)
-
-
-def print_parent(run: OpenRun, console: Console) -> None:
-    """Print which checkpoint a child run continues from, and which settings differ from its parent's; nothing for
-    other runs.
+def print_beginning(written: RunSpec, run: OpenRun, console: Console) -> None:
+    """Print which checkpoint a child run continues from, with the settings that differ from its parent's; which runs of this
+    run file are superseded because their dataset was prepared again; and why the numerics that ``written`` leaves open are
+    native, if they are.
     """
     checkpoint = run.spec.checkpoint
-    if checkpoint.init_with != "training":
-        return
-    start = Path(checkpoint.init_from)
-    console.print(f"continues from {start}")
-    with suppress(RunDirectoryError):  # The parent may have been removed.
-        for change in changes_from_parent(
-            read_resolved(RunDirectory(start.parent.parent)), run.spec, step_of(start) or 0
-        ):
-            _print_marked(console, "from there on", change)
+    if checkpoint.init_with == "training":
+        start = Path(checkpoint.init_from)
+        console.print(f"continues from {start}")
+        with suppress(RunDirectoryError):  # The parent may have been removed.
+            for change in changes_from_parent(
+                read_resolved(RunDirectory(start.parent.parent)), run.spec, step_of(start) or 0
+            ):
+                _print_marked(console, "from there on", change)
+    for note in notes_of_earlier_data(run):
+        _print_marked(console, "note:", note)
+    if note := note_of_fallback(written, run.spec):
+        _print_marked(console, "note:", note)
 
 
 def _print_marked(console: Console, mark: str, text: str) -> None:

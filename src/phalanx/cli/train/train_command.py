@@ -202,9 +202,7 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
         f"run directory {run.directory.path}, {ranks} {'rank' if ranks == 1 else 'ranks'} on this machine",
         soft_wrap=True,
     )
-    session.print_parent(run, console)
-    session.print_earlier_data(run, console)
-    session.print_fallback(spec, run, console)
+    session.print_beginning(spec, run, console)
     for change in run.layout_changes:
         console.print(
             f"another layout than before: {change}; the bits of the weights depend on it", style="yellow"

@@ -65,9 +65,7 @@ def train_fleet(
         f"{'spare' if spares == 1 else 'spares'}, {ranks} {'rank' if ranks == 1 else 'ranks'}",
         soft_wrap=True,  # A job's log puts a label before each line.
     )
-    session.print_parent(run, console)
-    session.print_earlier_data(run, console)
-    session.print_fallback(spec, run, console)
+    session.print_beginning(spec, run, console)
     console.print(f"watch it with phalanx status {run.directory.path}", style="dim", soft_wrap=True)
     fleet = LocalFleet(nodes, spares, planned, lead=lead)
     with explained(SecurityError):
