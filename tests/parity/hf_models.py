@@ -35,8 +35,9 @@ from transformers import (
     SmolLM3Config,
 )
 
-from phalanx.checkpoint.interop.huggingface.config import parameter_name, spec_of
+from phalanx.checkpoint.interop.huggingface.config import spec_of
 from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
+from phalanx.checkpoint.interop.huggingface.names import parameter_name
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 

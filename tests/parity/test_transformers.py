@@ -26,8 +26,9 @@ from parity.hf_models import (
     our_model,
     random_tokens,
 )
-from phalanx.checkpoint.interop.huggingface.config import hf_config_of, hf_name, spec_of
+from phalanx.checkpoint.interop.huggingface.config import hf_config_of, spec_of
 from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
+from phalanx.checkpoint.interop.huggingface.names import hf_name
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count, parameters
 from phalanx.model.layers.attention.attention import empty_cache

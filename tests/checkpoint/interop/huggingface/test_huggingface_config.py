@@ -12,14 +12,9 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from parity.hf_models import SMALL
-from phalanx.checkpoint.interop.huggingface.config import (
-    UnsupportedModelError,
-    hf_config_of,
-    hf_name,
-    parameter_name,
-    spec_of,
-)
+from phalanx.checkpoint.interop.huggingface.config import UnsupportedModelError, hf_config_of, spec_of
 from phalanx.checkpoint.interop.huggingface.families.known import MISSING_LAYERS, family_for, unsayable
+from phalanx.checkpoint.interop.huggingface.names import hf_name, parameter_name
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.kinds.grouped_attention import attention_of
 from phalanx.run.kinds.whole_model import resolve

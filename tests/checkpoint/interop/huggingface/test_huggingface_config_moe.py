@@ -15,12 +15,11 @@ from phalanx.checkpoint.interop.huggingface.config import (
     Storage,
     UnsupportedModelError,
     hf_config_of,
-    hf_name,
     spec_of,
     storage_of,
 )
 from phalanx.checkpoint.interop.huggingface.layers import LATENT_EPS
-from phalanx.checkpoint.interop.huggingface.names import RotaryRows, published, shared_copies
+from phalanx.checkpoint.interop.huggingface.names import RotaryRows, hf_name, published, shared_copies
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx.run.kinds.whole_model import resolve

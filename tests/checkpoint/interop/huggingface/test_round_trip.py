@@ -23,12 +23,9 @@ from phalanx.checkpoint.committed.copying import verify
 from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.format.errors import CheckpointError, MismatchError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.format.image import Image, image_layout
-from phalanx.checkpoint.interop.huggingface.config import (
-    HuggingFaceError,
-    UnsupportedModelError,
-    parameter_name,
-)
+from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError, UnsupportedModelError
 from phalanx.checkpoint.interop.huggingface.convert import export_hf, import_hf, tensors_of, weight_files
+from phalanx.checkpoint.interop.huggingface.names import parameter_name
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, StepRecord
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer, tokenizer_from_file, train_bpe

@@ -22,7 +22,6 @@ from phalanx.checkpoint.interop.huggingface.families.known import (
     unsayable,
 )
 from phalanx.checkpoint.interop.huggingface.layers import LATENT_EPS
-from phalanx.checkpoint.interop.huggingface.names import hf_name, parameter_name
 from phalanx.checkpoint.interop.huggingface.rotary import (
     LAYERS_BY_WINDOW,
     TEMPERATURE,
@@ -35,18 +34,6 @@ from phalanx.run.fields import JsonObject
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.spec import ModelSpec
-
-__all__ = [
-    "Dtype",
-    "HuggingFaceError",
-    "Storage",
-    "UnsupportedModelError",
-    "hf_config_of",
-    "hf_name",
-    "parameter_name",
-    "spec_of",
-    "storage_of",
-]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _DEFAULT_MAX_SEQ_LEN = 8192  # the model does not depend on it; readers size their buffers by it
