@@ -38,10 +38,7 @@ from bench.mutants import mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOTS, RESTORE = "tests/parallel/mesh/test_slots.py", "tests/checkpoint/format/test_restore_plan.py"
-CORE = tuple(
-    f"tests/fleet/core/test_{name}.py"
-    for name in ("decide", "reports", "epochs", "epoch_plan", "resync", "properties")
-)
+CORE = ("tests/fleet/core",)
 WORLDS = ("tests/plan/simulate/hostile",)
 # Module -> its own tests, quickest first, and the wider ones that judge what these let live.
 TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
