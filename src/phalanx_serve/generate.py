@@ -2,7 +2,7 @@
 
 A transformer runs in ``phalanx_serve.engine`` with one request, on the device of its weights. The checks and the code
 are those of ``phalanx serve``. The command uses exact numerics for a run with portable numerics on a CPU, else fast
-ones. A user's own model has no KV cache. It is decoded here, with a pass over the full text for each token.
+ones. A user's own model has no KV cache: each token takes a pass over the full text.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from phalanx.checkpoint.interop.huggingface.stored_folder import run_or_stand_in
 from phalanx.hardware.local.device import gpus
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.model.custom import Chain
-from phalanx.model.transformer import Transformer, logits
+from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import ModelSpec, SampleSpec
 from phalanx.train.score import restored_model
 from phalanx_serve import prompt as prompts
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.engine.model_runner import require_computable
-from phalanx_serve.engine.sampler import draw, require_sampling
+from phalanx_serve.engine.sampler import require_sampling
 from phalanx_serve.http.detokenizer import IncrementalDetokenizer
 from phalanx_serve.numerics import Numerics, computing_on, device_named
-from phalanx_serve.traffic.events import Ended, Request, Sampling, Token
+from phalanx_serve.served.opened import turns
+from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Sampling, Token
 from phalanx_serve.traffic.scheduler import PAGE
 
 # The Python interface.
@@ -220,8 +220,8 @@ def generate(
     require_computable(request, model.spec.vocab_size, context or length)
     require_sampling(sampling)
     if isinstance(model, Transformer):
-        return _from_engine(_engine_of(model, length, numerics), request)
-    return _decode(model, list(prompt_ids), length, sampling, frozenset(stop))
+        return _tokens(_outputs(_engine_of(model, length, numerics), request))
+    return _tokens(turns(model, request))
 
 
 def _engine_of(model: Transformer, length: int, numerics: Numerics) -> Engine:
@@ -238,42 +238,17 @@ def _engine_of(model: Transformer, length: int, numerics: Numerics) -> Engine:
     )
 
 
-def _from_engine(engine: Engine, request: Request) -> Iterator[int]:
-    """Yield the tokens of a request as the engine computes them. Raises ValueError if it fails."""
+def _outputs(engine: Engine, request: Request) -> Iterator[EngineOutput]:
+    """Yield the outputs of a request as the engine computes them."""
     engine.submit(request)
     while engine.busy:
-        for output in engine.step():
-            if isinstance(output, Token):
-                yield output.id
-            elif isinstance(output, Ended) and output.outcome == "error":
-                raise ValueError(output.text)
+        yield from engine.step()
 
 
-def _decode(
-    model: Chain,
-    text: list[int],
-    length: int,
-    sampling: Sampling,
-    stop: frozenset[int],
-) -> Iterator[int]:
-    """Yield tokens up to ``length`` in total, with a pass over the full text for each; end before one in ``stop``.
-
-    ``text`` is the prompt, which stays unchanged.
-    """
-    weight = next(model.parameters())
-    cap = model.spec.logit_cap
-
-    def last_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-        return logits(hidden[:, -1:], weight, cap)
-
-    for _ in range(length - len(text)):
-        # Not around the loop: a generator would leave the mode switched on in its consumer.
-        with computing_on(weight.device, f"a pass over {len(text)} tokens"):
-            with torch.no_grad():
-                ids = torch.tensor([text], device=weight.device)
-                scores = model(ids, readout=last_logits)[0, 0]
-            token = draw(scores, sampling, len(text))
-        if token in stop:
-            return
-        yield token
-        text = [*text, token]
+def _tokens(outputs: Iterator[EngineOutput]) -> Iterator[int]:
+    """Yield the ids of the tokens among the outputs of a request. Raises ValueError if it fails."""
+    for output in outputs:
+        if isinstance(output, Token):
+            yield output.id
+        elif isinstance(output, Ended) and output.outcome == "error":
+            raise ValueError(output.text)

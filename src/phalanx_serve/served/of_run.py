@@ -18,7 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -41,10 +41,10 @@ from phalanx.run.spec import ModelSpec
 from phalanx.train.score import restored_model
 from phalanx_serve.engine.engine import Engine as PagedEngine
 from phalanx_serve.engine.engine import KeptPages
-from phalanx_serve.http.worker import EngineInterface, EngineWorker, ModelIdentity, Streaming, Swap
-from phalanx_serve.numerics import begin_exact, bits_of, computing_on, numerics_id, shown_device
+from phalanx_serve.http.worker import EngineWorker, Streaming, Swap
+from phalanx_serve.numerics import begin_exact, computing_on, shown_device
 from phalanx_serve.prompt import ModelText, read_model_text
-from phalanx_serve.served.opened import OpenedEngine, TurnsEngine, context_of, device_of, open_divided
+from phalanx_serve.served.opened import OpenedEngine, context_of, device_of, engine_over, open_divided
 from phalanx_serve.served.served_run import ServedRun
 from phalanx_serve.stages.shares import tensor_digests
 from phalanx_serve.traffic.events import DeviceMemoryError, PartLostError, ServeError
@@ -92,28 +92,9 @@ def open_packed(served: ServedRun) -> OpenedEngine:
         with computing_on(device, f"the weights in {served.dtype}"):
             model.to(device)
     digest = weights_name(file.index, dtype)
-    engine: EngineInterface
-    if isinstance(model, Transformer):
-        paged = PagedEngine(
-            model,
-            spec,
-            memory_bytes=served.memory_bytes,
-            pages=pages,
-            texts=texts,
-            rows=served.rows,
-            numerics=served.numerics,
-            kept=served.kept,
-            context=context,
-            weights_id=digest,
-        )
-        engine, computed = paged, paged.numerics_id
-    else:
-        engine = TurnsEngine(model, context, kept=served.kept)
-        computed = numerics_id("turns", dtype, device=device)
-    bits = bits_of(served.numerics, run, served.dtype, kept=served.kept)
-    if bits == "trainer" and file.index.format in ("fp8", "int8"):
-        bits = "request"  # the trainer's weights are not rounded
-    identity = ModelIdentity(digest, computed, context, bits)
+    engine, identity = engine_over(model, spec, served, run, context, digest, pages=pages, texts=texts)
+    if identity.bits == "trainer" and file.index.format in ("fp8", "int8"):
+        identity = replace(identity, bits="request")  # the trainer's weights are not rounded
     return OpenedEngine(engine, identity, spec, note=note, streaming=streaming, device=device)
 
 
@@ -205,27 +186,8 @@ def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> O
             served.path, served.step, device=device, dtype=dtype, ahead=drafts > 0
         )
     context, digest = context_of(served, run, served.path), weights_digest(model)
-    engine: EngineInterface
-    if isinstance(model, Transformer):
-        paged = PagedEngine(
-            model,
-            spec,
-            memory_bytes=served.memory_bytes,
-            rows=served.rows,
-            numerics=served.numerics,
-            context=context,
-            drafts=drafts,
-            kept=served.kept,
-            weights_id=digest,
-        )
-        engine, computed = paged, paged.numerics_id
-    else:
-        engine = TurnsEngine(model, context, kept=served.kept)
-        computed = numerics_id("turns", dtype, device=device)
-    bits = bits_of(served.numerics, run, served.dtype, kept=served.kept)
-    return OpenedEngine(
-        engine, ModelIdentity(digest, computed, context, bits), spec, step=step, device=device
-    )
+    engine, identity = engine_over(model, spec, served, run, context, digest, drafts=drafts)
+    return OpenedEngine(engine, identity, spec, step=step, device=device)
 
 
 def require_drafts(served: ServedRun) -> None:

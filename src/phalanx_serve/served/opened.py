@@ -42,7 +42,7 @@ from phalanx_serve.engine.engine import Engine as PagedEngine
 from phalanx_serve.engine.sampler import draw, likeliest
 from phalanx_serve.http.worker import EngineInterface, ModelIdentity, Streaming
 from phalanx_serve.kv_cache.memory import KVFormatName
-from phalanx_serve.numerics import bits_of, computing_on, device_named
+from phalanx_serve.numerics import bits_of, computing_on, device_named, numerics_id
 from phalanx_serve.served.served_run import ServedRun
 from phalanx_serve.stages import messages as m
 from phalanx_serve.stages.door import Door, PartNotOpenedError, await_stages, opened_stages, start_stages
@@ -117,7 +117,6 @@ class TurnsEngine:
                 f"--kv {kept}: a model of your own (model.factory) keeps no keys and values; leave it out"
             )
         self._model, self._context = model, context
-        self._device = next(model.parameters()).device
         self._running: dict[str, Iterator[events.EngineOutput]] = {}
         self._cancelled: list[str] = []
 
@@ -147,7 +146,7 @@ class TurnsEngine:
                 f"context of {self._context}",
                 "max_tokens",
             )
-        self._running[request.id] = self._text(request)
+        self._running[request.id] = turns(self._model, request)
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request, if it is here; the next step returns its ``Ended``."""
@@ -164,8 +163,7 @@ class TurnsEngine:
         self._cancelled.clear()
         for name, text in list(self._running.items()):
             try:
-                with computing_on(self._device, "a pass over a text"):
-                    output = next(text)
+                output = next(text)
             except events.PartLostError:
                 raise
             except Exception as error:  # One request's failure is sent to its client, and ends no other.
@@ -175,30 +173,31 @@ class TurnsEngine:
                 del self._running[name]
         return outputs
 
-    def _text(self, request: events.Request) -> Iterator[events.EngineOutput]:
-        """Yield the outputs of a request, with a pass over the full text for each token: scores of the prompt if
-        requested, then tokens.
 
-        Ends before a stop token, or after ``max_tokens``.
-        """
-        model, device = self._model, self._device
-        text = list(request.prompt)
-        for index in range(request.max_tokens):
-            last_alone = index > 0 or not request.prompt_logprobs
-            readout = partial(
-                _scores, rows=slice(-1, None) if last_alone else slice(None), cap=model.spec.logit_cap
-            )
-            with torch.no_grad():
-                scores = model(torch.tensor([text], device=device), readout=readout)[0]
-            if not last_alone:
-                yield _scored(request, scores)
+def turns(model: Chain, request: events.Request) -> Iterator[events.EngineOutput]:
+    """Yield the outputs of a request, with a pass over the full text for each token: scores of the prompt if
+    requested, tokens up to a stop token or ``max_tokens``, and ``Ended``.
+    """
+    device, text = next(model.parameters()).device, list(request.prompt)
+    for index in range(request.max_tokens):
+        last_alone = index > 0 or not request.prompt_logprobs
+        readout = partial(
+            _scores, rows=slice(-1, None) if last_alone else slice(None), cap=model.spec.logit_cap
+        )
+        # Not around the loop: a generator would leave the mode switched on in its consumer.
+        with computing_on(device, f"a pass over {len(text)} tokens"), torch.no_grad():
+            scores = model(torch.tensor([text], device=device), readout=readout)[0]
+            scored = None if last_alone else _scored(request, scores)
             token = draw(scores[-1], request.sampling, len(text))
-            if token in request.stop_tokens:
-                yield events.Ended(request.id, "stop")
-                return
-            yield _token(request, index, token, scores[-1])
-            text.append(token)
-        yield events.Ended(request.id, "length")
+            drawn = _token(request, index, token, scores[-1])
+        if scored is not None:
+            yield scored
+        if token in request.stop_tokens:
+            yield events.Ended(request.id, "stop")
+            return
+        yield drawn
+        text.append(token)
+    yield events.Ended(request.id, "length")
 
 
 def _scores(hidden: torch.Tensor, weight: torch.Tensor, *, rows: slice, cap: float) -> torch.Tensor:
@@ -232,6 +231,50 @@ def _token(request: events.Request, index: int, token: int, scores: torch.Tensor
     logprobs = scores.float().log_softmax(-1)
     (top,) = _tops(request, logprobs[None])
     return events.Token(request.id, index, token, float(logprobs[token]), top)
+
+
+# The engine of any model.
+
+
+def engine_over(
+    model: Transformer | Chain,
+    spec: ModelSpec,
+    served: ServedRun,
+    run: RunSpec,
+    context: int,
+    digest: str,
+    *,
+    pages: int = 0,
+    texts: int = 0,
+    drafts: int = 0,
+    far: FarStages | FarShares | None = None,
+) -> tuple[EngineInterface, ModelIdentity]:
+    """Return the engine that computes with the weights in ``model``, named ``digest``, as ``served`` describes; and its identity.
+
+    ``pages``, ``texts``, ``drafts`` and ``far`` are those of ``PagedEngine``. Raises ServeError.
+    """
+    engine: EngineInterface
+    if isinstance(model, Transformer):
+        engine = paged = PagedEngine(
+            model,
+            spec,
+            memory_bytes=served.memory_bytes,
+            pages=pages,
+            texts=texts,
+            rows=served.rows,
+            numerics=served.numerics,
+            context=context,
+            drafts=drafts,
+            kept=served.kept,
+            far=far,
+            weights_id=digest,
+        )
+        computed = paged.numerics_id
+    else:
+        engine = TurnsEngine(model, context, kept=served.kept)
+        computed = numerics_id("turns", getattr(torch, served.dtype), device=device_of(served))
+    bits = bits_of(served.numerics, run, served.dtype, kept=served.kept)
+    return engine, ModelIdentity(digest, computed, context, bits)
 
 
 # A model divided over several processes.
@@ -389,38 +432,19 @@ def _over(
         digests |= {name: TensorDigest(d.dtype, d.shape, d.sha256) for name, d in stage.digests.items()}
     layers, far = parts.far(links, spec)
     digest, context = combine(digests)[:16], context_of(served, run, served.path)
-    engine = PagedEngine(
-        model,
-        spec,
-        memory_bytes=served.memory_bytes,
-        rows=served.rows,
-        numerics=served.numerics,
-        context=context,
-        kept=served.kept,
-        far=layers,
-        weights_id=digest,
-    )
+    engine, identity = engine_over(model, spec, served, run, context, digest, far=layers)
     checkpoint = checkpoint_name(served.path, step)
     for process, stage in zip(far, ready, strict=True):
         if stage.checkpoint != checkpoint:
             raise events.ServeError(
                 f"{process} has another checkpoint of step {step} ({stage.checkpoint}) than this process ({checkpoint}): give every process the same run"
             )
-        if served.numerics == "exact" and stage.numerics_id != engine.numerics_id:
+        if served.numerics == "exact" and stage.numerics_id != identity.numerics_id:
             raise events.ServeError(
-                f"{process} computes by numerics {stage.numerics_id}, and this process by {engine.numerics_id}: they would not give the bits of one; "
+                f"{process} computes by numerics {stage.numerics_id}, and this process by {identity.numerics_id}: they would not give the bits of one; "
                 "install the same release on all machines"
             )
-    return OpenedEngine(
-        engine,
-        ModelIdentity(
-            digest, engine.numerics_id, context, bits_of(served.numerics, run, served.dtype, kept=served.kept)
-        ),
-        spec,
-        step=step,
-        note=parts.note(far),
-        trouble=layers.trouble,
-    )
+    return OpenedEngine(engine, identity, spec, step=step, note=parts.note(far), trouble=layers.trouble)
 
 
 def _divided_threads(processes: int) -> dict[str, str]:
