@@ -14,14 +14,17 @@ that messages of a worker that was only slow are known to be stale.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 # Requests and engine outputs.
 
 Outcome = Literal["stop", "length", "cancelled", "error"]
 """Why a request ended: at a stop token, at ``max_tokens``, because its client canceled or left, or by the error in ``Ended.text``."""
+
+
+_Count = Annotated[int, Meta(ge=0, lt=2**53)]
 
 
 @dataclass(frozen=True)
@@ -61,24 +64,22 @@ class Request(Struct, frozen=True):
     """Tokens that were generated before the request came to this worker."""
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(Struct, frozen=True, tag=True):
     """One more token of a request's text."""
 
     request: str
-    index: int
+    index: _Count
     """Its place in the generated text, from 0."""
-    id: int
+    id: _Count
     logprob: float = 0.0
     """In nats, of the model's own distribution (temperature 1, nothing cut), independent of ``Sampling``."""
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens and their log-probabilities, falling; ties by lower id."""
-    weights: str = ""
+    weights: Annotated[str, Meta(max_length=4096)] = ""
     """Weights that computed the token, joined with ``+``; empty if the worker's weights were never swapped."""
 
 
-@dataclass(frozen=True)
-class PromptScored:
+class PromptScored(Struct, frozen=True, tag=True):
     """The log-probabilities of a prompt's tokens after the first, in nats."""
 
     request: str
@@ -87,14 +88,13 @@ class PromptScored:
     """For each, the likeliest tokens as ``Token.top`` has them; empty unless ``Request.top_logprobs`` is above 0."""
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(Struct, frozen=True, tag=True):
     """The last output of a request."""
 
     request: str
     outcome: Outcome
     text: str = ""
-    cached_tokens: int = 0
+    cached_tokens: _Count = 0
     """Prompt tokens whose pages were cached already."""
 
 

@@ -18,7 +18,7 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from msgspec import structs
 
@@ -100,7 +100,7 @@ def take(entry: Entry, output: Token | PromptScored, worker: int) -> list[Engine
         if entry.scored or not request.prompt_logprobs:
             return []
         entry.scored = True
-        return [replace(output, request=request.id)]
+        return [structs.replace(output, request=request.id)]
     if output.index != len(entry.tokens) or entry.complete:
         raise GapError(
             f"request {request.id}: token {output.index} where {len(entry.tokens)} of {request.max_tokens} are sent"
@@ -112,14 +112,16 @@ def take(entry: Entry, output: Token | PromptScored, worker: int) -> list[Engine
     if output.index < entry.seen:
         return []
     if request.top_logprobs < 0:  # an audit requested them, the client did not
-        output = replace(output, logprob=0.0, top=())
-    return [replace(output, request=request.id)]
+        output = structs.replace(output, logprob=0.0, top=())
+    return [structs.replace(output, request=request.id)]
 
 
 def ended(entry: Entry, output: Ended) -> Ended:
     """Return the last output for the client."""
     cached = output.cached_tokens if entry.cached < 0 else entry.cached
-    return replace(output, request=entry.request.id, cached_tokens=min(cached, len(entry.request.prompt)))
+    return structs.replace(
+        output, request=entry.request.id, cached_tokens=min(cached, len(entry.request.prompt))
+    )
 
 
 # Audits of workers by comparing bits.

@@ -15,9 +15,9 @@ from msgspec import Meta, Struct, field
 from phalanx.wire.messages import MessageDecoder
 from phalanx_serve.http.worker import Streaming
 from phalanx_serve.traffic import events
-from phalanx_serve.traffic.events import Ended, EngineOutput, Outcome, PromptScored, Request, Token
+from phalanx_serve.traffic.events import EngineOutput, Request
 
-PURPOSE = "phalanx serving worker, version 4"
+PURPOSE = "phalanx serving worker, version 5"
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Name = Annotated[bytes, Meta(max_length=64)]
@@ -66,41 +66,10 @@ class WorkerReady(_Message, frozen=True, tag="Ready"):
     """Origin of the bits of its tokens."""
 
 
-class TokenOutput(_Message, frozen=True, tag="TokenSaid"):
-    """One more token of a job."""
-
-    job: Count
-    index: Count
-    id: Count
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    weights: Annotated[str, Meta(max_length=4096)] = ""
-
-
-class PromptOutput(_Message, frozen=True, tag="PromptSaid"):
-    """The log-probabilities of a job's prompt."""
-
-    job: Count
-    logprobs: tuple[float, ...]
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
-
-
-class EndOutput(_Message, frozen=True, tag="EndSaid"):
-    """A job has ended."""
-
-    job: Count
-    outcome: Outcome
-    text: str
-    cached_tokens: Count
-
-
-JobOutput = TokenOutput | PromptOutput | EndOutput
-
-
 class OutputBatch(_Message, frozen=True, tag="Speech"):
-    """Outputs of one step of the engine, in their order."""
+    """Outputs of one step of the engine, in their order, each with its job."""
 
-    outputs: tuple[JobOutput, ...] = field(name="said")
+    outputs: tuple[tuple[Count, EngineOutput], ...] = field(name="said")
 
 
 class WorkerBeat(_Message, frozen=True):
@@ -165,21 +134,3 @@ ToRouter = Opening | WorkerUnable | WorkerReady | OutputBatch | WorkerBeat | Lea
 ToWorker = RunJob | StopJob | ForgetPages | Go
 TO_ROUTER: MessageDecoder[ToRouter] = MessageDecoder(ToRouter)
 TO_WORKER: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
-
-
-def encode_output(job: int, output: EngineOutput) -> JobOutput:
-    """Convert an engine output of job ``job`` to its message."""
-    if isinstance(output, Token):
-        return TokenOutput(job, output.index, output.id, output.logprob, output.top, output.weights)
-    if isinstance(output, PromptScored):
-        return PromptOutput(job, output.logprobs, output.top)
-    return EndOutput(job, output.outcome, output.text, output.cached_tokens)
-
-
-def decode_output(message: JobOutput) -> EngineOutput:
-    """Convert a message to its engine output, whose request is empty: the job identifies it."""
-    if isinstance(message, TokenOutput):
-        return Token("", message.index, message.id, message.logprob, message.top, message.weights)
-    if isinstance(message, PromptOutput):
-        return PromptScored("", message.logprobs, message.top)
-    return Ended("", message.outcome, message.text, message.cached_tokens)

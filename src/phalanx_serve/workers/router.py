@@ -201,10 +201,8 @@ class RequestRouter:
                 case m.WorkerUnable(reason):
                     self.watcher.unable(peer, reason)
                 case m.OutputBatch(outputs):
-                    for output in outputs:
-                        self._hear(
-                            events.OutputReceived(peer.number, peer.life, output.job, m.decode_output(output))
-                        )
+                    for job, output in outputs:
+                        self._hear(events.OutputReceived(peer.number, peer.life, job, output))
                 case m.WorkerBeat() as beat:
                     peer.beat = beat
                     self._hear(events.Beat(peer.number, peer.life, beat.steps, beat.jobs))

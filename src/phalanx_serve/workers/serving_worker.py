@@ -253,7 +253,7 @@ class ServingWorker:
                     names = page_names(order.request.prompt + order.request.generated, self._engine.root)
                     self.offered.offer(job, self._read_pages(names))
                 del self._orders[job]
-            messages.append(m.encode_output(job, output))
+            messages.append((job, output))
         if messages:
             self._link.send_message(m.OutputBatch(tuple(messages)))
 
