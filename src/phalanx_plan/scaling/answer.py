@@ -17,13 +17,12 @@ from phalanx.run.read import override
 from phalanx.run.spec import RunSpec, TrainSpec
 from phalanx_plan.scaling.laws import (
     CHINCHILLA,
+    CHINCHILLA_ERRORS,
     DENSE_LAWS,
     KAPLAN,
-    DenseLaw,
     LossSurface,
-    MixtureLaw,
+    PublishedLaw,
     RepeatedData,
-    RoutedLaw,
     Source,
     joint_law,
     mixture_laws,
@@ -200,7 +199,7 @@ def _recommended(question: Question, kind: ModelKind, on_progress: Callable[[str
 
     Raises ``BudgetError`` if inference leaves no tokens to train on, ``PlanRequestError`` if no layout fits.
     """
-    law = CHINCHILLA if kind == "dense" else routed_law(EXPANSION)
+    law: PublishedLaw[LossSurface] = CHINCHILLA if kind == "dense" else routed_law(EXPANSION)
     cost, planned, shape = _cost_of(question, kind, law, on_progress)
     budget = question.budget.amount
     tokens = tokens_for(shape.active, budget, cost, question.inference_tokens)
@@ -210,9 +209,11 @@ def _recommended(question: Question, kind: ModelKind, on_progress: Callable[[str
     surface = _on_data(law, question)
     spec, plan = _planned(question, shape, tokens, planned.get(shape))
     loss = surface.loss(shape.active, tokens)
-    assert CHINCHILLA.errors is not None, "both default laws rest on the refit"
-    effective = shape.active if kind == "dense" else RoutedLaw(EXPANSION).effective_parameters(shape.active)
-    spread = _NORMAL_95 * CHINCHILLA.errors.of_loss(CHINCHILLA.law, effective, tokens)
+    # Both default laws rest on the refit.
+    effective = (
+        shape.active if kind == "dense" else routed_law(EXPANSION).law.effective_parameters(shape.active)
+    )
+    spread = _NORMAL_95 * CHINCHILLA_ERRORS.of_loss(CHINCHILLA.law, effective, tokens)
     joint = joint_law(1 if kind == "dense" else EXPANSION)
     return Recommended(
         shape=shape,
@@ -237,8 +238,7 @@ def _recommended(question: Question, kind: ModelKind, on_progress: Callable[[str
 
 def _size_band(question: Question, cost: CostPerToken) -> tuple[float, float]:
     """Return P5 and P95 of the optimal dense size by the standard errors of the refit."""
-    assert CHINCHILLA.errors is not None, "the refit states them"
-    return size_band(CHINCHILLA.law, CHINCHILLA.errors, lambda law: _solved(question, law, cost))
+    return size_band(CHINCHILLA.law, CHINCHILLA_ERRORS, lambda law: _solved(question, law, cost))
 
 
 def _law_rows(question: Question, kind: ModelKind, cost: CostPerToken) -> list[LawRow]:
@@ -247,7 +247,7 @@ def _law_rows(question: Question, kind: ModelKind, cost: CostPerToken) -> list[L
 
     Dense models also have the joint law, and without inference tokens Kaplan's.
     """
-    laws: Sequence[DenseLaw | MixtureLaw] = DENSE_LAWS if kind == "dense" else mixture_laws(EXPANSION)
+    laws: Sequence[PublishedLaw[LossSurface]] = DENSE_LAWS if kind == "dense" else mixture_laws(EXPANSION)
     rows = []
     for law in (*laws, *((joint_law(1),) if kind == "dense" else ())):
         best = _solved(question, law, cost)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 PF_DAY_FLOPS = 8.64e19
 """FLOP of a petaflop-day, the unit of compute of Kaplan et al."""
@@ -102,25 +102,26 @@ class Source:
     """Approximate 6ND of the largest run that the law was fitted to."""
 
 
+SurfaceT = TypeVar("SurfaceT", bound=LossSurface, covariant=True)
+
+
 @dataclass(frozen=True)
-class DenseLaw:
-    """A published law of dense models."""
+class PublishedLaw(Generic[SurfaceT]):
+    """A published law of dense models, or of mixtures at one number of experts."""
 
     key: str
-    law: PowerLaw
+    law: SurfaceT
     source: Source
-    errors: StandardErrors | None = None
-    """``None`` if the paper states no usable errors."""
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Return nats a token."""
+        """Return nats a token; of mixtures by active parameters."""
         return self.law.loss(parameters, tokens)
 
 
 _LARGEST_HOFFMANN = 3e22
 """Recalled: the largest curves of Hoffmann et al. are of about 10^22 FLOP, and single runs (16 B parameters) somewhat beyond."""
 
-CHINCHILLA = DenseLaw(
+CHINCHILLA = PublishedLaw(
     "chinchilla-refit",
     PowerLaw(floor=1.8172, a=482.01, alpha=0.3478, b=2085.43, beta=0.3658),
     Source(
@@ -128,12 +129,15 @@ CHINCHILLA = DenseLaw(
         "table 1, with standard errors: checked",
         _LARGEST_HOFFMANN,
     ),
-    # Runs of 70 M to 16 B parameters and 5 B to 500 B tokens: their geometric means.
-    StandardErrors(floor=0.03, alpha=0.02, beta=0.02, middle_parameters=1.06e9, middle_tokens=5e10),
 )
 """The default: the corrected fit of Chinchilla's third approach, which agrees with its first two."""
+# Runs of 70 M to 16 B parameters and 5 B to 500 B tokens: their geometric means.
+CHINCHILLA_ERRORS = StandardErrors(
+    floor=0.03, alpha=0.02, beta=0.02, middle_parameters=1.06e9, middle_tokens=5e10
+)
+"""The standard errors of ``CHINCHILLA``; the other papers state no usable ones."""
 
-HOFFMANN = DenseLaw(
+HOFFMANN = PublishedLaw(
     "chinchilla-printed",
     PowerLaw(floor=1.6934, a=406.4, alpha=0.3392, b=410.7, beta=0.2849),
     Source(
@@ -143,7 +147,7 @@ HOFFMANN = DenseLaw(
     ),
 )
 
-MUENNIGHOFF = DenseLaw(
+MUENNIGHOFF = PublishedLaw(
     "c4",
     PowerLaw(math.exp(0.6254804), math.exp(6.255414), 0.3526596, math.exp(7.3049974), 0.3526596),
     Source(
@@ -184,51 +188,20 @@ def transformed_experts(experts: float, start: float, most: float) -> float:
     return 1 / (1 / (experts - 1 + 1 / (1 / start - 1 / most)) + 1 / most)
 
 
-@dataclass(frozen=True)
-class JointLaw:
-    """Ludziejewski et al. 2025 (arXiv:2502.05172), equation 6: dense models and mixtures in one law, by active parameters.
+def joint_power_law(experts: float) -> PowerLaw:
+    """Return the law of Ludziejewski et al. 2025 (arXiv:2502.05172), equation 6 and table 4: dense models and mixtures in one law, by active
+    parameters and tokens.
 
     ``experts`` is the ratio of all feed-forward parameters to a token's: 32 if each token uses 8 of 256 experts. 1 is a dense model.
     """
-
-    experts: float
-
-    def power_law(self) -> PowerLaw:
-        """Return the power law in active parameters and tokens for this number of experts (Ludziejewski et al. 2025, table 4)."""
-        log_experts = math.log(transformed_experts(self.experts, 2.0732, 290.4521))
-        return PowerLaw(
-            floor=1.3637,
-            a=35.91 * math.exp(-0.2285 * log_experts),
-            alpha=0.1889 - 0.0098 * log_experts,
-            b=35.98 * math.exp(0.5529 * log_experts),
-            beta=0.1775 + 0.0259 * log_experts,
-        )
-
-    def loss(self, parameters: float, tokens: float) -> float:
-        """Return nats a token by active parameters."""
-        return self.power_law().loss(parameters, tokens)
-
-
-@dataclass(frozen=True)
-class FineGrainedLaw:
-    """Krajewski et al. 2024 (arXiv:2402.07871): mixtures of 64 times the feed-forward parameters, cut into ``granularity`` parts.
-
-    The paper's N is all parameters without the embedding; a token of its models uses one in 43 of them (12 of 516 squares of the
-    width in each layer, its section on parameters: recalled). The arguments here are active parameters.
-    """
-
-    granularity: float = 8.0
-    total_over_active: float = 516 / 12
-
-    def power_law(self) -> PowerLaw:
-        """Return the law at this granularity, by active parameters."""
-        alpha = 0.115
-        a = 18.1 + 2.1 * self.granularity**-0.58
-        return PowerLaw(floor=0.47, a=a * self.total_over_active**-alpha, alpha=alpha, b=30.8, beta=0.147)
-
-    def loss(self, parameters: float, tokens: float) -> float:
-        """Return nats a token by active parameters."""
-        return self.power_law().loss(parameters, tokens)
+    log_experts = math.log(transformed_experts(experts, 2.0732, 290.4521))
+    return PowerLaw(
+        floor=1.3637,
+        a=35.91 * math.exp(-0.2285 * log_experts),
+        alpha=0.1889 - 0.0098 * log_experts,
+        b=35.98 * math.exp(0.5529 * log_experts),
+        beta=0.1775 + 0.0259 * log_experts,
+    )
 
 
 @dataclass(frozen=True)
@@ -257,51 +230,47 @@ class RoutedLaw:
         return self.dense.loss(self.effective_parameters(parameters), tokens)
 
 
-@dataclass(frozen=True)
-class MixtureLaw:
-    """A published law of mixtures of experts, at one number of experts."""
-
-    key: str
-    surface: LossSurface
-    source: Source
-
-    def loss(self, parameters: float, tokens: float) -> float:
-        """Return nats a token by active parameters."""
-        return self.surface.loss(parameters, tokens)
-
-
-def joint_law(experts: float) -> MixtureLaw:
+def joint_law(experts: float) -> PublishedLaw[PowerLaw]:
     """Return the joint law of dense models (``experts`` 1) and mixtures; fitted up to 32 experts, one for each token."""
     source = Source(
         "Ludziejewski et al. 2025 (arXiv:2502.05172)",
         "tables 3 and 4: checked; of experts as large as a dense layer, at most 32, at most 2.7 B active parameters",
         6.0e20,
     )
-    return MixtureLaw("joint", JointLaw(experts), source)
+    return PublishedLaw("joint", joint_power_law(experts), source)
 
 
-def routed_law(experts: float) -> MixtureLaw:
+def routed_law(experts: float) -> PublishedLaw[RoutedLaw]:
     """Return the default law of mixtures: the gain of experts by Clark et al., in the dense law that was fitted to the largest runs."""
     source = Source(
         "Clark et al. 2022 (arXiv:2202.01169), effective size in the dense law",
         "table 3, S-BASE: checked in a transcription; all its runs saw 130 B tokens; largest run recalled",
         1e21,
     )
-    return MixtureLaw("routed", RoutedLaw(experts), source)
+    return PublishedLaw("routed", RoutedLaw(experts), source)
 
 
-def mixture_laws(experts: float) -> tuple[MixtureLaw, ...]:
+# The paper's N is all parameters without the embedding; a token of its models uses one in 43 of them (12 of 516 squares of the width in
+# each layer, its section on parameters: recalled). The term here is of active parameters.
+FINE_GRAINED = PublishedLaw(
+    "fine-grained",
+    PowerLaw(floor=0.47, a=(18.1 + 2.1 * 8.0**-0.58) * (516 / 12) ** -0.115, alpha=0.115, b=30.8, beta=0.147),
+    Source(
+        "Krajewski et al. 2024 (arXiv:2402.07871)",
+        "the fit of its main table, at granularity 8 and 64 experts whatever the model has: checked in a transcription",
+        1e21,
+    ),
+)
+"""Mixtures of 64 times the feed-forward parameters, cut into eight parts (the paper's granularity)."""
+
+
+def mixture_laws(experts: float) -> tuple[PublishedLaw[LossSurface], ...]:
     """Return the laws of mixtures with ``experts`` times a token's feed-forward parameters; the first is the default.
 
     None was fitted to runs of more than about 10^21 FLOP. The smallest runs decide the exponents of the joint and the fine-grained law. Far
     beyond, they give far larger models on far fewer tokens than current practice: they are for comparison.
     """
-    fine_grained = Source(
-        "Krajewski et al. 2024 (arXiv:2402.07871)",
-        "the fit of its main table, at granularity 8 and 64 experts whatever the model has: checked in a transcription",
-        1e21,
-    )
-    return routed_law(experts), joint_law(experts), MixtureLaw("fine-grained", FineGrainedLaw(), fine_grained)
+    return routed_law(experts), joint_law(experts), FINE_GRAINED
 
 
 # Repeated data.
