@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,6 +13,7 @@ from phalanx_plan.evidence import LEVELS
 from phalanx_plan.search.plan import Plan, make_plan
 from phalanx_plan.search.query import Aim
 from phalanx_plan.step_cost.estimate import Estimate
+from phalanx_plan.whole_run.estimate import json_value
 
 
 def plan_run(
@@ -127,7 +127,8 @@ def plan_json(plan: Plan) -> dict[str, object]:
             "valid": search_result.valid,
             "excluded": dict(search_result.excluded),
         }
-    return {name: _finite(value) for name, value in facts.items()}
+    values: dict[str, object] = json_value(facts)
+    return values
 
 
 def evidence_json(plan: Plan) -> dict[str, object]:
@@ -145,12 +146,3 @@ def evidence_json(plan: Plan) -> dict[str, object]:
         "left_out_error": evidence.left_out_error,
         "quantiles": dict(zip(map(str, LEVELS), plan.band.ratios, strict=True)),
     }
-
-
-def _finite(value: object) -> object:
-    """Return a value for JSON: numbers that are not finite become ``None``, within tables and lists too."""
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

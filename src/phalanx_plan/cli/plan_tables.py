@@ -43,7 +43,7 @@ from phalanx_plan.serving.fleet import ServingFleet, describe, nearest, plan_ser
 from phalanx_plan.serving.step_cost import rank_token_bytes, requests_held, token_bytes, weight_bytes
 from phalanx_plan.serving.workers import DemandError, Service, read_objectives, read_traffic
 from phalanx_plan.step_cost.estimate import Estimate
-from phalanx_plan.whole_run.estimate import Percentiles, RunEstimate
+from phalanx_plan.whole_run.estimate import Percentiles, RunEstimate, json_value
 from phalanx_plan.workload.software import SOFTWARE, STACKS
 
 _FAMILIES = 12
@@ -441,19 +441,8 @@ def _answer_json(answer: ServingFleet) -> dict[str, object]:
     facts = dataclasses.asdict(answer)
     facts["ttft_s"] = dict(zip(("median", "percentile"), answer.ttft_s, strict=True))
     facts["tpot_s"] = dict(zip(("median", "percentile"), answer.tpot_s, strict=True))
-    return _finite(facts)
-
-
-def _finite(values: dict[str, object]) -> dict[str, object]:
-    """Return the values with ``None`` for infinities and NaN, within nested tables too, for which JSON has no number."""
-    return {
-        key: _finite(value)
-        if isinstance(value, dict)
-        else None
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
-        for key, value in values.items()
-    }
+    values: dict[str, object] = json_value(facts)
+    return values
 
 
 _EVIDENCE = (

@@ -29,13 +29,14 @@ from phalanx.run.read import read_run
 from phalanx.run.spec import RunSpec
 from phalanx_plan.api import plan_json
 from phalanx_plan.cli.plan_request import write_run_file
-from phalanx_plan.report.elements import DAYS, DOLLARS, ENERGY, html_table, written
+from phalanx_plan.report.elements import DAYS, DOLLARS, ENERGY, counted, html_table, written
 from phalanx_plan.report.page import report_page
 from phalanx_plan.scaling.answer import BudgetAnswer, Question, Recommended, answer
 from phalanx_plan.scaling.fit import FitError, FittedLaw, SmallRun, fit
 from phalanx_plan.scaling.optimum import read_budget
 from phalanx_plan.search.layout_text import run_of_layout
 from phalanx_plan.search.query import read_tokens
+from phalanx_plan.whole_run.estimate import json_value
 
 _HARDLY = 0.01
 """Loss gain below which half of a budget is hardly worth spending: less than the laws' own standard error."""
@@ -191,10 +192,7 @@ def times(factor: float) -> str:
 
 def count(number: float) -> str:
     """Format a number with three significant digits and T, B, M or k; below 1,000 without a letter."""
-    for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {letter}"
-    return f"{number:.3g}"
+    return counted(number, digits=3)
 
 
 # JSON.
@@ -206,7 +204,7 @@ def answer_json(answer: BudgetAnswer) -> dict[str, object]:
     return {
         "budget": asdict(question.budget),
         "cluster": question.cluster.key if question.cluster else None,
-        "unique_tokens": _finite(question.unique_tokens),
+        "unique_tokens": json_value(question.unique_tokens),
         "inference_tokens": question.inference_tokens,
         "left_out": answer.left_out,
         "found": [
@@ -223,10 +221,7 @@ def answer_json(answer: BudgetAnswer) -> dict[str, object]:
                 "new_text_loss": recommendation.new_text_loss,
                 "joint_law_loss": recommendation.joint_loss,
                 "laws": [asdict(row) for row in recommendation.laws],
-                "smaller": [
-                    {name: _finite(value) for name, value in asdict(row).items()}
-                    for row in recommendation.smaller
-                ],
+                "smaller": [json_value(asdict(row)) for row in recommendation.smaller],
                 "half_the_budget": asdict(recommendation.halved),
                 "twice_the_budget": asdict(recommendation.doubled),
                 "planned": [
@@ -262,10 +257,6 @@ def fit_json(law: FittedLaw, targets: Mapping[str, tuple[float, float]]) -> dict
             for title, (parameters, tokens) in targets.items()
         ],
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 # The commands.

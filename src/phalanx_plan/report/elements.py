@@ -48,12 +48,12 @@ DOLLARS = (DisplayUnit("M$", 1e6), DisplayUnit("$", 1.0))
 """Units of US dollars."""
 
 
-def counted(number: float) -> str:
-    """Format a count of parameters or tokens with four digits and T, B, M or k, as in ``8.03 B``."""
+def counted(number: float, digits: int = 4) -> str:
+    """Format a count of parameters or tokens with T, B, M or k, as in ``8.03 B``."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
-            return f"{number / size:,.4g} {unit}"
-    return f"{number:,.4g}"
+            return f"{number / size:,.{digits}g} {unit}"
+    return f"{number:,.{digits}g}"
 
 
 def mfu_text(estimate: Estimate) -> str:

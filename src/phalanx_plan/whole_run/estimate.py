@@ -117,11 +117,11 @@ class RunEstimate:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain values for JSON: infinities become null, totals are added."""
-        values: dict[str, Any] = _plain(asdict(self))
+        values: dict[str, Any] = json_value(asdict(self))
         if self.data is not None:
             values["data"]["binds"] = self.data.binds
-        values["energy"]["total_kwh"] = _plain(self.energy.total_kwh)
-        values["cost"]["total_usd"] = _plain(self.cost.total_usd)
+        values["energy"]["total_kwh"] = json_value(self.energy.total_kwh)
+        values["cost"]["total_usd"] = json_value(self.cost.total_usd)
         return values
 
 
@@ -430,12 +430,12 @@ def _sources(inputs: RunInputs, assumed: RunAssumptions, plan: CheckpointPlan) -
     }
 
 
-def _plain(value: object) -> Any:
-    """Return the value as types that JSON supports: keys as text, tuples as lists, and None for a number that is not finite."""
+def json_value(value: object) -> Any:
+    """Return the value as types that JSON supports: keys as text, tuples as lists, and None for a number that is not finite, at any depth."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
