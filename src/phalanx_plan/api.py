@@ -48,7 +48,7 @@ def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, object]:
 
     The keys are stable and have units in their names. "placement" is there only if the plan has placements.
     """
-    days = plan.tokens / estimate.tokens_per_s / 86_400
+    days, usd = plan.failure_free(estimate)
     return {
         "layout": str(estimate.layout),
         "fields": asdict(estimate.layout),
@@ -69,7 +69,7 @@ def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, object]:
         "mfu": estimate.mfu,
         "mfu_causal": estimate.mfu_causal,
         "failure_free_days": days,
-        "failure_free_usd": estimate.price_per_hour * estimate.ranks * days * 24,
+        "failure_free_usd": usd,
         **({} if plan.placements is None else {"placement": asdict(plan.placements[estimate.layout])}),
     }
 

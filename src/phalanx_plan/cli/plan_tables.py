@@ -99,8 +99,7 @@ def _print_head(console: Console, plan: Plan) -> None:
 def _print_ideas(console: Console, plan: Plan) -> None:
     """Print each of ``plan.ideas`` with its days and dollars without failures, its drawbacks, and the ``--layout`` that selects it."""
     for number, idea in enumerate(plan.ideas, 1):
-        days = plan.tokens / idea.estimate.tokens_per_s / 86_400
-        usd = idea.estimate.price_per_hour * idea.estimate.ranks * days * 24
+        days, usd = plan.failure_free(idea.estimate)
         console.print(
             Text.assemble(
                 (f"plan {number}", "bold"),
@@ -118,11 +117,7 @@ def _ranking(plan: Plan) -> Table:
     network's addition if they were placed. Its caption explains the columns.
     """
     table = Table(box=None, padding=(0, 1), pad_edge=False, width=min(100, text_console().width))
-    days_of = [plan.tokens / estimate.tokens_per_s / 86_400 for estimate in plan.best]
-    usd_of = [
-        estimate.price_per_hour * estimate.ranks * days * 24
-        for estimate, days in zip(plan.best, days_of, strict=True)
-    ]
+    days_of, usd_of = zip(*map(plan.failure_free, plan.best), strict=True)
     time, money = unit_for(days_of, DAYS), unit_for(usd_of, DOLLARS)
     network = () if plan.placements is None else ("network ms",)
     for column in ("layout", "step s", *network, "MFU", "GB", "of", "GPUs", time.name, money.name):

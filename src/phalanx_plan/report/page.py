@@ -160,11 +160,7 @@ def _three(plan: Plan) -> str:
     if not plan.ideas:
         return f'<p class="note">One layout was requested: {escape(str(plan.chosen.layout))}</p>'
     estimates = [idea.estimate for idea in plan.ideas]
-    days = [plan.tokens / estimate.tokens_per_s / 86_400 for estimate in estimates]
-    usd = [
-        estimate.price_per_hour * estimate.ranks * day * 24
-        for estimate, day in zip(estimates, days, strict=True)
-    ]
+    days, usd = zip(*map(plan.failure_free, estimates), strict=True)
     time, money = unit_for(days, DAYS), unit_for(usd, DOLLARS)
     rows = [
         ("the idea", *(idea.title for idea in plan.ideas)),

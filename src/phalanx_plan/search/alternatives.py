@@ -198,8 +198,7 @@ def ideas_of(
 
 def _key(estimate: Estimate, objective: str) -> tuple[float, float]:
     """Return what estimates are ranked by: the objective, then the step."""
-    by = {"time": estimate.step_s, "cost": estimate.step_s * estimate.ranks, "gpus": float(estimate.ranks)}
-    return by[objective], estimate.step_s
+    return ranking_key(estimate, objective), estimate.step_s
 
 
 def _division(layout: PlannedLayout) -> tuple[bool, ...]:

@@ -209,6 +209,11 @@ class Plan:
         """Band of measured over predicted time of a step: learned from runs, or set by the user."""
         return self.assumptions.step_time_band
 
+    def failure_free(self, prediction: Estimate) -> tuple[float, float]:
+        """Return the days and the dollars of the run in a layout, without failures."""
+        days = self.tokens / prediction.tokens_per_s / 86_400
+        return days, prediction.price_per_hour * prediction.ranks * days * 24
+
     def better_than_published(self, prediction: Estimate) -> BestRun | None:
         """Return the best published run on this accelerator and format, if the predicted utilization is higher; else ``None``."""
         accelerator = self.job.cluster.accelerator.key

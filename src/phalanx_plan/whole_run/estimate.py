@@ -23,6 +23,7 @@ from phalanx_plan.whole_run.failures import (
     DAY_S,
     RateLevel,
     failures_per_s,
+    mtti_s,
     nodes_in_repair,
     spares_needed,
 )
@@ -132,13 +133,7 @@ def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -
     parts.
     """
     assumed = assumptions or RunAssumptions()
-    places = tiers(
-        inputs.cluster,
-        inputs.checkpoint_bytes,
-        inputs.accelerators,
-        snapshot_overlap=assumed.snapshot_overlap,
-    )
-    tier, durable = places[TIER_OF[assumed.recovery]], places["storage"]
+    tier, durable = _tiers(inputs, assumed)
     plan = goodput_plan(inputs, assumed, assumed.failure_level)
     away = nodes_in_repair(_node_losses_per_s(inputs, assumed), assumed.repair_s)
     fleet = fleet_share(assumed.recovery, away, _nodes(inputs), inputs.replicas)
@@ -155,9 +150,7 @@ def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -
     finish = _percentiles(finish_s)
     kwh = {name: _energy(inputs, assumed, at, shares, spares).total_kwh for name, at in vars(finish).items()}
     usd = {name: _cost(inputs, assumed, at, kwh[name], spares).total_usd for name, at in vars(finish).items()}
-    per_s = failures_per_s(
-        inputs.cluster, inputs.accelerators, assumed.failure_level, assumed.failure_classes
-    )
+    per_s = _failures_per_s(inputs, assumed, assumed.failure_level)
     reading = _reading(inputs, assumed)
     return RunEstimate(
         steps=steps,
@@ -172,7 +165,7 @@ def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -
         },
         goodput_percentiles=_percentiles(work_s / finish_s),
         breakdown=shares,
-        mtti_s=1 / per_s if per_s else math.inf,
+        mtti_s=mtti_s(per_s),
         failures=per_s * wall_s if per_s else 0.0,
         tier=tier,
         durable_tier=durable,
@@ -211,14 +204,8 @@ def goodput_plan(inputs: RunInputs, assumed: RunAssumptions, level: RateLevel) -
     With memory tiers, a few failures go beyond them; a restart from durable storage has only one risk. The durable
     interval is a multiple of the frequent one, and neither is shorter than its save takes.
     """
-    per_s = failures_per_s(inputs.cluster, inputs.accelerators, level, assumed.failure_classes)
-    places = tiers(
-        inputs.cluster,
-        inputs.checkpoint_bytes,
-        inputs.accelerators,
-        snapshot_overlap=assumed.snapshot_overlap,
-    )
-    tier, durable = places[TIER_OF[assumed.recovery]], places["storage"]
+    per_s = _failures_per_s(inputs, assumed, level)
+    tier, durable = _tiers(inputs, assumed)
     beyond = assumed.beyond_peer_share if tier is not durable else 0.0
     stall_s = tier.stall_s + (0.0 if assumed.asynchronous_saves else tier.drain_s)
     frequent = _risk(per_s * (1 - beyond), stall_s, assumed, assumed.recovery, tier)
@@ -239,9 +226,7 @@ def _risk(
     per_s: float, stall_s: float, assumed: RunAssumptions, method: RecoveryMethod, tier: TierCost
 ) -> Risk:
     """Return a risk of ``per_s`` failures a second, recovered by ``method`` from ``tier``; 0 means never."""
-    return Risk(
-        1 / per_s if per_s else math.inf, stall_s, recovery_phases(method, tier, assumed.recovery_level)
-    )
+    return Risk(mtti_s(per_s), stall_s, recovery_phases(method, tier, assumed.recovery_level))
 
 
 def _reading(inputs: RunInputs, assumed: RunAssumptions) -> DataReading | None:
@@ -267,11 +252,27 @@ def _nodes(inputs: RunInputs) -> float:
     return max(1.0, inputs.accelerators / inputs.cluster.per_node)
 
 
+def _tiers(inputs: RunInputs, assumed: RunAssumptions) -> tuple[TierCost, TierCost]:
+    """Return the tier that the assumed recovery restores from, and storage."""
+    places = tiers(
+        inputs.cluster,
+        inputs.checkpoint_bytes,
+        inputs.accelerators,
+        snapshot_overlap=assumed.snapshot_overlap,
+    )
+    return places[TIER_OF[assumed.recovery]], places["storage"]
+
+
+def _failures_per_s(
+    inputs: RunInputs, assumed: RunAssumptions, level: RateLevel, takes_node: bool | None = None
+) -> float:
+    """Return the failures a second at a level of failure rates; ``takes_node`` True counts those that take a node away."""
+    return failures_per_s(inputs.cluster, inputs.accelerators, level, assumed.failure_classes, takes_node)
+
+
 def _node_losses_per_s(inputs: RunInputs, assumed: RunAssumptions) -> float:
     """Return the failures a second that take a node away."""
-    return failures_per_s(
-        inputs.cluster, inputs.accelerators, assumed.failure_level, assumed.failure_classes, takes_node=True
-    )
+    return _failures_per_s(inputs, assumed, assumed.failure_level, takes_node=True)
 
 
 def _spare_nodes(inputs: RunInputs, assumed: RunAssumptions) -> int:
@@ -309,13 +310,8 @@ def _finish_s(
     around the estimate (its band). Infinite if ``other_goodput`` is 0.
     """
     random = np.random.default_rng([assumed.seed, 1])
-    rates = [
-        failures_per_s(inputs.cluster, inputs.accelerators, level, assumed.failure_classes)
-        for level in LEVELS
-    ]
-    assumed_rate = failures_per_s(
-        inputs.cluster, inputs.accelerators, assumed.failure_level, assumed.failure_classes
-    )
+    rates = [_failures_per_s(inputs, assumed, level) for level in LEVELS]
+    assumed_rate = _failures_per_s(inputs, assumed, assumed.failure_level)
     factor = np.ones(assumed.draws)
     if assumed_rate and rates[0] < rates[2]:
         low, typical, high = (math.log(rate / assumed_rate) for rate in rates)

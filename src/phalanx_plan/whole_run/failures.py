@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import NormalDist
 from typing import Literal
@@ -207,14 +207,12 @@ def classes_at_node_rate(per_1000_node_days: float) -> tuple[FailureClass, ...]:
     )
     factor = per_1000_node_days / published_rate
     return tuple(
-        FailureClass(
-            failure_class.name,
-            failure_class.device,
-            failure_class.low * factor,
-            failure_class.typical * factor,
-            failure_class.high * factor,
-            failure_class.takes_node,
-            f"scaled to {per_1000_node_days:g} failures per 1,000 node-days; {failure_class.source}",
+        replace(
+            failure_class,
+            low=failure_class.low * factor,
+            typical=failure_class.typical * factor,
+            high=failure_class.high * factor,
+            source=f"scaled to {per_1000_node_days:g} failures per 1,000 node-days; {failure_class.source}",
         )
         for failure_class in CLASSES
     )

@@ -229,6 +229,18 @@ class HoldingsTable:
     Empty for stacks that keep the same of every parameter."""
 
 
+def _looked_up(name: str) -> cached_property[tuple[Floats, ...]]:
+    """Return the property of ``Holdings`` for a field of its table: the entries of each candidate. Arrays of one entry broadcast, and stay
+    as they are.
+    """
+
+    def entries(holdings: Holdings) -> tuple[Floats, ...]:
+        column: tuple[Floats, ...] = getattr(holdings.table, name)
+        return tuple(array.take(holdings.row) if array.size > 1 else array for array in column)
+
+    return cached_property(entries)
+
+
 @dataclass(frozen=True)
 class Holdings:
     """A ``HoldingsTable`` looked up in the candidates' axes; each field is looked up when it is read."""
@@ -237,43 +249,16 @@ class Holdings:
     row: Ints
     """Row of each candidate in ``table``."""
 
+    dense = _looked_up("dense")
+    experts = _looked_up("experts")
+    dense_share = _looked_up("dense_share")
+    experts_share = _looked_up("experts_share")
+    block = _looked_up("block")
+    moment_bytes_share = _looked_up("moment_bytes_share")
+
     def rows(self, index: slice | Ints, length: int) -> Holdings:
         """The holdings of the candidates at ``index`` of the last axis, which is ``length`` long."""
         return Holdings(self.table, at_last(self.row, index, length))
-
-    @cached_property
-    def dense(self) -> tuple[Floats, ...]:
-        """``HoldingsTable.dense``."""
-        return self._spread(self.table.dense)
-
-    @cached_property
-    def experts(self) -> tuple[Floats, ...]:
-        """``HoldingsTable.experts``."""
-        return self._spread(self.table.experts)
-
-    @cached_property
-    def dense_share(self) -> tuple[Floats, ...]:
-        """``HoldingsTable.dense_share``."""
-        return self._spread(self.table.dense_share)
-
-    @cached_property
-    def experts_share(self) -> tuple[Floats, ...]:
-        """``HoldingsTable.experts_share``."""
-        return self._spread(self.table.experts_share)
-
-    @cached_property
-    def block(self) -> tuple[Floats, ...]:
-        """``HoldingsTable.block``."""
-        return self._spread(self.table.block)
-
-    @cached_property
-    def moment_bytes_share(self) -> tuple[Floats, ...]:
-        """``HoldingsTable.moment_bytes_share``."""
-        return self._spread(self.table.moment_bytes_share)
-
-    def _spread(self, arrays: tuple[Floats, ...]) -> tuple[Floats, ...]:
-        """Return the entries for each candidate; arrays of one entry broadcast, and stay as they are."""
-        return tuple(array.take(self.row) if array.size > 1 else array for array in arrays)
 
 
 @dataclass(frozen=True)
