@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from phalanx_plan.serving import step_cost
@@ -227,10 +228,11 @@ def _apart(service: Service, first: PlannedWorker, second: PlannedWorker) -> Ser
     each_s = _token_s(service, second, max(mean, 1.0)) * traffic.text
     decode_rate = mean / each_s
     prefill_rate = first.prefill_tokens_per_s / traffic.new
+    fleet_of = partial(_answer, service, "apart", first, second)
     if sum(sizes) > total:
-        return _answer(service, "apart", first, second, (1, 1), 0.0, f"{sum(sizes)} accelerators are needed")
+        return fleet_of((1, 1), 0.0, f"{sum(sizes)} accelerators are needed")
     if decode_rate == 0:
-        return _answer(service, "apart", first, second, (1, 1), 0.0, "a token takes longer than tpot, alone")
+        return fleet_of((1, 1), 0.0, "a token takes longer than tpot, alone")
     if math.isfinite(traffic.rate):
         servers = _fewest_servers(service, first, traffic.rate, total // sizes[0] + 1)
         count = servers, math.ceil(traffic.rate / decode_rate)
@@ -239,10 +241,10 @@ def _apart(service: Service, first: PlannedWorker, second: PlannedWorker) -> Ser
             killed = f"{servers * sizes[0] + count[1] * sizes[1]:,} accelerators are needed"
             count = _shares(total, sizes, prefill_rate, decode_rate)
         rate = min(traffic.rate, count[1] * decode_rate, _most_rate(service, first, count[0]))
-        return _answer(service, "apart", first, second, count, rate, killed)
+        return fleet_of(count, rate, killed)
     count = _shares(total, sizes, prefill_rate, decode_rate)
     rate = min(_most_rate(service, first, count[0]), count[1] * decode_rate)
-    return _answer(service, "apart", first, second, count, rate, "")
+    return fleet_of(count, rate, "")
 
 
 def _shares(total: int, sizes: tuple[int, int], prefill_rate: float, decode_rate: float) -> tuple[int, int]:
@@ -279,25 +281,16 @@ def _together(service: Service, worker: PlannedWorker) -> ServingFleet:
 
     most_running_at_once = largest(stretched, goal.tpot_s, worker.running) if worker.running >= 1 else 0.0
     mean = _mean_running(most_running_at_once, goal.percentile)
+    fleet_of = partial(_answer, service, "together", worker, worker)
     if mean == 0:
-        return _answer(
-            service,
-            "together",
-            worker,
-            worker,
-            (most, most),
-            0.0,
-            "a token takes longer than tpot beside prefill",
-        )
+        return fleet_of((most, most), 0.0, "a token takes longer than tpot beside prefill")
     each = rate_of(max(mean, 1.0))
     if not math.isfinite(traffic.rate):
-        return _answer(service, "together", worker, worker, (most, most), most * each, "")
+        return fleet_of((most, most), most * each, "")
     count = math.ceil(traffic.rate / each)
     killed = f"{count * size:,} accelerators are needed" if count > most else ""
     count = min(count, most)
-    return _answer(
-        service, "together", worker, worker, (count, count), min(traffic.rate, count * each), killed
-    )
+    return fleet_of((count, count), min(traffic.rate, count * each), killed)
 
 
 def _token_s(service: Service, worker: PlannedWorker, running: float) -> float:
@@ -370,18 +363,17 @@ def _answer(
     """
     traffic, goal = service.traffic, service.objectives
     decoding, prefilling = count[1], count[0]
-    running = _running(service, second, rate / decoding, traffic, first if roles == "together" else None)
+    # Decode beside prefill takes its share of the time from it.
     stretch = 1.0
-    if roles == "together" and rate:
+    if roles == "together":
         stretch = 1 / (1 - min(rate / decoding * traffic.new / first.prefill_tokens_per_s, _MIXED_LOAD))
+    running = _running(service, second, rate / decoding, stretch)
     tpot = tuple(
         _token_s(service, second, max(1.0, most_running(running, share))) * stretch
         for share in (0.5, goal.percentile)
     )
-    # Decode beside prefill takes its share of the time from it.
-    slowed = stretch if roles == "together" else 1.0
     ttft = tuple(
-        _ttft_s(service, first, rate * slowed * 0.999, prefilling, share) + tpot[0]
+        _ttft_s(service, first, rate * stretch * 0.999, prefilling, share) + tpot[0]
         for share in (0.5, goal.percentile)
     )
     if (
@@ -417,25 +409,16 @@ def _answer(
     )
 
 
-def _running(
-    service: Service,
-    worker: PlannedWorker,
-    rate: float,
-    traffic: RequestTraffic,
-    beside: PlannedWorker | None,
-) -> float:
+def _running(service: Service, worker: PlannedWorker, rate: float, stretch: float) -> float:
     """Mean running requests of a worker: the fixed point of Little's law with a step that grows with it, at most its
     room.
 
-    ``beside`` is the worker's own prefill that slows it; None if prefill is elsewhere.
+    ``stretch`` is the factor by which the worker's own prefill slows its decode.
     """
-    stretch = 1.0
-    if beside is not None:
-        stretch = 1 / (1 - min(rate * traffic.new / beside.prefill_tokens_per_s, _MIXED_LOAD))
     running = 1.0
     for _ in range(40):
         following = min(
-            rate * traffic.text * _token_s(service, worker, max(running, 1.0)) * stretch,
+            rate * service.traffic.text * _token_s(service, worker, max(running, 1.0)) * stretch,
             max(worker.running, 1.0),
         )
         if abs(following - running) < 1e-3 * max(running, 1.0):
