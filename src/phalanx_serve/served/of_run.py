@@ -330,23 +330,15 @@ class CheckpointFollower:
         files = self._files_of(step)  # before they are read: they may be copied meanwhile
         try:
             swap = self._swap_to(step)
-        except DeviceMemoryError as error:
-            self._try_again(
-                step, files, f"step {step} cannot take over, and step {self.step} continues: {error}"
-            )
-            return False
-        except ServeError as error:
-            self._give_up(
-                step, files, f"step {step} cannot take over, and step {self.step} continues: {error}"
-            )
-            return False
         except Exception as error:  # Whatever it is must not end the following of a run for days.
-            message = f"step {step} cannot be read, and step {self.step} continues: {_message_of(error)}"
-            # Memory and storage may recover, a damaged checkpoint does not.
-            if isinstance(error, CheckpointError) and not isinstance(error, StorageError | StorageFullError):
-                self._give_up(step, files, message)
-            else:
-                self._try_again(step, files, message)
+            problem = f"cannot take over, and step {self.step} continues: {error}"
+            if not isinstance(error, ServeError):
+                problem = f"cannot be read, and step {self.step} continues: {_message_of(error)}"
+            # Memory and storage may recover, a damaged checkpoint and another model do not.
+            lasts = isinstance(error, ServeError | CheckpointError) and not isinstance(
+                error, DeviceMemoryError | StorageError | StorageFullError
+            )
+            self._fail(step, files, f"step {step} {problem}", again=not lasts)
             return False
         self._worker.swap(swap)
         self.step = step
@@ -374,24 +366,17 @@ class CheckpointFollower:
             prepared = self._engine.prepare(model)
         return Swap(step, digest, partial(self._engine.swap, prepared, digest, pages=self._pages))
 
-    def _give_up(self, step: int, files: _Files, message: str) -> None:
-        """Record a failure, so that the step is not tried again while it has these ``files``. Reports a ``message`` unlike the last."""
-        before = self._failed.get(step, _Failed(0))
-        self._failed[step] = _Failed(0, message=message, files=files)
-        if message != before.message:
-            self._tell(message)
+    def _fail(self, step: int, files: _Files, message: str, *, again: bool) -> None:
+        """Record a failure, and report a ``message`` unlike the last.
 
-    def _try_again(self, step: int, files: _Files, message: str) -> None:
-        """Record a failure, so that the step is tried again after twice as many looks as before, at most
-        ``_MOST_LOOKS``.
-
-        Reports a ``message`` unlike the last.
+        The step is tried ``again`` after twice as many looks as before, at most ``_MOST_LOOKS``; else not while it has
+        these ``files``.
         """
         before = self._failed.get(step, _Failed(0))
-        wait = min(_MOST_LOOKS, 2 * before.wait)
-        self._failed[step] = _Failed(self._looks + wait, wait, message, files)
+        wait = min(_MOST_LOOKS, 2 * before.wait) if again else 1
+        self._failed[step] = _Failed(self._looks + wait if again else 0, wait, message, files)
         if message != before.message:
-            self._tell(f"{message}; it is tried again")
+            self._tell(f"{message}; it is tried again" if again else message)
 
 
 def _message_of(error: Exception) -> str:
