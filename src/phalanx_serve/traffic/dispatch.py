@@ -29,6 +29,7 @@ from phalanx_serve.traffic.journal import (
     evidence,
     judge,
 )
+from phalanx_serve.traffic.scheduler import PAGE
 
 Names = Callable[[Sequence[int]], Sequence[bytes]]
 """Function that returns the chained names of a text's full pages."""
@@ -39,7 +40,7 @@ class DispatchSettings:
     """Settings of the router's decisions."""
 
     link: routing.Link = field(default_factory=routing.Link)
-    small_rows: int = routing.PAGE_ROWS
+    small_rows: int = PAGE
     audit_share: float = 0.0
     most_losses: int = 8
     """Number of consecutive lost or failed workers without a new token after which a request is canceled: it may
@@ -198,7 +199,7 @@ def _start(
     """
     worker = state.pool.workers[route.worker]
     cached_pages = worker.holds(names)
-    rows = max(len(request.prompt) + len(request.generated) - routing.PAGE_ROWS * cached_pages, 1)
+    rows = max(len(request.prompt) + len(request.generated) - PAGE * cached_pages, 1)
     number = _number(state)
     state.jobs[number] = RouterJob(
         worker.number, rows, entry.request.id, 0, route.prefill, route.source, names, now_s

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phalanx_serve.traffic import events
-
-PAGE_ROWS = 64
+from phalanx_serve.traffic.scheduler import PAGE
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def choose(
     candidates: Iterable[Bidder],
     sources: Iterable[tuple[int, int]],
     link: Link,
-    small_rows: int = PAGE_ROWS,
+    small_rows: int = PAGE,
 ) -> Route | None:
     """Return the route of a request of ``rows`` tokens, whose first ``pages`` pages have names: the cheapest in
     seconds.
@@ -84,7 +83,7 @@ def choose(
     routes = []
     for worker in decoders:
         route = _at(worker, rows, pages, ranked, link)
-        rows_to_compute = rows - PAGE_ROWS * max(
+        rows_to_compute = rows - PAGE * max(
             worker.held_pages, ranked[0][1] if route.source != events.NOBODY else 0
         )
         if worker.role != "decode" or rows_to_compute <= small_rows or not prefillers:
@@ -102,11 +101,11 @@ def _at(worker: Bidder, rows: int, pages: int, ranked: list[tuple[int, int]], li
     """Return the faster route on ``worker``: compute the pages that it lacks, or fetch them from the source that has most."""
     held_pages = min(worker.held_pages, pages)
     queued_s = worker.queued_rows / worker.rows_per_s
-    compute_s = (rows - PAGE_ROWS * held_pages) / worker.rows_per_s
+    compute_s = (rows - PAGE * held_pages) / worker.rows_per_s
     other = next((source for source in ranked if source[0] != worker.number), None)
     if other is not None and other[1] > held_pages:
         got = min(other[1], pages)
-        fetch_s = link.seconds(got - held_pages) + (rows - PAGE_ROWS * got) / worker.rows_per_s
+        fetch_s = link.seconds(got - held_pages) + (rows - PAGE * got) / worker.rows_per_s
         if fetch_s < compute_s:
             return Route(worker.number, False, other[0], queued_s + fetch_s)
     return Route(worker.number, False, events.NOBODY, queued_s + compute_s)

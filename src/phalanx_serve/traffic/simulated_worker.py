@@ -14,14 +14,15 @@ from functools import partial
 from typing import Protocol
 
 from phalanx.fleet.core.simulated_clock import SimulatedClock
-from phalanx_serve.traffic import events
+from phalanx_serve.traffic import events, scheduler
 from phalanx_serve.traffic.events import Ended, EngineOutput, Outcome, PromptScored, Token
 from phalanx_serve.traffic.scheduler import Leases
 
 # Tokens of a simulated model.
 
 
-PAGE_ROWS = 64
+page_names = partial(scheduler.page_names, root=b"simulated")
+"""Names of a text's full pages."""
 
 
 def token(prompt: tuple[int, ...], seed: int, index: int) -> int:
@@ -32,16 +33,6 @@ def token(prompt: tuple[int, ...], seed: int, index: int) -> int:
 def logprob(tokens: Sequence[int], place: int) -> float:
     """Return the log-probability of a token at a position of a text."""
     return -(_number(place, tokens[0], tokens[place]) % 10_000) / 1024
-
-
-def page_names(tokens: Sequence[int]) -> tuple[bytes, ...]:
-    """Return the chained names of a text's full pages."""
-    names, before = [], b""
-    for start in range(0, len(tokens) - PAGE_ROWS + 1, PAGE_ROWS):
-        piece = repr(tuple(tokens[start : start + PAGE_ROWS])).encode()
-        before = hashlib.blake2b(before + piece, digest_size=16).digest()
-        names.append(before)
-    return tuple(names)
 
 
 def _number(*parts: int) -> int:
@@ -239,7 +230,7 @@ class SimulatedWorker:
                 break
             cached_pages += 1
             self._refer(job, name)
-        job.rows = max(len(job.text) - 64 * cached_pages, 1)
+        job.rows = max(len(job.text) - scheduler.PAGE * cached_pages, 1)
         self.world.counts["rows"] += job.rows
         job.ready = True
         if not self.stepping:
