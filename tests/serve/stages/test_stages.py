@@ -350,4 +350,4 @@ def test_a_step_that_fails_in_a_stage_changes_nothing_of_the_texts_after_it(
     engine.cancel(first.id)
     engine.step()
     told = run_all(engine, [structs.replace(second, id="again")])["again"]
-    assert [replace(one, request=second.id) for one in told][:-1] == expected[second.id][:-1]
+    assert [structs.replace(one, request=second.id) for one in told][:-1] == expected[second.id][:-1]

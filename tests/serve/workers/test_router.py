@@ -265,7 +265,7 @@ def test_workers_that_change_sides_at_any_time_change_no_token() -> None:
             served.turn(number, draw.choice(["prefill", "decode", "both"]))
             time.sleep(draw.uniform(0, 0.02))
         for one in asked:
-            got = [replace(each, request=one.id) for each in heard(told[f"again {one.id}"])]
+            got = [structs.replace(each, request=one.id) for each in heard(told[f"again {one.id}"])]
             assert words(got) == words(right[one.id])
 
 
