@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from model.initialized import initialized
 from phalanx.model.transformer import PredictionAhead, Transformer
@@ -80,7 +81,7 @@ def logprobs(told: dict[str, list[EngineOutput]]) -> list[float]:
 def texts(told: dict[str, list[EngineOutput]]) -> dict[str, list[EngineOutput]]:
     """What clients see: where a text's tokens lie is told in the same order, and in which step is not."""
     return {
-        name: [replace(one, cached_tokens=0) if isinstance(one, Ended) else one for one in every]
+        name: [structs.replace(one, cached_tokens=0) if isinstance(one, Ended) else one for one in every]
         for name, every in told.items()
     }
 

@@ -328,8 +328,8 @@ def test_a_prefix_that_is_held_is_not_computed_again_and_changes_no_bit() -> Non
     assert served.statistics().cached_tokens == 128
     assert isinstance(after[-1], Ended)
     assert after[-1].cached_tokens == 128
-    assert [replace(one, request="") for one in before[:-1]] == [
-        replace(one, request="") for one in after[:-1]
+    assert [structs.replace(one, request="") for one in before[:-1]] == [
+        structs.replace(one, request="") for one in after[:-1]
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def forget_seen(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def tell_again(original: Callable[..., Any]) -> Callable[..., Any]:
     def take(entry: journal.Entry, told: Any, worker: int) -> Any:
-        return original(entry, told, worker) or [replace(told, request=entry.request.id)]
+        return original(entry, told, worker) or [structs.replace(told, request=entry.request.id)]
 
     return take
 
