@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import queue
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -86,10 +87,50 @@ class _Rows:
     readings: SamplerOutput = ()
 
 
-class FarStages:
+class _FarProcesses(ABC):
+    """Other processes of the model: operations on keys and values that wait for the next exchange, and the first loss."""
+
+    _far: Sequence[FarStage] | Sequence[FarShare]
+    _lost: str
+
+    def drop(self, piece: int) -> None:
+        """Let each process drop a text's keys and values before its next work."""
+        self._later(m.Drop(piece))
+
+    def copy_in(self, piece: int, number: int, place: int) -> None:
+        """Let each process copy the page at ``place`` into page ``number`` of a text before its next work."""
+        self._later(m.CopyIn(piece, number, place))
+
+    def copy_out(self, piece: int, number: int, place: int) -> None:
+        """Let each process copy page ``number`` of a text to ``place`` before its next work."""
+        self._later(m.CopyOut(piece, number, place))
+
+    def trouble(self) -> str:
+        """Return which process is lost; empty if none is. Any thread may call it."""
+        ended = (loss_message(far, "its connection has ended") for far in self._far if far.link.ended())
+        return self._lost or next(ended, "")
+
+    def close(self) -> None:
+        """Close all connections; the processes then end."""
+        self._lose(loss_message(self._far[0], "its connection was closed here"))
+
+    def _lose(self, reason: str) -> None:
+        """Record the first loss, and close all links."""
+        self._lost = self._lost or reason
+        for far in self._far:
+            far.link.close()
+
+    @abstractmethod
+    def _later(self, errand: m.Errand) -> None:
+        """Let each process do an operation before its next work."""
+
+
+class FarStages(_FarProcesses):
     """``phalanx_serve.engine.model_runner.FarLayers`` of connected stages. If one is lost, methods and futures
     raise PartLostError.
     """
+
+    _far: list[FarStage]
 
     def __init__(self, stages: Sequence[FarStage], spec: ModelSpec, most_layers: int) -> None:
         """Describe each stage's part of a page, and start a thread for each stage.
@@ -154,18 +195,6 @@ class FarStages:
 
         return self._send(at, lambda: rows.readings)
 
-    def drop(self, piece: int) -> None:
-        """Let each stage drop a text's keys and values before its next work."""
-        self._later(m.Drop(piece))
-
-    def copy_in(self, piece: int, number: int, place: int) -> None:
-        """Let each stage copy the page at ``place`` into page ``number`` of a text before its next work."""
-        self._later(m.CopyIn(piece, number, place))
-
-    def copy_out(self, piece: int, number: int, place: int) -> None:
-        """Let each stage copy page ``number`` of a text to ``place`` before its next work."""
-        self._later(m.CopyOut(piece, number, place))
-
     def read(self, place: int) -> list[bytes]:
         """Return each stage's part of the page at ``place``, after all work before. Waits; raises PartLostError."""
         parts: list[bytes] = []
@@ -185,15 +214,6 @@ class FarStages:
             talk.send(m.WritePage(stage.due(visit), place, len(part)), memoryview(part))
 
         self._send(at, lambda: None)
-
-    def trouble(self) -> str:
-        """Return which stage is lost; empty if none is. Any thread may call it."""
-        ended = (loss_message(stage, "its connection has ended") for stage in self._far if stage.link.ended())
-        return self._lost or next(ended, "")
-
-    def close(self) -> None:
-        """Close all connections; the stages then end."""
-        self._lose(loss_message(self._far[0], "its connection was closed here"))
 
     def _later(self, errand: m.Errand) -> None:
         """Let each stage do an operation at its next visit."""
@@ -251,9 +271,7 @@ class FarStages:
     def _lose(self, reason: str) -> None:
         """Record the first loss, and close all links."""
         with self._sending:
-            self._lost = self._lost or reason
-        for stage in self._far:
-            stage.link.close()
+            super()._lose(reason)
 
 
 def bytes_of(states: Tensor) -> memoryview:
@@ -293,11 +311,12 @@ class FarShare:
         return f"share {self.share.number} of {self.share.of} (of every layer, {self.link.peer})"
 
 
-class FarShares:
+class FarShares(_FarProcesses):
     """``phalanx_serve.engine.model_runner.FarLayers`` and ``Assembly`` of connected shares. If one is lost,
     methods raise PartLostError.
     """
 
+    _far: list[FarShare]
     max_in_flight = 1
 
     def __init__(self, shares: Sequence[FarShare], spec: ModelSpec) -> None:
@@ -379,18 +398,6 @@ class FarShares:
         """Raise AssertionError: no layers follow these."""
         raise AssertionError("the last layer is here")
 
-    def drop(self, piece: int) -> None:
-        """Let each share drop a text's keys and values before its next exchange."""
-        self._later(m.Drop(piece))
-
-    def copy_in(self, piece: int, number: int, place: int) -> None:
-        """Let each share copy the page at ``place`` into page ``number`` of a text before its next exchange."""
-        self._later(m.CopyIn(piece, number, place))
-
-    def copy_out(self, piece: int, number: int, place: int) -> None:
-        """Let each share copy page ``number`` of a text to ``place`` before its next exchange."""
-        self._later(m.CopyOut(piece, number, place))
-
     def read(self, place: int) -> list[bytes]:
         """Return each share's part of the page at ``place``. Raises PartLostError."""
         with self._all() as far:
@@ -404,15 +411,6 @@ class FarShares:
         with self._all() as far:
             for share, part in zip(far, parts, strict=True):
                 share.talk.send(m.WritePage(share.due(), place, len(part)), memoryview(part))
-
-    def trouble(self) -> str:
-        """Return which process is lost; empty if none is. Any thread may call it."""
-        ended = (loss_message(share, "its connection has ended") for share in self._far if share.link.ended())
-        return self._lost or next(ended, "")
-
-    def close(self) -> None:
-        """Close all connections; the processes then end."""
-        self._lose(loss_message(self._far[0], "its connection was closed here"))
 
     def _later(self, errand: m.Errand) -> None:
         """Let each share do an operation at the next exchange."""
@@ -439,12 +437,6 @@ class FarShares:
                     f"a step has failed in the first of the processes that share each layer, and the others cannot continue: {error!r}"
                 )
                 raise PartLostError(self._lost) from error
-
-    def _lose(self, reason: str) -> None:
-        """Record the first loss, and close all links."""
-        self._lost = self._lost or reason
-        for share in self._far:
-            share.link.close()
 
     def _look(self) -> None:
         """Check every ``_LOOK_S`` that all processes are alive, unless an exchange is running, until one is lost."""

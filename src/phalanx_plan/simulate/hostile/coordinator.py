@@ -31,23 +31,6 @@ from phalanx_plan.simulate.hostile.training import Conditions, Disk
 LEAST_TICK_S = 0.25
 
 
-class Register(Protocol):
-    """The claims of all heads, as one head reads them."""
-
-    @property
-    def claim(self) -> Claim:
-        """The newest claim."""
-
-    def make(self, claim: Claim) -> bool:
-        """Make a claim; False if its term has been claimed."""
-
-    def begins(self, head: SimulatedCoordinator) -> None:
-        """Record that a head begins an epoch."""
-
-    def surviving_lines(self, journal: list[bytes]) -> list[bytes]:
-        """Return the lines of a journal that survive the loss of its machine."""
-
-
 class HeadWorld(Protocol):
     """A head's view of the world."""
 
@@ -74,7 +57,7 @@ class SimulatedCoordinator:
     def __init__(
         self,
         world: HeadWorld,
-        register: Register,
+        register: Heads,
         node: str,
         claim: Claim,
         state: FleetState,
