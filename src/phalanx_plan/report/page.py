@@ -290,9 +290,7 @@ def rank_memory(plan: Plan) -> list[Bar]:
     """Return a bar for every rank of a pipeline: its GB by kind of memory."""
     evaluation = prepare(plan.job, candidates_of([plan.chosen.layout], plan.job.modes))
     place = _every_rank(evaluation, plan.chosen)
-    kinds = memory_at(
-        plan.job, evaluation.candidates, evaluation.holdings, evaluation.costs, evaluation.pipes, place
-    )
+    kinds = memory_at(evaluation, place)
     ranks = len(place.rank)
     wide = {kind: np.broadcast_to(size, ranks) / 1e9 for kind, size in kinds.items()}
     return [

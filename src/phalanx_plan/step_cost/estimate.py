@@ -18,7 +18,8 @@ from phalanx.parallel.pipeline_schedules import ScheduleName
 from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx_plan.step_cost import memory as rank_memory
 from phalanx_plan.step_cost import pipeline, step_time
-from phalanx_plan.step_cost.layer_costs import LayerCosts, layer_costs
+from phalanx_plan.step_cost.inputs import CostInputs
+from phalanx_plan.step_cost.layer_costs import layer_costs
 from phalanx_plan.workload.candidates import (
     SCHEDULES,
     Candidates,
@@ -29,7 +30,7 @@ from phalanx_plan.workload.candidates import (
     candidates_of,
     occurrences,
 )
-from phalanx_plan.workload.holdings import Holdings, holdings, most_stages, split
+from phalanx_plan.workload.holdings import holdings, most_stages, split
 from phalanx_plan.workload.stacks import TrainingJob
 
 
@@ -51,23 +52,15 @@ class LastingBytes:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Inputs of the cost formulas for some candidates, computed once."""
+class Evaluation(CostInputs):
+    """Memory and time of some candidates."""
 
-    job: TrainingJob
-    candidates: Candidates
-    holdings: Holdings
-    costs: LayerCosts
-    pipes: pipeline.Pipelines
-    table: pipeline.PlaceTable
     lasting: LastingBytes | None = None
     """Bytes of state and overheads, if they were computed for all candidates at once."""
 
     def memory(self, kind: int) -> dict[str, Floats]:
         """Bytes by kind on the ranks of the ``kind``-th place."""
-        return rank_memory.memory_at(
-            self.job, self.candidates, self.holdings, self.costs, self.pipes, self.table[kind]
-        )
+        return rank_memory.memory_at(self, self.table[kind])
 
     def most_memory(self, more: Floats | float = 0.0) -> Floats:
         """Return the bytes of the worst rank of each candidate.
@@ -77,10 +70,7 @@ class Evaluation:
         lasting = self.lasting or self.with_lasting().lasting
         assert lasting is not None, "it was computed just now"
         each, place, candidate, kind = self._each_place()
-        passing = rank_memory.passing_bytes(
-            each.job, each.candidates, each.holdings, each.costs, each.pipes, place
-        )
-        activations = _by_kind(passing, candidate, kind)
+        activations = _by_kind(rank_memory.passing_bytes(each, place), candidate, kind)
         most = (lasting.of(0) + more) + activations[0]
         place_bytes = np.empty_like(most)
         for number in range(1, len(activations)):
@@ -97,11 +87,11 @@ class Evaluation:
     def with_lasting(self) -> Evaluation:
         """Return the evaluation with the bytes of state and overheads, computed once for all candidates that share them."""
         length = self.candidates.shape[-1]
-        columns = rank_memory.state_columns(self.job, self.candidates, self.table)
+        columns = rank_memory.state_columns(self)
         # Choices with an axis of their own stay on it.
         first, row = occurrences([column for column in columns if column.size == column.shape[-1] == length])
         each, place, candidate, kind = self.rows(first)._each_place()
-        bytes_ = rank_memory.lasting_bytes(each.job, each.candidates, each.holdings, place)
+        bytes_ = rank_memory.lasting_bytes(each, place)
         wide = np.broadcast_to(bytes_, (*bytes_.shape[:-1], len(candidate)))
         lasting = LastingBytes(tuple(_by_kind(wide, candidate, kind)), row)
         return replace(self, lasting=lasting)
@@ -152,26 +142,22 @@ class Evaluation:
 
     def _seconds(self, place: Ints) -> Floats:
         """Seconds of a step in closed form, if the ranks at ``place`` are the slowest."""
-        rank = step_time.slowest(self.candidates, self.passes, self.table, place)
-        return step_time.step_s(self.job, self.candidates, self.holdings, self.pipes, rank)
+        return step_time.step_s(self, step_time.slowest(self, self.passes, place))
 
     def time(self) -> dict[str, Floats]:
         """Seconds of a step by term, the bubble in closed form."""
-        return step_time.step_terms(
-            self.job, self.candidates, self.holdings, self.costs, self.pipes, self.slowest
-        )
+        return step_time.step_terms(self, self.slowest)
 
     @cached_property
     def passes(self) -> step_time.PassTimes:
         """Seconds of one micro-batch in a layer."""
-        return step_time.pass_times(self.job, self.candidates, self.costs)
+        return step_time.pass_times(self)
 
     @cached_property
     def slowest(self) -> step_time.Slowest:
         """The rank of each candidate that the others wait for."""
-        return step_time.slowest(
-            self.candidates, self.passes, self.table, step_time.slowest_place(self.passes, self.table)
-        )
+        place = step_time.slowest_place(self.passes, self.table)
+        return step_time.slowest(self, self.passes, place)
 
 
 def _by_kind(values: Floats, candidate: Ints, kind: Ints) -> list[Floats]:

@@ -17,8 +17,9 @@ import numpy as np
 from phalanx.model.facts.holdings import held_bytes
 from phalanx.parallel.divisions import BUCKET_ELEMENTS
 from phalanx.run.spec import OptimizerSpec
-from phalanx_plan.step_cost.layer_costs import LayerCosts
-from phalanx_plan.step_cost.pipeline import Pipelines, PlaceCounts, PlaceTable, in_flight
+from phalanx_plan.step_cost.inputs import CostInputs
+from phalanx_plan.step_cost.pipeline import Pipelines, PlaceCounts, in_flight
+from phalanx_plan.workload.architecture import KINDS
 from phalanx_plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
 from phalanx_plan.workload.holdings import Holdings, owned_matrices
 from phalanx_plan.workload.stacks import ParameterState, TrainingJob
@@ -50,14 +51,13 @@ def micro_batches_per_slot(job: TrainingJob, candidates: Candidates) -> Ints:
     return each
 
 
-def state_bytes(
-    job: TrainingJob, candidates: Candidates, holdings: Holdings, place: PlaceCounts
-) -> dict[str, Floats]:
+def state_bytes(inputs: CostInputs, place: PlaceCounts) -> dict[str, Floats]:
     """Bytes of weights, gradients, sums over slots and optimizer state on the ranks at ``place``, by kind.
 
     What the stack does not hold has no entry. Offloaded moments take none. Kinds that only some candidates have are 0
     for the others.
     """
+    job, candidates, holdings = inputs.job, inputs.candidates, inputs.holdings
     stack = job.stack
     full, share = (
         times(place.counts, holdings.dense) + times(place.counts, holdings.experts),
@@ -65,8 +65,8 @@ def state_bytes(
     )
     kinds = {state.kind: _state(state, candidates, full, share) for state in stack.states.kept}
     if stack.states.optimizer is not None:
-        kinds["moments"] = _moments(stack.states.optimizer, job, candidates, holdings, place)
-    kinds["compute copy"] = stack.states.copy_bytes * _gathered(job, candidates, holdings, place)
+        kinds["moments"] = _moments(stack.states.optimizer, inputs, place)
+    kinds["compute copy"] = stack.states.copy_bytes * _gathered(inputs, place)
     if stack.states.frees_gradients:
         # Before the last backward pass; ``_moments_of_a_pass`` has what it makes.
         sums = _whole_sums(job, candidates)
@@ -94,35 +94,29 @@ def state_bytes(
         kept = (candidates.zero < 1) | (rounds(job, candidates) > 1)
         kinds["integer sums"] = stack.states.slot_bin_bytes * elements * kept
     if stack.states.unit_gradient_bytes and not stack.states.frees_gradients:
-        kinds["gradient buffers"] = _unit_gradients(job, candidates, holdings, place)
+        kinds["gradient buffers"] = _unit_gradients(inputs, place)
     if stack.states.embedding_gradient_bytes:
         ends = np.maximum(place.counts[2], place.counts[3])
         kinds["gradient of the embedding"] = stack.states.embedding_gradient_bytes * ends * holdings.dense[2]
     return kinds
 
 
-def _unit_gradients(
-    job: TrainingJob, candidates: Candidates, holdings: Holdings, place: PlaceCounts
-) -> Floats:
+def _unit_gradients(inputs: CostInputs, place: PlaceCounts) -> Floats:
     """Bytes of the gradient of the largest block, in full, while its shares are exchanged; 0 below ZeRO-2."""
-    blocks = [
-        (count, block) for count, block in zip(place.counts, holdings.block, strict=True) if block.any()
-    ]
-    largest = reduce(np.maximum, [(count > 0) * block for count, block in blocks])
-    gradient_bytes: Floats = job.stack.states.unit_gradient_bytes * largest * (candidates.zero >= 2)
+    largest = _largest_block(inputs.holdings, place, len(KINDS))
+    unit_bytes = inputs.job.stack.states.unit_gradient_bytes
+    gradient_bytes: Floats = unit_bytes * largest * (inputs.candidates.zero >= 2)
     return gradient_bytes
 
 
-def _moments(
-    optimizer: OptimizerSpec, job: TrainingJob, candidates: Candidates, holdings: Holdings, place: PlaceCounts
-) -> Floats:
+def _moments(optimizer: OptimizerSpec, inputs: CostInputs, place: PlaceCounts) -> Floats:
     """Bytes of this project's optimizers on a rank: AdamW's moments of its shares and, of other optimizers, the state of the matrices that it
     owns; 0 where they are offloaded."""
-    moments = times(place.counts, holdings.moment_bytes_share)
+    moments = times(place.counts, inputs.holdings.moment_bytes_share)
     if optimizer.name != "adamw":
-        owned = owned_matrices(optimizer, job.workload.model, candidates, place.counts)
+        owned = owned_matrices(optimizer, inputs.job.workload.model, inputs.candidates, place.counts)
         moments = moments + owned.state_bytes
-    return moments * (1 - candidates.offload_optimizer)
+    return moments * (1 - inputs.candidates.offload_optimizer)
 
 
 def _state(state: ParameterState, candidates: Candidates, full: Floats, share: Floats) -> Floats:
@@ -163,14 +157,15 @@ def of_each(function: Callable[[int], int], slots: Ints | Floats) -> Floats:
     return values[places].reshape(np.shape(slots))
 
 
-def _gathered(job: TrainingJob, candidates: Candidates, holdings: Holdings, place: PlaceCounts) -> Floats:
+def _gathered(inputs: CostInputs, place: PlaceCounts) -> Floats:
     """Elements held in the format of computing: all, or with ZeRO-3 the two largest blocks and everything outside
     blocks.
 
     Unsharded weights have no copy, unless the stack copies them too.
     """
+    candidates, holdings = inputs.candidates, inputs.holdings
     # If nothing is divided and formats agree, the weights themselves are used to compute.
-    always = job.stack.states.copies_unsharded
+    always = inputs.job.stack.states.copies_unsharded
     dense_in, experts_in = (
         np.asarray((ranks > 1) & (candidates.zero > 0) | always, dtype=np.float64)
         for ranks in (candidates.dense_shard, candidates.expert_shard)
@@ -190,19 +185,13 @@ def _gathered(job: TrainingJob, candidates: Candidates, holdings: Holdings, plac
     return np.where(candidates.zero >= 3, first + second + everything - in_blocks, everything)
 
 
-def activation_bytes(
-    job: TrainingJob,
-    candidates: Candidates,
-    holdings: Holdings,
-    costs: LayerCosts,
-    pipes: Pipelines,
-    place: PlaceCounts,
-) -> dict[str, Floats]:
+def activation_bytes(inputs: CostInputs, place: PlaceCounts) -> dict[str, Floats]:
     """Bytes of activations kept for backward, and of temporary buffers of a pass, by kind.
 
     Activations are those of all micro-batches in flight, or of ``_OFFLOADED_LAYERS`` layers if offloaded. Temporary
     buffers are those of the worst layer.
     """
+    job, candidates, costs = inputs.job, inputs.candidates, inputs.costs
     layers = [kind for kind in (0, 1) if place.counts[kind].any()]  # the kinds that some rank has
     per_layer = {kind: costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in (*layers, 3)}
     kept = times(tuple(place.counts[kind] for kind in layers), tuple(per_layer[kind] for kind in layers))
@@ -211,7 +200,7 @@ def activation_bytes(
     if job.stack.activations.dropout:
         # The embedding's dropout is not part of a recomputed layer (arXiv 2205.05198, section 4.3).
         kept = kept + place.counts[2] * costs.of(costs.kept_bytes, 2, 0)
-    kept = kept * in_flight(pipes, place.rank)
+    kept = kept * in_flight(inputs.pipes, place.rank)
     # The end of the model is computed backward right after its forward.
     kept = kept + place.counts[3] * per_layer[3]
     if candidates.offload_activations.any():
@@ -228,11 +217,11 @@ def activation_bytes(
         full_layer = np.maximum(full_layer, in_full * present)
     if job.stack.states.frees_gradients:
         layer = LayerBytes(recomputed_layer, full_layer, widest)
-        return _moments_of_a_pass(job, candidates, holdings, place, kept, layer)
+        return _moments_of_a_pass(inputs, place, kept, layer)
     # The loss's arrays are freed before the layers' backward pass, so the larger of the two counts.
     later = recomputed_layer + widest
     if job.stack.states.unit_gradient_bytes:
-        later = later + _unit_gradients(job, candidates, holdings, place)
+        later = later + _unit_gradients(inputs, place)
     loss = np.maximum(place.counts[3] * _logits(job, candidates) - later, 0.0)
     kinds = {
         "activations": kept,
@@ -242,9 +231,7 @@ def activation_bytes(
     }
     if job.stack.states.slot_tree and (candidates.dense_shard == 1).any():
         # The activations are freed after the last backward pass, so the larger of the two counts.
-        kinds["exchange between replicas"] = np.maximum(
-            _replica_exchange(candidates, holdings, place) - total(kinds), 0.0
-        )
+        kinds["exchange between replicas"] = np.maximum(_replica_exchange(inputs, place) - total(kinds), 0.0)
     return kinds
 
 
@@ -260,12 +247,7 @@ class LayerBytes(NamedTuple):
 
 
 def _moments_of_a_pass(
-    job: TrainingJob,
-    candidates: Candidates,
-    holdings: Holdings,
-    place: PlaceCounts,
-    kept: Floats,
-    layer: LayerBytes,
+    inputs: CostInputs, place: PlaceCounts, kept: Floats, layer: LayerBytes
 ) -> dict[str, Floats]:
     """Bytes beside state of this project's trainer on GPUs, by kind.
 
@@ -277,17 +259,18 @@ def _moments_of_a_pass(
     4. The backward pass of the first layer, with all later gradients and without the activations and weights of later layers.
     5. The exchange of the embedding's gradient, with all gradients.
     """
+    job, candidates, holdings = inputs.job, inputs.candidates, inputs.holdings
     tied, copy_bytes = job.workload.model.tie_embeddings, job.stack.states.copy_bytes
     embedding = place.counts[2] * holdings.dense[2]
     projection = place.counts[3] * (holdings.dense[2] if tied else holdings.dense[3])
     exchanged = _exchange_bytes(job, candidates)
-    unit = exchanged * _largest_block(holdings, place)
+    unit = exchanged * _largest_block(holdings, place, 2)
     # Of tied embeddings, the projection's gradient waits for the embedding's.
     waiting = copy_bytes * projection * tied
     own = projection * (not tied)
     first = (rounds(job, candidates) == 1) & (micro_batches_per_slot(job, candidates) == 1)
     share = times(place.counts, holdings.dense_share) + times(place.counts, holdings.experts_share)
-    copy = copy_bytes * _gathered(job, candidates, holdings, place)
+    copy = copy_bytes * _gathered(inputs, place)
     loss = place.counts[3] * _logits(job, candidates) + 4.0 * projection
     head = (copy_bytes + exchanged) * own
     # What was sent last is freed when the next exchange begins; the sum of a first pass stays.
@@ -342,21 +325,18 @@ def exchanged_bytes(job: TrainingJob, candidates: Candidates) -> Floats:
     return np.where(adds_own, 4.0, _slot_bytes(job, candidates))
 
 
-def _largest_block(holdings: Holdings, place: PlaceCounts) -> Floats:
-    """Elements of the larger of dense layer and mixture layer, of those that a rank has."""
-    blocks = [
-        (count, block)
-        for count, block in zip(place.counts[:2], holdings.block[:2], strict=True)
-        if block.any()
-    ]
-    return reduce(np.maximum, [(count > 0) * block for count, block in blocks])
+def _largest_block(holdings: Holdings, place: PlaceCounts, kinds: int) -> Floats:
+    """Elements of the largest block that a rank has, of the first ``kinds`` of ``KINDS``: 2 are the layers."""
+    blocks = zip(place.counts[:kinds], holdings.block[:kinds], strict=True)
+    return reduce(np.maximum, [(count > 0) * block for count, block in blocks if block.any()])
 
 
-def _replica_exchange(candidates: Candidates, holdings: Holdings, place: PlaceCounts) -> Floats:
+def _replica_exchange(inputs: CostInputs, place: PlaceCounts) -> Floats:
     """Bytes on CPUs in addition to full gradient sums while replicas exchange them: one bucket being sent, one being received.
 
     The totals of all previous buckets are added, as the memory of spent sums is kept (``phalanx.parallel.reduction.summation``).
     """
+    candidates, holdings = inputs.candidates, inputs.holdings
     gradients = 4.0 * (times(place.counts, holdings.dense) + times(place.counts, holdings.experts))
     bucket = np.minimum(gradients, 4.0 * BUCKET_ELEMENTS)
     totals = np.floor(gradients / np.maximum(bucket, 1.0)) * bucket
@@ -399,49 +379,31 @@ def overhead_bytes(job: TrainingJob, candidates: Candidates) -> dict[str, Floats
     }
 
 
-def memory_at(
-    job: TrainingJob,
-    candidates: Candidates,
-    holdings: Holdings,
-    costs: LayerCosts,
-    pipes: Pipelines,
-    place: PlaceCounts,
-) -> dict[str, Floats]:
+def memory_at(inputs: CostInputs, place: PlaceCounts) -> dict[str, Floats]:
     """Bytes by kind of the ranks at ``place``; their sum is the total. Fragmentation is a share of state and activations."""
-    kinds = state_bytes(job, candidates, holdings, place)
-    kinds |= activation_bytes(job, candidates, holdings, costs, pipes, place)
-    return (
-        kinds
-        | {"fragmentation": job.stack.allocator.fragmentation * total(kinds)}
-        | overhead_bytes(job, candidates)
-    )
+    kinds = state_bytes(inputs, place) | activation_bytes(inputs, place)
+    fragmentation = inputs.job.stack.allocator.fragmentation * total(kinds)
+    return kinds | {"fragmentation": fragmentation} | overhead_bytes(inputs.job, inputs.candidates)
 
 
-def lasting_bytes(job: TrainingJob, candidates: Candidates, holdings: Holdings, place: PlaceCounts) -> Floats:
+def lasting_bytes(inputs: CostInputs, place: PlaceCounts) -> Floats:
     """The part of ``memory_at`` that no pass changes: state and overheads."""
-    state = total(state_bytes(job, candidates, holdings, place))
-    return (1 + job.stack.allocator.fragmentation) * state + total(overhead_bytes(job, candidates))
+    state = (1 + inputs.job.stack.allocator.fragmentation) * total(state_bytes(inputs, place))
+    return state + total(overhead_bytes(inputs.job, inputs.candidates))
 
 
-def passing_bytes(
-    job: TrainingJob,
-    candidates: Candidates,
-    holdings: Holdings,
-    costs: LayerCosts,
-    pipes: Pipelines,
-    place: PlaceCounts,
-) -> Floats:
+def passing_bytes(inputs: CostInputs, place: PlaceCounts) -> Floats:
     """Bytes of activations and temporary buffers with their fragmentation: ``memory_at`` without ``lasting_bytes``."""
-    activations = total(activation_bytes(job, candidates, holdings, costs, pipes, place))
-    return (1 + job.stack.allocator.fragmentation) * activations
+    activations = total(activation_bytes(inputs, place))
+    return (1 + inputs.job.stack.allocator.fragmentation) * activations
 
 
-def state_columns(job: TrainingJob, candidates: Candidates, table: PlaceTable) -> tuple[Ints, ...]:
+def state_columns(inputs: CostInputs) -> tuple[Ints, ...]:
     """Return the columns that ``lasting_bytes`` depends on, but for the choices that have axes of their own."""
-    each = candidates
+    each = inputs.candidates
     columns = (each.tensor, each.context, each.shard, each.replicate, each.expert, each.expert_tensor)
-    adds_up = np.minimum(micro_batches_per_slot(job, candidates), 2)
-    return *columns, each.pipeline, each.zero, each.offload_optimizer, adds_up, table.row
+    adds_up = np.minimum(micro_batches_per_slot(inputs.job, each), 2)
+    return *columns, each.pipeline, each.zero, each.offload_optimizer, adds_up, inputs.table.row
 
 
 def total(terms: dict[str, Floats]) -> Floats:

@@ -20,12 +20,13 @@ from phalanx.model.facts.holdings import exchanged
 from phalanx.model.facts.optimizer_state import UPDATE_BYTES
 from phalanx.run.spec import OptimizerSpec
 from phalanx_plan.step_cost import hardware_times
-from phalanx_plan.step_cost.layer_costs import CATEGORIES, PHASES, LayerCosts
+from phalanx_plan.step_cost.inputs import CostInputs
+from phalanx_plan.step_cost.layer_costs import CATEGORIES, PHASES
 from phalanx_plan.step_cost.memory import exchanged_bytes, micro_batches_per_slot, of_each, times, total
 from phalanx_plan.step_cost.pipeline import Pipelines, PlaceTable, exposed_hops, idle_s, in_flight
 from phalanx_plan.workload.architecture import KINDS
 from phalanx_plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
-from phalanx_plan.workload.holdings import Holdings, owned_matrices
+from phalanx_plan.workload.holdings import owned_matrices
 from phalanx_plan.workload.stacks import TrainingJob
 
 _SLOWED = {"NVIDIA": 0.189, "AMD": 0.189}
@@ -75,20 +76,20 @@ class Slowest:
     """Exchange of tokens of one micro-batch on the rank that another one's computing hides, where there is one."""
 
 
-def pass_times(job: TrainingJob, candidates: Candidates, costs: LayerCosts) -> PassTimes:
+def pass_times(inputs: CostInputs) -> PassTimes:
     """Times of one micro-batch in each kind of layer.
 
     Waits for offloaded activations are included; forward recomputation counts to the input's gradient.
     """
-    kinds = range(len(KINDS))
-    forward, inputs, weights = (
+    kinds, costs = range(len(KINDS)), inputs.costs
+    forward, to_inputs, weights = (
         tuple(costs.of(costs.by_phase, kind, phase) for kind in kinds) for phase in range(len(PHASES))
     )
-    again = tuple(costs.by_mode(costs.recompute_s, kind, candidates.recompute) for kind in kinds)
-    waits = [offload_waits(job, candidates, costs, kind) for kind in kinds]
+    again = tuple(costs.by_mode(costs.recompute_s, kind, inputs.candidates.recompute) for kind in kinds)
+    waits = [offload_waits(inputs, kind) for kind in kinds]
     return PassTimes(
         tuple(f + wait[0] for f, wait in zip(forward, waits, strict=True)),
-        tuple(i + a + wait[1] for i, a, wait in zip(inputs, again, waits, strict=True)),
+        tuple(i + a + wait[1] for i, a, wait in zip(to_inputs, again, waits, strict=True)),
         weights,
         tuple(costs.of(costs.hidden_s, kind) for kind in kinds),
     )
@@ -106,12 +107,11 @@ def slowest_place(passes: PassTimes, table: PlaceTable) -> Ints:
     return slow
 
 
-def slowest(candidates: Candidates, passes: PassTimes, table: PlaceTable, place: Ints) -> Slowest:
+def slowest(inputs: CostInputs, passes: PassTimes, place: Ints) -> Slowest:
     """Sum a micro-batch's seconds on the rank at ``place`` (from ``slowest_place``), and over all ranks and the mean stage."""
-    counts = table[place].counts
-    layers = table.table
-    everything = tuple(np.asarray(n, dtype=np.float64) for n in (layers.layers[0], layers.layers[1], 1, 1))
-    stages = candidates.pipeline * candidates.stages_per_rank
+    counts = inputs.table[place].counts
+    everything = tuple(np.asarray(n, dtype=np.float64) for n in (*inputs.table.table.layers, 1, 1))
+    stages = inputs.candidates.pipeline * inputs.candidates.stages_per_rank
     return Slowest(
         counts,
         times(counts, passes.forward_s),
@@ -126,34 +126,25 @@ def slowest(candidates: Candidates, passes: PassTimes, table: PlaceTable, place:
     )
 
 
-def step_terms(
-    job: TrainingJob,
-    candidates: Candidates,
-    holdings: Holdings,
-    costs: LayerCosts,
-    pipes: Pipelines,
-    rank: Slowest,
-) -> dict[str, Floats]:
+def step_terms(inputs: CostInputs, rank: Slowest) -> dict[str, Floats]:
     """Seconds of a step by term, taxes included; their sum is the step. The bubble is in closed form."""
-    passes = _passes(job, candidates)
-    terms = compute_terms(candidates, costs, rank, passes)
-    terms |= waiting_terms(job, candidates, holdings, pipes, rank)
-    waits = (offload_waits(job, candidates, costs, kind) for kind in range(len(KINDS)))
+    passes = _passes(inputs.job, inputs.candidates)
+    terms = compute_terms(inputs, rank, passes) | waiting_terms(inputs, rank)
+    waits = (offload_waits(inputs, kind) for kind in range(len(KINDS)))
     terms["activation_offload"] = passes * times(rank.counts, tuple(f + b for f, b in waits))
-    terms["optimizer_offload"] = state_copy_s(job, candidates, holdings, rank.counts)
-    return with_tax(job, candidates, terms)
+    terms["optimizer_offload"] = state_copy_s(inputs, rank.counts)
+    return with_tax(inputs.job, inputs.candidates, terms)
 
 
-def step_s(
-    job: TrainingJob, candidates: Candidates, holdings: Holdings, pipes: Pipelines, rank: Slowest
-) -> Floats:
+def step_s(inputs: CostInputs, rank: Slowest) -> Floats:
     """Return each candidate's seconds per step, of which ``step_terms`` is the breakdown.
 
     ``rank`` has the slowest rank's computing and activation copies in one figure, so this needs no layer costs.
     """
-    terms = waiting_terms(job, candidates, holdings, pipes, rank)
+    job, candidates = inputs.job, inputs.candidates
+    terms = waiting_terms(inputs, rank)
     terms["busy"] = _passes(job, candidates) * (rank.forward_s + rank.backward_s)
-    terms["optimizer_offload"] = state_copy_s(job, candidates, holdings, rank.counts)
+    terms["optimizer_offload"] = state_copy_s(inputs, rank.counts)
     factor = (1 + scale_tax(job, candidates.ranks)) * job.stack.time_scalar
     return total({term: factor * seconds for term, seconds in terms.items()})
 
@@ -163,12 +154,11 @@ def _passes(job: TrainingJob, candidates: Candidates) -> Floats:
     return np.asarray(job.workload.batch / (candidates.data * candidates.micro_batch))
 
 
-def waiting_terms(
-    job: TrainingJob, candidates: Candidates, holdings: Holdings, pipes: Pipelines, rank: Slowest
-) -> dict[str, Floats]:
+def waiting_terms(inputs: CostInputs, rank: Slowest) -> dict[str, Floats]:
     """Seconds by term in which the slowest rank waits in all its micro-batches: bubble, hops, exposed exchange; and
     those of the update.
     """
+    job, candidates, pipes = inputs.job, inputs.candidates, inputs.pipes
     passes = _passes(job, candidates)
     flushes, reductions = passes / pipes.micro_batches, passes / micro_batches_per_slot(job, candidates)
     idle = idle_s(pipes, rank.forward_s + rank.backward_s, rank.sum_s, *rank.mean_stage_s)
@@ -179,8 +169,8 @@ def waiting_terms(
     return unpaired | {
         "bubble": flushes * idle,
         "pipeline_comm": flushes * hops * hop_s(job, candidates),
-        **data_terms(job, candidates, holdings, rank.counts, windows, passes, reductions),
-        "optimizer": optimizer_s(job, candidates, holdings, rank.counts),
+        **data_terms(inputs, rank.counts, windows, passes, reductions),
+        "optimizer": optimizer_s(inputs, rank.counts),
     }
 
 
@@ -195,15 +185,14 @@ def unpaired_s(pipes: Pipelines, rank: Slowest) -> Floats:
     return np.asarray(alone * rank.hidden_s)
 
 
-def compute_terms(
-    candidates: Candidates, costs: LayerCosts, rank: Slowest, passes: Floats
-) -> dict[str, Floats]:
+def compute_terms(inputs: CostInputs, rank: Slowest, passes: Floats) -> dict[str, Floats]:
     """Seconds that the slowest rank computes in all its micro-batches, by category; recomputation is a term of its own."""
-    terms = {}
+    costs, terms = inputs.costs, {}
     for number, category in enumerate(CATEGORIES):
         each = tuple(costs.of(costs.by_category, kind, number) for kind in range(len(KINDS)))
         terms[category] = passes * times(rank.counts, each)
-    again = tuple(costs.by_mode(costs.recompute_s, kind, candidates.recompute) for kind in range(len(KINDS)))
+    mode = inputs.candidates.recompute
+    again = tuple(costs.by_mode(costs.recompute_s, kind, mode) for kind in range(len(KINDS)))
     terms["recompute"] = passes * times(rank.counts, again)
     return terms
 
@@ -236,9 +225,7 @@ def hop_s(job: TrainingJob, candidates: Candidates) -> Floats:
 
 
 def data_terms(
-    job: TrainingJob,
-    candidates: Candidates,
-    holdings: Holdings,
+    inputs: CostInputs,
     counts: tuple[Floats, ...],
     windows: tuple[Floats, Floats],
     passes: Floats,
@@ -250,8 +237,9 @@ def data_terms(
     ``windows`` are the seconds of one forward and backward that can hide them, ``passes`` a rank's micro-batches,
     ``reductions`` its slots. ZeRO-3 gathers twice in each pass, lower stages once a step, unsharded ranks never.
     """
-    stack, zero = job.stack, candidates.zero
-    gather, scatter, among = _weights_s(job, candidates, holdings, counts)
+    job, holdings = inputs.job, inputs.holdings
+    stack, zero = job.stack, inputs.candidates.zero
+    gather, scatter, among = _weights_s(inputs, counts)
     blocks = np.maximum(counts[0] + counts[1], 1)
     forward, backward = (stack.overlap.data * seconds for seconds in windows)
     sharded = zero >= 3
@@ -292,13 +280,12 @@ def _exposed(seconds: Floats, window: Floats, *, blocks: Ints, slowed: float) ->
     return beyond + slowed * (seconds - beyond)
 
 
-def _weights_s(
-    job: TrainingJob, candidates: Candidates, holdings: Holdings, counts: tuple[Floats, ...]
-) -> tuple[Floats, Floats, Floats]:
+def _weights_s(inputs: CostInputs, counts: tuple[Floats, ...]) -> tuple[Floats, Floats, Floats]:
     """Seconds to gather all weights of a rank's stages, to reduce all their gradients over shards, and then over replicas.
 
     What overlaps with computing goes block by block, and each block pays the latency of its collectives.
     """
+    job, candidates, holdings = inputs.job, inputs.candidates, inputs.holdings
     cluster, stack = job.cluster, job.stack
     gather = scatter = among = np.zeros(1)
     inside = candidates.tensor * candidates.context * candidates.shard
@@ -330,21 +317,19 @@ def _weights_s(
     return gather, scatter, among
 
 
-def optimizer_s(
-    job: TrainingJob, candidates: Candidates, holdings: Holdings, counts: tuple[Floats, ...]
-) -> Floats:
+def optimizer_s(inputs: CostInputs, counts: tuple[Floats, ...]) -> Floats:
     """Seconds of the update of a rank's share, and of the whole matrices that the busiest rank owns."""
-    optimizer = job.stack.states.optimizer
+    job, optimizer = inputs.job, inputs.job.stack.states.optimizer
     if optimizer is None:
-        elements = _updated(job, candidates, holdings, counts)
+        elements = _updated(inputs, counts)
         return np.asarray(hardware_times.memory_bound_s(job.profile, _ADAM_BYTES * elements))
-    moments = times(counts, holdings.moment_bytes_share)
+    moments = times(counts, inputs.holdings.moment_bytes_share)
     if optimizer.name == "adamw":
-        moved = UPDATE_BYTES * _updated(job, candidates, holdings, counts) + 2 * moments
+        moved = UPDATE_BYTES * _updated(inputs, counts) + 2 * moments
         return np.asarray(hardware_times.memory_bound_s(job.profile, moved))
     # What an optimizer of matrices leaves to AdamW has fp32 moments: eight bytes an element.
     rest_s = hardware_times.memory_bound_s(job.profile, (UPDATE_BYTES / 8 + 2) * moments)
-    return np.asarray(rest_s + _owners_s(optimizer, job, candidates, counts))
+    return np.asarray(rest_s + _owners_s(optimizer, job, inputs.candidates, counts))
 
 
 def _owners_s(
@@ -370,27 +355,25 @@ def _owners_s(
     return np.asarray(updates + products + 2 * np.where(ranks > 1, way, 0.0))
 
 
-def _updated(
-    job: TrainingJob, candidates: Candidates, holdings: Holdings, counts: tuple[Floats, ...]
-) -> Floats:
+def _updated(inputs: CostInputs, counts: tuple[Floats, ...]) -> Floats:
     """Number of parameters that a rank updates: its share if moments are sharded at this ZeRO stage, else all that it holds."""
-    sharded_from = min(state.sharded_from for state in job.stack.states.kept if state.kind == "moments")
+    holdings, kept = inputs.holdings, inputs.job.stack.states.kept
+    sharded_from = min(state.sharded_from for state in kept if state.kind == "moments")
     parameters = times(counts, holdings.dense) + times(counts, holdings.experts)
     share = times(counts, holdings.dense_share) + times(counts, holdings.experts_share)
-    return np.where(candidates.zero >= sharded_from, share, parameters)
+    return np.where(inputs.candidates.zero >= sharded_from, share, parameters)
 
 
-def offload_waits(
-    job: TrainingJob, candidates: Candidates, costs: LayerCosts, kind: int
-) -> tuple[Floats, Floats]:
+def offload_waits(inputs: CostInputs, kind: int) -> tuple[Floats, Floats]:
     """Seconds that copies of a layer's activations to and from the host's memory add to its forward and its backward.
 
     That is what outlasts them; and of what they hide, the time in which the accelerator's memory serves the copy and
     no kernel. 0 without offload.
     """
+    job, candidates, costs = inputs.job, inputs.candidates, inputs.costs
     if not candidates.offload_activations.any() or not costs.kept_bytes[kind].any():
         return np.zeros(1), np.zeros(1)
-    forward, inputs, weights = (costs.of(costs.by_phase, kind, phase) for phase in range(3))
+    forward, to_inputs, weights = (costs.of(costs.by_phase, kind, phase) for phase in range(3))
     again = costs.by_mode(costs.recompute_s, kind, candidates.recompute)
     copy = hardware_times.host_copy_s(
         job.profile, costs.by_mode(costs.kept_bytes, kind, candidates.recompute)
@@ -398,17 +381,15 @@ def offload_waits(
     copy = copy * candidates.offload_activations
     accelerator = job.cluster.accelerator
     taken = min(1.0, accelerator.host_bytes_per_s.value / accelerator.memory_bytes_per_s.value)
-    ahead, back = (np.maximum(copy - window, 0) for window in (forward, inputs + again + weights))
+    ahead, back = (np.maximum(copy - window, 0) for window in (forward, to_inputs + again + weights))
     return ahead + taken * (copy - ahead), back + taken * (copy - back)
 
 
-def state_copy_s(
-    job: TrainingJob, candidates: Candidates, holdings: Holdings, counts: tuple[Floats, ...]
-) -> Floats:
+def state_copy_s(inputs: CostInputs, counts: tuple[Floats, ...]) -> Floats:
     """Seconds to fetch the optimizer's state from the host's memory for the update, and to put it back; 0 without offload."""
-    moved = sum(state.bytes for state in job.stack.states.kept if state.optimizer)
-    seconds = 2 * hardware_times.host_copy_s(job.profile, moved * _updated(job, candidates, holdings, counts))
-    return np.asarray(candidates.offload_optimizer * seconds)
+    moved = sum(state.bytes for state in inputs.job.stack.states.kept if state.optimizer)
+    seconds = 2 * hardware_times.host_copy_s(inputs.job.profile, moved * _updated(inputs, counts))
+    return np.asarray(inputs.candidates.offload_optimizer * seconds)
 
 
 def scale_tax(job: TrainingJob, ranks: Ints) -> Floats:

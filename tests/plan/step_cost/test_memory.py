@@ -24,10 +24,8 @@ def test_the_two_terms_that_the_search_compares_are_the_sum_of_all_kinds() -> No
     evaluation = prepare(mine, one(Layout(pipeline=4, shard=4, tensor=4), zero=1))
     for kind in range(len(evaluation.table)):
         place = evaluation.table[kind]
-        candidates, holdings = evaluation.candidates, evaluation.holdings
-        state = lasting_bytes(mine, candidates, holdings, place)
-        activations = passing_bytes(mine, candidates, holdings, evaluation.costs, evaluation.pipes, place)
-        assert state + activations == pytest.approx(total(evaluation.memory(kind)))
+        parts = lasting_bytes(evaluation, place) + passing_bytes(evaluation, place)
+        assert parts == pytest.approx(total(evaluation.memory(kind)))
 
 
 def test_a_small_gpt_holds_what_is_worked_out_by_hand() -> None:

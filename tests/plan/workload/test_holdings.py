@@ -21,9 +21,9 @@ from phalanx.run.spec import (
     TrainSpec,
 )
 from phalanx_plan.step_cost import memory
-from phalanx_plan.step_cost.pipeline import place_table
+from phalanx_plan.step_cost.estimate import prepare
 from phalanx_plan.workload import stacks
-from phalanx_plan.workload.holdings import holdings, places
+from phalanx_plan.workload.holdings import places
 from plan.jobs import job, one
 
 _MODELS = st.builds(
@@ -97,10 +97,9 @@ def test_state_of_every_kind_is_what_the_trainer_holds(
         micro_batch=4,
     )
     width = 2 if compute == "bf16" else 4
-    held = holdings(workload.model, candidates, optimizer=optimizer)
-    table = place_table(mine, candidates)
-    for kind in range(len(table)):
-        place = table[kind]
+    evaluation = prepare(mine, candidates)
+    for kind in range(len(evaluation.table)):
+        place = evaluation.table[kind]
         # Of tensor ranks, the last may have a row of the vocabulary more.
         of_ranks = [
             state_bytes(spec, layout, holding(spec, layout, RankPlace(int(place.rank[0]), 0, tensor)), width)
@@ -108,7 +107,7 @@ def test_state_of_every_kind_is_what_the_trainer_holds(
         ]
         expected = {name: max(each[name] for each in of_ranks) for name in of_ranks[0]}
         expected["master weights"] = expected.pop("weights")
-        found = memory.state_bytes(mine, candidates, held, place)
+        found = memory.state_bytes(evaluation, place)
         assert {name: size.item() for name, size in found.items() if size.any()} == pytest.approx(expected)
 
 

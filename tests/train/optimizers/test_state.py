@@ -26,9 +26,8 @@ from phalanx.train.compose import make_optimizer
 from phalanx.train.optimizers.matrix_optimizer import matrices_of, owners_of
 from phalanx.train.optimizers.matrix_rules import MATRIX_RULES
 from phalanx_plan.step_cost import memory
-from phalanx_plan.step_cost.pipeline import place_table
+from phalanx_plan.step_cost.estimate import prepare
 from phalanx_plan.workload import stacks
-from phalanx_plan.workload.holdings import holdings
 from plan.jobs import job, one
 
 SPECS = st.one_of(
@@ -89,10 +88,9 @@ def test_the_state_that_is_allocated_is_what_show_and_the_planner_say(
 def planned_moments(spec: RunSpec, layout: Layout) -> list[float]:
     """Bytes of the optimizer's state on the planner's fullest rank of each place of the pipeline."""
     mine = job(spec.model, batch=8, seq_len=16, stack=stacks.stack_of(spec))
-    candidates = one(layout, zero=2)
-    held = holdings(spec.model, candidates, optimizer=spec.optimizer)
-    table = place_table(mine, candidates)
-    return [memory.state_bytes(mine, candidates, held, table[n])["moments"].item() for n in range(len(table))]
+    evaluation = prepare(mine, one(layout, zero=2))
+    places = map(evaluation.table.__getitem__, range(len(evaluation.table)))
+    return [memory.state_bytes(evaluation, place)["moments"].item() for place in places]
 
 
 @pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
