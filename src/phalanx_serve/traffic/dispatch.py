@@ -78,6 +78,10 @@ class RouterState:
     counts: Counter[str] = field(default_factory=Counter)
     """Number of events by kind: moved, stale, audits, differences, ..."""
     numbers: int = 0
+    now_s: float = 0.0
+    """Time of the present event."""
+    commands: list[events.Command] = field(default_factory=list)
+    """Commands of the present event so far, in order."""
 
 
 def step(state: RouterState, event: events.Event, now_s: float) -> tuple[RouterState, list[events.Command]]:
@@ -86,35 +90,33 @@ def step(state: RouterState, event: events.Event, now_s: float) -> tuple[RouterS
     Jobs of a drained worker move if another accepts work. Waiting requests are then assigned, in order, while workers
     accept work.
     """
-    commands: list[events.Command] = []
+    state.now_s, state.commands = now_s, []
     match event:
         case events.RequestSubmitted():
-            _submit(state, event, now_s, commands)
+            _submit(state, event)
         case events.Abandoned(request):
-            _abandon(state, request, commands)
+            _abandon(state, request)
         case events.OutputReceived():
-            _hear(state, event, now_s, commands)
+            _hear(state, event)
         case _:
             state.pool, orders = pools.step(state.pool, event, now_s)
-            _follow(state, orders, now_s, commands)
+            _follow(state, orders)
             if isinstance(event, events.Beat):
-                _reconcile(state, event, now_s, commands)
+                _reconcile(state, event)
             elif isinstance(event, events.DrainWorker):
                 # Its jobs move, and it still offers its pages. If there is no other worker, it finishes them.
                 worker = state.pool.workers.get(event.worker)
                 if worker is not None and state.pool.open_to_work():
                     for job in sorted(worker.jobs):
-                        _move(state, job, now_s, commands, is_gone=False, loss=False)
+                        _move(state, job, is_gone=False, loss=False)
     while state.waiting and state.pool.open_to_work():  # in order
         first = next(iter(state.waiting))
         del state.waiting[first]
-        _place(state, first, now_s, commands)
-    return state, commands
+        _place(state, first)
+    return state, state.commands
 
 
-def _submit(
-    state: RouterState, event: events.RequestSubmitted, now_s: float, commands: list[events.Command]
-) -> None:
+def _submit(state: RouterState, event: events.RequestSubmitted) -> None:
     """Record a request and assign it to a worker; one that is known already is only counted."""
     request = event.request
     if request.id in state.entries:
@@ -122,28 +124,22 @@ def _submit(
         return
     audited = chosen(request.id, state.settings.audit_share)
     state.entries[request.id] = journal.open_entry(request, event.seen, audited=audited)
-    _place(state, request.id, now_s, commands)
+    _place(state, request.id)
 
 
-def _abandon(state: RouterState, request: str, commands: list[events.Command]) -> None:
+def _abandon(state: RouterState, request: str) -> None:
     """Cancel a request that its client has left, and its job; nothing if it is no longer open."""
     entry = state.entries.get(request)
     if entry is None:
         return
-    _drop(state, entry.job, commands)
-    _close(state, entry, events.Ended(request, "cancelled"), commands)
+    _drop(state, entry.job)
+    _close(state, entry, events.Ended(request, "cancelled"))
 
 
 # --- placing ------------------------------------------------------------------------------------
 
 
-def _place(
-    state: RouterState,
-    request_id: str,
-    now_s: float,
-    commands: list[events.Command],
-    avoid: int = events.NOBODY,
-) -> None:
+def _place(state: RouterState, request_id: str, avoid: int = events.NOBODY) -> None:
     """Assign a request without a job to the cheapest worker, or queue it.
 
     Use ``avoid`` only if there is no other worker. Ends it if it is complete, or has failed too often.
@@ -151,13 +147,13 @@ def _place(
     entry = state.entries[request_id]
     entry.job = 0
     if entry.complete:  # its worker was lost between the last token and the last word
-        _close(state, entry, events.Ended(request_id, "length"), commands)
+        _close(state, entry, events.Ended(request_id, "length"))
         return
     if entry.losses >= state.settings.most_losses:
         message = (
             f"{entry.losses} workers in a row were lost or failed with this request before its next token"
         )
-        _close(state, entry, events.Ended(request_id, "error", message), commands)
+        _close(state, entry, events.Ended(request_id, "error", message))
         return
     request = journal.remaining_request(entry)
     text = request.prompt + request.generated
@@ -180,7 +176,7 @@ def _place(
     if route is None:
         state.waiting[request_id] = None
         return
-    _start(state, entry, request, route, names, now_s, commands)
+    _start(state, entry, request, route, names)
 
 
 def _start(
@@ -189,8 +185,6 @@ def _start(
     request: events.Request,
     route: routing.Route,
     names: tuple[bytes, ...],
-    now_s: float,
-    commands: list[events.Command],
     source_job: int = 0,
 ) -> None:
     """Record a job of a request on a worker, and command it, with the pages to pull from ``route.source``.
@@ -202,7 +196,7 @@ def _start(
     rows = max(len(request.prompt) + len(request.generated) - PAGE * cached_pages, 1)
     number = _number(state)
     state.jobs[number] = RouterJob(
-        worker.number, rows, entry.request.id, 0, route.prefill, route.source, names, now_s
+        worker.number, rows, entry.request.id, 0, route.prefill, route.source, names, state.now_s
     )
     worker.jobs.add(number)
     worker.queued_rows += rows
@@ -212,7 +206,7 @@ def _start(
     pull = names[cached_pages:] if route.source != events.NOBODY else ()
     if pull:
         entry.pages_from.add(route.source)
-    commands.append(
+    state.commands.append(
         events.ComputeJob(worker.number, number, request, route.source, source_job, pull, route.prefill)
     )
 
@@ -223,9 +217,7 @@ def _number(state: RouterState) -> int:
     return state.numbers
 
 
-def _drop(
-    state: RouterState, number: int, commands: list[events.Command], *, is_gone: bool = False
-) -> RouterJob | None:
+def _drop(state: RouterState, number: int, *, is_gone: bool = False) -> RouterJob | None:
     """Remove a job, and cancel it on its worker unless that is gone. Returns it; ``None`` if there is no such job.
 
     The entry of its request keeps the job's number.
@@ -238,52 +230,42 @@ def _drop(
         worker.jobs.discard(number)
         worker.queued_rows -= job.rows
     if worker is not None and not is_gone:
-        commands.append(events.CancelJob(job.worker, number))
+        state.commands.append(events.CancelJob(job.worker, number))
     return job
 
 
-def _close(state: RouterState, entry: Entry, output: events.Ended, commands: list[events.Command]) -> None:
+def _close(state: RouterState, entry: Entry, output: events.Ended) -> None:
     """Remove a request, command the delivery of its end, and count it by outcome."""
     del state.entries[entry.request.id]
     state.waiting.pop(entry.request.id, None)
-    commands.append(events.DeliverOutput(journal.ended(entry, output)))
+    state.commands.append(events.DeliverOutput(journal.ended(entry, output)))
     state.counts[output.outcome] += 1
 
 
-def _move(
-    state: RouterState,
-    number: int,
-    now_s: float,
-    commands: list[events.Command],
-    *,
-    is_gone: bool,
-    loss: bool,
-) -> None:
+def _move(state: RouterState, number: int, *, is_gone: bool, loss: bool) -> None:
     """Continue a job's request or audit, preferably on another worker. Does nothing for an unknown job.
 
     ``is_gone`` saves the cancellation. ``loss`` counts against the request.
     """
-    job = _drop(state, number, commands, is_gone=is_gone)
+    job = _drop(state, number, is_gone=is_gone)
     if job is None:
         return
     if job.audit:
         audit = state.audits[job.audit]
         audit.scoring.discard(job.worker)
-        _go_on(state, job.audit, now_s, commands)
+        _go_on(state, job.audit)
         return
     entry = state.entries[job.request]
     entry.losses += loss
     entry.moves += 1
     state.counts["moved"] += 1
-    _place(state, job.request, now_s, commands, avoid=job.worker)
+    _place(state, job.request, avoid=job.worker)
 
 
 # --- worker events --------------------------------------------------------------------------------
 
 
-def _follow(
-    state: RouterState, orders: list[events.PoolCommand], now_s: float, commands: list[events.Command]
-) -> None:
+def _follow(state: RouterState, orders: list[events.PoolCommand]) -> None:
     """Carry out the pool's commands: jobs of lost and late workers move, all else is passed on.
 
     Only lost workers count against requests.
@@ -292,12 +274,12 @@ def _follow(
         if isinstance(order, events.Lost):
             state.counts["lost" if order.is_gone else "late"] += 1
             for number in order.jobs:
-                _move(state, number, now_s, commands, is_gone=order.is_gone, loss=order.is_gone)
+                _move(state, number, is_gone=order.is_gone, loss=order.is_gone)
         else:
-            commands.append(order)
+            state.commands.append(order)
 
 
-def _reconcile(state: RouterState, beat: events.Beat, now_s: float, commands: list[events.Command]) -> None:
+def _reconcile(state: RouterState, beat: events.Beat) -> None:
     """Compare the jobs in a worker's heartbeat with the expected ones; ignores an earlier life.
 
     Jobs that the worker should not have are canceled. A job that it lacks after twice ``late_s`` is lost, and moves.
@@ -306,16 +288,14 @@ def _reconcile(state: RouterState, beat: events.Beat, now_s: float, commands: li
     if worker is None:
         return
     for number in sorted(set(beat.jobs) - worker.jobs):
-        commands.append(events.CancelJob(worker.number, number))
+        state.commands.append(events.CancelJob(worker.number, number))
     patience_s = 2 * state.pool.settings.late_s
     for number in sorted(worker.jobs - set(beat.jobs)):
-        if now_s - state.jobs[number].began_s > patience_s:
-            _move(state, number, now_s, commands, is_gone=False, loss=True)
+        if state.now_s - state.jobs[number].began_s > patience_s:
+            _move(state, number, is_gone=False, loss=True)
 
 
-def _hear(
-    state: RouterState, event: events.OutputReceived, now_s: float, commands: list[events.Command]
-) -> None:
+def _hear(state: RouterState, event: events.OutputReceived) -> None:
     """Record an output of a job and deliver it; one of an earlier life or job is only counted as stale.
 
     It also ends the job's claim on queued rows. A gap in the tokens moves the request.
@@ -328,30 +308,23 @@ def _hear(
     worker.queued_rows -= job.rows
     job.rows = 0
     if job.audit:
-        _hear_score(state, event, job, now_s, commands)
+        _hear_score(state, event, job)
         return
     worker.hint(job.names)
     entry = state.entries[job.request]
     if isinstance(event.output, events.Ended):
-        _end_job(state, event.job, event.output, entry, now_s, commands)
+        _end_job(state, event.job, event.output, entry)
         return
     try:
-        commands += [
+        state.commands += [
             events.DeliverOutput(output) for output in journal.take(entry, event.output, event.worker)
         ]
     except GapError:
         state.counts["gaps"] += 1
-        _move(state, event.job, now_s, commands, is_gone=False, loss=True)
+        _move(state, event.job, is_gone=False, loss=True)
 
 
-def _end_job(
-    state: RouterState,
-    number: int,
-    output: events.Ended,
-    entry: Entry,
-    now_s: float,
-    commands: list[events.Command],
-) -> None:
+def _end_job(state: RouterState, number: int, output: events.Ended, entry: Entry) -> None:
     """Close a request whose job has ended, or continue it on a decode worker after prefill. May begin an audit.
 
     A job that the worker canceled or that ended too early moves to another worker. A job that failed moves too,
@@ -361,34 +334,27 @@ def _end_job(
         output.outcome == "length" and not entry.complete and not state.jobs[number].prefill
     ):
         # Nobody canceled it here, so it continues elsewhere.
-        _move(state, number, now_s, commands, is_gone=True, loss=True)
+        _move(state, number, is_gone=True, loss=True)
         return
     if output.outcome == "error":
         state.counts["failed"] += 1
         entry.losses += 1
         if entry.losses < min(2, state.settings.most_losses):
-            _move(state, number, now_s, commands, is_gone=True, loss=False)
+            _move(state, number, is_gone=True, loss=False)
             return
-    job = _drop(state, number, commands, is_gone=True)
+    job = _drop(state, number, is_gone=True)
     assert job is not None
     if output.outcome == "length" and not entry.complete:
         entry.cached = output.cached_tokens if entry.moves == 0 else entry.cached
-        _go_to_decode(state, entry, job, number, now_s, commands)
+        _go_to_decode(state, entry, job, number)
         return
     audit = entry.audited and output.outcome in ("stop", "length") and bool(entry.tokens)
-    _close(state, entry, output, commands)
+    _close(state, entry, output)
     if audit:
-        _begin_audit(state, entry, now_s, commands)
+        _begin_audit(state, entry)
 
 
-def _go_to_decode(
-    state: RouterState,
-    entry: Entry,
-    prefill: RouterJob,
-    number: int,
-    now_s: float,
-    commands: list[events.Command],
-) -> None:
+def _go_to_decode(state: RouterState, entry: Entry, prefill: RouterJob, number: int) -> None:
     """Continue a request after its first token: the prefill worker offers the pages, and the cheapest decode worker
     pulls them.
 
@@ -396,7 +362,7 @@ def _go_to_decode(
     """
     workers = [w for w in state.pool.open_to_work() if w.role != "prefill"]
     if not workers:
-        _place(state, entry.request.id, now_s, commands)
+        _place(state, entry.request.id)
         return
     names, link = prefill.names, state.settings.link
     best = min(
@@ -407,13 +373,13 @@ def _go_to_decode(
         ),
     )
     route = routing.Route(best.number, False, prefill.worker, 0.0)
-    _start(state, entry, journal.remaining_request(entry), route, names, now_s, commands, source_job=number)
+    _start(state, entry, journal.remaining_request(entry), route, names, source_job=number)
 
 
 # --- audits ---------------------------------------------------------------------------------------
 
 
-def _begin_audit(state: RouterState, entry: Entry, now_s: float, commands: list[events.Command]) -> None:
+def _begin_audit(state: RouterState, entry: Entry) -> None:
     """Let the least busy worker that had no part in a text score it; skipped, and counted, if there is none."""
     makers = frozenset(entry.makers) | entry.pages_from
     others = [w for w in state.pool.open_to_work() if w.number not in makers]
@@ -425,29 +391,21 @@ def _begin_audit(state: RouterState, entry: Entry, now_s: float, commands: list[
     tokens = entry.request.prompt + tuple(entry.tokens)
     state.audits[number] = TextAudit(tokens, len(entry.tokens), bits(entry.logprobs), makers)
     least = min(others, key=lambda worker: (worker.queued_rows, worker.number))
-    _ask(state, number, least.number, now_s, commands)
+    _ask(state, number, least.number)
 
 
-def _ask(
-    state: RouterState, number: int, worker_number: int, now_s: float, commands: list[events.Command]
-) -> None:
+def _ask(state: RouterState, number: int, worker_number: int) -> None:
     """Command a worker to score an audit's text, and record the job."""
     audit, worker, job = state.audits[number], state.pool.workers[worker_number], _number(state)
     audit.scoring.add(worker_number)
-    state.jobs[job] = RouterJob(worker_number, len(audit.tokens), "", number, began_s=now_s)
+    state.jobs[job] = RouterJob(worker_number, len(audit.tokens), "", number, began_s=state.now_s)
     worker.jobs.add(job)
     worker.queued_rows += len(audit.tokens)
     request = events.Request(f"audit-{number}", audit.tokens, 1, prompt_logprobs=True, top_logprobs=0)
-    commands.append(events.ComputeJob(worker_number, job, request))
+    state.commands.append(events.ComputeJob(worker_number, job, request))
 
 
-def _hear_score(
-    state: RouterState,
-    event: events.OutputReceived,
-    job: RouterJob,
-    now_s: float,
-    commands: list[events.Command],
-) -> None:
+def _hear_score(state: RouterState, event: events.OutputReceived, job: RouterJob) -> None:
     """Record a worker's score of an audit, cancel its job, and advance the audit.
 
     A job that ends without a score is left out; the token behind a score is ignored.
@@ -455,16 +413,16 @@ def _hear_score(
     audit = state.audits[job.audit]
     if isinstance(event.output, events.PromptScored):
         audit.scores[job.worker] = bits(event.output.logprobs[len(event.output.logprobs) - audit.text :])
-        _drop(state, event.job, commands)
+        _drop(state, event.job)
     elif isinstance(event.output, events.Token):
         return
     else:
-        _drop(state, event.job, commands, is_gone=True)
+        _drop(state, event.job, is_gone=True)
     audit.scoring.discard(job.worker)
-    _go_on(state, job.audit, now_s, commands)
+    _go_on(state, job.audit)
 
 
-def _go_on(state: RouterState, number: int, now_s: float, commands: list[events.Command]) -> None:
+def _go_on(state: RouterState, number: int) -> None:
     """Advance an audit as far as its scores allow: request more scores, or count its result and quarantine workers
     found wrong.
 
@@ -475,7 +433,7 @@ def _go_on(state: RouterState, number: int, now_s: float, commands: list[events.
     if not audit.scoring and not audit.scores:
         fresh = sorted(others - audit.makers)
         if fresh:
-            _ask(state, number, fresh[0], now_s, commands)
+            _ask(state, number, fresh[0])
         else:
             del state.audits[number]
             state.counts["audits_skipped"] += 1
@@ -483,19 +441,17 @@ def _go_on(state: RouterState, number: int, now_s: float, commands: list[events.
     verdict = judge(audit, others)
     if not isinstance(verdict, AuditResult):
         for worker in sorted(verdict):
-            _ask(state, number, worker, now_s, commands)
+            _ask(state, number, worker)
         return
     del state.audits[number]
     state.counts["differences"] += verdict.difference
     state.counts["undecided"] += verdict.undecided
     state.counts["unexplained"] += verdict.unexplained
     for worker in sorted(verdict.wrong):
-        _condemn(state, worker, evidence(audit, worker, verdict.right), now_s, commands)
+        _condemn(state, worker, evidence(audit, worker, verdict.right))
 
 
-def _condemn(
-    state: RouterState, number: int, reason: str, now_s: float, commands: list[events.Command]
-) -> None:
+def _condemn(state: RouterState, number: int, reason: str) -> None:
     """Quarantine a worker that miscomputes, and discard everything that may come from it.
 
     Other workers fetched its pages and computed pages from them, which their names do not show. So all workers drop all
@@ -507,11 +463,11 @@ def _condemn(
     state.counts["quarantined"] += 1
     orders = pools.quarantine(state.pool, number, reason)
     running = [job for job, each in sorted(state.jobs.items()) if not each.audit and each.worker != number]
-    requests = [job.request for job in (_drop(state, each, commands) for each in running) if job is not None]
+    requests = [job.request for job in (_drop(state, each) for each in running) if job is not None]
     for other, worker in sorted(state.pool.workers.items()):
         worker.hints.clear()
-        commands.append(events.Forget(other))
-    _follow(state, orders, now_s, commands)
+        state.commands.append(events.Forget(other))
+    _follow(state, orders)
     for request in requests:
         state.counts["moved"] += 1
-        _place(state, request, now_s, commands)
+        _place(state, request)
