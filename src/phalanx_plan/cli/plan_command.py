@@ -93,7 +93,7 @@ def fit_command(options: request.FitOptions) -> None:
     """
     with request.mistakes():
         request.refuse_repeated(options.overrides)
-        _fit_law(options.budget, options)
+        _fit_law(options)
 
 
 @click.command("serve", cls=request.GivenOnce)
@@ -184,7 +184,7 @@ def _answer_run(options: request.PlanOptions) -> None:
     """
     if options.fits:
         request.refuse_beside("--fit", _fields(request.FitOptions, "fits"), _INSTEAD_OF_FIT)
-        _fit_law(options.budget, options)
+        _fit_law(options)
     elif options.budget is not None:
         request.refuse_beside("--budget", _fields(request.BudgetOptions), _INSTEAD_OF_BUDGET)
         _answer_budget(options.budget, options)
@@ -199,20 +199,10 @@ def _list_stacks(options: request.StackOptions) -> None:
     print_stacks(as_json=options.as_json)
 
 
-def _fit_law(budget: str | None, options: request.FitOptions | request.PlanOptions) -> None:
-    """Fit a scaling law to the run directories in ``options.files`` and print its predictions as text or JSON.
-
-    The optimum is left out if ``budget`` is None.
-    """
+def _fit_law(options: request.FitOptions | request.PlanOptions) -> None:
     from phalanx_plan.cli.what_to_train import answer_fit
 
-    answer_fit(
-        options.files,
-        overrides=options.overrides,
-        tokens=options.tokens,
-        budget=budget,
-        as_json=options.as_json,
-    )
+    answer_fit(options)
 
 
 def _answer_budget(budget: str, options: request.SizeOptions) -> None:

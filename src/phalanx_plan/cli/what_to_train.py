@@ -28,7 +28,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import read_run
 from phalanx.run.spec import RunSpec
 from phalanx_plan.api import plan_json
-from phalanx_plan.cli.plan_request import write_run_file
+from phalanx_plan.cli.plan_request import FitOptions, PlanOptions, write_run_file
 from phalanx_plan.report.elements import DAYS, DOLLARS, ENERGY, counted, html_table, written
 from phalanx_plan.report.page import report_page
 from phalanx_plan.scaling.answer import BudgetAnswer, Question, Recommended, answer
@@ -297,27 +297,25 @@ def _write(recommended: BudgetAnswer, out: Path | None, report: Path | None) -> 
         click.echo(f"wrote {out}", err=True)
 
 
-def answer_fit(
-    places: Sequence[Path], *, overrides: Sequence[str], tokens: str | None, budget: str | None, as_json: bool
-) -> None:
-    """Fit a law to the run directories among ``places``, and print it with its predictions, as text or JSON.
+def answer_fit(options: FitOptions | PlanOptions) -> None:
+    """Fit a law to the run directories among ``options.files``, and print it with its predictions, as text or JSON.
 
-    Predicts the run file among ``places``, and the best model for ``budget`` (FLOP), if they are given. Raises
+    Predicts the run file among them, and the best model for ``options.budget`` (FLOP), if they are given. Raises
     ``FitError``, and UsageError for two run files, options without one, or a budget in another unit.
     """
-
-    files = [place for place in places if place.suffix == ".toml"]
+    budget, overrides, tokens = options.budget, options.overrides, options.tokens
+    files = [place for place in options.files if place.suffix == ".toml"]
     if len(files) > 1:
         raise click.UsageError(f"fit predicts one run file, not {len(files)}")
     if (tokens or overrides) and not files:
         raise click.UsageError("--tokens and --set change the run file that fit predicts: give one")
-    law = fit(read_runs([place for place in places if place not in files]))
+    law = fit(read_runs([place for place in options.files if place not in files]))
     targets: dict[str, tuple[float, float]] = {}
     if files:
         targets[str(files[0])] = _asked_run(files[0], overrides, tokens)
     if budget is not None:
         targets[f"the best for {budget}"] = law.law.optimum(_flops(budget))
-    if as_json:
+    if options.as_json:
         click.echo(json.dumps(fit_json(law, targets), allow_nan=False))
     else:
         print_fit(law, targets)
