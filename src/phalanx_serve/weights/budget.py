@@ -24,6 +24,8 @@ from phalanx_serve.kv_cache.memory import BLOCK, TOGETHER
 
 
 LEAST_EXPERTS = 2
+_BUFFERS = 3
+"""Most buffers of the ring."""
 
 
 class TooLargeError(PackError):
@@ -83,12 +85,9 @@ def _sizes(index: PackIndex, dtype: str) -> _Sizes:
         for section in index.sections
         if section.kind in ("kept", "embedding", "head")
     )
-    fixed += max(
-        (wide_bytes(section, dtype) for section in bodies if not is_direct(section, dtype)), default=0
-    )
-    fixed += max(
-        (wide_bytes(section, dtype) for section in experts if not is_direct(section, dtype)), default=0
-    )
+    for sections in (bodies, experts):
+        widened = (wide_bytes(section, dtype) for section in sections if not is_direct(section, dtype))
+        fixed += max(widened, default=0)
     slot = max((padded_bytes(section.nbytes) for section in experts), default=0)
     return _Sizes(fixed, slot, max((padded_bytes(section.nbytes) for section in bodies), default=0))
 
@@ -98,7 +97,7 @@ def least_bytes(index: PackIndex, dtype: str) -> int:
     return _sizes(index, dtype).least
 
 
-def divide_memory(index: PackIndex, dtype: str, memory_bytes: int, buffers: int = 3) -> Residency:
+def divide_memory(index: PackIndex, dtype: str, memory_bytes: int) -> Residency:
     """Divide ``memory_bytes`` for a streamed model: buffers of the ring, resident layers, and slots for experts.
 
     Experts get what the layers leave, and ``LEAST_EXPERTS`` in any case. Without streamed layers there are no
@@ -115,7 +114,7 @@ def divide_memory(index: PackIndex, dtype: str, memory_bytes: int, buffers: int 
             "narrower format"
         )
     remaining = memory_bytes - fixed - LEAST_EXPERTS * slot
-    buffers = min(buffers, remaining // of_buffer) if of_buffer else 0
+    buffers = min(_BUFFERS, remaining // of_buffer) if of_buffer else 0
     resident = _resident(
         {layer: wide_bytes(section, dtype) for layer, section in bodies.items()},
         remaining,
@@ -124,7 +123,7 @@ def divide_memory(index: PackIndex, dtype: str, memory_bytes: int, buffers: int 
     buffers = buffers if len(resident) < len(bodies) else 0
     remaining -= buffers * of_buffer + sum(wide_bytes(bodies[layer], dtype) for layer in resident)
     slots = min(experts, LEAST_EXPERTS + remaining // slot) if slot else 0
-    used = memory_bytes - remaining + (slots - LEAST_EXPERTS) * slot if slot else memory_bytes - remaining
+    used = memory_bytes - remaining + (slots - LEAST_EXPERTS) * slot
     return Residency(buffers, frozenset(resident), slots, used)
 
 

@@ -385,14 +385,11 @@ class PageServer:
         identity: WorkerIdentity,
         token: str,
         host: str = "127.0.0.1",
-        most_newcomers: int = 64,
         nixl: AgentProcess | None = None,
     ) -> None:
         """Listen on any free port of ``host``; with ``nixl``, lay pages for others' agents. Raises OSError if the port cannot be had."""
         self._pages, self._identity, self._nixl = pages, identity, nixl
-        self._port = ProvenPort(
-            self._converse, "page-server", PURPOSE, token, host=host, most_newcomers=most_newcomers
-        )
+        self._port = ProvenPort(self._converse, "page-server", PURPOSE, token, host=host)
 
     @property
     def port(self) -> int:
