@@ -36,7 +36,7 @@ def predicted(row: Row) -> float:
     """The planner's prediction, in the row's unit."""
     rows, held = float(row["rows"]), float(row["held"])
     if row["family"] == "streaming":  # OPT-30B in 16 bits, over the host link that FlexGen's machine reached
-        return tokens_per_s(rows, 60e9, 12e9, 0.0)
+        return tokens_per_s(rows, 60e9, 12e9)
     place = cluster(row["cluster"])
     step = ServingStep(
         resolve(PRESETS[row["model"]]),

@@ -152,7 +152,7 @@ def _streamed(service: Service) -> str:
     bounds = []
     for rows in (1, 64):
         size = step_cost.streamed_bytes(service.model, step_cost.FORMAT_BYTES[service.format], rows)
-        bounds.append(f"{step_cost.tokens_per_s(rows, size, rate, 0.0):,.3g} tokens/s with {rows} rows")
+        bounds.append(f"{step_cost.tokens_per_s(rows, size, rate):,.3g} tokens/s with {rows} rows")
     return f"from host memory at most {' and '.join(bounds)}"
 
 

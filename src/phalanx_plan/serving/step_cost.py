@@ -139,9 +139,9 @@ def requests_held(
 # Weights that are read for each pass, from host memory or disk: the bound in closed form.
 
 
-def tokens_per_s(rows: float, streamed_bytes: float, bytes_per_s: float, compute_s: float) -> float:
+def tokens_per_s(rows: float, streamed_bytes: float, bytes_per_s: float) -> float:
     """Upper bound of tokens a second of ``rows`` requests."""
-    return rows / max(streamed_bytes / bytes_per_s, compute_s)
+    return rows / (streamed_bytes / bytes_per_s)
 
 
 def touched_experts(experts: float, per_token: float, rows: float) -> float:

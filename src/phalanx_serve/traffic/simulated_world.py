@@ -261,7 +261,6 @@ class TrafficOutcome:
     events: int
     faults: dict[str, int]
     counts: dict[str, int]
-    simulated_s: float
     first_token_s: tuple[float, float]
     """Seconds until a client's first token: median and 99th percentile."""
     longest_gap_s: float
@@ -452,7 +451,6 @@ def _outcome(world: SimulatedService) -> TrafficOutcome:
         world.events,
         dict(world.faults),
         dict(counts),
-        world.clock.now_s,
         (statistics.median(firsts), firsts[math.ceil(0.99 * len(firsts)) - 1]),
         max(gaps, default=0.0),
     )

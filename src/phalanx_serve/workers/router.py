@@ -59,7 +59,6 @@ class RouterSettings:
 class Watcher:
     """Callbacks for worker events, for the process supervisor and the start of the service."""
 
-    opening: Callable[[Peer], None]
     ready: Callable[[Peer], None]
     unable: Callable[[Peer, str], None]
     late: Callable[[Peer, str], None]
@@ -195,7 +194,6 @@ class RequestRouter:
                     if number < 0:
                         self._joined += 1
                         peer.number = self._joined
-                    self.watcher.opening(peer)
                 case m.WorkerReady() as ready:
                     self._admit(peer, ready)
                 case m.WorkerUnable(reason):

@@ -234,7 +234,7 @@ class RouterClient:
     async def _begin(self) -> None:
         """Listen for workers on this machine, and start their processes. Reports the address."""
         service, token = self._service, secrets.token_hex(32)
-        watcher = Watcher(lambda _: None, self._ready, self._unable, self._late, self._left)
+        watcher = Watcher(self._ready, self._unable, self._late, self._left)
         self._router = RequestRouter(token, service.settings, watcher)
         self._server = await self._router.listen("127.0.0.1")
         host, port = self._server.sockets[0].getsockname()[:2]

@@ -90,7 +90,7 @@ def test_rows_touch_as_many_of_256_experts_as_uniform_choice_says() -> None:
 
 
 def test_opt_30b_over_12_gigabytes_a_second_gives_at_most_0_80_tokens_for_four_rows() -> None:
-    assert tokens_per_s(4, 60e9, 12e9, 0.0) == pytest.approx(0.80)
+    assert tokens_per_s(4, 60e9, 12e9) == pytest.approx(0.80)
 
 
 def test_a_published_day_of_deepseek_took_226_9_nodes() -> None:

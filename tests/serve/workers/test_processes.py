@@ -71,7 +71,7 @@ def test_the_traceback_of_a_defect_of_a_worker_is_printed_and_the_router_gets_th
         def ignore(*_: object) -> None:
             pass
 
-        watcher = Watcher(ignore, ignore, lambda _, reason: reasons.append(reason), ignore, ignore)
+        watcher = Watcher(ignore, lambda _, reason: reasons.append(reason), ignore, ignore)
         router = RequestRouter(TASK.token, RouterSettings(), watcher)
         server = await router.listen("127.0.0.1")
         task = structs.replace(TASK, port=server.sockets[0].getsockname()[1])

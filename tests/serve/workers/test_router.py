@@ -154,7 +154,7 @@ def fleet(
     def gone(peer: Peer, why: str) -> None:
         left.put((peer.number, why))
 
-    watcher = Watcher(lambda _: None, lambda peer: joined.put(peer.number), gone, gone, gone)
+    watcher = Watcher(lambda peer: joined.put(peer.number), gone, gone, gone)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -388,7 +388,7 @@ def test_what_no_engine_can_compute_is_an_error_and_harms_nobody() -> None:
 def test_a_request_that_comes_after_no_worker_is_left_ends_with_the_reason() -> None:
     async def asked() -> list[EngineOutput]:
         told: list[EngineOutput] = []
-        nobody = Watcher(*([lambda *_: None] * 5))
+        nobody = Watcher(*([lambda *_: None] * 4))
         router = RequestRouter(TOKEN, RouterSettings(64), nobody)
         router.submit(Request("before", (1, 2), 3), told.extend)
         router.fail_all("no worker is left")
@@ -410,7 +410,7 @@ def test_an_error_in_a_report_of_a_late_worker_ends_no_later_report(caplog: pyte
         def ignore(*_: object) -> None:
             pass
 
-        watcher = Watcher(ignore, ignore, ignore, report, ignore)
+        watcher = Watcher(ignore, ignore, report, ignore)
         router = RequestRouter(TOKEN, RouterSettings(64, late_s=0.0, tick_s=0.01), watcher)
         server = await router.listen("127.0.0.1")
         numbers = []
@@ -453,8 +453,8 @@ def test_a_worker_that_is_late_is_told_once_in_a_life_with_the_reason(
         )
 
     async def watched() -> None:
-        told: list[Callable[..., None]] = [lambda *_: None] * 5
-        told[3] = lambda peer, why: heard.append((peer.life, why))
+        told: list[Callable[..., None]] = [lambda *_: None] * 4
+        told[2] = lambda peer, why: heard.append((peer.life, why))
         router = RequestRouter(TOKEN, RouterSettings(64, late_s=3.0, tick_s=0.0), Watcher(*told))
         tick = asyncio.create_task(router._tick())
         for life, silent_s, still_s in ((1, 4.0, 4.0), (2, 0.0, 12.0), (3, 0.0, 0.0)):

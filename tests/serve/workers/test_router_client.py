@@ -92,7 +92,7 @@ def beating(number: int, read: int) -> SimpleNamespace:
 
 
 def test_counts_of_drafts_and_of_streamed_weights_are_of_all_workers_those_that_have_left_too() -> None:
-    router = RequestRouter("token", RouterSettings(64, 0.0), Watcher(*([lambda *_: None] * 5)))
+    router = RequestRouter("token", RouterSettings(64, 0.0), Watcher(*([lambda *_: None] * 4)))
     router._count_past(beating(1, 100))  # type: ignore[arg-type]
     router._count_past(beating(2, 200))  # type: ignore[arg-type]
     router.peers[3] = beating(3, 4000)  # type: ignore[assignment]
