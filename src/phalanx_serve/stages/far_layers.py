@@ -36,7 +36,7 @@ from phalanx_serve.engine.sampler import SamplerOutput, SamplingRequest
 from phalanx_serve.kv_cache.memory import PageBox, PageBytes
 from phalanx_serve.stages import messages as m
 from phalanx_serve.stages.messages import StageLink, StepFailedError, Talk, loss_message, loss_of_idle
-from phalanx_serve.stages.shares import Share, assemble, held_share, keeps_heads
+from phalanx_serve.stages.shares import Share, assemble, bytes_of, held_share, keeps_heads
 from phalanx_serve.traffic.events import PartLostError, ServeError
 
 # Stages.
@@ -272,12 +272,6 @@ class FarStages(_FarProcesses):
         """Record the first loss, and close all links."""
         with self._sending:
             super()._lose(reason)
-
-
-def bytes_of(states: Tensor) -> memoryview:
-    """Return the bytes of states, without a copy."""
-    data: memoryview = states.contiguous().flatten().view(torch.uint8).numpy().data
-    return data
 
 
 def tensor_of(body: bytearray, dtype: torch.dtype, dim: int) -> Tensor:

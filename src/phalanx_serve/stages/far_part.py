@@ -20,7 +20,7 @@ from phalanx_serve.kv_cache.memory import PageMemory, RowSpan, Rule, TextKV, kv_
 from phalanx_serve.numerics import begin_exact, numerics_id
 from phalanx_serve.stages import messages as m
 from phalanx_serve.stages import shares
-from phalanx_serve.stages.far_layers import NearShare, bytes_of, tensor_of
+from phalanx_serve.stages.far_layers import NearShare, tensor_of
 from phalanx_serve.stages.messages import StageLink
 from phalanx_serve.traffic.events import ServeError
 from phalanx_serve.traffic.scheduler import PAGE
@@ -167,7 +167,7 @@ class FarPart:
             return m.Passed(0, tuple(passed.sampler_output[n] for n in range(len(step.asks)))), memoryview(
                 b""
             )
-        sent = bytes_of(passed.states)
+        sent = shares.bytes_of(passed.states)
         return m.Passed(len(sent)), sent
 
     def _run(self, errands: Sequence[m.Errand]) -> None:

@@ -365,13 +365,13 @@ def tensor_digests(model: nn.Module) -> dict[str, TensorDigest]:
     """Return the digest of every tensor as it is computed with, by name, without those of multi-token prediction."""
     return {
         # What guesses has no part in the bits of a text, which are the same without it.
-        name: tensor_digest(dtype_name(tensor.dtype), tuple(tensor.shape), [_bytes(tensor)])
+        name: tensor_digest(dtype_name(tensor.dtype), tuple(tensor.shape), [bytes_of(tensor)])
         for name, tensor in model.state_dict().items()
         if not name.startswith("mtp.")
     }
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor on the CPU, without a copy if it is there and contiguous."""
     data: memoryview = tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().data
     return data
