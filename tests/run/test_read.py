@@ -382,7 +382,7 @@ def test_of_very_many_mistakes_the_first_hundred_are_told(tmp_path: Path) -> Non
     assert len(found.value.problems) == 101
 
 
-@pytest.mark.parametrize("name", ["../../x", "a/b", "..", "", "x" * 200, "a\nb"])
+@pytest.mark.parametrize("name", ["../../x", "a/b", "..", "", "x" * 200, "a\nb", "a\u200db", "漢" * 70])
 def test_a_name_that_is_no_folders_name_is_refused(name: str) -> None:
     spec, problems = spec_from_table({"name": name}, {})
     assert spec is None

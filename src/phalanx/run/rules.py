@@ -70,11 +70,17 @@ def _absorbed(spec: RunSpec) -> Iterator[Problem]:
 
 def _directory(name: str, run_dir: str) -> Iterator[Problem]:
     """Yield the problems of a ``name`` that cannot be a folder's, and of a ``run_dir`` that is a URL."""
-    if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(name) > 100:
+    if (
+        name in ("", ".", "..")
+        or "/" in name
+        or not name.isprintable()
+        or len(name) > 100
+        or len(name.encode()) > 200
+    ):
         yield Problem(
             "name",
             f"{name[:100]!r} cannot be the name of a folder",
-            "up to 100 characters, without slashes; for a run directory elsewhere, set run_dir",
+            "up to 100 visible characters of at most 200 bytes, without slashes; for a run directory elsewhere, set run_dir",
         )
     if "://" in run_dir:
         yield Problem(
