@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -113,3 +114,29 @@ def test_an_option_takes_no_number_that_is_not_finite(
 ) -> None:
     assert exit_code([*command.split(), text]) == 2
     assert f"{text} is no finite number" in capsys.readouterr().err
+
+
+def _interrupted_command(interruption: BaseException) -> SimpleNamespace:
+    """A module whose command is interrupted while it makes a class with a descriptor."""
+
+    class Descriptor:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise interruption
+
+    @click.command()
+    def command() -> None:
+        type("Owner", (), {"field": Descriptor()})
+
+    return SimpleNamespace(command=command)
+
+
+def test_a_signal_while_a_class_is_made_ends_the_command_as_at_any_other_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(
+        sys.modules, "phalanx.cli.launch.logs_command", _interrupted_command(KeyboardInterrupt())
+    )
+    assert exit_code(["logs"]) == 130
+    monkeypatch.setitem(sys.modules, "phalanx.cli.launch.logs_command", _interrupted_command(SystemExit(143)))
+    with pytest.raises(SystemExit, match="143"):
+        exit_code(["logs"])

@@ -264,6 +264,13 @@ def _exit_code(words: Sequence[str]) -> int:
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
+    except RuntimeError as error:
+        # Before Python 3.12, what a signal raises while a class with descriptors is made, as in an import, is only the cause.
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            return 130
+        if isinstance(error.__cause__, SystemExit):
+            raise error.__cause__ from None
+        raise
     except ModuleNotFoundError as error:
         remedy = _remedy(words, (error.name or "").partition(".")[0])
         if not remedy:
