@@ -207,7 +207,7 @@ def test_what_has_ended_or_fallen_silent_long_ago_is_left_out_and_of_the_rest_th
 
 
 def test_of_several_reasons_of_a_kind_the_worst_counts() -> None:
-    mild = Reason("not-finite", "warning", "", "", None, (), "", "")
+    mild = Reason(code="not-finite", title="", where="", evidence=(), doing="", next="")
     samples = reason_samples([mild, replace(mild, severity="critical"), mild], Labels(run="r"), T0)
     assert {one.labels.pairs["code"]: one.value for one in samples[:-1] if one.value} == {"not-finite": 3}
 

@@ -51,7 +51,7 @@ def change_before(observed: o.Observed, step: int) -> Change | None:
         )
     if not stage:
         return None
-    steps = [event.body for event in (*observed.past, *observed.events) if isinstance(event.body, Step)]
+    steps = [step for _, step in o.of_kind(Step, observed.all_events)]
     return Change(
         stage,
         True,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from phalanx.fleet.control.fleet_file import FleetFile, FleetIncident
+from phalanx.fleet.control.fleet_file import FleetIncident
 from phalanx.fleet.core.requests import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.events import EpochLeft, IncidentKind, MachineUsed
@@ -15,15 +15,6 @@ from phalanx_watch.why import observed as o
 
 _AWAY = ("lost", "quarantined")
 _GOING = ("leaving", "drained", GIVEN_BACK)
-
-
-def _live(observed: o.Observed) -> FleetFile | None:
-    """Return the fleet of a run that runs; None without a fleet, or if the run or the fleet has ended."""
-    return (
-        observed.fleet
-        if observed.fleet is not None and observed.running and not observed.fleet.over
-        else None
-    )
 
 
 def straggler(observed: o.Observed) -> Iterator[o.Reason]:
@@ -42,7 +33,6 @@ def straggler(observed: o.Observed) -> Iterator[o.Reason]:
         is_steady = slow.slowdown >= o.SLOW_RANK
         yield o.Reason(
             code="straggler",
-            severity="warning",
             title=f"Rank {slow.rank} is {slow.slowdown:.0%} slower than its peers, and all wait for it"
             if is_steady
             else f"Rank {slow.rank} is late in bursts: its peers have waited {slow.late_share:.0%} of their time for it",
@@ -64,7 +54,7 @@ def straggler(observed: o.Observed) -> Iterator[o.Reason]:
                 else "look at that machine: other processes, clocks, heat"
             ),
         )
-    fleet = _live(observed)
+    fleet = observed.live_fleet
     for node, happenings in _by_node(
         fleet.happenings if fleet else (), IncidentKind.STRAGGLER, IncidentKind.SLOW_WITHOUT_SPARE
     ).items():
@@ -100,14 +90,10 @@ def slow_link(observed: o.Observed) -> Iterator[o.Reason]:
 
     The newest ``LINK_READINGS`` must agree, of at least ``LINK_MACHINES`` machines.
     """
-    readings = [
-        (event.t, event.body)
-        for event in observed.mine
-        if isinstance(event.body, MachineUsed) and _LINK in event.body.least
-    ][-o.LINK_READINGS :]
+    readings = [used for _, used in o.of_kind(MachineUsed, observed.mine) if _LINK in used.least]
     slow = [
         used
-        for _, used in readings
+        for used in readings[-o.LINK_READINGS :]
         if used.nodes >= o.LINK_MACHINES and used.least[_LINK] < o.SLOW_LINK * used.figures[_LINK]
     ]
     nodes = {used.least_node[_LINK] for used in slow}
@@ -117,18 +103,16 @@ def slow_link(observed: o.Observed) -> Iterator[o.Reason]:
     (node,), newest = nodes, slow[-1]
     yield o.Reason(
         code="slow-link",
-        severity="warning",
         title=f"The link of {node} is slow: it sends {format_bytes(newest.least[_LINK])}/s where the median of {newest.nodes:,} machines is "
         f"{format_bytes(newest.figures[_LINK])}/s",
         where=f"machine {node}",
-        since=None,
         evidence=(
             f"step {newest.step:,}: the rate at which its first rank's connections to other machines are served while they have bytes to send",
             f"{waiting:.0%} of the time of the newest steps is waiting for communication",
         ),
         doing=observed.doing("nothing by itself: all ranks wait for the slowest link"),
         next="look at that machine's network (ethtool, cable, switch port, other traffic)"
-        + (f"; replace it: phalanx fleet drain {observed.run} NODE" if _live(observed) else ""),
+        + (f"; replace it: phalanx fleet drain {observed.run} NODE" if observed.live_fleet else ""),
     )
 
 
@@ -158,7 +142,6 @@ def growing_memory(observed: o.Observed) -> Iterator[o.Reason]:
     node = f" on {memory.node}" if memory.node else ""
     yield o.Reason(
         code="growing-memory",
-        severity="warning",
         title=f"The memory of rank {memory.rank} grows with every step: {format_bytes(per_step)} a step",
         where=f"rank {memory.rank}{node}"
         if memory.alike == 1
@@ -201,7 +184,7 @@ def _used_up(observed: o.Observed, per_step: float, memory: o.MemorySeen) -> tup
 
 def hardware(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason for each node that is out of the running fleet since its hardware was found unfit."""
-    fleet = _live(observed)
+    fleet = observed.live_fleet
     if fleet is None:
         return
     away = {
@@ -214,7 +197,6 @@ def hardware(observed: o.Observed) -> Iterator[o.Reason]:
         first = incidents.get(name, [])
         yield o.Reason(
             code="hardware",
-            severity="warning",
             title=f"Node {name} is unfit: {member.reason[:120]}",
             where=f"node {name} ({member.host})",
             since=first[0].unix_s if first else None,
@@ -226,7 +208,7 @@ def hardware(observed: o.Observed) -> Iterator[o.Reason]:
 
 def not_finite_nodes(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason for each node that is out of the running fleet because a step was not finite on it."""
-    fleet = _live(observed)
+    fleet = observed.live_fleet
     if fleet is None:
         return
     incidents = _by_node(fleet.happenings, IncidentKind.NOT_FINITE)
@@ -237,7 +219,6 @@ def not_finite_nodes(observed: o.Observed) -> Iterator[o.Reason]:
         step = f"Step {first[0].step:,}" if first else "A step"
         yield o.Reason(
             code="not-finite",
-            severity="warning",
             title=f"{step} was NaN or infinite on node {member.name}",
             where=f"node {member.name} ({member.host})",
             since=first[0].unix_s if first else None,
@@ -249,7 +230,7 @@ def not_finite_nodes(observed: o.Observed) -> Iterator[o.Reason]:
 
 def lost_nodes(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield one reason for all nodes of a running fleet that are lost or quarantined for other causes than hardware or numbers."""
-    fleet = _live(observed)
+    fleet = observed.live_fleet
     if fleet is None:
         return
     explained = (IncidentKind.HARDWARE, IncidentKind.NOT_FINITE)
@@ -264,7 +245,6 @@ def lost_nodes(observed: o.Observed) -> Iterator[o.Reason]:
     short = bool(target_nodes) and seated < target_nodes
     yield o.Reason(
         code="lost-node",
-        severity="warning",
         title=f"{len(away)} node{'s are' if len(away) > 1 else ' is'} lost or put aside: {', '.join(sorted(names)[:5])}",
         where=", ".join(f"node {member.name} ({member.host})" for member in away[:5]),
         since=min(when, default=None),
@@ -298,7 +278,7 @@ def nodes_back(observed: o.Observed) -> Iterator[o.Reason]:
 
     It explains the interruption.
     """
-    fleet = _live(observed)
+    fleet = observed.live_fleet
     if fleet is None:
         return
     present = {member.name: member for member in fleet.members if member.role not in (*_AWAY, *_GOING)}
@@ -323,7 +303,7 @@ def no_spares(observed: o.Observed) -> Iterator[o.Reason]:
 
     Not shortly after an incident unless nodes are away.
     """
-    fleet = _live(observed)
+    fleet = observed.live_fleet
     if (
         fleet is None
         or observed.spec is None
@@ -343,7 +323,6 @@ def no_spares(observed: o.Observed) -> Iterator[o.Reason]:
     target_spares = observed.spec.fleet.spares
     yield o.Reason(
         code="no-spares",
-        severity="warning",
         title="No spare node is left",
         where="the fleet",
         since=max(away, default=None),
@@ -366,19 +345,18 @@ def fewer_ranks(observed: o.Observed) -> Iterator[o.Reason]:
 
     The evidence is the most frequent reason for which epochs were left, or the newest one.
     """
-    fleet, spec = _live(observed), observed.spec
+    fleet, spec = observed.live_fleet, observed.spec
     if fleet is None or spec is None or fleet.phase is not FleetPhase.RUNNING or not fleet.ranks:
         return
     present = [member for member in fleet.members if member.role in ("member", "spare", "warming")]
     target_ranks = spec.fleet.nodes * spec.fleet.workers_per_node
-    ends = [(event.t, event.body) for event in observed.events if isinstance(event.body, EpochLeft)]
+    ends = o.of_kind(EpochLeft, observed.events)
     if len(present) < spec.fleet.nodes or fleet.ranks >= target_ranks or not ends:
         return
     counts = Counter(end.reason for _, end in ends)
     reason, often = counts.most_common(1)[0]
     yield o.Reason(
         code="fewer-ranks",
-        severity="warning",
         title=f"{fleet.ranks} of {target_ranks} ranks train, and {len(present)} nodes are there",
         where="the fleet",
         since=ends[-1][0],
@@ -396,14 +374,12 @@ def metrics_elsewhere(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the coordinator serves its metrics at another port than the run file's, which was in use."""
     port = observed.spec.observe.metrics_port if observed.spec else 0
     address = observed.metrics_address
-    if _live(observed) is None or not port or not address or address.endswith(f":{port}"):
+    if observed.live_fleet is None or not port or not address or address.endswith(f":{port}"):
         return
     yield o.Reason(
         code="metrics-elsewhere",
-        severity="warning",
         title=f"Metrics are not at port {port}, which another process has",
         where=f"observe.metrics_port = {port}",
-        since=None,
         evidence=(f"the coordinator could not listen there, and serves its metrics at {address}",),
         doing=f"a Prometheus that finds its targets in {observed.run}/targets or by phalanx ui scrapes it there; one with a fixed port does not",
         next=f"see who has the port: ss -ltnp sport = :{port}; end that process, or start the run again with another observe.metrics_port",
@@ -412,7 +388,7 @@ def metrics_elsewhere(observed: o.Observed) -> Iterator[o.Reason]:
 
 def no_coordinator(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a critical reason if the coordinator of a running fleet has not written its file for ``COORDINATOR_SILENT_S``."""
-    fleet = _live(observed)
+    fleet = observed.live_fleet
     if fleet is None:
         return
     silent_s = observed.now - fleet.written_unix_s

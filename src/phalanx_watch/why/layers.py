@@ -153,7 +153,6 @@ def imbalance(observed: o.Observed) -> Iterator[o.Reason]:
     late = [t for t, step in observed.settled if step.balance is not None and step.balance >= limit]
     yield o.Reason(
         code="expert-imbalance",
-        severity="warning",
         title="A few experts get nearly all tokens",
         where="the worst layer's router",
         since=late[0] if late else None,
@@ -216,7 +215,6 @@ def _without_gradient(observed: o.Observed) -> Iterator[o.Reason]:
     others = {layer for (layer, group), value in largest.items() if value and group in groups}
     yield o.Reason(
         code="dead-units",
-        severity="warning",
         title=f"No gradient reaches {where}",
         where=where,
         since=measurements[0][0],
@@ -254,12 +252,8 @@ def vanished_weights(observed: o.Observed) -> str:
 def _measurements(observed: o.Observed) -> list[Measurement]:
     """Return the finite measurements of the run after its warmup, by step; of a step that was repeated, the newest if it is finite."""
     warmup = observed.spec.schedule.warmup_steps if observed.spec else 0
-    by_step = {
-        event.body.step: (event.t, event.body)
-        for event in (*observed.past, *observed.events)
-        if isinstance(event.body, LayerStatistics) and event.body.step > warmup
-    }
-    return [by_step[step] for step in sorted(by_step) if _is_finite(by_step[step][1])]
+    by_step = {body.step: (t, body) for t, body in o.of_kind(LayerStatistics, observed.all_events)}
+    return [by_step[step] for step in sorted(by_step) if step > warmup and _is_finite(by_step[step][1])]
 
 
 def _is_finite(body: LayerStatistics) -> bool:
@@ -330,18 +324,15 @@ def _reason(
     remedy: str,
 ) -> o.Reason:
     """Return a warning since the first of the newest measurements; its remedy ends with the command to go back before it, if possible."""
-    before = [step for step, _ in observed.checkpoints if step < measurements[-o.NEWEST_MEASUREMENTS][1].step]
-    back = (
-        f"; back with phalanx train {observed.run} --from {before[-1]}"
-        if before and "--from" not in remedy
-        else ""
-    )
+    since, first = measurements[-o.NEWEST_MEASUREMENTS]
+    saved = observed.checkpoint_before(first.step)
+    has_way = saved is not None and "--from" not in remedy
+    back = f"; back with phalanx train {observed.run} --from {saved}" if has_way else ""
     return o.Reason(
         code=code,
-        severity="warning",
         title=title,
         where=where,
-        since=measurements[-o.NEWEST_MEASUREMENTS][0],
+        since=since,
         evidence=evidence,
         doing=observed.doing("training continues"),
         next=f"{remedy}{back}",

@@ -8,12 +8,10 @@ from itertools import pairwise
 from statistics import median
 
 from phalanx.observe.display.state import described_layer, first_nonfinite
-from phalanx.observe.events import Evaluated, Event, LayerStatistics, LossSpike, NonFinite, Step
+from phalanx.observe.events import Evaluated, LayerStatistics, LossSpike, NonFinite, Step
 from phalanx_watch.why import observed as o
 from phalanx_watch.why.changes import Change, change_before
 from phalanx_watch.why.layers import vanished_weights
-
-_USUAL_WINDOW = 128
 
 
 def spike(observed: o.Observed) -> Iterator[o.Reason]:
@@ -24,22 +22,18 @@ def spike(observed: o.Observed) -> Iterator[o.Reason]:
     """
     if observed.finished or observed.last_step is None:
         return
-    window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
-    reached = observed.last_step[1].step
-    spikes = [event for event in observed.events if isinstance(event.body, LossSpike)]
+    window, reached = observed.spike_window, observed.last_step[1].step
     fresh = {
-        _spike(event).step: event
-        for event in spikes
-        if _spike(event).step + o.SPIKE_WINDOWS * window > reached or observed.now - event.t < o.NEWS_S
+        spike.step: (t, spike)
+        for t, spike in o.of_kind(LossSpike, observed.events)
+        if spike.step + o.SPIKE_WINDOWS * window > reached or observed.now - t < o.NEWS_S
     }
     if not fresh:
         return
-    unplanned = {step: event for step, event in fresh.items() if not _is_planned(observed, step, window)}
+    unplanned = {step: timed for step, timed in fresh.items() if not _is_planned(observed, step, window)}
     is_planned, fresh = not unplanned, unplanned or fresh
-    event = max(fresh.values(), key=lambda candidate: _spike(candidate).deviations)
-    worst, count = _spike(event), len(fresh)
-    back = _is_back(observed, worst)
-    before = [step for step, _ in observed.checkpoints if step < min(fresh)]
+    since, worst = max(fresh.values(), key=lambda timed: timed[1].deviations)
+    count, back, saved = len(fresh), _is_back(observed, worst), observed.checkpoint_before(min(fresh))
     slot = f", slot {worst.slot}" if worst.slot is not None else ""
     evidence = [
         f"step {worst.step:,}: loss {worst.loss:.4g} (usual {worst.typical_loss:.4g}), gradient norm {worst.grad_norm:.4g} (usual "
@@ -71,13 +65,13 @@ def spike(observed: o.Observed) -> Iterator[o.Reason]:
         if worst.figure == "loss"
         else f"Spike of the gradient norm in step {worst.step:,}",
         where=f"step {worst.step:,}{slot}",
-        since=event.t,
+        since=since,
         evidence=tuple(evidence),
         doing={
             "continue": observed.doing(
-                f"training continues; the checkpoint before it is kept (step {before[-1]:,})"
-                if before
-                else "training continues"
+                "training continues"
+                if saved is None
+                else f"training continues; the checkpoint before it is kept (step {saved:,})"
             ),
             "skip": "its samples were left out: the step changed no weight",
             "stop": "the run ended before it, saved",
@@ -87,7 +81,7 @@ def spike(observed: o.Observed) -> Iterator[o.Reason]:
         if is_planned
         else change.next
         if change is not None and back is False
-        else _way_back(observed, worst, before, back),
+        else _way_back(observed, worst, saved, back),
     )
 
 
@@ -100,7 +94,7 @@ def diverged(observed: o.Observed) -> Iterator[o.Reason]:
     losses = [(t, step) for t, step in observed.settled if math.isfinite(step.loss)]
     if len(losses) < o.RECENT_STEPS or any(reason.severity == "critical" for reason in spike(observed)):
         return  # a spike that has not come back names the step and its batch
-    window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
+    window = observed.spike_window
     untrained = _untrained_loss(observed)
     best = _least_median(observed, lambda step: step.loss)
     now = median(step.loss for _, step in losses[-o.RECENT_STEPS :])
@@ -114,9 +108,8 @@ def diverged(observed: o.Observed) -> Iterator[o.Reason]:
     if not above and (now <= limit or not risen or reached - risen[0][1].step < window):
         return
     since, first = next(((t, step) for t, step in losses if step.loss > limit), losses[-1])
-    before = [step for step, _ in observed.checkpoints if step < first.step]
-    back = f"phalanx train {observed.run} --from {before[-1]}" if before else "phalanx train RUN_FILE"
-    where = "from before it" if before else "in a run of its own"
+    back = _train_from_before(observed, first.step)
+    where = "in a run of its own" if observed.checkpoint_before(first.step) is None else "from before it"
     change = _recent_change(observed, first.step, window, of_data=False)
     yield o.Reason(
         code="diverged",
@@ -149,8 +142,7 @@ def raised_loss(observed: o.Observed) -> Iterator[o.Reason]:
     change = change_before(observed, observed.last_step[1].step) if observed.last_step else None
     if change is None:
         return
-    window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
-    steps = [(event.t, event.body) for event in observed.events if isinstance(event.body, Step)]
+    window, steps = observed.spike_window, o.of_kind(Step, observed.events)
     since = [(t, step) for t, step in steps if step.step > change.step and math.isfinite(step.loss)]
     before = [loss for loss in change.losses_before if math.isfinite(loss)][-window:]
     if min(len(since), len(before)) < o.RECENT_STEPS or since[-1][1].step - change.step < window:
@@ -217,7 +209,6 @@ def not_learning(observed: o.Observed) -> Iterator[o.Reason]:
     is_far = first is not None and first > (1 + o.RISEN) * untrained
     yield o.Reason(
         code="not-learning",
-        severity="warning",
         title=f"The loss began at {first:.4g}, and at {now:.4g} is still that of an untrained model"
         if is_far
         else f"The loss does not fall: {now:.4g}",
@@ -252,7 +243,6 @@ def endless_warmup(observed: o.Observed) -> Iterator[o.Reason]:
         return
     yield o.Reason(
         code="endless-warmup",
-        severity="warning",
         title=f"The learning rate warms up to the end: {step.lr:.3g} of {spec.optimizer.lr:.3g} at step {step.step:,}",
         where="schedule.warmup_steps",
         since=observed.began_at,
@@ -294,7 +284,6 @@ def loss_too_low(observed: o.Observed) -> Iterator[o.Reason]:
     )
     yield o.Reason(
         code="loss-too-low",
-        severity="warning",
         title=f"The loss is too low to be true: {now:.2g}",
         where="the data, or the model's mask",
         since=below[0] if below else None,
@@ -326,7 +315,6 @@ def growing_norm(observed: o.Observed) -> Iterator[o.Reason]:
     norms = [(t, step) for t, step in observed.settled if math.isfinite(step.grad_norm)]
     if len(norms) < o.RECENT_STEPS or any(diverged(observed)):
         return
-    window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
     least = _least_median(observed, lambda step: step.grad_norm)
     now = median(step.grad_norm for _, step in norms[-o.RECENT_STEPS :])
     limit = o.NORM_GROWN * least
@@ -335,14 +323,12 @@ def growing_norm(observed: o.Observed) -> Iterator[o.Reason]:
     reached = norms[-1][1].step
     below = max((step.step for _, step in norms if step.grad_norm <= limit), default=0)
     grown = [(t, step) for t, step in norms if step.step > below]
-    if not grown or reached - grown[0][1].step < window:
+    if not grown or reached - grown[0][1].step < observed.spike_window:
         return  # a spike, or the beginning of what may become one
     since, first = grown[0]
-    before = [step for step, _ in observed.checkpoints if step < first.step]
-    back = f"phalanx train {observed.run} --from {before[-1]}" if before else "phalanx train RUN_FILE"
+    back = _train_from_before(observed, first.step)
     yield o.Reason(
         code="growing-norm",
-        severity="warning",
         title=f"The gradient norm has grown {now / least:.0f} times: {now:.4g}",
         where=_since_step(below, first),
         since=since,
@@ -353,6 +339,12 @@ def growing_norm(observed: o.Observed) -> Iterator[o.Reason]:
         doing=observed.doing("training continues, with clipped gradients if optimizer.clip_norm is set"),
         next=f"it often comes before a divergence: lower optimizer.lr from before it: {back} --set optimizer.lr=...",
     )
+
+
+def _train_from_before(observed: o.Observed, step: int) -> str:
+    """Return the command that trains again from the newest checkpoint before ``step``, or from scratch without one."""
+    saved = observed.checkpoint_before(step)
+    return "phalanx train RUN_FILE" if saved is None else f"phalanx train {observed.run} --from {saved}"
 
 
 def _since_step(below: int, first: Step) -> str:
@@ -374,14 +366,13 @@ def _untrained_loss(observed: o.Observed) -> float:
 
 def _first_loss(observed: o.Observed) -> float | None:
     """Return the loss of the first logged step; None if no step was logged."""
-    steps = (event.body for event in (*observed.past, *observed.events))
-    return next((step.loss for step in steps if isinstance(step, Step)), None)
+    return next((step.loss for _, step in o.of_kind(Step, observed.all_events)), None)
 
 
 def _least_median(observed: o.Observed, figure: Callable[[Step], float]) -> float:
     """Return the least median of a figure over stretches of ``RECENT_STEPS`` of the run's steps in the present stage of its data; infinite
     if there are too few."""
-    steps = [event.body for event in (*observed.past, *observed.events) if isinstance(event.body, Step)]
+    steps = [step for _, step in o.of_kind(Step, observed.all_events)]
     start = observed.stage_of(steps[-1].step)[0] if steps else 0
     steps = [step for step in steps if step.step > start]
     values = [value for value in map(figure, steps) if math.isfinite(value)]
@@ -396,12 +387,7 @@ def _is_planned(observed: o.Observed, step: int, window: int) -> bool:
     return start > 0 and step - start <= window < end - start
 
 
-def _spike(event: Event) -> LossSpike:
-    assert isinstance(event.body, LossSpike)
-    return event.body
-
-
-def _way_back(observed: o.Observed, worst: LossSpike, before: list[int], back: bool | None) -> str:
+def _way_back(observed: o.Observed, worst: LossSpike, saved: int | None, back: bool | None) -> str:
     """Return the command that explains a spike, and the one that goes back and leaves the step out if that is due.
 
     It is due if the spike stopped the run. It also is if training continued, the loss is not ``back``, and there is a
@@ -410,8 +396,8 @@ def _way_back(observed: o.Observed, worst: LossSpike, before: list[int], back: b
     look = f"phalanx spike {observed.run} {worst.step}"
     if worst.action == "stop":
         return f"{look}; then leave it out: phalanx train {observed.run} --from {worst.step - 1} --set train.on_spike=skip"
-    if worst.action == "continue" and back is False and before:
-        return f"{look}; to go back and leave it out: phalanx train {observed.run} --from {before[-1]} --set train.on_spike=skip"
+    if worst.action == "continue" and back is False and saved is not None:
+        return f"{look}; to go back and leave it out: phalanx train {observed.run} --from {saved} --set train.on_spike=skip"
     return look
 
 
@@ -439,29 +425,18 @@ def not_finite(observed: o.Observed) -> Iterator[o.Reason]:
     None for a finished run. A skipped step is dropped after a window of steps and ``NEWS_S`` seconds, one that ended
     the run once a later start has computed it.
     """
-    event_by_step = {event.body.step: event for event in observed.events if isinstance(event.body, NonFinite)}
-    if not event_by_step or observed.finished:
+    by_step = {body.step: (t, body) for t, body in o.of_kind(NonFinite, observed.events)}
+    if not by_step or observed.finished:
         return
-    event = event_by_step[max(event_by_step)]
-    last = event.body
-    assert isinstance(last, NonFinite)
-    reached = observed.last_step[1].step if observed.last_step else 0
-    window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
-    if last.skipped and reached >= last.step + window and observed.now - event.t >= o.NEWS_S:
+    since, last = by_step[max(by_step)]
+    steps = o.of_kind(Step, observed.events)
+    reached = steps[-1][1].step if steps else 0
+    if last.skipped and reached >= last.step + observed.spike_window and observed.now - since >= o.NEWS_S:
         return
-    if not last.skipped and any(
-        isinstance(later.body, Step) and later.t > event.t and later.body.step >= last.step
-        for later in observed.events
-    ):
+    if not last.skipped and any(t > since and step.step >= last.step for t, step in steps):
         return  # it was started again, and has passed the step
-    first_layer = next(
-        (
-            first_nonfinite(event.body)
-            for event in reversed(observed.events)
-            if isinstance(event.body, LayerStatistics) and event.body.step == last.step
-        ),
-        None,
-    )
+    statistics = [body for _, body in o.of_kind(LayerStatistics, observed.events) if body.step == last.step]
+    first_layer = first_nonfinite(statistics[-1]) if statistics else None
     layer = (
         (f"{described_layer(first_layer[0])} is the first that is not finite ({first_layer[1]})",)
         if first_layer
@@ -482,18 +457,14 @@ def not_finite(observed: o.Observed) -> Iterator[o.Reason]:
         if last.samples
         else ()
     )
-    often = (
-        (f"{len(event_by_step)} steps since step {min(event_by_step):,} were not finite",)
-        if len(event_by_step) > 1
-        else ()
-    )
+    often = (f"{len(by_step)} steps since step {min(by_step):,} were not finite",) if len(by_step) > 1 else ()
     shown = f" --slot {last.slots[0]}" if last.slots else ""
     yield o.Reason(
         code="not-finite",
         severity="warning" if last.skipped else "critical",
         title=f"Step {last.step:,} is not finite: NaN or infinity",
         where=", ".join(places),
-        since=event.t,
+        since=since,
         evidence=(last.problem, *batch, *often, *layer),
         doing="the step was skipped, and changed no weight (train.on_nonfinite)"
         if last.skipped

@@ -6,6 +6,7 @@ costs more than an alarm a minute later.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -77,17 +78,17 @@ do.
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reason:
     """One thing that is wrong with a run."""
 
     code: Code
     """Machine-readable name of the rule, such as ``stalled``."""
-    severity: Severity
+    severity: Severity = "warning"
     title: str
     where: str
     """Affected part of the fleet: a rank, node, folder or step; "" for the full run."""
-    since: float | None
+    since: float | None = None
     """Start of the problem in Unix seconds, if known."""
     evidence: tuple[str, ...]
     """Observations that support the reason, with their numbers."""
@@ -165,6 +166,7 @@ SPIKE_WINDOWS = 1
 """A spike is reported until this many windows (``train.spike_window``) of steps have been trained since."""
 NEWS_S = 600.0
 """... and for at least ten minutes: a window of a small model is over in seconds. The alert lasts as long."""
+_USUAL_WINDOW = 128
 BACK = 0.1
 """The loss is back if it exceeds its level before the spike by at most this share."""
 RISEN = 0.5
@@ -239,6 +241,11 @@ STEADY = 0.5
 
 
 Body = TypeVar("Body")
+
+
+def of_kind(kind: type[Body], events: Iterable[run_events.Event]) -> list[tuple[float, Body]]:
+    """Return time and content of the events of a kind, in their order."""
+    return [(event.t, event.body) for event in events if isinstance(event.body, kind)]
 
 
 @dataclass(frozen=True)
@@ -403,6 +410,16 @@ class Observed:
     events_error: str = ""
     """Why the events cannot be read; empty also if there are none yet."""
 
+    @property
+    def all_events(self) -> tuple[run_events.Event, ...]:
+        """The samples of the past, and the newest events."""
+        return *self.past, *self.events
+
+    @cached_property
+    def live_fleet(self) -> FleetFile | None:
+        """Fleet of a run that runs; None without a fleet, or if the run or the fleet has ended."""
+        return self.fleet if self.fleet is not None and self.running and not self.fleet.over else None
+
     @cached_property
     def attempt(self) -> int:
         """Newest attempt (of a fleet: epoch) with an event of a rank; -1 if there is none."""
@@ -417,15 +434,13 @@ class Observed:
     @cached_property
     def steps(self) -> list[tuple[float, run_events.Step]]:
         """Time and content of the newest attempt's logged steps."""
-        return [(event.t, event.body) for event in self.mine if isinstance(event.body, run_events.Step)]
+        return of_kind(run_events.Step, self.mine)
 
     @cached_property
     def settled(self) -> list[tuple[float, run_events.Step]]:
         """The attempt's steps since the number of ranks last changed, without the first ``NEW_STEPS`` if their begin was read."""
-        changed = max(
-            (event.t for event in self.mine if isinstance(event.body, run_events.RanksChanged)), default=0.0
-        )
-        has_start = any(isinstance(event.body, run_events.RunStarted) for event in self.mine)
+        changed = max((t for t, _ in of_kind(run_events.RanksChanged, self.mine)), default=0.0)
+        has_start = bool(of_kind(run_events.RunStarted, self.mine))
         steps = [(t, step) for t, step in self.steps if t > changed]
         return steps[NEW_STEPS:] if has_start or changed else steps
 
@@ -438,14 +453,12 @@ class Observed:
     @cached_property
     def last_step(self) -> tuple[float, run_events.Step] | None:
         """(Unix seconds, step) of the newest step of any attempt; None without steps."""
-        return next(
-            (
-                (event.t, event.body)
-                for event in reversed(self.events)
-                if isinstance(event.body, run_events.Step)
-            ),
-            None,
-        )
+        return self.newest(run_events.Step)
+
+    @property
+    def spike_window(self) -> int:
+        """Steps of a window (``train.spike_window``), by default if the run file cannot be read."""
+        return self.spec.train.spike_window if self.spec else _USUAL_WINDOW
 
     def stage_of(self, step: int) -> tuple[int, int]:
         """Return the steps after which the stage of the data (``data.stages``) that ``step`` belongs to begins and ends; 0 begins the first."""
@@ -500,23 +513,13 @@ class Observed:
     @cached_property
     def started(self) -> run_events.RunStarted | None:
         """Newest start."""
-        start = self.newest(run_events.RunStarted) or self._first_start
-        return start[1] if start else None
+        start = self.newest(run_events.RunStarted)
+        return start[1] if start else self.first_started
 
     @cached_property
     def first_started(self) -> run_events.RunStarted | None:
-        """First start."""
-        return self._first_start[1] if self._first_start else None
-
-    @cached_property
-    def _first_start(self) -> tuple[float, run_events.RunStarted] | None:
-        """(Unix seconds, body) of the run's first start that is known; None if there is none."""
-        starts = (
-            (event.t, event.body)
-            for event in (*self.past, *self.events)
-            if isinstance(event.body, run_events.RunStarted)
-        )
-        return next(starts, None)
+        """First start that is known."""
+        return next((start for _, start in of_kind(run_events.RunStarted, self.all_events)), None)
 
     @cached_property
     def saved_step(self) -> int:
@@ -526,12 +529,12 @@ class Observed:
         steps = {step for step, _ in self.checkpoints} | ({saved[1].step} if saved else set())
         return max(steps - damaged, default=0)
 
+    def checkpoint_before(self, step: int) -> int | None:
+        """Return the newest step before ``step`` with a checkpoint on disk; None if there is none."""
+        return max((saved for saved, _ in self.checkpoints if saved < step), default=None)
+
     @cached_property
     def began_at(self) -> float | None:
         """Unix seconds at which the newest attempt started or restored its state, the later; None if neither is known."""
-        times = [
-            event.t
-            for event in self.mine
-            if isinstance(event.body, run_events.RunStarted | run_events.Restored)
-        ]
-        return max(times, default=None)
+        begins = of_kind(run_events.RunStarted, self.mine) + of_kind(run_events.Restored, self.mine)
+        return max((t for t, _ in begins), default=None)

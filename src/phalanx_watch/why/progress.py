@@ -136,7 +136,6 @@ def gone(observed: o.Observed) -> Iterator[o.Reason]:
     elif observed.is_held is None and silent_s > max(o.SILENT_ELSEWHERE_S, o.STALL_STEPS * observed.step_s):
         yield o.Reason(
             code="silent",
-            severity="warning",
             title=f"The run is silent for {format_duration(silent_s)}",
             where="the machine that it runs on",
             since=observed.last_t,
@@ -158,7 +157,6 @@ def _gone_at_start(observed: o.Observed) -> Iterator[o.Reason]:
         severity="critical",
         title="The run's processes are gone, and it has not begun",
         where="the whole run",
-        since=None,
         evidence=(
             "no process holds the run directory (its file lock), and there is no event",
             f"the last line of its logs: {observed.last_line or 'there is none'}",
@@ -178,7 +176,6 @@ def never_began(observed: o.Observed) -> Iterator[o.Reason]:
         severity="critical",
         title=f"{job.title} has ended before the run's first event",
         where=job.title,
-        since=None,
         evidence=(job.doing,),
         doing="nothing: it has ended, and nothing was trained",
         next=f"read that log, then give the same phalanx submit again (phalanx status {observed.run})",
@@ -195,7 +192,6 @@ def queued(observed: o.Observed) -> Iterator[o.Reason]:
         severity="warning" if job.is_held else "info",
         title=f"{job.title} is held: nothing starts it" if job.is_held else f"{job.title} waits to start",
         where=job.title,
-        since=None,
         evidence=(job.doing,),
         doing="nothing, until it is released" if job.is_held else "the scheduler starts it",
         next="scontrol release JOB, or ask who holds it" if job.is_held else f"phalanx status {observed.run}",
@@ -369,11 +365,9 @@ def _data(observed: o.Observed) -> _Doing | None:
     Its timeout is ``STALL_LEAST_S``, at most that of a step.
     """
     texts = [
-        event.body.text
-        for event in observed.events
-        if isinstance(event.body, run_events.Message)
-        and event.body.incident is run_events.IncidentKind.DATA_WAIT
-        and event.t >= observed.steps[-1][0]
+        message.text
+        for t, message in o.of_kind(run_events.Message, observed.events)
+        if message.incident is run_events.IncidentKind.DATA_WAIT and t >= observed.steps[-1][0]
     ]
     if not texts:
         return None

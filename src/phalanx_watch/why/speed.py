@@ -51,7 +51,6 @@ def slow_data(observed: o.Observed) -> Iterator[o.Reason]:
     )
     yield o.Reason(
         code="slow-data",
-        severity="warning",
         title=f"Training {'waits' if observed.running else 'waited'} for its data: {waited / took:.0%} of the time",
         where="the samples of the first rank",
         since=late[0] if late else steps[0][0],
@@ -70,18 +69,15 @@ def slower_than_before(observed: o.Observed) -> Iterator[o.Reason]:
     if len(observed.recent) < o.RECENT_STEPS:
         return
     ranks = observed.started.ranks if observed.started else 0
-    sampled = [
-        (event.t, event.body)
-        for event in observed.past
-        if isinstance(event.body, run_events.Step) and event.attempt == observed.attempt
-    ]
+    past = [event for event in observed.past if event.attempt == observed.attempt]
+    sampled = o.of_kind(run_events.Step, past)
     steps = [*sampled[o.NEW_STEPS :], *observed.settled]
     speeds = np.array([step.tokens_per_s for _, step in steps])
     newest = len(observed.recent)
     now = median(speeds[-newest:].tolist())
     if first := _lasting_fall(speeds, newest):
-        usual, limit = float(np.median(speeds[:first])), (1 - o.SLOWER) * float(np.median(speeds[:first]))
-        since = steps[first][0]
+        usual = float(np.median(speeds[:first]))
+        limit, since = (1 - o.SLOWER) * usual, steps[first][0]
     else:
         first = len(steps) - newest
         if first < o.PAST_STEPS:
@@ -92,7 +88,6 @@ def slower_than_before(observed: o.Observed) -> Iterator[o.Reason]:
         return
     yield o.Reason(
         code="slower",
-        severity="warning",
         title=f"Throughput is {1 - now / usual:.0%} below the run's own past, since step {steps[first][1].step:,}",
         where="the whole run",
         since=since,
@@ -188,7 +183,6 @@ def low_goodput(observed: o.Observed) -> Iterator[o.Reason]:
     cause = max(other, key=lambda name: other[name])
     yield o.Reason(
         code="low-goodput",
-        severity="warning",
         title=f"Only {step.goodput:.0%} of the time is training",
         where=cause,
         since=t - held_s,
@@ -210,7 +204,6 @@ def throttled(observed: o.Observed) -> Iterator[o.Reason]:
         slow = [rank for rank in observed.slow_ranks if rank.node == node.node]
         yield o.Reason(
             code="throttled",
-            severity="warning",
             title=f"Node {node.node} is slowed down: {node.reasons[0]}",
             where=f"node {node.node}",
             since=node.since_s,
@@ -232,19 +225,14 @@ def throttled(observed: o.Observed) -> Iterator[o.Reason]:
 
 def too_many_threads(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the newest start has warned that its ranks have more threads than cores."""
-    for event in (*observed.past, *observed.mine):
-        message = event.body
-        if (
-            event.attempt == observed.attempt
-            and isinstance(message, run_events.Message)
-            and message.incident is run_events.IncidentKind.THREADS
-        ):
+    own_events = (event for event in observed.all_events if event.attempt == observed.attempt)
+    for t, message in o.of_kind(run_events.Message, own_events):
+        if message.incident is run_events.IncidentKind.THREADS:
             yield o.Reason(
                 code="too-many-threads",
-                severity="warning",
                 title="The ranks have more threads than their machine has cores for",
                 where="runtime.threads",
-                since=event.t,
+                since=t,
                 evidence=(message.text,),
                 doing=observed.doing("training continues, several times slower"),
                 next="start fewer ranks on that machine, or a run of its own with fewer threads: phalanx train RUN_FILE --set runtime.threads=...",

@@ -37,11 +37,7 @@ def failed_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
         return
     saved = observed.newest(CheckpointSaved)
     good = saved[0] if saved else 0.0
-    failures = [
-        (event.t, event.body)
-        for event in observed.events
-        if isinstance(event.body, CheckpointFailed) and event.t > good
-    ]
+    failures = [(t, body) for t, body in o.of_kind(CheckpointFailed, observed.events) if t > good]
     if not failures:
         return
     (since, _), (_, last) = failures[0], failures[-1]
@@ -86,7 +82,6 @@ def old_checkpoint(observed: o.Observed) -> Iterator[o.Reason]:
         return
     yield o.Reason(
         code="checkpoint-old",
-        severity="warning",
         title=f"The newest checkpoint is {format_duration(age_s)} old",
         where=f"{observed.run}/checkpoints",
         since=saved_at + every_s,
@@ -120,7 +115,6 @@ def unsaved_starts(observed: o.Observed) -> Iterator[o.Reason]:
         return
     yield o.Reason(
         code="checkpoint-old",
-        severity="warning",
         title=f"{len(lost)} starts have ended before the first checkpoint, and all their steps are lost",
         where=f"{observed.run}/checkpoints",
         since=observed.began_at,
@@ -136,8 +130,7 @@ def unsaved_starts(observed: o.Observed) -> Iterator[o.Reason]:
 
 def slow_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the newest saves delay training for much of its time, since the one before is still being written."""
-    saves = [(event.t, event.body) for event in observed.mine if isinstance(event.body, CheckpointSaved)]
-    saves = saves[-o.SAVES - 1 :]
+    saves = o.of_kind(CheckpointSaved, observed.mine)[-o.SAVES - 1 :]
     if not observed.running or len(saves) < 3:
         return
     (began, _), *newest = saves
@@ -149,7 +142,6 @@ def slow_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
     rate = f", {last.size_bytes / usual_s / 1e6:,.3g} MB/s" if usual_s else ""
     yield o.Reason(
         code="slow-checkpoints",
-        severity="warning",
         title=f"Training waits for checkpoints: {stalled_s / elapsed_s:.0%} of the time",
         where=last.path,
         since=began,
@@ -166,16 +158,15 @@ def slow_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
 def passed_over_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason for some minutes after a start that has found checkpoints with other bytes than were written."""
     messages = [
-        (event.t, event.body.text)
-        for event in observed.mine
-        if isinstance(event.body, Message) and event.body.incident is IncidentKind.DAMAGED_CHECKPOINT
+        (t, message.text)
+        for t, message in o.of_kind(Message, observed.mine)
+        if message.incident is IncidentKind.DAMAGED_CHECKPOINT
     ]
     if not messages or observed.finished or observed.now - messages[-1][0] >= o.NEWS_S:
         return
     restored = observed.newest(Restored)
     yield o.Reason(
         code="checkpoint-damaged",
-        severity="warning",
         title="The newest start has passed over a damaged checkpoint",
         where=f"{observed.run}/checkpoints",
         since=messages[0][0],
@@ -200,7 +191,6 @@ def damaged_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
         if intact
         else "No checkpoint can be restored: files of each are missing or cut short",
         where=f"{observed.run}/checkpoints",
-        since=None,
         evidence=tuple(f"step {step:,}: {error}" for step, error in observed.damaged_checkpoints[:_NAMED]),
         doing=observed.after_end,
         next="copy the files back (a backup, or checkpoint.store); does something remove old files there, such as a purge of scratch? "
@@ -222,8 +212,8 @@ def _interval_s(observed: o.Observed) -> float | None:
     if every:
         step_s = observed.steps[-1][1].step_s
         return every * step_s if step_s else None
-    times = [event.t for event in observed.events if isinstance(event.body, CheckpointSaved)]
-    gaps = [later - earlier for earlier, later in pairwise(times)]
+    saves = o.of_kind(CheckpointSaved, observed.events)
+    gaps = [later - earlier for (earlier, _), (later, _) in pairwise(saves)]
     return median(gaps) if len(gaps) > 1 else None
 
 
@@ -248,7 +238,6 @@ def full_disk(observed: o.Observed) -> Iterator[o.Reason]:
             severity="critical",
             title="The disk can hold no more files: its inodes are used up",
             where=observed.run,
-            since=None,
             evidence=(
                 f"{free_files:,} more files can be made (inodes), though {free:,} bytes are free",
                 f"a checkpoint takes {max(1, observed.checkpoint_files):,} files",
@@ -262,7 +251,6 @@ def full_disk(observed: o.Observed) -> Iterator[o.Reason]:
         severity="critical" if none_left else "warning",
         title="The disk has no room for the next checkpoint" if none_left else "The disk fills up",
         where=observed.run,
-        since=None,
         evidence=(
             f"{free:,} bytes of {total:,} are free ({free / total if total else 0:.1%})",
             *(
@@ -290,7 +278,6 @@ def unreadable_events(observed: o.Observed) -> Iterator[o.Reason]:
             severity="critical",
             title="The run's events cannot be read: whether it is well is not known",
             where=f"{observed.run}/events.jsonl",
-            since=None,
             evidence=(observed.events_error,),
             doing="a start of the run is refused",
             next=f"look at the file and its disk (ls -l {observed.run}; dmesg), and put the file back",
@@ -306,7 +293,6 @@ def changed_run_file(observed: o.Observed) -> Iterator[o.Reason]:
         severity="critical",
         title="The run file was changed after the run was started",
         where=f"{observed.run}/run.toml",
-        since=None,
         evidence=observed.changed_fields[:_NAMED],
         doing="a start of the run is refused, and so is what reads its weights: they would be those of another model or recipe",
         next="put back what it was; to train with other values from a step on, then: "
@@ -324,10 +310,8 @@ def other_data(observed: o.Observed) -> Iterator[o.Reason]:
     if observed.data_error:
         yield o.Reason(
             code="data-gone",
-            severity="warning",
             title="The run's data cannot be opened",
             where=_data_path(observed),
-            since=None,
             evidence=(observed.data_error,),
             doing="ranks that have them open may go on; a start would be refused",
             next="put the dataset back, or a copy of it (phalanx data copy), and name it: data.path",
@@ -340,7 +324,6 @@ def other_data(observed: o.Observed) -> Iterator[o.Reason]:
         severity="critical",
         title="The data are another version than those that the run was started with",
         where=_data_path(observed),
-        since=None,
         evidence=(
             f"fingerprint at the start {observed.data_fingerprint[:16]}, now {observed.data_now[:16]}",
             "the order of samples and the tokens differ: the weights would be those of neither",
@@ -368,10 +351,8 @@ def held_out_leak(observed: o.Observed) -> Iterator[o.Reason]:
         return
     yield o.Reason(
         code="held-out-leak",
-        severity="warning",
         title="The held-out loss measures memory: its text is trained on",
         where=", ".join(f"source {name}" for name in leaks if name) or _data_path(observed),
-        since=None,
         evidence=tuple(
             f"{copies:,} of {documents:,} held-out documents{f' of {name}' if name else ''} are in the training split too, word for word"
             for name, (copies, documents) in list(leaks.items())[:_NAMED]
@@ -400,7 +381,6 @@ def other_libraries(observed: o.Observed) -> Iterator[o.Reason]:
     if observed.machines:
         yield o.Reason(
             code="mixed-machines",
-            severity="warning",
             title="The nodes of the run are not alike",
             where=observed.machines[0].split(":")[0],
             since=observed.began_at,
@@ -420,7 +400,6 @@ def other_libraries(observed: o.Observed) -> Iterator[o.Reason]:
     if changed:
         yield o.Reason(
             code="changed-libraries",
-            severity="warning",
             title="The run goes on with other libraries than it was begun with",
             where=", ".join(line.split(":")[0] for line in changed[:_NAMED]),
             since=observed.began_at,
@@ -455,12 +434,9 @@ def clock_skew(observed: o.Observed) -> Iterator[o.Reason]:
     worst = max(ahead, back)
     if worst <= o.SKEW_S:
         return
-    by_fleet = (
-        any(isinstance(event.body, Message) for event in observed.events) and observed.fleet is not None
-    )
+    by_fleet = observed.fleet is not None and observed.newest(Message) is not None
     yield o.Reason(
         code="clock-skew",
-        severity="warning",
         title=f"Clocks differ by {format_duration(worst)}",
         where="the machines that write the events"
         if back >= ahead

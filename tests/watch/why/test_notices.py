@@ -21,7 +21,13 @@ from watch.why.test_ends_and_divergence import VOCABULARY
 from watch.why.watched import Watched, steps
 
 SLOW = Reason(
-    "slow-data", "warning", "Training waits", "rank 0", 5.0, ("half of the time",), "nothing", "look"
+    code="slow-data",
+    title="Training waits",
+    where="rank 0",
+    since=5.0,
+    evidence=("half of the time",),
+    doing="nothing",
+    next="look",
 )
 DISK = dataclasses.replace(SLOW, code="disk-full", severity="critical", title='Disk "full"', where="/runs")
 
