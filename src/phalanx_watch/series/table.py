@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.observe.event_log import FINE, Number, Row, row_of
+from phalanx.observe.event_log import FINE, Row, StepLine, row_of
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -175,30 +175,7 @@ _STEP = b'"kind":"Step"'
 LATEST_S = 1e10
 
 
-class _StepLine(msgspec.Struct):
-    """The stored fields of a ``Step``."""
-
-    kind: str
-    t: float
-    attempt: int
-    step: int
-    loss: float | str
-    grad_norm: float | str
-    lr: float | str
-    tokens: int
-    tokens_per_s: float | str
-    step_s: float | str
-    mfu: Number = None
-    bits_per_byte: Number = None
-    goodput: Number = None
-    peak_memory_bytes: int | None = None
-    balance: Number = None
-    logged_s: float | str = 0.0
-    data_wait_s: float | str = 0.0
-    ledger: msgspec.Raw = msgspec.Raw(b"{}")
-
-
-_DECODER = msgspec.json.Decoder(_StepLine)
+_DECODER = msgspec.json.Decoder(StepLine)
 
 
 def step_row(line: bytes, offset: int) -> Row | None:
