@@ -25,7 +25,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from phalanx.observe import events as run_events
-from phalanx.observe.ledger import NS_PER_S, Bucket, add, format_ledger
+from phalanx.observe.ledger import NS_PER_S, Bucket, add, format_ledger, in_seconds
 from phalanx.observe.throughput import format_duration
 
 _LONGEST_S = 1e11
@@ -61,6 +61,17 @@ class Goodput:
     def goodput_if_kept(self) -> float:
         """The same with pending steps counted as kept: what a running job shows."""
         return (self.committed_ns + self.pending_ns) / self.held_ns if self.held_ns else 0.0
+
+    @property
+    def outcomes_ns(self) -> dict[str, int]:
+        """Time in steps by what has become of it."""
+        return {
+            "committed": self.committed_ns,
+            "pending": self.pending_ns,
+            "discarded.rollback": self.rollback_ns,
+            "discarded.nonfinite": self.nonfinite_ns,
+            "waiting": self.waiting_ns,
+        }
 
 
 def goodput(events: Iterable[run_events.Event]) -> Goodput:
@@ -385,14 +396,6 @@ def format_goodput(result: Goodput) -> str:
     """Format the report as plain text: the headline with times, the ledger in seconds, and the outcomes of the
     steps.
     """
-    seconds = {name: value / NS_PER_S for name, value in result.buckets_ns.items()}
-    outcomes = {
-        "committed": result.committed_ns,
-        "pending": result.pending_ns,
-        "discarded.rollback": result.rollback_ns,
-        "discarded.nonfinite": result.nonfinite_ns,
-        "waiting": result.waiting_ns,
-    }
     lines = [
         f"goodput {100 * result.goodput:.1f} %  ({100 * result.goodput_if_kept:.1f} % with steps that no "
         "checkpoint covers yet)",
@@ -400,10 +403,10 @@ def format_goodput(result: Goodput) -> str:
         f"attempt{'' if result.attempts == 1 else 's'}, {format_duration(result.gap_ns / NS_PER_S)} between "
         "them",
         "",
-        format_ledger(seconds),
+        format_ledger(in_seconds(result.buckets_ns)),
         "",
         "of the time in steps",
-        format_ledger({name: value / NS_PER_S for name, value in outcomes.items()}),
+        format_ledger(in_seconds(result.outcomes_ns)),
     ]
     return "\n".join(lines)
 
@@ -441,7 +444,8 @@ BADPUT_OF_BUCKET: Mapping[str, str] = {
 """Google's type of badput for each bucket that is not productive there; of what is not listed: ``OTHER``, but steps are productive."""
 WASTED = "WASTED_PROGRESS_FROM_DISRUPTION"
 BETWEEN = "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION"
-_OVERHEAD = ("start.", "fault.", "reconfigure")
+OVERHEAD = ("start.", "fault.", "reconfigure")
+"""Beginnings of the buckets of a start."""
 
 
 @dataclass(frozen=True)
@@ -505,7 +509,7 @@ def google_goodput(ours: Goodput) -> GoogleGoodput:
 
 def meta_ettr(ours: Goodput) -> MetaEttr:
     """Return our account in the terms of Meta's effective training time ratio, in nanoseconds."""
-    overhead_ns = sum(value for name, value in ours.buckets_ns.items() if name.startswith(_OVERHEAD))
+    overhead_ns = sum(value for name, value in ours.buckets_ns.items() if name.startswith(OVERHEAD))
     return MetaEttr(
         productive_ns=ours.held_ns - overhead_ns - ours.rollback_ns,
         catch_up_ns=ours.rollback_ns,

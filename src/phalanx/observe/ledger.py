@@ -148,7 +148,7 @@ class Ledger:
 
     def seconds(self) -> dict[str, float]:
         """``totals_ns`` in seconds, as a ``Step`` event carries it."""
-        return {name: total / NS_PER_S for name, total in self.totals_ns().items()}
+        return in_seconds(self.totals_ns())
 
 
 # --- sums of accounts ---------------------------------------------------------------------------
@@ -161,6 +161,11 @@ def add(totals: Iterable[Mapping[str, int]]) -> dict[str, int]:
         for name, value in account.items():
             result[name] = result.get(name, 0) + value
     return dict(sorted(result.items(), key=lambda item: _position(item[0])))
+
+
+def in_seconds(account_ns: Mapping[str, int]) -> dict[str, float]:
+    """Return an account in seconds."""
+    return {name: value / NS_PER_S for name, value in account_ns.items()}
 
 
 def _position(name: str) -> int:

@@ -14,13 +14,18 @@ import msgspec
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, FleetIncident, read_fleet_file
 from phalanx.observe import goodput
 from phalanx.observe.events import EpochLeft, Event
-from phalanx.observe.ledger import NS_PER_S, Recovery, recoveries
+from phalanx.observe.ledger import NS_PER_S, Recovery, in_seconds, recoveries
 from phalanx_watch.page.http import PageRequestError, Parameters
 from phalanx_watch.page.runs import PageRuns, RunPlace
 
 _MOST_HAPPENINGS = 2000
 _MOST_MEMBERS = 20_000
 _NODE = "node "
+_NOW = (
+    *("phase", "reason", "epoch", "ranks", "expected_nodes", "step", "step_s", "recoveries", "regroups"),
+    *("restarts", "reign", "leader", "stopping", "durable_steps", "unsaved_steps", "written_unix_s", "over"),
+)
+"""Fields of a fleet's file that describe its present state."""
 
 
 def fleet_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:
@@ -53,39 +58,27 @@ def story(events: Sequence[Event], fleet: FleetFile | None) -> dict[str, object]
         "now": None if fleet is None else _now(fleet),
         "members": [msgspec.to_builtins(member) for member in members],
         "members_left_out": max(0, len(fleet.members) - len(members)) if fleet else 0,
-        "epochs": [
-            {
-                "epoch": account.attempt,
-                "started": account.started_s,
-                "ended": account.ended_s,
-                "reason": account.reason,
-                "ranks": account.ranks,
-                "first_step": account.first_step,
-                "last_step": account.last_step,
-            }
-            for account in attempts
-        ],
+        "epochs": [{"epoch": account.attempt, **_span(account)} for account in attempts],
         "faults": _faults(events, attempts, recoveries_by_attempt, happenings),
         "happenings": [msgspec.to_builtins(account) for account in happenings],
     }
 
 
+def _span(account: goodput.AttemptAccount) -> dict[str, object]:
+    """Return when an attempt began and ended, and why, with its ranks and steps."""
+    return {
+        "started": account.started_s,
+        "ended": account.ended_s,
+        "reason": account.reason,
+        "ranks": account.ranks,
+        "first_step": account.first_step,
+        "last_step": account.last_step,
+    }
+
+
 def _now(fleet: FleetFile) -> dict[str, object]:
     """Return the present figures of a fleet: phase, epoch, ranks, step, recoveries, leader and saved steps."""
-    kept = (
-        "phase",
-        "reason",
-        "epoch",
-        "ranks",
-        "expected_nodes",
-        "step",
-        "step_s",
-        "recoveries",
-        "regroups",
-        "restarts",
-    )
-    more = ("reign", "leader", "stopping", "durable_steps", "unsaved_steps", "written_unix_s", "over")
-    return {name: getattr(fleet, name) for name in (*kept, *more)}
+    return {name: getattr(fleet, name) for name in _NOW}
 
 
 def _faults(
@@ -168,7 +161,6 @@ _WORDS = (
 
 _S_PER_H = 3600
 _MOST_PRICE = 1e6
-_START = ("start.", "fault.", "reconfigure")
 
 
 def goodput_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[str, object]:
@@ -198,40 +190,16 @@ def account(events: Sequence[Event], price: float | None) -> dict[str, object]:
         "gap_s": total.gap_ns / NS_PER_S,
         "goodput": total.goodput,
         "goodput_if_kept": total.goodput_if_kept,
-        "buckets": _seconds(total.buckets_ns),
-        "outcomes": _seconds(_outcomes(total)),
+        "buckets": in_seconds(total.buckets_ns),
+        "outcomes": in_seconds(total.outcomes_ns),
         "attempts": [
-            {
-                "attempt": attempt.attempt,
-                "started": attempt.started_s,
-                "ended": attempt.ended_s,
-                "ranks": attempt.ranks,
-                "reason": attempt.reason,
-                "first_step": attempt.first_step,
-                "last_step": attempt.last_step,
-                "buckets": _seconds(attempt.buckets_ns),
-            }
+            {"attempt": attempt.attempt, **_span(attempt), "buckets": in_seconds(attempt.buckets_ns)}
             for attempt in attempts
         ],
         "causes": _causes(attempts, recoveries_by_attempt),
         "cost": None if price is None else _cost(goodput.rank_goodput(events), price),
         **_others(total),
     }
-
-
-def _outcomes(total: goodput.Goodput) -> dict[str, int]:
-    """Return the nanoseconds of time by outcome: committed, pending, discarded or waiting."""
-    return {
-        "committed": total.committed_ns,
-        "pending": total.pending_ns,
-        "discarded.rollback": total.rollback_ns,
-        "discarded.nonfinite": total.nonfinite_ns,
-        "waiting": total.waiting_ns,
-    }
-
-
-def _seconds(parts: Mapping[str, int]) -> dict[str, float]:
-    return {name: value / NS_PER_S for name, value in parts.items()}
 
 
 def _causes(
@@ -247,7 +215,7 @@ def _causes(
         parts = {
             name: value / NS_PER_S
             for name, value in after.buckets_ns.items()
-            if name.startswith(_START) and value
+            if name.startswith(goodput.OVERHEAD) and value
         }
         between = max(0.0, after.started_s - before.ended_s)
         lost = recovery.lost_steps if recovery else 0
@@ -280,7 +248,7 @@ def _cost(total: goodput.Goodput, price: float) -> dict[str, object]:
         "accelerator_hours": total.held_ns / NS_PER_S / _S_PER_H,
         "dollars": dollars(total.held_ns),
         "buckets": {name: dollars(value) for name, value in total.buckets_ns.items()},
-        "outcomes": {name: dollars(value) for name, value in _outcomes(total).items()},
+        "outcomes": {name: dollars(value) for name, value in total.outcomes_ns.items()},
         "not_in_the_weights": dollars(total.held_ns - total.committed_ns - total.pending_ns),
     }
 
@@ -293,14 +261,14 @@ def _others(total: goodput.Goodput) -> dict[str, object]:
             "goodput": google.goodput,
             "elapsed_s": google.elapsed_ns / NS_PER_S,
             "productive_s": google.productive_ns / NS_PER_S,
-            "badput": _seconds(google.badput_ns),
+            "badput": in_seconds(google.badput_ns),
             "definition": "ml-goodput-measurement: productive step time over elapsed time",
         },
         "meta": {
             "ettr": meta.ettr,
             "wall_s": meta.wall_ns / NS_PER_S,
             "productive_s": meta.productive_ns / NS_PER_S,
-            "unproductive": _seconds(
+            "unproductive": in_seconds(
                 {
                     "catch_up": meta.catch_up_ns,
                     "restart_overhead": meta.restart_overhead_ns,

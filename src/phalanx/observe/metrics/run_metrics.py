@@ -14,7 +14,7 @@ import msgspec
 
 from phalanx.observe import events as run_events
 from phalanx.observe.goodput import Goodput, goodput
-from phalanx.observe.ledger import PHASES, Bucket
+from phalanx.observe.ledger import PHASES, Bucket, in_seconds
 from phalanx.observe.metrics.samples import Derived, Found, Kind, Metric
 from phalanx.observe.throughput import typical
 from phalanx.run.sections.monitoring import MOST_TASKS
@@ -302,15 +302,8 @@ def _outcomes(facts: RunFacts) -> Found:
     """Return the seconds of steps by outcome; ``None`` without a ledger."""
     if not facts.buckets and not facts.ended_buckets:
         return None
-    account = facts.goodput
-    seconds = {
-        "committed": account.committed_ns,
-        "pending": account.pending_ns,
-        "rollback": account.rollback_ns,
-        "nonfinite": account.nonfinite_ns,
-        "waiting": account.waiting_ns,
-    }
-    return _by("outcome", {name: value / 1e9 for name, value in seconds.items()})
+    outcomes = in_seconds(facts.goodput.outcomes_ns)
+    return _by("outcome", {name.removeprefix("discarded."): value for name, value in outcomes.items()})
 
 
 def _buckets(facts: RunFacts) -> Found:
