@@ -287,23 +287,12 @@ def make_environment(recording: RunRecording, folder: Path, tell: Callable[[str]
     python = _python(str(_table(recording.environment.get("packages")).get("python", "")), tell)
     _run([python, "-m", "venv", str(folder / "venv")], tell)
     python_path = folder / "venv" / "bin" / "python"
-    _run([str(python_path), "-m", "pip", "install", "--quiet", "-r", str(requirements_file)], tell)
+    install = [str(python_path), "-m", "pip", "install", "--quiet"]
+    _run([*install, "-r", str(requirements_file)], tell)
     source = _code(recording, folder, tell)
     if source is not None:
-        _run([str(python_path), "-m", "pip", "install", "--quiet", "setuptools>=77"], tell)
-        _run(
-            [
-                str(python_path),
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--no-deps",
-                "--no-build-isolation",
-                str(source),
-            ],
-            tell,
-        )
+        _run([*install, "setuptools>=77"], tell)
+        _run([*install, "--no-deps", "--no-build-isolation", str(source)], tell)
     return python_path
 
 

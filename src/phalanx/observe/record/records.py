@@ -42,6 +42,8 @@ DISTRIBUTION = "phalanx-train"
 OWN_PACKAGE = Path(of_package.__file__).resolve().parent
 """All of our code, wherever below it this module lies."""
 GIT_TIMEOUT_S = 10.0
+_ALL_BUT_RUNS = ("--", ":/", ":(exclude,top)runs")
+"""All files of a checkout but the runs in it."""
 
 _ARM_CORES = {
     ("0x41", "0xd0c"): "Neoverse-N1",
@@ -123,7 +125,7 @@ def code_version(package: Path | None = None, *, dirty: bool = True) -> dict[str
     version["git_commit"] = (git(package, "rev-parse", "--verify", "HEAD") or "").strip() or None
     if not dirty:
         return version
-    status = git(package, "status", "--porcelain", "--", ":/", ":(exclude,top)runs")
+    status = git(package, "status", "--porcelain", *_ALL_BUT_RUNS)
     version["git_dirty"] = status is None or bool(status.strip())
     return version
 
@@ -262,6 +264,8 @@ _TOKENS = re.compile(
     r"|(?<=://)[^\s/'\"@:{}]{1,256}:[^\s/'\"{}]{1,512}(?=@)|(?<=PRIVATE KEY-----)(?:(?!-----)[\s\S]){40,16384}(?=[-+ ]?-----END)"
 )
 """For code, narrower than what is masked in logs: code speaks of passwords without holding any, and a patch should apply."""
+_PLAIN = ("--no-color", "--no-ext-diff", "--no-textconv")
+"""Options of git diff for a patch that does not depend on the user's settings."""
 _FILE_OF_PATCH = re.compile(r"^diff --git ", re.MULTILINE)
 _NAME_OF_PATCH = re.compile(r"diff --git .* (?:\"b/(.*)\"|b/(.*))\n")
 _CODE_FILE = re.compile(r"\.(py|pyi|c|cc|cpp|cu|h|js|md|toml)$")
@@ -314,38 +318,15 @@ def code_patch(
     package = package or OWN_PACKAGE
     if not is_checkout(package):
         return None
-    root = (git(package, "rev-parse", "--show-toplevel") or "").strip()
-    listed_changed = git(Path(root or package), "diff", "HEAD", "--name-only", "-z")
-    listed_untracked = git(
-        Path(root or package),
-        "ls-files",
-        "--others",
-        "--exclude-standard",
-        "-z",
-        "--",
-        ":/",
-        ":(exclude,top)runs",
-    )
+    root = Path((git(package, "rev-parse", "--show-toplevel") or "").strip() or package)
+    listed_changed = git(root, "diff", "HEAD", "--name-only", "-z")
+    listed_untracked = git(root, "ls-files", "--others", "--exclude-standard", "-z", *_ALL_BUT_RUNS)
     if listed_changed == listed_untracked == "":
         return None
     changed, untracked = _names(listed_changed), _names(listed_untracked)
     left_out = [name for name in changed if _SECRET_FILE.search(name) and not _CODE_FILE.search(name)]
     shown = [f":(top,literal){name}" for name in changed if name not in left_out]
-    text = (
-        git(
-            Path(root or package),
-            "diff",
-            "HEAD",
-            "--no-color",
-            "--no-ext-diff",
-            "--no-textconv",
-            "--binary",
-            "--",
-            *shown,
-        )
-        if shown
-        else ""
-    )
+    text = git(root, "diff", "HEAD", *_PLAIN, "--binary", "--", *shown) if shown else ""
     masked = _masked(text or "", secret_values(os.environ) if secrets is None else secrets)
     content = masked.encode(errors="surrogateescape")
     return CodePatch(
