@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from contextlib import suppress
 from types import TracebackType
 from typing import BinaryIO, TextIO
@@ -70,10 +70,7 @@ class Capture:
             root.addHandler(shown)
         logging.getLogger(_TALKATIVE).setLevel(logging.INFO)
         logging.captureWarnings(capture=True)
-        sys.excepthook, threading.excepthook = (
-            self._uncaught(sys.excepthook),
-            self._uncaught_in_thread(threading.excepthook),
-        )
+        self._catch_errors()
         with suppress(OSError, ValueError, RuntimeError):
             faulthandler.enable(file=2, all_threads=True)
         os.register_at_fork(after_in_child=self._after_fork)
@@ -124,36 +121,27 @@ class Capture:
         # Two processes would set the file aside, each by its own count. Another thread may have held the lock.
         self._forked, self._lock = True, threading.RLock()
 
-    def _uncaught(
-        self, shown: Callable[[type[BaseException], BaseException, TracebackType | None], object]
-    ) -> Callable[[type[BaseException], BaseException, TracebackType | None], object]:
-        """Return a hook that writes an uncaught error's traceback as a record, and with ``tee`` also calls ``shown``."""
+    def _catch_errors(self) -> None:
+        """Write an uncaught error's traceback as a record, a thread's with the thread's name. With ``tee`` it is also printed as before.
 
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        A ``SystemExit`` of a thread is ignored.
+        """
+        print_error, print_error_of_thread = sys.excepthook, threading.excepthook
+
+        def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self.put("".join(traceback.format_exception(kind, error, trace)), "error")
             if self._tee:
-                shown(kind, error, trace)
+                print_error(kind, error, trace)
 
-        return hook
-
-    def _uncaught_in_thread(
-        self, shown: Callable[[threading.ExceptHookArgs], object]
-    ) -> Callable[[threading.ExceptHookArgs], object]:
-        """Return a hook that writes a thread's uncaught error as a record with the thread's name, and with ``tee``
-        calls ``shown``.
-
-        ``SystemExit`` is ignored.
-        """
-
-        def hook(args: threading.ExceptHookArgs) -> None:
+        def on_error_of_thread(args: threading.ExceptHookArgs) -> None:
             if args.exc_type is SystemExit:
                 return
             text = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
             self.put(f"{text.rstrip()}\n(in thread {args.thread.name if args.thread else '?'})", "error")
             if self._tee:
-                shown(args)
+                print_error_of_thread(args)
 
-        return hook
+        sys.excepthook, threading.excepthook = on_error, on_error_of_thread
 
 
 class RecordHandler(logging.Handler):

@@ -415,13 +415,33 @@ class LineBucket:
 # those lines, and finds them also after the rank was killed. The descriptor is inherited; a process without one has a place of its own.
 
 
-_NAMES = ("rank", "epoch", "step")
-_BYTES = 8 * len(_NAMES)
+_BYTES = 3 * 8
 _UNKNOWN = -(2**63)
+
+
+class _PlaceField:
+    """Attribute of a ``Place``: the number at ``index`` of its memory."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, place: Place, _owner: type[Place]) -> int | None:
+        value = place.values[self._index]
+        return None if value == _UNKNOWN else value
+
+    def __set__(self, place: Place, value: int | None) -> None:
+        place.values[self._index] = _UNKNOWN if value is None else value
 
 
 class Place:
     """Rank, epoch and step of a process; ``None`` is not known, or none."""
+
+    rank = _PlaceField(0)
+    """The rank that the process holds."""
+    epoch = _PlaceField(1)
+    """The epoch of the fleet that it is in."""
+    step = _PlaceField(2)
+    """The step that it computes."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         """Make an empty place, or map that of another process by ``descriptor``, which the caller still closes.
@@ -429,7 +449,8 @@ class Place:
         Raises ``OSError`` or ``ValueError`` if the descriptor is not one of a place.
         """
         self._shared = None if descriptor is None else mmap.mmap(descriptor, _BYTES)
-        self._values = memoryview(self._shared or bytearray(_BYTES)).cast("q")
+        self.values = memoryview(self._shared or bytearray(_BYTES)).cast("q")
+        """Rank, epoch and step as they are in memory."""
         if descriptor is None:
             self.rank = self.epoch = self.step = None
 
@@ -452,37 +473,6 @@ class Place:
 
     def close(self) -> None:
         """Release the shared memory; the place is not used any more."""
-        self._values.release()
+        self.values.release()
         if self._shared is not None:
             self._shared.close()
-
-    def _get(self, index: int) -> int | None:
-        value = self._values[index]
-        return None if value == _UNKNOWN else value
-
-    @property
-    def rank(self) -> int | None:
-        """The rank that the process holds."""
-        return self._get(0)
-
-    @rank.setter
-    def rank(self, value: int | None) -> None:
-        self._values[0] = _UNKNOWN if value is None else value
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch of the fleet that it is in."""
-        return self._get(1)
-
-    @epoch.setter
-    def epoch(self, value: int | None) -> None:
-        self._values[1] = _UNKNOWN if value is None else value
-
-    @property
-    def step(self) -> int | None:
-        """The step that it computes."""
-        return self._get(2)
-
-    @step.setter
-    def step(self, value: int | None) -> None:
-        self._values[2] = _UNKNOWN if value is None else value

@@ -22,6 +22,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
+from msgspec import UNSET
+from msgspec.structs import replace
+
 from phalanx.observe.logs.assemble import Assembler
 from phalanx.observe.logs.line import LogLine, decode, decode_lines
 from phalanx.run.directory.files import leads_out, open_regular
@@ -164,17 +167,7 @@ def joined(lines: Sequence[LogLine]) -> list[LogLine]:
     for line in lines:
         if line.goes_on is True and whole_lines:
             before = whole_lines[-1]
-            whole_lines[-1] = LogLine(
-                before.t,
-                before.level,
-                before.node,
-                before.rank,
-                before.epoch,
-                before.attempt,
-                before.step,
-                f"{before.text}\n{line.text}",
-                before.process,
-            )
+            whole_lines[-1] = replace(before, text=f"{before.text}\n{line.text}", goes_on=UNSET)
         else:
             whole_lines.append(line)
     return whole_lines
