@@ -22,6 +22,8 @@ from phalanx.observe.events import (
     RunStarted,
     Step,
 )
+from phalanx.observe.metrics.exporter import RunSampler
+from phalanx.observe.metrics.samples import Sample
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
@@ -208,3 +210,8 @@ def renamed(run: RecordedRun, name: str) -> None:
     """The run gets a name that no run file's check would let through, as a hostile directory may have."""
     run.spec = dataclasses.replace(run.spec, name=name)
     write_atomically(run.directory.run_file, tomli_w.dumps(to_table(run.spec)).encode())
+
+
+def run_samples(directory: Path) -> list[Sample]:
+    """Return all samples of the metrics of the run in ``directory``."""
+    return RunSampler(directory).samples(patience_s=60.0)

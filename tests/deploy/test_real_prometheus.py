@@ -19,10 +19,11 @@ from free_ports import free_port
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import RunStarted, Step
 from phalanx.observe.metrics.endpoint import Endpoint
-from phalanx.observe.metrics.exporter import EXPORTER_METRICS, RunSampler, run_samples
+from phalanx.observe.metrics.exporter import EXPORTER_METRICS, RunSampler
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ObserveSpec
 from phalanx_process import RUN_FILE, start, wait_until
+from recorded_runs import run_samples
 from tiny_runs import make_dataset
 
 pytestmark = pytest.mark.servers

@@ -121,7 +121,7 @@ class OtelSink:
 
         def observe(_options: Any) -> list[Any]:
             """Return the metric's present observations; errors give none."""
-            samples = collect([derived], self._facts, self._labels, lambda _metric, _error: None)
+            samples = collect([derived], self._facts, self._labels)
             return [self._observation(value, dict(labels.pairs)) for _, labels, value in samples]
 
         return observe

@@ -25,9 +25,10 @@ from phalanx.observe.events import (
     encode,
 )
 from phalanx.observe.goodput import goodput
-from phalanx.observe.metrics.exporter import RunSampler, run_samples
+from phalanx.observe.metrics.exporter import RunSampler
 from phalanx.observe.metrics.run_metrics import RunFacts
 from phalanx.observe.metrics.samples import Sample
+from recorded_runs import run_samples
 
 
 def step(number: int, seconds: float, loss: float = 2.0, step_s: float = 1.0) -> Step:

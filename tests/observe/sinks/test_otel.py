@@ -9,8 +9,8 @@ import pytest
 
 from phalanx.observe.event_log import EventLog, read_events
 from phalanx.observe.events import CheckpointSaved, Evaluated, Finished, Restored, RunStarted, Step
-from phalanx.observe.metrics.exporter import run_samples
 from phalanx_watch.sinks.otel import OtelSink
+from recorded_runs import run_samples
 
 pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed: make env-dev")
 

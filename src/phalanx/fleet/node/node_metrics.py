@@ -93,7 +93,7 @@ SOFTWARE = Metric(
 
 def agent_samples(facts: Callable[[], AgentFacts], labels: Labels) -> list[Sample]:
     """Return the samples of the agent's state."""
-    return collect(AGENT_METRICS, facts(), labels, lambda _metric, _error: None)
+    return collect(AGENT_METRICS, facts(), labels)
 
 
 def machine_samples(run_dir: Path, labels: Labels) -> list[Sample]:
@@ -109,7 +109,7 @@ def machine_samples(run_dir: Path, labels: Labels) -> list[Sample]:
         disk_bytes=disk.f_frsize * disk.f_blocks,
         disk_free_bytes=disk.f_frsize * disk.f_bavail,
     )
-    return collect(MACHINE_METRICS, facts, labels, lambda _metric, _error: None)
+    return collect(MACHINE_METRICS, facts, labels)
 
 
 class SoftwareSampler:
@@ -193,6 +193,6 @@ def samples_of(readings: list[GpuReading], errors: tuple[Xid, ...], labels: Labe
     for index, reading in enumerate(readings):
         own = labels | {"gpu": str(index)}
         newest = [error.number for error in errors if same_bus(error.bus, reading.bus)]
-        samples += collect(GPU_METRICS, reading, own, lambda _metric, _error: None)
+        samples += collect(GPU_METRICS, reading, own)
         samples.append(Sample(XID, own, newest[-1] if newest else 0))
     return samples

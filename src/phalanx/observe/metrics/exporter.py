@@ -193,21 +193,11 @@ _REST = 1.0
 """Between blocks the reader rests for so many times what a block took: other threads of its process have something to do."""
 
 
-def _ignore(_metric: Metric, _error: Exception) -> None:
-    """A metric that cannot be computed is left out."""
-
-
 class RunSampler:
     """Follows one run. Not for several threads at once."""
 
-    def __init__(
-        self, directory: Path, run: str = "", failed: Callable[[Metric, Exception], None] = _ignore
-    ) -> None:
-        """Set up the reader of a run's events; nothing is read yet.
-
-        ``run`` is the label; by default the name of the run directory. ``failed`` gets metrics that cannot be
-        computed.
-        """
+    def __init__(self, directory: Path, run: str = "") -> None:
+        """Set up the reader of a run's events; nothing is read yet. ``run`` is the label, by default the name of the run directory."""
         self._tail = FileTail(
             RunDirectory(directory).events,
             most_line_bytes=_LONGEST_LINE,
@@ -215,7 +205,6 @@ class RunSampler:
             instead_of_long=b"?",  # counted as torn
         )
         self._labels = Labels(run=run or directory.resolve().name)
-        self._failed = failed
         self.facts = RunFacts()
         self._over = False
         """The file was gone when it was last looked at: what it said last counts until another one says something."""
@@ -227,7 +216,7 @@ class RunSampler:
         self.catch_up(patience_s)
         if not self.facts.counts:
             return []
-        return collect(RUN_METRICS, self.facts, self._labels, self._failed)
+        return collect(RUN_METRICS, self.facts, self._labels)
 
     def catch_up(self, patience_s: float) -> bool:
         """Read the events that were appended since the last call, for at most ``patience_s`` seconds, with pauses.
@@ -252,8 +241,3 @@ class RunSampler:
                 return False
             if batch.more:
                 time.sleep(_REST * (time.thread_time() - began_s))
-
-
-def run_samples(directory: Path) -> list[Sample]:
-    """All samples of the run in ``directory``. For repeated calls keep a ``RunSampler``."""
-    return RunSampler(directory).samples(patience_s=60.0)

@@ -75,7 +75,7 @@ def collect(
     derived: Sequence[Derived[Facts]],
     facts: Facts,
     labels: Labels,
-    failed: Callable[[Metric, Exception], None],
+    failed: Callable[[Metric, Exception], None] = lambda _metric, _error: None,
 ) -> list[Sample]:
     """Return all samples of ``derived``; a metric that cannot be computed is left out and passed to ``failed``, and costs only itself."""
     samples: list[Sample] = []
