@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.observe import events as run_events
+from phalanx.observe.display.state import note_of
 from phalanx.observe.event_log import MOST_STEP, Row, index_beside, row_of
 from phalanx.observe.lines import FileTail, Position, read_lines_at
 from phalanx.observe.throughput import format_bytes, format_duration
@@ -86,27 +87,19 @@ def _mark(event: run_events.Event, step: int) -> tuple[int, str, str] | None:
             )
         case run_events.ChildTaken(step=at, end=end, candidate=candidate):
             return end, "message", f"continues as the child {candidate} of the fork at step {at:,}"
-        case run_events.NonFinite(step=at, problem=detail, skipped=skipped):
-            outcome = "skipped" if skipped else "the run ends before it"
-            return at, "nonfinite", f"step {at:,} is not finite, {outcome}: {detail}"
         case run_events.Evaluated(step=at, loss=loss):
             return at, "evaluation", f"held-out loss {loss:.4f} after step {at:,}"
-        case run_events.RanksChanged(step=at, ranks=ranks, reason=reason):
-            return (
-                at,
-                "message",
-                f"{ranks:,} ranks from step {at + 1:,} on" + (f": {reason}" if reason else ""),
-            )
+        case (
+            run_events.NonFinite(step=at)
+            | run_events.RanksChanged(step=at)
+            | run_events.EndedEarly(step=at)
+            | run_events.Stopped(step=at)
+        ) if note := note_of(event):
+            return at, "nonfinite" if isinstance(body, run_events.NonFinite) else "message", note[1]
         case run_events.EpochLeft(text=text, incident=incident):
             return step, "straggler" if incident in _SLOW else "left", text
         case run_events.Message(level=level, text=text, incident=incident):
             return step, "straggler" if incident in _SLOW else "message", f"{level}: {text}"
-        case run_events.EndedEarly(step=at):
-            return at, "message", body.text
-        case run_events.Stopped(step=at, reason=reason):
-            return at, "message", f"stopped after step {at:,}: {reason}"
-        case run_events.Step():
-            return None
     return None
 
 

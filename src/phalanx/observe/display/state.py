@@ -165,31 +165,29 @@ def notes(state: State, event: run_events.Event) -> list[Note]:
     if ended and state.started is not None and not state.done and not state.explained:
         after = f" after step {state.step.step:,}" if state.step else ""
         lines.append(Note(event.t, "warning", f"attempt {state.attempt + 1} ended without a word{after}"))
-    own = _note(event)
-    return lines if own is None else [*lines, own]
+    own = note_of(event)
+    return lines if own is None else [*lines, Note(event.t, *own)]
 
 
-def _note(event: run_events.Event) -> Note | None:
-    """Return the log line of an event, with its level; ``None`` for kinds that are shown elsewhere, and steps."""
+def note_of(event: run_events.Event) -> tuple[str, str] | None:
+    """Return level and text of the log line of an event; ``None`` for kinds that are shown elsewhere, and steps."""
     match event.body:
         case run_events.Restored(step=step, source=source, seconds=seconds, reason=reason):
             after = f" ({reason})" if reason else ""
-            text = f"restored step {step:,} from {source} in {format_duration(seconds)}{after}"
-            return Note(event.t, "info", text)
+            return "info", f"restored step {step:,} from {source} in {format_duration(seconds)}{after}"
         case run_events.RanksChanged(step=step, ranks=ranks, reason=reason):
             after = f": {reason}" if reason else ""
-            return Note(event.t, "info", f"{ranks:,} ranks from step {step + 1:,} on{after}")
+            return "info", f"{ranks:,} ranks from step {step + 1:,} on{after}"
         case run_events.MemoryMeasured(step=step, most=most) if most:
             kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in most.items() if size)
-            return Note(event.t, "info", f"memory in step {step:,}, of the rank with most: {kinds}")
+            return "info", f"memory in step {step:,}, of the rank with most: {kinds}"
         case run_events.CheckpointCopied(step=step, url=url, seconds=seconds):
-            text = f"step {step:,} was copied to {url} in {format_duration(seconds)}"
-            return Note(event.t, "info", text)
+            return "info", f"step {step:,} was copied to {url} in {format_duration(seconds)}"
         case run_events.CheckpointFailed(step=step, path=path, reason=reason):
-            return Note(event.t, "error", f"checkpoint of step {step:,} failed ({path}): {reason}")
+            return "error", f"checkpoint of step {step:,} failed ({path}): {reason}"
         case run_events.NonFinite(step=step, problem=text, skipped=skipped):
             outcome = "skipped" if skipped else "the run ends before it"
-            return Note(event.t, "warning", f"step {step:,} is not finite, {outcome}: {text}")
+            return "warning", f"step {step:,} is not finite, {outcome}: {text}"
         case run_events.LossSpike(
             step=step, loss=loss, typical_loss=usual, grad_norm=norm, typical_grad_norm=usual_norm
         ):
@@ -200,33 +198,31 @@ def _note(event: run_events.Event) -> Note | None:
                 "fork": "the run forks",
             }
             text = f"loss {loss:.4g} (usual {usual:.4g}), gradient norm {norm:.3g} (usual {usual_norm:.3g})"
-            return Note(
-                event.t, "warning", f"loss spike in step {step:,}, {outcomes[event.body.action]}: {text}"
-            )
+            return "warning", f"loss spike in step {step:,}, {outcomes[event.body.action]}: {text}"
         case run_events.Forked(step=step, base=base, end=end, candidates=candidates):
             text = f"fork at step {step:,}: trains {', '.join(candidates)} from step {base:,} to step {end:,}"
-            return Note(event.t, "info", text)
+            return "info", text
         case run_events.ChildTrained(
             step=step, candidate=candidate, loss=child_loss, again=again, spikes_again=spikes
         ):
             figure = "not finite" if child_loss is None else f"{child_loss:.4g}"
             more = f"{', spikes again' if spikes else ''}{', trained before' if again else ''}"
-            return Note(event.t, "info", f"fork at step {step:,}: child {candidate} has loss {figure}{more}")
+            return "info", f"fork at step {step:,}: child {candidate} has loss {figure}{more}"
         case run_events.ChildTaken(step=step, candidate=candidate, end=end, loss=loss):
             text = f"fork at step {step:,}: the run goes on as child {candidate}, loss {loss:.4g}, from step {end:,}"
-            return Note(event.t, "info", text)
+            return "info", text
         case run_events.Message(level=level, text=text):
-            return Note(event.t, level, text)
+            return level, text
         case run_events.EpochLeft(text=text):
-            return Note(event.t, "warning", text)
+            return "warning", text
         case run_events.EndedEarly() as body:
-            return Note(event.t, "info", body.text)
+            return "info", body.text
         case run_events.Stopped(step=step, reason=reason):
-            return Note(event.t, "warning", f"stopped after step {step:,}: {reason}")
+            return "warning", f"stopped after step {step:,}: {reason}"
         case run_events.Torn(line=line):
-            return Note(event.t, "info", f"line {line:,} of the event file is torn: its writer was killed")
+            return "info", f"line {line:,} of the event file is torn: its writer was killed"
         case run_events.Unknown(kind=kind) if kind:
-            return Note(event.t, "info", f"an event of a kind this version does not know: {kind}")
+            return "info", f"an event of a kind this version does not know: {kind}"
     return None
 
 
