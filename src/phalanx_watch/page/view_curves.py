@@ -20,7 +20,7 @@ from phalanx_watch.page.http import PageRequestError, Parameters
 from phalanx_watch.page.runs import PageRuns, RunPlace
 from phalanx_watch.runs.recorded import MOST_RUNS, compare
 from phalanx_watch.series.run_series import CurveMark, RunSeries
-from phalanx_watch.series.table import NAMES, Floats, Integers, columns_of, reduce_series, rounded
+from phalanx_watch.series.table import NAMES, Floats, Integers, Reduced, columns_of, reduce_series, rounded
 
 Axis = Literal["step", "tokens", "flops", "time"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -45,15 +45,6 @@ class NoSuchCurveError(ValueError):
 
 
 @dataclass(frozen=True)
-class ReducedCurve:
-    """Line value, minimum and maximum at each x."""
-
-    y: Floats
-    lo: Floats
-    hi: Floats
-
-
-@dataclass(frozen=True)
 class PlacedMark:
     """A mark and its position on the axis; None before the first step."""
 
@@ -66,7 +57,7 @@ class Curves:
     """Curves over one axis."""
 
     x: Floats
-    series: dict[str, ReducedCurve]
+    series: dict[str, Reduced]
     reduced: bool
     """True if the range has more logged steps than points."""
     total: int
@@ -97,15 +88,11 @@ def curves(
         along = _axis(run, rows, x, flops_per_token)
         inside = _inside(along, first, last)
         rows, shown = rows[inside], along[inside]
-        series: dict[str, ReducedCurve] = {}
+        series: dict[str, Reduced] = {}
         columns = columns_of(shown, points) if len(shown) > points else None
         for name in dict.fromkeys(names):
-            values = _values(run, name, rows)
-            if columns is None:
-                series[name] = ReducedCurve(values, values, values)
-            else:
-                reduced = reduce_series(values, columns)
-                series[name] = ReducedCurve(reduced.y, reduced.lo, reduced.hi)
+            y = _values(run, name, rows)
+            series[name] = Reduced(y, y, y) if columns is None else reduce_series(y, columns)
         marks = _marks(run, along, first, last)
     return Curves(
         x=shown if columns is None else shown[columns.first],

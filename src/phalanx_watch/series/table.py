@@ -223,7 +223,7 @@ def columns_of(x: Floats, most: int) -> Columns:
 
 @dataclass(frozen=True)
 class Reduced:
-    """One value per column for the line, and the extremes; NaN if a column has no finite value."""
+    """One value per column for the line, and the extremes; NaN if a column has no finite value. All three are the values if there are few."""
 
     y: Floats
     lo: Floats
