@@ -29,7 +29,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from phalanx.run.directory.files import read_small
+from phalanx.run.directory.files import read_small, user_cache
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.fields import field_types, sections
 from phalanx.run.read import RUN_FILE
@@ -51,18 +51,12 @@ _SHAPE = f"{__version__}/2"
 _MADE = "CREATE TABLE IF NOT EXISTS runs (path TEXT PRIMARY KEY, shape TEXT, signature TEXT, facts BLOB) WITHOUT ROWID"
 
 
-def default_cache() -> Path:
-    """Return the cache file, in ``XDG_CACHE_HOME`` or ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "phalanx" / "runs.sqlite"
-
-
 class RunIndex:
     """The runs in some folders; a folder contains run directories, or is one."""
 
     def __init__(self, folders: Sequence[Path], cache_path: Path | None = None) -> None:
         self.folders = tuple(folders)
-        self._cache = _Cache(cache_path or default_cache())
+        self._cache = _Cache(cache_path or user_cache() / "runs.sqlite")
 
     def rows(self) -> list[RunRow]:
         """Return the existing runs, sorted by name within each folder, with their states as of now.

@@ -14,19 +14,23 @@ import pytest
 
 PROGRAM = """
 import os, sys
-from phalanx.run.directory.files import home
+from phalanx.run.directory.files import home, user_cache
 os.setuid(int(sys.argv[1]))
-print(home())
+print(home(), user_cache(), sep="\\n")
 """
 
 
 def home_of(uid: int, temporary: Path) -> Path:
-    """The home of a user without a name, in a process of its own."""
+    return home_and_cache_of(uid, temporary)[0]
+
+
+def home_and_cache_of(uid: int, temporary: Path) -> list[Path]:
+    """The home of a user without a name, and the folder of their caches, in a process of its own."""
     environment = {"TMPDIR": str(temporary), "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(uid)], env=environment, capture_output=True, text=True, check=True
     )
-    return Path(done.stdout.strip())
+    return [Path(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture
@@ -62,3 +66,10 @@ def test_a_user_without_a_name_has_a_temporary_home_that_is_private_and_stays(
 def test_a_temporary_home_that_another_user_has_made_is_not_taken(nameless: int, temporary: Path) -> None:
     (temporary / f"phalanx-{nameless}").mkdir(mode=0o777)
     assert home_of(nameless, temporary) != temporary / f"phalanx-{nameless}"
+
+
+def test_the_caches_of_a_user_without_a_name_are_in_their_temporary_home(
+    nameless: int, temporary: Path
+) -> None:
+    home, cache = home_and_cache_of(nameless, temporary)
+    assert cache == home / ".cache" / "phalanx"

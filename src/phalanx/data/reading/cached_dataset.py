@@ -8,7 +8,6 @@ files (``phalanx.data.reading.cached_shard``) whose missing blocks are fetched i
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -29,7 +28,7 @@ from phalanx.data.stored.shards import MAX_OPEN_MAPS, TokenArray
 from phalanx.data.tokenizers.published import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import saved_fingerprint
 from phalanx.process.background import in_background
-from phalanx.run.directory.files import home, write_atomically
+from phalanx.run.directory.files import user_cache, write_atomically
 from phalanx.store.open_store import open_store
 from phalanx.store.store import MissingObjectError, RetryPolicy, Store, StoreError, UnavailableError
 
@@ -43,14 +42,9 @@ class CacheOptions:
     """Location and size limit of all cached datasets, and the timeout of a store (fields of ``[data]``)."""
 
     cache: str = ""
-    """Folder of all cached datasets; if empty, ``default_cache``."""
+    """Folder of all cached datasets; if empty, ``datasets`` in this user's caches."""
     limit_bytes: int = 64 << 30
     timeout_s: float = 1800.0
-
-
-def default_cache() -> Path:
-    """Return the default folder of cached datasets, according to the XDG Base Directory Specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "phalanx" / "datasets"
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ def open_cached(url: str, options: CacheOptions) -> CachedDataset:
 
     Fetches the index and the tokenizer. Raises ``DatasetError``.
     """
-    root = Path(options.cache).expanduser() if options.cache else default_cache()
+    root = Path(options.cache).expanduser() if options.cache else user_cache() / "datasets"
     try:
         store = open_store(url, RetryPolicy(timeout_s=options.timeout_s))
         ahead = open_store(url, RetryPolicy(timeout_s=min(_PATIENCE_AHEAD_S, options.timeout_s)))

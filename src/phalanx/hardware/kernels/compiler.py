@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.run.directory.files import home, temporary_home
+from phalanx.run.directory.files import temporary_home, user_cache
 
 OPTIONS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 """Each operation rounded by itself; a square root may be an instruction, since nothing reads ``errno``."""
@@ -89,7 +89,7 @@ def compiled(
     starts. Raises ``NoHostKernelsError`` if there is no compiler or it fails; it is not tried again in this process.
     """
     name = library_name(source, options, beside=beside, linked=linked)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "phalanx" / "kernels"
+    cache = user_cache() / "kernels"
     if (cache / name).exists():
         return cache / name
     compiler = _compiler()

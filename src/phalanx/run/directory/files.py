@@ -306,6 +306,11 @@ def home() -> Path:
         return temporary_home()
 
 
+def user_cache() -> Path:
+    """Return the folder of this user's caches, which may not exist yet (XDG Base Directory Specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "phalanx"
+
+
 @cache
 def temporary_home() -> Path:
     """Return the folder ``phalanx-UID`` among the temporary files, which only this user can access; it is made if
