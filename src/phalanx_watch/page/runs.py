@@ -39,6 +39,7 @@ from phalanx_watch.runs.row import run_id
 from phalanx_watch.series.run_series import USUAL_BUDGET_S, RunSeries, SeriesState, thinned_events
 
 MOST_RUNS = 20_000
+_MOST_STREAMS, _MOST_STORIES = 16, 32
 _STALE_S = 2.0
 USUAL_BYTES = 512 << 20
 """Default limit on the memory of all series together."""
@@ -50,55 +51,6 @@ class RunPlace:
 
     id: str
     path: Path
-
-
-class RunPlaces:
-    """Finder of the runs in the folders; the result is cached for two seconds."""
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders = tuple(Path(os.path.abspath(folder)) for folder in folders)
-        self._lock = threading.Lock()
-        self._places: dict[str, RunPlace] = {}
-        self._looked_s = float("-inf")
-
-    def all(self) -> list[RunPlace]:
-        """Return all runs, sorted by name within each folder, at most ``MOST_RUNS``. Folders are read again after ``_STALE_S``."""
-        with self._lock:
-            if time.monotonic() - self._looked_s > _STALE_S:
-                places = [RunPlace(run_id(path), path) for path in islice(found_in(self.folders), MOST_RUNS)]
-                self._places = {place.id: place for place in places}
-                self._looked_s = time.monotonic()
-            return list(self._places.values())
-
-    def get(self, identifier: str) -> RunPlace | None:
-        """Return the run of an identifier; None if there is none. For an unknown one, folders read over ``_STALE_S`` ago are read again."""
-        place = self._places.get(identifier)
-        if place is not None:
-            return place
-        self.all()
-        return self._places.get(identifier)
-
-
-# Kept between requests: to index a rank stream of days again takes longer than to draw it.
-
-
-class RankStreams:
-    """Open rank streams, each used by one thread at a time."""
-
-    def __init__(self, most: int = 16) -> None:
-        self._most, self._lock = most, threading.Lock()
-        self._streams: OrderedDict[Path, tuple[RankStream, threading.Lock]] = OrderedDict()
-
-    def of(self, path: Path) -> tuple[RankStream, threading.Lock]:
-        """Return the stream of a file, and its lock, from a cache of the last used ones. Raises ``RankStreamError``."""
-        with self._lock:
-            entry = self._streams.get(path)
-            if entry is None:
-                entry = self._streams[path] = (RankStream(path), threading.Lock())
-            self._streams.move_to_end(path)
-            while len(self._streams) > self._most:
-                self._streams.popitem(last=False)  # its file is closed with its last reference
-        return entry
 
 
 GIVES_WAY_S = 0.3
@@ -114,29 +66,38 @@ class PageRuns:
     def __init__(
         self,
         folders: Sequence[Path],
-        most_series_bytes: int = USUAL_BYTES,
         stored: StoredSeries | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with nothing read of the runs in ``folders``; ``stored`` None keeps no series on disk."""
+        self.folders = tuple(Path(os.path.abspath(folder)) for folder in folders)
         self._clock, self._asked_s = clock, -math.inf
-        self._places = RunPlaces(folders)
-        self._series = SeriesCache(most_series_bytes, stored)
+        self._lock = threading.Lock()
+        self._places: dict[str, RunPlace] = {}
+        self._looked_s = -math.inf
+        self._series = SeriesCache(stored=stored)
         self._thinned = KeptStories()
-        self.rank_streams = RankStreams()
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        """Folders of the page."""
-        return self._places.folders
+        # Kept between requests: to index a rank stream of days again takes longer than to draw it.
+        self.rank_stream = lru_cache(_MOST_STREAMS)(_opened_stream)
 
     def places(self) -> list[RunPlace]:
-        """All runs, by path."""
-        return self._places.all()
+        """Return all runs, sorted by name within each folder, at most ``MOST_RUNS``. Folders are read again after ``_STALE_S``."""
+        with self._lock:
+            if time.monotonic() - self._looked_s > _STALE_S:
+                places = [RunPlace(run_id(path), path) for path in islice(found_in(self.folders), MOST_RUNS)]
+                self._places = {place.id: place for place in places}
+                self._looked_s = time.monotonic()
+            return list(self._places.values())
+
+    def _place(self, identifier: str) -> RunPlace | None:
+        """Return the run of an identifier; None if there is none. For an unknown one, folders read over ``_STALE_S`` ago are read again."""
+        if identifier not in self._places:
+            self.places()
+        return self._places.get(identifier)
 
     def place(self, identifier: str) -> RunPlace:
         """Return the run of an identifier. Raises ``PageRequestError``."""
-        place = self._places.get(identifier)
+        place = self._place(identifier)
         if place is None:
             raise not_found(f"there is no run {identifier[:100]!r} here (any more)")
         return place
@@ -145,7 +106,7 @@ class PageRuns:
         """Return the runs of the identifiers, without those that do not exist; without identifiers, the first ``most`` of all runs."""
         if not identifiers:
             return self.places()[:most]
-        return [place for identifier in identifiers if (place := self._places.get(identifier)) is not None]
+        return [place for identifier in identifiers if (place := self._place(identifier)) is not None]
 
     def rows(self) -> list[RunRow]:
         """Return the rows of all runs, sorted by name within each folder."""
@@ -215,11 +176,16 @@ class PageRuns:
         return None if spec is None else _flops_per_token(spec)
 
 
+def _opened_stream(path: Path) -> tuple[RankStream, threading.Lock]:
+    """Return the stream of a file of ranks' numbers, and the lock with which one thread at a time uses it. Raises ``RankStreamError``."""
+    return RankStream(path), threading.Lock()
+
+
 class KeptStories:
     """Cache of the thinned events of recently requested runs, until their files grow."""
 
-    def __init__(self, most: int = 32) -> None:
-        self._most, self._lock = most, threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._kept: OrderedDict[str, tuple[tuple[int, int], list[Event]]] = OrderedDict()
 
     def of(self, identifier: str, run: RunSeries) -> list[Event]:
@@ -233,7 +199,7 @@ class KeptStories:
         with self._lock:
             self._kept[identifier] = version, events
             self._kept.move_to_end(identifier)
-            while len(self._kept) > self._most:
+            while len(self._kept) > _MOST_STORIES:
                 self._kept.popitem(last=False)
         return events
 
@@ -323,12 +289,6 @@ WORTH_BYTES = 4 << 20
 MOST_BYTES = 2 << 30
 _SHAPE = b"phalanx-series-1"
 _SEAL_BYTES = 8
-
-
-def default_folder() -> Path:
-    """Return the folder of the cache, in ``XDG_CACHE_HOME`` or ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "phalanx" / "series"
 
 
 class StoredSeries:

@@ -93,7 +93,7 @@ def heat_map(runs: PageRuns, place: RunPlace, column: str, part: Part) -> Heat |
     """
     directory = RunDirectory(place.path)
     try:
-        stream, lock = runs.rank_streams.of(directory.ranks)
+        stream, lock = runs.rank_stream(directory.ranks)
         with lock:
             stream.refresh()
             if not len(stream):
@@ -197,7 +197,7 @@ def rank_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[s
     rank = int(parameters.path["rank"])
     column = parameters.choice("column", HEAT_COLUMNS)
     try:
-        stream, lock = runs.rank_streams.of(RunDirectory(place.path).ranks)
+        stream, lock = runs.rank_stream(RunDirectory(place.path).ranks)
         with lock:
             stream.refresh()
             ranks = stream.ranks
