@@ -14,7 +14,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from typing import BinaryIO, Self
 import msgspec
 
 from phalanx.observe.events import Body, Event, Step, Torn, Unknown, decode, encode
-from phalanx.observe.lines import AppendedFile, FileTail
+from phalanx.observe.lines import AppendedFile, FileTail, blocks_from_the_end
 from phalanx.run.directory.files import open_regular
 
 MOST_LINE_BYTES = 16 << 20
@@ -122,39 +122,14 @@ def newest_event(path: Path, counts: Callable[[Event], bool], block_bytes: int =
     return None
 
 
-def lines_from_the_end(
-    file: BinaryIO, block_bytes: int, most_bytes: int | None = None, most_line_bytes: int = MOST_LINE_BYTES
-) -> Iterator[bytes]:
-    """Yield the lines of a file that are not empty, the last one first, reading ``block_bytes`` at a time as
-    needed.
-
-    Nothing farther from the end than ``most_bytes`` is read; ``None`` sets no limit. A line longer than
-    ``most_line_bytes`` is left out, and at most that much of it is in memory.
+def lines_from_the_end(file: BinaryIO, block_bytes: int, most_bytes: int | None = None) -> Iterator[bytes]:
+    """Yield the lines of a file that are not empty, the last one first, as ``blocks_from_the_end`` reads them; lines longer than
+    ``MOST_LINE_BYTES`` are left out.
     """
-    position = file.seek(0, os.SEEK_END)
-    lowest = 0 if most_bytes is None else max(0, position - most_bytes)
-    pieces: list[bytes] = []  # of the line whose beginning is not read yet, the last one first
-    kept = 0
-    while position > lowest:
-        start = max(lowest, position - block_bytes)
-        file.seek(start)
-        first, *lines = file.read(position - start).split(b"\n")
-        if lines:
-            *complete, last = lines
-            yield from _line_of([*pieces, last], kept + len(last), most_line_bytes)
-            yield from (line for line in reversed(complete) if line.strip() and len(line) <= most_line_bytes)
-            pieces, kept = [], 0
-        kept += len(first)
-        pieces = [*pieces, first] if kept <= most_line_bytes else []
-        position = start
-    if not lowest:
-        yield from _line_of(pieces, kept, most_line_bytes)
-
-
-def _line_of(pieces: Sequence[bytes], nbytes: int, most_line_bytes: int) -> Iterator[bytes]:
-    line = b"".join(reversed(pieces)) if nbytes <= most_line_bytes else b""
-    if line.strip():
-        yield line
+    for block in blocks_from_the_end(file, block_bytes, most_bytes, MOST_LINE_BYTES):
+        yield from (
+            line for line in reversed(block.split(b"\n")) if line.strip() and len(line) <= MOST_LINE_BYTES
+        )
 
 
 def follow(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterator[Event]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from phalanx.run.directory.files import open_regular
 
@@ -196,6 +198,46 @@ def read_lines_at(path: Path, offsets: list[int], most_line_bytes: int = MOST_LI
             file.seek(offset)
             lines.append(file.readline(most_line_bytes).rstrip(b"\n"))
     return lines
+
+
+def blocks_from_the_end(
+    file: BinaryIO, block_bytes: int, most_bytes: int | None = None, most_line_bytes: int = MOST_LINE_BYTES
+) -> Iterator[bytes]:
+    """Yield the lines of a file in blocks of about ``block_bytes``, the last block first, each line as a whole and the lines of a
+    block in the order of the file. Reads as needed.
+
+    Nothing farther from the end than ``most_bytes`` is read; ``None`` sets no limit. Of a line that spans blocks at most
+    ``most_line_bytes`` are in memory; a longer one is left out.
+    """
+    position = file.seek(0, os.SEEK_END)
+    lowest = 0 if most_bytes is None else max(0, position - most_bytes)
+    pieces: list[bytes] = []  # of the line whose beginning is not read yet, the last one first
+    line_bytes = 0
+    while position > lowest:
+        start = max(lowest, position - block_bytes)
+        file.seek(start)
+        block, position = file.read(position - start), start
+        first, newline, block = block.partition(b"\n") if start else (b"", b"\n", block)
+        if newline:
+            begin = block.rfind(b"\n") + 1  # of the line that ends in the pieces
+            is_too_long = line_bytes + len(block) - begin > most_line_bytes
+            yield block[:begin] if is_too_long else b"".join((block, *reversed(pieces)))
+            pieces, line_bytes = [], 0
+        line_bytes += len(first)
+        pieces = [*pieces, first] if line_bytes <= most_line_bytes else []
+
+
+def bisect_lines(file: BinaryIO, is_before: Callable[[bytes], bool], near_bytes: int) -> tuple[int, int]:
+    """Return two offsets at most ``near_bytes`` apart, by bisection: the first line that is not ``is_before`` begins after the first
+    offset, and at or about the second. Assumes that lines are about in order.
+    """
+    low, high = 0, file.seek(0, os.SEEK_END)
+    while high - low > near_bytes:
+        middle = (low + high) // 2
+        file.seek(middle)
+        file.readline(MOST_LINE_BYTES)
+        low, high = (middle, high) if is_before(file.readline(MOST_LINE_BYTES)) else (low, middle)
+    return low, high
 
 
 # Appends whole lines to a file that others read meanwhile.

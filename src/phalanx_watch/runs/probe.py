@@ -22,6 +22,7 @@ from typing import BinaryIO
 
 from phalanx.observe.event_log import lines_from_the_end
 from phalanx.observe.events import Evaluated, Event, Finished, RunStarted, Step, Stopped, decode
+from phalanx.observe.lines import bisect_lines
 from phalanx.process.this_process import host_name
 from phalanx.run.directory.files import open_regular, read_small
 from phalanx.run.directory.paths import RunDirectory
@@ -199,13 +200,12 @@ def _start_of(file: BinaryIO, attempt: int, first: Event) -> RunStarted | None:
 
     Attempts ascend along the file, except for a few lines.
     """
-    low, high = 0, file.seek(0, os.SEEK_END)
-    while high - low > 4 * _BLOCK_BYTES:
-        middle = (low + high) // 2
-        file.seek(middle)
-        file.readline(_MOST_BYTES)
-        match = _ATTEMPT.match(file.readline(_MOST_BYTES))
-        low, high = (middle, high) if match and int(match[1]) < attempt else (low, middle)
+
+    def is_before(line: bytes) -> bool:
+        match = _ATTEMPT.match(line)
+        return match is not None and int(match[1]) < attempt
+
+    low, high = bisect_lines(file, is_before, 4 * _BLOCK_BYTES)
     starts = list(_starts(file, max(0, low - _BLOCK_BYTES), high + 4 * _BLOCK_BYTES))
     fitting = [event for event in starts if event.attempt == attempt]
     return _body((fitting or starts or [first])[-1])

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET
 
-from phalanx.observe.lines import AppendedFile
+from phalanx.observe.lines import AppendedFile, blocks_from_the_end
 from phalanx.observe.logs.assemble import Record
 from phalanx.observe.logs.line import Level, LogLine, decode_lines, encode, says_its_beginning, says_its_end
 from phalanx.observe.logs.masking import SecretMask
@@ -176,12 +176,7 @@ def _last(path: Path) -> list[LogLine]:
     files = [path, *(file for _, file in reversed(set_aside(path)))]
     for file in files[:2]:  # a log that was set aside a moment ago is empty
         with suppress(OSError), open_regular(file) as opened:
-            size = opened.seek(0, os.SEEK_END)
-            opened.seek(max(0, size - _BLOCK))
-            block = opened.read(_BLOCK)
-            if size > _BLOCK:
-                block = block[block.find(b"\n") + 1 :]
-            if lines := decode_lines(block):
+            if lines := decode_lines(next(blocks_from_the_end(opened, _BLOCK), b"")):
                 return lines
     return []
 

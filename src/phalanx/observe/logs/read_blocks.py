@@ -25,6 +25,7 @@ from typing import BinaryIO
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from phalanx.observe.lines import MOST_LINE_BYTES, bisect_lines, blocks_from_the_end
 from phalanx.observe.logs.assemble import Assembler
 from phalanx.observe.logs.line import LogLine, decode, decode_lines
 from phalanx.run.directory.files import leads_out, open_regular
@@ -92,8 +93,6 @@ _LEVEL_STANDS = 96
 _SKEW_S = 120.0
 """A node's clock may be off that of the file server by so much."""
 _MOST_RAW = 32 << 20
-_MOST_LINE = 1 << 20
-"""A longer line is none that a process of a run has written (a record is bounded): it is passed over."""
 _CLOCK = re.compile(r"(\d\d):(\d\d):(\d\d) ")
 
 
@@ -232,19 +231,15 @@ def _first_of(file: BinaryIO, since: float, near_bytes: int) -> int:
 
     0 without ``since``. Assumes that lines are about in the order of time.
     """
-    low, high = 0, file.seek(0, os.SEEK_END)
-    while since and high - low > near_bytes:
-        middle = (low + high) // 2
-        file.seek(middle)
-        file.readline(_MOST_LINE)
-        line = decode(file.readline(_MOST_LINE))
-        if line is not None and line.t < since - 1.0:
-            low = middle
-        else:
-            high = middle
+
+    def is_before(raw: bytes) -> bool:
+        line = decode(raw)
+        return line is not None and line.t < since - 1.0
+
+    low, _ = bisect_lines(file, is_before, near_bytes) if since else (0, 0)
     if low:
         file.seek(low)
-        file.readline(_MOST_LINE)
+        file.readline(MOST_LINE_BYTES)
         low = file.tell()
     return low
 
@@ -252,7 +247,7 @@ def _first_of(file: BinaryIO, since: float, near_bytes: int) -> int:
 def _pieces(file: BinaryIO, span: LineBounds, block_bytes: int) -> Iterator[list[LogLine]]:
     """Yield the decoded lines of a file from its position, block by block, also a last one without its newline.
 
-    Lines longer than ``_MOST_LINE`` are dropped.
+    Lines longer than ``MOST_LINE_BYTES`` are dropped.
     """
     rest, dropping = b"", False
     while piece := file.read(block_bytes):
@@ -262,7 +257,7 @@ def _pieces(file: BinaryIO, span: LineBounds, block_bytes: int) -> Iterator[list
         complete, newline, rest = (rest + piece).rpartition(b"\n")
         if newline:
             yield _decoded(complete, span)
-        if len(rest) > _MOST_LINE:
+        if len(rest) > MOST_LINE_BYTES:
             rest, dropping = b"", True
     if rest:
         yield _decoded(rest, span)  # torn, or just being written
@@ -271,23 +266,10 @@ def _pieces(file: BinaryIO, span: LineBounds, block_bytes: int) -> Iterator[list
 def _pieces_back(path: Path, span: LineBounds, block_bytes: int) -> Iterator[list[LogLine]]:
     """Yield the decoded lines of a file block by block from its end; each block's lines in the order of the file.
 
-    Lines longer than ``_MOST_LINE`` are dropped. Raises ``OSError``.
+    Raises ``OSError``.
     """
     with open_regular(path) as file:
-        end, rest, dropping = file.seek(0, os.SEEK_END), b"", False
-        while end > 0:
-            begin = max(0, end - block_bytes)
-            file.seek(begin)
-            piece, end = file.read(end - begin), begin
-            first, newline, piece = piece.partition(b"\n") if begin else (b"", b"\n", piece)
-            if not newline:
-                dropping = dropping or len(first) + len(rest) > _MOST_LINE
-                rest = b"" if dropping else first + rest
-                continue
-            piece = piece[: piece.rfind(b"\n") + 1] if dropping else piece + rest
-            rest, dropping = first, False
-            if piece:
-                yield _decoded(piece, span)
+        yield from (_decoded(block, span) for block in blocks_from_the_end(file, block_bytes) if block)
 
 
 def _decoded(block: bytes, span: LineBounds) -> list[LogLine]:
