@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
 from phalanx.cli.errors import demand_folder, explained, refuse_given
 from phalanx.cli.output import moment, text_console
-from phalanx.command import FiniteRange
+from phalanx.command import Argument, AsJson, Option, command_options
 from phalanx.command_help import Command
 from phalanx.observe.profile_request import MOST_STEPS
 from phalanx.observe.throughput import format_bytes
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.fields import ValueRange
 from phalanx_watch.profile.partition import duration
 
 if TYPE_CHECKING:
@@ -25,38 +27,26 @@ if TYPE_CHECKING:
     from phalanx_watch.profile.read import ProfileSummary
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    run_dir: Annotated[Path, Argument()]
+    steps: Annotated[int, ValueRange(at_least=1, at_most=MOST_STEPS)] = 2
+    """Record so many steps."""
+    ranks: str = "auto"
+    """auto (one for each place in the mesh, and the slowest known; all of up to 8), all, or numbers: 0,3."""
+    wait_s: Annotated[float, ValueRange(at_least=1, at_most=3600), Option("--wait")] = 60
+    """Seconds within which the run must receive the request."""
+    show: Annotated[str | None, Option(metavar="[NAME]", is_flag=False, flag_value="")] = None
+    """Record nothing: list the recorded profiles, or show one."""
+    cluster: str | None = None
+    """The cluster of the plan; by default this one (phalanx calibrate), or cpu."""
+    as_json: AsJson = False
+    """Print the summary as one JSON object."""
+
+
 @click.command("profile", cls=Command)
-@click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option(
-    "--steps", type=click.IntRange(1, MOST_STEPS), default=2, show_default=True, help="Record so many steps."
-)
-@click.option(
-    "--ranks",
-    default="auto",
-    show_default=True,
-    help="auto (one for each place in the mesh, and the slowest known; all of up to 8), all, or numbers: 0,3.",
-)
-@click.option(
-    "--wait",
-    "wait_s",
-    type=FiniteRange(1, 3600),
-    default=60,
-    show_default=True,
-    help="Seconds within which the run must receive the request.",
-)
-@click.option(
-    "--show",
-    is_flag=False,
-    flag_value="",
-    default=None,
-    metavar="[NAME]",
-    help="Record nothing: list the recorded profiles, or show one.",
-)
-@click.option("--cluster", help="The cluster of the plan; by default this one (phalanx calibrate), or cpu.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object.")
-def command(
-    run_dir: Path, steps: int, ranks: str, wait_s: float, show: str | None, cluster: str | None, as_json: bool
-) -> None:
+@command_options(ProfileOptions)
+def command(options: ProfileOptions) -> None:
     """Record the next steps of the run in RUN_DIR, which must be training, and print where their time goes: compute, waits
     between ranks, comparison with the plan, and possible gains. Training continues, with the same bits.
 
@@ -65,36 +55,40 @@ def command(
       phalanx profile runs/big-1f3a9c04 --steps 4 --ranks 0,17
       phalanx profile runs/quickstart-1f3a9c04 --show
     """
+    show, cluster = options.show, options.cluster
     if show is not None:
         refuse_given(("steps", "ranks", "wait_s"), "--show records nothing")
     if show == "":
         refuse_given(
             ("cluster",), "is for one profile: --show NAME --cluster CLUSTER compares it with that plan"
         )
-    demand_folder(run_dir)
+    demand_folder(options.run_dir)
     from phalanx_watch.profile.read import ProfileError, make_summary, profiles, read_summary, request_profile
 
-    directory = RunDirectory(run_dir)
+    directory = RunDirectory(options.run_dir)
     console, errors = text_console(), text_console(stderr=True)
     with explained(ProfileError, RunDirectoryError):
         if not directory.run_file.exists():
-            raise RunDirectoryError(f"{run_dir} is no run directory: it has no {directory.run_file.name}")
+            raise RunDirectoryError(
+                f"{options.run_dir} is no run directory: it has no {directory.run_file.name}"
+            )
         if show == "":
             summaries = profiles(directory)
-            if as_json:
+            if options.as_json:
                 click.echo(json.dumps([vars(profile) for profile in summaries]))
             else:
-                print_list(console, run_dir, summaries)
+                print_list(console, options.run_dir, summaries)
             return
         if show is not None:
             made_anew = cluster is not None
             summary = make_summary(directory, show, cluster) if made_anew else read_summary(directory, show)
         else:
             name = request_profile(
-                directory, steps, _ranks(ranks), wait_s, lambda line: errors.print(line, style="dim")
+                *(directory, options.steps, _ranks(options.ranks), options.wait_s),
+                lambda line: errors.print(line, style="dim"),
             )
             summary = make_summary(directory, name, cluster)
-    if as_json:
+    if options.as_json:
         click.echo(json.dumps(summary))
     else:
         print_report(console, directory, summary)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import click
 import msgspec
@@ -13,10 +15,12 @@ import msgspec
 from phalanx.cli.errors import TroubleError, demand_folder, refuse_given, trouble
 from phalanx.cli.output import MOST, left_out_lines, number_text
 from phalanx.cli.train.session import console_for, progress_on
+from phalanx.command import Argument, AsJson, Option, command_options
 from phalanx.command_help import Command
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.record.records import usable_cores
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.fields import POSITIVE
 from phalanx.run.identity import read_unchanged
 from phalanx.run.spec import RunSpec
 from phalanx.train.compare import runs
@@ -24,38 +28,33 @@ from phalanx_watch.runs import reproduce
 from phalanx_watch.runs.recorded import RunRecording, read_recorded
 
 _LONGEST = 100
+_FROM_START = f"With --replay: without a common checkpoint, replay more than {runs.MOST_STEPS_FROM_THE_BEGINNING} steps from the beginning."
 _MOST_RANKS = 8
 """Most ranks on one machine, unless it has more cores."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions:
+    run_dir: Annotated[Path, Argument()]
+    dry_run: bool = False
+    """Print what differs between then and now, and run nothing."""
+    steps: Annotated[int | None, POSITIVE] = None
+    """Stop after so many steps and compare those."""
+    ranks: Annotated[int | None, POSITIVE] = None
+    """On so many ranks; as many as the run had if not given."""
+    into: Path | None = None
+    """The new run directory; RUN_DIR-again if not given."""
+    environment: Annotated[Path | None, Option("--make-env")] = None
+    """Build the environment of the run in this new folder first: its packages in their versions, its code; and run nothing."""
+    yes: bool = False
+    """Run it again without confirmation."""
+    as_json: AsJson = False
+    """Print one JSON object at the end."""
+
+
 @click.command("reproduce", cls=Command)
-@click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--dry-run", is_flag=True, help="Print what differs between then and now, and run nothing.")
-@click.option("--steps", type=click.IntRange(min=1), help="Stop after so many steps and compare those.")
-@click.option(
-    "--ranks", type=click.IntRange(min=1), help="On so many ranks; as many as the run had if not given."
-)
-@click.option(
-    "--into", type=click.Path(path_type=Path), help="The new run directory; RUN_DIR-again if not given."
-)
-@click.option(
-    "--make-env",
-    "environment",
-    type=click.Path(path_type=Path),
-    help="Build the environment of the run in this new folder first: its packages in their versions, its code; and run nothing.",
-)
-@click.option("--yes", is_flag=True, help="Run it again without confirmation.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
-def reproduce_command(
-    run_dir: Path,
-    dry_run: bool,
-    steps: int | None,
-    ranks: int | None,
-    into: Path | None,
-    environment: Path | None,
-    yes: bool,
-    as_json: bool,
-) -> None:
+@command_options(ReproduceOptions)
+def reproduce_command(options: ReproduceOptions) -> None:
     """Run the run in RUN_DIR again, by its own run file, in a new directory; end with "same hash", or with the first logged step that differs.
 
     First it prints the differences between then and now (code, packages, machine, data, and the bits of this machine's kernels),
@@ -69,46 +68,42 @@ def reproduce_command(
     Exit codes: 0 the same bits (with --dry-run: nothing that may change them differs), 1 they part (or something differs), 2 trouble, or nothing was run.
     """
     of_training = ("steps", "ranks", "into", "yes")
-    if environment is not None:
+    if options.environment is not None:
         refuse_given(
             (*of_training, "dry_run", "as_json"), "--make-env builds an environment, and runs nothing"
         )
-    if dry_run:
+    if options.dry_run:
         refuse_given(of_training, "--dry-run runs nothing")
-    demand_folder(run_dir, TroubleError)
+    demand_folder(options.run_dir, TroubleError)
     with trouble(RunDirectoryError):
-        recording = read_recorded(run_dir)
-        spec = read_unchanged(RunDirectory(run_dir))
-        if environment is not None:
+        recording = read_recorded(options.run_dir)
+        spec = read_unchanged(RunDirectory(options.run_dir))
+        if options.environment is not None:
             python = reproduce.make_environment(
-                recording, environment, lambda text: click.echo(text, err=True)
+                recording, options.environment, lambda text: click.echo(text, err=True)
             )
-            click.echo(f"{python} -m phalanx reproduce {run_dir}")
+            click.echo(f"{python} -m phalanx reproduce {options.run_dir}")
             return
         packages = Path(recording.packages).read_text() if recording.packages else ""
         differ = reproduce.changes(
             reproduce.then(recording, packages),
             reproduce.now(spec, RunDirectory(Path(recording.row.path)), _probes(spec)),
         )
-    if not as_json:
+    if not options.as_json:
         for line in _lines(recording, differ):
             click.echo(line)
-    if dry_run:
-        if as_json:
-            click.echo(
-                msgspec.json.encode(
-                    {"run": str(run_dir), "changed": [msgspec.to_builtins(change) for change in differ]}
-                ).decode()
-            )
+    if options.dry_run:
+        if options.as_json:
+            click.echo(msgspec.json.encode({"run": str(options.run_dir), "changed": differ}).decode())
         sys.exit(1 if any(change.weight != "no" for change in differ) else 0)
-    if not yes:
+    if not options.yes:
         if not sys.stdin.isatty():
             raise TroubleError("nothing was run: give --yes without a terminal, or --dry-run")
         if not click.confirm("run it again?"):
             raise TroubleError("nothing was run")
     with trouble(RunDirectoryError):
-        chosen = ranks or _fitting(recording.row.ranks)
-    sys.exit(_again(run_dir, spec, chosen, steps, into, differ, as_json=as_json))
+        chosen = options.ranks or _fitting(recording.row.ranks)
+    sys.exit(_again(options, spec, chosen, differ))
 
 
 def _fitting(ranks: int) -> int:
@@ -157,27 +152,19 @@ def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _again(
-    run_dir: Path,
-    spec: RunSpec,
-    ranks: int,
-    steps: int | None,
-    into: Path | None,
-    differ: list[reproduce.Changed],
-    *,
-    as_json: bool,
-) -> int:
-    """Train the run again, in ``into`` or a free directory beside it, and compare; print the verdict.
+def _again(options: ReproduceOptions, spec: RunSpec, ranks: int, differ: list[reproduce.Changed]) -> int:
+    """Train the run again on ``ranks`` ranks, in ``into`` or a free directory beside it, and compare; print the verdict.
 
     Return the exit code: 0 if all bits are the same, else 1. ``steps`` None trains to the end. Raises
     ``TroubleError`` if the training fails, or there is nothing to compare.
     """
 
-    place = into or reproduce.free_directory(run_dir)
+    run_dir = options.run_dir
+    place = options.into or reproduce.free_directory(run_dir)
     with trouble(RunDirectoryError, runs.NothingToCompareError):
         file = reproduce.write_run_file(reproduce.again(spec, RunDirectory(run_dir), place, ranks), place)
         click.echo(f"training it again in {place}, by {file}", err=True)
-        code = reproduce.train_again(file, RunDirectory(place), steps)
+        code = reproduce.train_again(file, RunDirectory(place), options.steps)
         if code:
             raise RunDirectoryError(
                 f"the training in {place} ended with exit code {code}; its logs are in {place / 'logs'}"
@@ -187,11 +174,11 @@ def _again(
     finals = [result.weights_sha256 for result in hashes if result is not None]
     same = compared.equal and len(set(finals)) <= 1
     verdict = _verdict(compared.parts_at, finals, compared.steps_compared, same=same)
-    if as_json:
+    if options.as_json:
         table = {
             "run": str(run_dir),
             "again": str(place),
-            "changed": [msgspec.to_builtins(change) for change in differ],
+            "changed": differ,
             "same": same,
             "weights_sha256": finals,
             "parts_at": compared.parts_at,
@@ -222,25 +209,22 @@ def _verdict(parts_at: int | None, finals: list[str], steps: int, *, same: bool)
     return f"they part at step {parts_at:,}, or before it"
 
 
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    run_a: Annotated[Path, Argument()]
+    run_b: Annotated[Path, Argument()]
+    replay: bool = False
+    """Compute the steps up to the first that differs again, each run on its own number of ranks on this machine, and name the first module
+    and rank where they part."""
+    ranks: Annotated[int | None, POSITIVE] = None
+    """With --replay: replay both runs on so many ranks."""
+    from_start: Annotated[bool, Option(text=_FROM_START)] = False
+    as_json: AsJson = False
+
+
 @click.command("diff", cls=Command)
-@click.argument("run_a", type=click.Path(path_type=Path))
-@click.argument("run_b", type=click.Path(path_type=Path))
-@click.option(
-    "--replay",
-    is_flag=True,
-    help="Compute the steps up to the first that differs again, each run on its own number of ranks on this machine, "
-    "and name the first module and rank where they part.",
-)
-@click.option("--ranks", type=click.IntRange(min=1), help="With --replay: replay both runs on so many ranks.")
-@click.option(
-    "--from-start",
-    is_flag=True,
-    help=f"With --replay: without a common checkpoint, replay more than {runs.MOST_STEPS_FROM_THE_BEGINNING} steps from the beginning.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def diff_command(
-    run_a: Path, run_b: Path, replay: bool, ranks: int | None, from_start: bool, as_json: bool
-) -> None:
+@command_options(DiffOptions)
+def diff_command(options: DiffOptions) -> None:
     """Show where the runs in RUN_A and RUN_B differ, from their settings to their tensors.
 
     Compared are the fields of their run files, versions and machines, the logged steps bit by bit up to the first that differs, and
@@ -256,10 +240,11 @@ def diff_command(
 
     Exit codes: 0 nothing that was computed differs, 1 the runs part, 2 trouble.
     """
-    if (ranks or from_start) and not replay:
-        raise click.UsageError(f"{'--ranks' if ranks else '--from-start'} needs --replay")
+    if (options.ranks or options.from_start) and not options.replay:
+        raise click.UsageError(f"{'--ranks' if options.ranks else '--from-start'} needs --replay")
     from phalanx.launch.local import ReplayError, replay_run
 
+    run_a, run_b = options.run_a, options.run_b
     with trouble(
         EventLogError, runs.NothingToCompareError, runs.NothingToReplayError, ReplayError, RunDirectoryError
     ):
@@ -269,26 +254,24 @@ def diff_command(
             "parts_at": comparison.parts_at,
             "runs": [str(run_a), str(run_b)],
         }
-        if not as_json:
+        if not options.as_json:
             for line in comparison_lines(comparison, run_a, run_b):
                 click.echo(line)
-        if replay and comparison.equal:
+        if options.replay and comparison.equal:
             click.echo("nothing is replayed: no step and no checkpoint differs", err=True)
-        elif replay:
-            steps, logs = (
-                runs.steps_to_replay(comparison, from_start=from_start),
-                (runs.read_logged(RunDirectory(run_a)), runs.read_logged(RunDirectory(run_b))),
-            )
+        elif options.replay:
+            steps = runs.steps_to_replay(comparison, from_start=options.from_start)
+            logs = runs.read_logged(RunDirectory(run_a)), runs.read_logged(RunDirectory(run_b))
             replays = []
             with tempfile.TemporaryDirectory(prefix="phalanx-replay-") as folder:
                 for name, path, log in zip("AB", (run_a, run_b), logs, strict=True):
                     click.echo(f"replaying {name}: steps {steps[0] + 1} to {steps[1]}", err=True)
-                    replays.append(replay_run(path, log, steps, ranks or 0, Path(folder) / name))
+                    replays.append(replay_run(path, log, steps, options.ranks or 0, Path(folder) / name))
             verdict = runs.judge_replays((replays[0], replays[1]), logs, steps)
             report["replay"] = msgspec.to_builtins(verdict) | {"sentence": verdict.sentence}
-            for line in () if as_json else verdict_lines(verdict):
+            for line in () if options.as_json else verdict_lines(verdict):
                 click.echo(line)
-    if as_json:
+    if options.as_json:
         click.echo(msgspec.json.encode(report).decode())
     sys.exit(0 if comparison.equal else 1)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from phalanx.cli.errors import HostName, demand_folder, explained, refuse_given
 from phalanx.cli.output import text_console
-from phalanx.command import Argument, Option, PluginName, command_options
+from phalanx.command import Argument, AsJson, Option, PluginName, command_options
 from phalanx.command_help import Command, CommandGroup
 from phalanx.observe.display.terminal import show_events
 from phalanx.observe.event_log import EventLogError, follow, read_events
@@ -27,7 +27,7 @@ from phalanx.observe.goodput import format_goodput, goodput
 from phalanx.observe.rank_stream import RANK_COLUMNS, HeatMap, RankStream, RankStreamError
 from phalanx.observe.sink_registry import SinkError, fill_sink
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.fields import ValueRange
+from phalanx.run.fields import POSITIVE, ValueRange
 from phalanx.run.layout import Layout, rank_place
 from phalanx.train.start.open_run import take_lock
 from phalanx_watch import ranks as comparison
@@ -61,30 +61,23 @@ _MOST_SLOW = 1000
 _MAP_ROWS = 24
 
 
+@dataclass(frozen=True, kw_only=True)
+class RanksOptions:
+    run_dir: Annotated[Path, Argument()]
+    slow: bool = False
+    """Only the ranks that are slower than their peers in most windows."""
+    column: Annotated[str, click.Choice(RANK_COLUMNS), Option(text="What is compared.")] = "compute_s"
+    last: Annotated[int, POSITIVE] = 20
+    """Look at so many windows, the newest."""
+    attempt: Annotated[int | None, ValueRange(at_least=0)] = None
+    """Look at this attempt, not at the newest one."""
+    as_json: AsJson = False
+    """Print one JSON object; seconds, bytes and degrees Celsius."""
+
+
 @click.command("ranks", cls=Command)
-@click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--slow", is_flag=True, help="Only the ranks that are slower than their peers in most windows.")
-@click.option(
-    "--column",
-    type=click.Choice(RANK_COLUMNS),
-    default="compute_s",
-    show_default=True,
-    help="What is compared.",
-)
-@click.option(
-    "--last",
-    type=click.IntRange(min=1),
-    default=20,
-    show_default=True,
-    help="Look at so many windows, the newest.",
-)
-@click.option("--attempt", type=click.IntRange(min=0), help="Look at this attempt, not at the newest one.")
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object; seconds, bytes and degrees Celsius."
-)
-def ranks_command(
-    run_dir: Path, slow: bool, column: str, last: int, attempt: int | None, as_json: bool
-) -> None:
+@command_options(RanksOptions)
+def ranks_command(options: RanksOptions) -> None:
     """Show which ranks of the run in RUN_DIR are slower than their peers, and by how much.
 
     Each rank is listed with its place in the mesh and its node, above a map of all ranks over time.
@@ -96,32 +89,31 @@ def ranks_command(
       phalanx ranks runs/quickstart-1f3a9c04 --slow
       phalanx ranks runs/quickstart-1f3a9c04 --column memory_bytes --last 100
     """
-    demand_folder(run_dir)
-    directory = RunDirectory(run_dir)
+    demand_folder(options.run_dir)
+    directory, column = RunDirectory(options.run_dir), options.column
     with (
         explained(RankStreamError, RunDirectoryError, EventLogError),
         RankStream(directory.ranks) as stream,
     ):
-        windows = comparison.newest_windows(stream, last, attempt)
+        windows = comparison.newest_windows(stream, options.last, options.attempt)
         if not windows:
-            scope = "" if attempt is None else f" of attempt {attempt}"
+            scope = "" if options.attempt is None else f" of attempt {options.attempt}"
             raise RunDirectoryError(
                 f"{directory.ranks} has no numbers{scope} yet: ranks write there every observe.ranks_every_steps steps, and never if that is 0"
             )
         head = stream.head(windows[-1])
         layout = comparison.layout_of_attempt(directory, head.attempt, head.ranks)
-        slow_ranks = comparison.slowest(
-            column, comparison.values_of(stream, column, windows), layout, _MOST_SLOW if slow else _ROWS
-        )
-        slow_ranks = [rank for rank in slow_ranks if rank.slow or not slow]
+        values, most = comparison.values_of(stream, column, windows), _MOST_SLOW if options.slow else _ROWS
+        slow_ranks = comparison.slowest(column, values, layout, most)
+        slow_ranks = [rank for rank in slow_ranks if rank.slow or not options.slow]
         newest = head.attempt == stream.head(-1).attempt
         nodes = comparison.nodes_of_ranks(directory, head.ranks) if newest else {}
-        if as_json:
+        if options.as_json:
             click.echo(json.dumps(_as_json(stream, column, windows, layout, slow_ranks, nodes)))
             return
         click.echo(_headline(stream, column, windows))
         _print_table(column, layout, slow_ranks, nodes)
-        if not slow:
+        if not options.slow:
             _print_map(stream, column, windows)
 
 

@@ -193,21 +193,20 @@ def _list_jobs(name: str, namespace: str, *, as_json: bool) -> None:
 _MOST = 5
 
 
+@dataclass(frozen=True, kw_only=True)
+class RemoveOptions:
+    run_dirs: Annotated[tuple[Path, ...], Argument()]
+    yes: bool = False
+    """Remove without confirmation."""
+    force: bool = False
+    """Even if other runs continue from its checkpoints, or it may run on another machine."""
+    beside: tuple[Path, ...] = ()
+    """Search this folder too for runs that continue from it; may be repeated. The run's own folder is always searched."""
+
+
 @click.command("rm", short_help="Remove runs, after listing what would be lost.", cls=Command)
-@click.argument("run_dirs", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("--yes", is_flag=True, help="Remove without confirmation.")
-@click.option(
-    "--force",
-    is_flag=True,
-    help="Even if other runs continue from its checkpoints, or it may run on another machine.",
-)
-@click.option(
-    "--beside",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    help="Search this folder too for runs that continue from it; may be repeated. The run's own folder is always searched.",
-)
-def remove_command(run_dirs: tuple[Path, ...], yes: bool, force: bool, beside: tuple[Path, ...]) -> None:
+@command_options(RemoveOptions)
+def remove_command(options: RemoveOptions) -> None:
     """Remove the runs in RUN_DIRS: their checkpoints, events, logs and records.
 
     The command lists what would be lost, and waits for confirmation. A run in training is never removed. A run whose checkpoints other
@@ -216,20 +215,22 @@ def remove_command(run_dirs: tuple[Path, ...], yes: bool, force: bool, beside: t
     \b
       phalanx runs rm runs/quickstart-1f3a9c04-2
     """
-    for path in run_dirs:
+    for path in options.run_dirs:
         demand_folder(path)
     with explained(RunDirectoryError):
-        removals = [index.removal(path, beside, run_dirs) for path in dict.fromkeys(run_dirs)]
+        removals = [
+            index.removal(path, options.beside, options.run_dirs) for path in dict.fromkeys(options.run_dirs)
+        ]
     for removal_plan in removals:
         _print_removal(removal_plan)
-    refused = [removal_plan for removal_plan in removals if removal_plan.obstacles and not force]
+    refused = [removal_plan for removal_plan in removals if removal_plan.obstacles and not options.force]
     for removal_plan in refused:
         for obstacle in removal_plan.obstacles:
             click.echo(f"{removal_plan.row.path}: {obstacle}", err=True)
     if refused:
         raise click.ClickException("nothing was removed; --force removes it all the same")
     total = sum(removal_plan.size_bytes for removal_plan in removals)
-    if not yes:
+    if not options.yes:
         if not sys.stdin.isatty():
             raise click.ClickException("nothing was removed: give --yes without a terminal")
         click.confirm(f"remove {len(removals)} run{'s' * (len(removals) > 1)}, {size(total)}?", abort=True)

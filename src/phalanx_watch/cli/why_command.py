@@ -17,12 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import click
 
 from phalanx.cli.errors import TroubleError, demand_folder
 from phalanx.cli.output import moment
+from phalanx.command import Argument, AsJson, Option, command_options
 from phalanx.command_help import Command
 from phalanx.launch.engines.engine import standing_or_end
 from phalanx.launch.engines.order import FOLDER
@@ -129,22 +130,21 @@ _COLORS = {"critical": "red", "warning": "yellow", "info": "cyan"}
 _NARROWEST = 40
 
 
+@dataclass(frozen=True, kw_only=True)
+class WhyOptions:
+    run_dir: Annotated[Path, Argument()]
+    as_json: AsJson = False
+    """Print one JSON object; with --watch one a line, at each change."""
+    follow: Annotated[bool, Option("--watch")] = False
+    """Look again and again, and print what has changed, until Ctrl-C."""
+    notice_command: Annotated[str | None, Option("--exec", metavar="COMMAND")] = None
+    """With --watch: a shell command for each reason that begins, and for its end. It gets a JSON object on standard input, and
+    PHALANX_RUN, PHALANX_STATE (begins or ends), PHALANX_CODE, PHALANX_SEVERITY and PHALANX_TITLE."""
+
+
 @click.command("why", cls=Command)
-@click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object; with --watch one a line, at each change."
-)
-@click.option(
-    "--watch", "follow", is_flag=True, help="Look again and again, and print what has changed, until Ctrl-C."
-)
-@click.option(
-    "--exec",
-    "notice_command",
-    metavar="COMMAND",
-    help="With --watch: a shell command for each reason that begins, and for its end. It gets a JSON object on standard input, and "
-    "PHALANX_RUN, PHALANX_STATE (begins or ends), PHALANX_CODE, PHALANX_SEVERITY and PHALANX_TITLE.",
-)
-def command(run_dir: Path, as_json: bool, follow: bool, notice_command: str | None) -> None:
+@command_options(WhyOptions)
+def command(options: WhyOptions) -> None:
     """Print what is wrong with the run in RUN_DIR: since when, the evidence, what is being done about it, and what to do next.
 
     Every reason is named, the worst first. Exit codes: 0 nothing is wrong, 1 warnings, 2 something critical, or
@@ -156,7 +156,8 @@ def command(run_dir: Path, as_json: bool, follow: bool, notice_command: str | No
       phalanx why runs/quickstart-1f3a9c04 --watch --exec 'mail -s "$PHALANX_TITLE" me@example.org'
       phalanx why runs/quickstart-1f3a9c04 --watch --exec 'curl -sf --data-binary @- https://example.org/hook'
     """
-    if notice_command is not None and not follow:
+    run_dir, notice_command = options.run_dir, options.notice_command
+    if notice_command is not None and not options.follow:
         raise click.UsageError("--exec is for --watch")
     if notice_command is not None and not notice_command.strip():
         raise click.UsageError(
@@ -168,18 +169,18 @@ def command(run_dir: Path, as_json: bool, follow: bool, notice_command: str | No
         raise TroubleError(f"{run_dir} is no run directory: it has neither events.jsonl nor record.json")
     job, asked_s = standing_or_end(run_dir), time.monotonic()
     current = reasons(directory, time.time(), job)
-    _print(current, directory, as_json)
+    _print(current, directory, options.as_json)
     notices = None
     if notice_command is not None:
         notices = NoticeCommand(notice_command, str(run_dir), lambda text: click.echo(text, err=True))
         notices.update(current, time.time())
-    while follow:
+    while options.follow:
         time.sleep(_POLL_S)
         if time.monotonic() - asked_s >= _ENGINE_S:
             job, asked_s = standing_or_end(run_dir), time.monotonic()
         before, current = current, reasons(directory, time.time(), job)
         if [_key(reason) for reason in current] != [_key(reason) for reason in before]:
-            _print(current, directory, as_json)
+            _print(current, directory, options.as_json)
         if notices is not None:
             notices.update(current, time.time())
     severities = {reason.severity for reason in current}
