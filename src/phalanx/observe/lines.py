@@ -33,18 +33,6 @@ class LineBatch:
     """There is more to read now."""
 
 
-@dataclass(frozen=True)
-class Position:
-    """The place up to which a file was read, and by what it is known again."""
-
-    device: int
-    inode: int
-    head: bytes
-    read_bytes: int
-    """Offset of the first line that was not read yet."""
-    dropped_lines: int
-
-
 class FileTail:
     """The place in one file up to which it was read."""
 
@@ -91,26 +79,6 @@ class FileTail:
     def rest(self) -> bytes:
         """The beginning of a line whose end is not there yet."""
         return self._rest
-
-    def position(self) -> Position:
-        """The place up to which the file was read, in whole lines."""
-        device, inode = self._file or (0, 0)
-        return Position(device, inode, self._head, self._line_at, self.dropped_lines)
-
-    def resume(self, position: Position) -> bool:
-        """Continue from ``position``. Return False, and start from the beginning, if the file is another one now.
-
-        Raises ``OSError`` if it is missing or cannot be read.
-        """
-        self._forget()
-        with open_regular(self.path) as file:
-            self._file, self._head = (position.device, position.inode), position.head
-            self._begin_at(position.read_bytes)
-            self.dropped_lines = position.dropped_lines
-            if not self._is_another(file.fileno(), os.fstat(file.fileno())):
-                return True
-        self._forget()
-        return False
 
     def skip_to(self, offset: int) -> None:
         """Continue from the line that begins at ``offset``, up to which another reader has read the present file.

@@ -35,7 +35,6 @@ from phalanx.observe.metrics.endpoint import targets
 from phalanx.observe.metrics.exporter import Exporter
 from phalanx.observe.metrics.samples import OPEN_METRICS, TEXT, Labels
 from phalanx.process.this_process import host_name
-from phalanx.run.directory.files import user_cache
 from phalanx_watch.lookout import Lookout
 from phalanx_watch.page import view_run
 from phalanx_watch.page.export import ExportError, exported
@@ -50,7 +49,7 @@ from phalanx_watch.page.http import (
     not_found,
 )
 from phalanx_watch.page.live import LiveUpdates
-from phalanx_watch.page.runs import PageRuns, RunPlace, StoredSeries
+from phalanx_watch.page.runs import PageRuns, RunPlace
 from phalanx_watch.page.view_curves import compare_view, curves_view, layers_view
 from phalanx_watch.page.view_fleet import fleet_view, goodput_view
 from phalanx_watch.page.view_ranks import profile_view, profiles_view, rank_view, ranks_view, trace_file
@@ -354,7 +353,7 @@ def serve(
     token = new_token() if demand_token or not is_private(host) else ""
     sock = listen(host, port)
     url = address(host, sock.getsockname()[1], token)
-    runs = PageRuns(folders, stored=StoredSeries(user_cache() / "series"))
+    runs = PageRuns(folders)
     os.nice(_BEHIND_RUNS)
     count = len(runs.places())
     tell(

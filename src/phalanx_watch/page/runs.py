@@ -2,41 +2,30 @@
 
 A request names a run only by its identifier, which is looked up here: no path of a request is ever joined to a
 folder. Two runs with the same name have different identifiers, which end with a digest of the full path.
-
-The parsed content of a long event file is also cached on disk, for the next server. A cache file has the columns as
-they are in memory, the offsets of all lines other than steps, and the position of reading. The event file is
-identified by inode, first bytes and length, as for a followed file. The cache may be deleted or damaged, and is
-optional if its folder is not writable.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
-import msgspec
-import xxhash
-
 from phalanx.model.facts.shape import count
 from phalanx.observe.events import Event
 from phalanx.observe.rank_stream import RankStream
-from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
 from phalanx_watch.page.http import PageRequestError, not_found
 from phalanx_watch.runs.index import RunIndex, RunRow, found_in
 from phalanx_watch.runs.row import run_id
-from phalanx_watch.series.run_series import USUAL_BUDGET_S, RunSeries, SeriesState, thinned_events
+from phalanx_watch.series.run_series import RunSeries, thinned_events
 
 MOST_RUNS = 20_000
 _MOST_STREAMS, _MOST_STORIES = 16, 32
@@ -66,16 +55,15 @@ class PageRuns:
     def __init__(
         self,
         folders: Sequence[Path],
-        stored: StoredSeries | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin with nothing read of the runs in ``folders``; ``stored`` None keeps no series on disk."""
+        """Begin with nothing read of the runs in ``folders``."""
         self.folders = tuple(Path(os.path.abspath(folder)) for folder in folders)
         self._clock, self._asked_s = clock, -math.inf
         self._lock = threading.Lock()
         self._places: dict[str, RunPlace] = {}
         self._looked_s = -math.inf
-        self._series = SeriesCache(stored=stored)
+        self._series = SeriesCache()
         self._thinned = KeptStories()
         # Kept between requests: to index a rank stream of days again takes longer than to draw it.
         self.rank_stream = lru_cache(_MOST_STREAMS)(_opened_stream)
@@ -213,53 +201,27 @@ def _flops_per_token(spec: RunSpec) -> float | None:
         return None
 
 
-# Series that are kept: of runs looked at lately in memory, of long event files in the user's folder for caches.
-
-
 class SeriesCache:
     """Cache of series by run directory; the least recently used ones are evicted above ``most_bytes`` in total."""
 
-    def __init__(self, most_bytes: int = USUAL_BYTES, stored: StoredSeries | None = None) -> None:
-        """Begin with an empty cache.
-
-        Args:
-            most_bytes: For all series together; one alone may take more.
-            stored: Where series of long files are kept between two servers.
-        """
-        self._most_bytes, self._stored = most_bytes, stored
+    def __init__(self, most_bytes: int = USUAL_BYTES) -> None:
+        """Begin with an empty cache. A single series may take more than ``most_bytes``."""
+        self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._by_path: OrderedDict[Path, RunSeries] = OrderedDict()
-        self._saved_bytes: dict[Path, int] = {}
 
-    def get(self, path: Path, budget_s: float = USUAL_BUDGET_S) -> RunSeries:
-        """Return the series of the run in ``path``, refreshed for about ``budget_s`` seconds, so perhaps not to its
-        end.
-
-        A new one begins from its stored content, and is stored when read to its end. The least recently used are
+    def get(self, path: Path) -> RunSeries:
+        """Return the series of the run in ``path``, refreshed for a limited time, so perhaps not to its end. The least recently used are
         dropped if all are too large.
         """
         with self._lock:
             series = self._by_path.get(path)
             if series is None:
                 series = self._by_path[path] = RunSeries(path)
-                self._saved_bytes[path] = 0
             self._by_path.move_to_end(path)
-        with series.lock:
-            if self._stored is not None and series.version == (0, 0):
-                self._stored.load(series)
-            series.refresh(budget_s)
-            self._save(path, series)
+        series.refresh()
         self._drop_old()
         return series
-
-    def _save(self, path: Path, run: RunSeries) -> None:
-        """Store a series on disk once it is read to the end, if ``WORTH_BYTES`` and half as much again as the last time were parsed."""
-        read = run.parsed_bytes  # an index can be read again as fast
-        least = max(WORTH_BYTES, 1.5 * self._saved_bytes.get(path, 0))
-        if self._stored is None or run.unread is not None or read < least:
-            return
-        self._saved_bytes[path] = read
-        self._stored.save(run)
 
     @property
     def full(self) -> bool:
@@ -282,63 +244,3 @@ class SeriesCache:
                     return
                 self._by_path.popitem(last=False)
                 total -= size
-
-
-WORTH_BYTES = 4 << 20
-"""Least size of an event file that is cached on disk; a shorter one is read quickly."""
-MOST_BYTES = 2 << 30
-_SHAPE = b"phalanx-series-1"
-_SEAL_BYTES = 8
-
-
-class StoredSeries:
-    """Disk cache in one folder."""
-
-    def __init__(self, folder: Path, *, worth_bytes: int = WORTH_BYTES) -> None:
-        """Keep series in ``folder``, except those of event files shorter than ``worth_bytes``."""
-        self._folder, self._worth_bytes = folder, worth_bytes
-
-    def load(self, run: RunSeries) -> None:
-        """Load the stored content into ``run``, if it is intact and of the current file; else do nothing."""
-        try:
-            content = self._path(run).read_bytes()
-        except OSError:
-            return
-        body = content[len(_SHAPE) : -_SEAL_BYTES]
-        seal = xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little")
-        if not content.startswith(_SHAPE) or content[-_SEAL_BYTES:] != seal:
-            return
-        with suppress(msgspec.MsgspecError, ValueError, KeyError, OSError):
-            run.resume(msgspec.msgpack.decode(body, type=SeriesState))
-
-    def save(self, run: RunSeries) -> None:
-        """Store the content of the run, if its file is long, and delete the oldest entries above ``MOST_BYTES``.
-
-        Errors of the disk are ignored.
-        """
-        state = run.state()
-        if state.position.read_bytes < self._worth_bytes:
-            return
-        body = msgspec.msgpack.encode(state)
-        seal = xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little")
-        with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_atomically(self._path(run), _SHAPE + body + seal, mode=0o600, durable=False)
-            self._make_room()
-
-    def _path(self, run: RunSeries) -> Path:
-        """Return the file of a run's series, named by a hash of its directory."""
-        place = os.path.abspath(run.directory.path)
-        return self._folder / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.columns"
-
-    def _make_room(self) -> None:
-        """Delete the oldest entries until the others fit into ``MOST_BYTES``."""
-        entries = sorted(
-            (entry.stat().st_mtime, entry.stat().st_size, entry) for entry in self._folder.glob("*.columns")
-        )
-        total = sum(size for _, size, _ in entries)
-        for _, size, entry in entries:
-            if total <= MOST_BYTES:
-                return
-            entry.unlink(missing_ok=True)
-            total -= size

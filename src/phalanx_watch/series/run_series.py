@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from phalanx.observe import events as run_events
 from phalanx.observe.display.state import note_of
 from phalanx.observe.event_log import MOST_STEP, Row, index_beside, row_of
-from phalanx.observe.lines import FileTail, Position, read_lines_at
+from phalanx.observe.lines import FileTail, read_lines_at
 from phalanx.observe.throughput import format_bytes, format_duration
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.series.indexed import CHUNK_RECORDS, Chunk, StepIndex, columns_of
@@ -135,18 +135,6 @@ USUAL_BUDGET_S = 1.5
 _NEWEST = 256
 _ENDINGS = (run_events.Stopped, run_events.Finished)
 _UNREADABLE = (ValueError, RecursionError, OverflowError)
-
-
-@dataclass(frozen=True)
-class SeriesState:
-    """Content of a series, without what follows from the lines at ``others``."""
-
-    position: Position
-    rows: int
-    columns: dict[str, bytes]
-    others: list[tuple[int, int]]
-    torn_lines: int
-    last_t: float | None
 
 
 class RunSeries:
@@ -270,37 +258,6 @@ class RunSeries:
             before += len(stretch.records)
             self.ending = None
         self.last_t = float(self.table.column("t")[-1])
-
-    def state(self) -> SeriesState:
-        """Return the position in the file, the table and the places of other events, to resume from in another process."""
-        with self.lock:
-            return SeriesState(
-                position=self._tail.position(),
-                rows=self.table.rows,
-                columns=self.table.to_bytes(),
-                others=list(self.others),
-                torn_lines=self.torn_lines,
-                last_t=self.last_t,
-            )
-
-    def resume(self, state: SeriesState) -> None:
-        """Replace the content by ``state``, if the file is the same; other events are read again. Only before the first ``refresh``.
-
-        With another file, reading begins at its start. Raises ``OSError``, ``ValueError`` and ``KeyError``.
-        """
-        with self.lock:
-            # All that can fail comes first: a position without its steps would leave them out in silence.
-            table = StepTable.from_bytes(state.rows, state.columns)
-            lines = read_lines_at(self._tail.path, [offset for _, offset in state.others])
-            if not self._tail.resume(state.position):
-                return
-            self._begin()
-            self.table = table
-            for (rows, offset), line in zip(state.others, lines, strict=True):
-                self._take_other(line, offset, rows)
-            self.torn_lines, self.last_t = state.torn_lines, state.last_t
-            if state.others and state.others[-1][0] < state.rows:
-                self.ending = None  # a step came after it
 
     def _take(self, lines: tuple[tuple[int, bytes], ...]) -> None:
         """Take lines in order: steps into the table, all others one by one."""

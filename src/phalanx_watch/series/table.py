@@ -75,22 +75,6 @@ class StepTable:
             len(column.rows) for column in self.sparse.values()
         )
 
-    def to_bytes(self) -> dict[str, bytes]:
-        """Return the columns, as they are in memory."""
-        return {name: self.column(name).tobytes() for name in self._columns}
-
-    @staticmethod
-    def from_bytes(rows: int, columns: dict[str, bytes]) -> StepTable:
-        """Invert ``to_bytes``. Raises ``ValueError`` and ``KeyError`` if a column is missing or of another length."""
-        table = StepTable()
-        for name, dtype in _TYPES.items():
-            values = np.frombuffer(columns[name], dtype)
-            if len(values) != rows:
-                raise ValueError(f"the column {name} has {len(values)} rows, not {rows}")
-            table._columns[name] = values.copy() if rows else np.empty(_FIRST_ROWS, dtype)
-        table.rows = rows
-        return table
-
     def column(self, name: str) -> npt.NDArray[np.generic]:
         """Return the values of all rows. Raises ``KeyError`` for an unknown name."""
         return self._columns[name][: self.rows]

@@ -109,18 +109,6 @@ def test_what_stands_for_a_long_line_has_the_offset_of_its_beginning(
     assert lines == [(0, b"?"), (26, b"one"), (30, b"?"), (41, b"two")]
 
 
-def test_a_reader_that_resumes_within_a_long_line_drops_it_once(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"one\n" + b"x" * 25)
-    tail, resumed = (FileTail(path, most_line_bytes=5, block_bytes=8) for _ in range(2))
-    assert _all(tail) == [b"one"]
-    with path.open("ab") as file:
-        file.write(b"\ntwo\n")
-    assert resumed.resume(tail.position())
-    assert _all(resumed) == [b"two"]
-    assert resumed.dropped_lines == 1
-
-
 def test_a_line_to_which_a_reader_skips_is_read_after_the_beginning_of_a_long_one(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 25)

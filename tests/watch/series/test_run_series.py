@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -31,7 +29,7 @@ from phalanx.observe.events import (
     TaskEvaluated,
     encode,
 )
-from phalanx_watch.page.runs import SeriesCache, StoredSeries
+from phalanx_watch.page.runs import SeriesCache
 from phalanx_watch.page.view_curves import NoSuchCurveError, curves
 from phalanx_watch.series.run_series import RunSeries
 from watch.made_runs import crashed, write_events
@@ -260,71 +258,6 @@ def test_recorded_events_are_read_without_being_changed(tmp_path: Path) -> None:
     _read(tmp_path)
     assert (file.read_bytes(), sorted(path.name for path in tmp_path.iterdir())) == before
     assert list(read_events(file)) == crashed_run()
-
-
-def _assert_same(one: RunSeries, other: RunSeries) -> None:
-    assert one.table.to_bytes() == other.table.to_bytes()
-    assert list(one.marks) == list(other.marks)
-    assert list(one.others) == list(other.others)
-    assert (one.last_t, one.ending, one.torn_lines) == (other.last_t, other.ending, other.torn_lines)
-    assert list(one.evaluations) == list(other.evaluations)
-    assert list(one.starts) == list(other.starts)
-
-
-def test_a_series_that_was_kept_goes_on_where_it_was(tmp_path: Path) -> None:
-    stored = StoredSeries(tmp_path / "cache", worth_bytes=0)
-    stored.save(_read(crashed(tmp_path / "run")))
-    write_events(tmp_path / "run", [Event(1.9e9, 1, step(41, 50)), Event(1.9e9, 1, Evaluated(41, 1.0))])
-    resumed = RunSeries(tmp_path / "run")
-    stored.load(resumed)
-    assert resumed.table.rows == 45  # without reading the file
-    resumed.refresh()
-    _assert_same(resumed, _read(tmp_path / "run"))
-
-
-def test_a_kept_series_of_another_file_of_that_name_is_not_used(tmp_path: Path) -> None:
-    stored = StoredSeries(tmp_path / "cache", worth_bytes=0)
-    stored.save(_read(crashed(tmp_path / "run")))
-    (tmp_path / "run" / "events.jsonl").unlink()
-    write_events(tmp_path / "run", [Event(1.0, 0, step(n, 99)) for n in range(1, 90)])
-    resumed = RunSeries(tmp_path / "run")
-    stored.load(resumed)
-    resumed.refresh()
-    _assert_same(resumed, _read(tmp_path / "run"))
-
-
-def test_a_kept_series_whose_columns_do_not_fit_leaves_nothing_out(tmp_path: Path) -> None:
-    state = _read(crashed(tmp_path / "run")).state()
-    resumed = RunSeries(tmp_path / "run")
-    with pytest.raises(ValueError, match="0 rows"):
-        resumed.resume(replace(state, columns=dict.fromkeys(state.columns, b"")))
-    resumed.refresh()
-    _assert_same(resumed, _read(tmp_path / "run"))
-
-
-@given(st.integers(0, 10**6), st.integers(1, 255))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_kept_series_with_a_changed_byte_is_not_used(tmp_path: Path, at: int, change: int) -> None:
-    shutil.rmtree(tmp_path / "run", ignore_errors=True)
-    stored = StoredSeries(tmp_path / "cache", worth_bytes=0)
-    stored.save(_read(crashed(tmp_path / "run")))
-    (file,) = (tmp_path / "cache").iterdir()
-    content = bytearray(file.read_bytes())
-    content[at % len(content)] ^= change
-    file.write_bytes(content)
-    resumed = RunSeries(tmp_path / "run")
-    stored.load(resumed)
-    resumed.refresh()
-    _assert_same(resumed, _read(tmp_path / "run"))
-
-
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file, where the folder should be")
-    stored = StoredSeries(tmp_path / "cache", worth_bytes=0)
-    run = _read(crashed(tmp_path / "run"))
-    stored.save(run)
-    stored.load(run)
-    assert run.table.rows == 45
 
 
 def test_each_figure_of_a_task_is_a_curve_and_their_number_is_bounded(tmp_path: Path) -> None:
