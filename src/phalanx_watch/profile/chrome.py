@@ -277,23 +277,16 @@ def _kept(trace: RankTrace, share: int) -> list[int]:
 
 def _tracks(trace: RankTrace) -> Iterator[dict[str, Any]]:
     """Yield the metadata of a rank's process, threads and streams."""
-    yield {
-        "ph": "M",
-        "name": "process_name",
-        "pid": trace.rank,
-        "tid": 0,
-        "args": {"name": f"rank {trace.rank}"},
-    }
-    yield {
-        "ph": "M",
-        "name": "process_sort_index",
-        "pid": trace.rank,
-        "tid": 0,
-        "args": {"sort_index": trace.rank},
-    }
+    yield _metadata(trace, "process_name", 0, {"name": f"rank {trace.rank}"})
+    yield _metadata(trace, "process_sort_index", 0, {"sort_index": trace.rank})
     for thread, on_device in sorted({_track(event) for event in trace.events}):
         name = f"stream {thread - _STREAMS}" if on_device else f"thread {thread}"
-        yield {"ph": "M", "name": "thread_name", "pid": trace.rank, "tid": thread, "args": {"name": name}}
+        yield _metadata(trace, "thread_name", thread, {"name": name})
+
+
+def _metadata(trace: RankTrace, name: str, thread: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return an event that describes a rank's process, or one of its threads."""
+    return {"ph": "M", "name": name, "pid": trace.rank, "tid": thread, "args": arguments}
 
 
 _STREAMS = 1 << 20

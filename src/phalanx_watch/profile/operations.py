@@ -67,12 +67,8 @@ def kinds(
     for trace, cut in zip(traces, cuts, strict=True):
         steps = max(len(cut.steps), 1)
         kind_names = [partition.kind_of(name) for name in trace.names]
-        counted = [
-            cut.categories.index(word)
-            for word in (partition.COMPUTE, partition.COPY)
-            if word in cut.categories
-        ]
-        mine = np.isin(cut.pieces["category"], counted) & (cut.pieces["event"] >= 0)
+        counted = np.isin(cut.categories, (partition.COMPUTE, partition.COPY))  # (categories,)
+        mine = counted[cut.pieces["category"]] & (cut.pieces["event"] >= 0)
         spent = np.zeros(len(trace.events))
         lengths = cut.pieces["end_ns"][mine] - cut.pieces["begin_ns"][mine]
         np.add.at(spent, cut.pieces["event"][mine], lengths / 1e9)
@@ -114,27 +110,19 @@ def by_layer(cuts: Sequence[partition.StepPieces]) -> list[LayerRow]:
     for cut in cuts:
         pieces, steps = cut.pieces, max(len(cut.steps), 1)
         lengths = (pieces["end_ns"] - pieces["begin_ns"]) / (1e9 * steps)
-        communicates = np.array([word.startswith("communication") for word in cut.categories], bool)
-        own = np.array(
-            [word in (partition.COMPUTE, partition.COPY, partition.OPTIMIZER) for word in cut.categories],
-            bool,
-        )
         if not len(pieces):
             continue
-        moving, busy = communicates[pieces["category"]], own[pieces["category"]]
-        table = {
-            "forward": np.bincount(
-                pieces["layer"], lengths * (busy & (pieces["phase"] == partition.FORWARD)), len(cut.layers)
-            ),
-            "backward": np.bincount(
-                pieces["layer"], lengths * (busy & (pieces["phase"] == partition.BACKWARD)), len(cut.layers)
-            ),
-            "moving": np.bincount(pieces["layer"], lengths * moving, len(cut.layers)),
-        }
-        for number, layer in enumerate(cut.layers):
-            row = LayerRow(
-                layer or "outside of the model", cut.rank, *(float(table[name][number]) for name in table)
-            )
+        communicates = np.array([word.startswith("communication") for word in cut.categories], bool)
+        own = np.isin(cut.categories, (partition.COMPUTE, partition.COPY, partition.OPTIMIZER))
+        moving, busy = communicates[pieces["category"]], own[pieces["category"]]  # (pieces,)
+        parts = (
+            busy & (pieces["phase"] == partition.FORWARD),
+            busy & (pieces["phase"] == partition.BACKWARD),
+            moving,
+        )
+        seconds = [np.bincount(pieces["layer"], lengths * part, len(cut.layers)).tolist() for part in parts]
+        for layer, *of_layer in zip(cut.layers, *seconds, strict=True):
+            row = LayerRow(layer or "outside of the model", cut.rank, *of_layer)
             before = rows.get(row.layer)
             if before is None or row.forward_s + row.backward_s > before.forward_s + before.backward_s:
                 rows[row.layer] = row

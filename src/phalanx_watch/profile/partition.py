@@ -358,15 +358,8 @@ class _Cut:
         end = int(self.events["begin_ns"][place] + self.events["ns"][place])
         category = int(self.category_at[around])
         word = self.categories.words[category] if category >= 0 else INSIDE
-        frame = _Frame(
-            end,
-            around,
-            self.categories.number(word),
-            int(self.layer_at[around]),
-            BACKWARD,
-            word.startswith(COMM),
-        )
-        self._inside(frame, place, end)
+        number, layer = self.categories.number(word), int(self.layer_at[around])
+        self._inside(_Frame(end, around, number, layer, BACKWARD, word.startswith(COMM)), place, end)
 
     def _settle_kernel(self, place: int, parent: int) -> None:
         """Record the category of a kernel or device copy, and take layer and phase from the host event that launched it.
@@ -393,15 +386,8 @@ class _Cut:
 
         Idle moments keep the host's category, except that a host that computes or communicates then counts as a gap.
         """
-        edges = np.unique(
-            np.concatenate(
-                [host["begin_ns"], host["end_ns"]]
-                + [
-                    np.array([time for begin, end, _ in layer for time in (begin, end)], np.int64)
-                    for layer in layers
-                ]
-            )
-        )
+        times = [np.array([event[:2] for event in layer], np.int64).ravel() for layer in layers]
+        edges = np.unique(np.concatenate([host["begin_ns"], host["end_ns"], *times]))
         event = np.full(max(len(edges) - 1, 0), -1)
         for layer in reversed(layers):  # what is painted later covers what was before
             for begin, end, place in layer:

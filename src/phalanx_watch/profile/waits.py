@@ -205,22 +205,11 @@ def passages(trace: RankTrace, clock: ClockFit, steps: Sequence[tuple[int, int, 
         begin, end = on_device.get(place, (begin, begin + int(trace.events["ns"][place])))
         if not any(first <= begin and end <= last for first, last in windows):
             continue
-        common = clock.to_common(np.array([begin, end]) + base)
+        came_ns, left_ns = clock.to_common(np.array([begin, end]) + base).tolist()
         message = kind != "collective"
-        name = "message" if message else str(mark["name"])
-        key = str(mark.get("group")), int(mark.get("number", 0)), name
-        passages_of_rank.append(
-            Passage(
-                trace.rank,
-                key,
-                str(mark.get("axis")),
-                int(common[0]),
-                int(common[1]),
-                int(mark.get("bytes", 0)),
-                place,
-                message,
-            )
-        )
+        key = str(mark.get("group")), int(mark.get("number", 0)), "message" if message else str(mark["name"])
+        axis, size = str(mark.get("axis")), int(mark.get("bytes", 0))
+        passages_of_rank.append(Passage(trace.rank, key, axis, came_ns, left_ns, size, place, message))
     return passages_of_rank
 
 
@@ -252,15 +241,11 @@ def _kernels(trace: RankTrace) -> dict[int, tuple[int, int]]:
         if launch is None:
             continue
         at, thread = events["begin_ns"][launch], events["thread"][launch]
+        begin = int(events["begin_ns"][place])
+        end = begin + int(events["ns"][place])
         for around in ranges:
-            if (
-                events["thread"][around] == thread
-                and 0 <= at - events["begin_ns"][around] <= events["ns"][around]
-            ):
-                begin, end = (
-                    int(events["begin_ns"][place]),
-                    int(events["begin_ns"][place] + events["ns"][place]),
-                )
+            after_begin = at - events["begin_ns"][around]
+            if events["thread"][around] == thread and 0 <= after_begin <= events["ns"][around]:
                 before = kernel_times.get(around, (begin, end))
                 kernel_times[around] = min(before[0], begin), max(before[1], end)
     return kernel_times
