@@ -86,7 +86,8 @@ class RankStream:
         self._descriptor = -1
         self._index: FrameIndex | None = None
         self._verified: set[tuple[int, int]] = set()
-        self._steps = np.zeros(0, np.int64)
+        self.steps = np.zeros(0, np.int64)
+        """``(frames,)``: the last step of each frame's window."""
         self._times = np.zeros(0, np.float64)
         self.refresh()
 
@@ -110,7 +111,7 @@ class RankStream:
         with self._reading():
             self._index.extend()
         new = self._index.heads[indexed:]
-        self._steps = np.append(self._steps, np.array([head.step for head in new], np.int64))
+        self.steps = np.append(self.steps, np.array([head.step for head in new], np.int64))
         self._times = np.append(self._times, np.array([head.t for head in new], np.float64))
         return len(self) != before
 
@@ -121,17 +122,7 @@ class RankStream:
         return os.path.samestat(ours, theirs) and theirs.st_size >= self._index.position
 
     def __len__(self) -> int:
-        return len(self._steps)
-
-    @property
-    def steps(self) -> NDArray[np.int64]:
-        """``(frames,)``: the last step of each frame's window."""
-        return self._steps
-
-    @property
-    def times(self) -> NDArray[np.float64]:
-        """``(frames,)``: the unix time at each window's end."""
-        return self._times
+        return len(self.steps)
 
     @property
     def ranks(self) -> int:
@@ -191,7 +182,7 @@ class RankStream:
             values=decode_column(column, values),
             rows=tuple(rank_groups),
             drawn=drawn,
-            column_steps=self._steps[ends],
+            column_steps=self.steps[ends],
             column_times=self._times[ends],
             usual=decode_column(column, usual),
             reduced=len(rank_groups) < len(drawn) or len(frame_groups) < len(chosen),
@@ -211,7 +202,7 @@ class RankStream:
         ]
         readings = (self._code_of_rank(number, place, rank) for number in chosen)
         codes = np.fromiter(readings, np.int16, len(chosen))
-        return self._steps[chosen], decode_column(column, codes)
+        return self.steps[chosen], decode_column(column, codes)
 
     def close(self) -> None:
         """Close the file, and drop its index."""
@@ -219,7 +210,7 @@ class RankStream:
             os.close(self._descriptor)
         self._descriptor, self._index = -1, None
         self._verified.clear()
-        self._steps, self._times = self._steps[:0], self._times[:0]
+        self.steps, self._times = self.steps[:0], self._times[:0]
 
     def __enter__(self) -> Self:
         return self
@@ -249,7 +240,7 @@ class RankStream:
     def _between(self, first: int | None, last: int | None) -> list[int]:
         """The numbers of the frames of the steps from ``first`` to ``last``."""
         lowest, highest = -1 if first is None else first, np.inf if last is None else last
-        numbers: list[int] = np.flatnonzero((self._steps >= lowest) & (self._steps <= highest)).tolist()
+        numbers: list[int] = np.flatnonzero((self.steps >= lowest) & (self.steps <= highest)).tolist()
         return numbers
 
     def _undamaged_columns(self, numbers: list[int], place: int) -> Iterator[Codes]:

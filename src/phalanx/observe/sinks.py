@@ -9,10 +9,10 @@ The last section feeds a tracker from a thread of its own.
 import json
 import re
 import threading
-import time
 import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -379,19 +379,12 @@ def close_sinks(
     If it takes longer than ``silent_s``, ``notify`` receives a sentence with the sinks and the longest time.
     """
     waiting = list(sinks)
-    results: dict[int, SinkHealth] = {}
-    closers = [
-        threading.Thread(target=lambda i=i, sink=sink: results.__setitem__(i, sink.close(timeout_s)))
-        for i, sink in enumerate(waiting)
-    ]
-    began_s = time.monotonic()
-    for closer in closers:
-        closer.start()
-    for closer in closers:
-        closer.join(max(0.0, began_s + silent_s - time.monotonic()))
-    late = [sink.name for sink, closer in zip(waiting, closers, strict=True) if closer.is_alive()]
-    if late:
-        notify(f"waiting for {' and '.join(late)} to take what the run has sent, for at most {timeout_s:g} s")
-    for closer in closers:
-        closer.join()
-    return [results[i] for i in range(len(waiting))]
+    with ThreadPoolExecutor(max(1, len(waiting))) as pool:
+        closing = [pool.submit(sink.close, timeout_s) for sink in waiting]
+        _, unfinished = wait(closing, silent_s)
+        late = [sink.name for sink, future in zip(waiting, closing, strict=True) if future in unfinished]
+        if late:
+            notify(
+                f"waiting for {' and '.join(late)} to take what the run has sent, for at most {timeout_s:g} s"
+            )
+        return [future.result() for future in closing]

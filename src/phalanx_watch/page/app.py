@@ -193,7 +193,7 @@ def application(runs: PageRuns, access: Access, kept_s: float = KEPT_S) -> ASGIA
         Route("/api/runs", partial(_list, runs, kept, view_run.runs_view)),
         Route("/api/settings", partial(_list, runs, kept, view_run.settings_view)),
         Route("/api/compare", partial(_list, runs, kept, compare_view)),
-        Route("/api/events", _events(runs, live)),
+        Route("/api/events", partial(_events, runs, live)),
         Route("/metrics", metrics.text),
         Route("/targets", metrics.targets),
         Route("/api/run/{id}/profile/{name}/trace", partial(_trace, runs)),
@@ -284,19 +284,13 @@ async def _export(runs: PageRuns, request: Request) -> Response:
     return Response(content, media_type="text/html", headers=headers)
 
 
-def _events(runs: PageRuns, live: LiveUpdates) -> Callable[[Request], object]:
-    """Return the endpoint that streams notifications of the runs in ``ids``. It raises ``PageRequestError`` if there are too many
-    viewers."""
-
-    async def endpoint(request: Request) -> Response:
-        """Return a stream of events of the requested runs. Raises ``PageRequestError`` (503) if there are too many viewers."""
-        if live.full:
-            raise PageRequestError("there are as many viewers as one server has: close a page, or wait", 503)
-        identifiers = Parameters(request.query_params).names("ids", most=_MOST_WATCHED)
-        places = await to_thread.run_sync(runs.watched, identifiers, _MOST_WATCHED)
-        return _Stream(live, places)
-
-    return endpoint
+async def _events(runs: PageRuns, live: LiveUpdates, request: Request) -> Response:
+    """Return a stream of notifications of the runs in ``ids``. Raises ``PageRequestError`` (503) if there are too many viewers."""
+    if live.full:
+        raise PageRequestError("there are as many viewers as one server has: close a page, or wait", 503)
+    identifiers = Parameters(request.query_params).names("ids", most=_MOST_WATCHED)
+    places = await to_thread.run_sync(runs.watched, identifiers, _MOST_WATCHED)
+    return _Stream(live, places)
 
 
 class _Stream(Response):

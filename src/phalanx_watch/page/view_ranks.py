@@ -49,8 +49,8 @@ def ranks_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> Respo
     )
     if heat is None:
         return {"missing": True}
-    head = json_bytes(header(heat))
-    body = len(head).to_bytes(4, "little") + head + heat.map.values.astype("<f4").tobytes()
+    header, values = json_bytes(heat[0]), heat[1]
+    body = len(header).to_bytes(4, "little") + header + values
     return Response(body, media_type="application/octet-stream")
 
 
@@ -69,24 +69,10 @@ class Part:
     last_place: int | None = None
 
 
-@dataclass(frozen=True)
-class Heat:
-    """A heat map, and the rank to highlight in each row."""
-
-    map: HeatMap
-    worst: list[int]
-    row_nodes: list[str]
-    """Text with the nodes of each row's ranks; empty if unknown."""
-    order: str
-    orders: list[str]
-    """Rank orders that differ for this run."""
-    first_place: int
-    """Place of the first drawn rank in the order, of ``places``."""
-    places: int
-
-
-def heat_map(runs: PageRuns, place: RunPlace, column: str, part: Part) -> Heat | None:
-    """Return the heat map of one column; None if the run has no rank numbers.
+def heat_map(
+    runs: PageRuns, place: RunPlace, column: str, part: Part
+) -> tuple[dict[str, object], bytes] | None:
+    """Return the heat map of one column: its header, and its values as little-endian fp32, row by row. None if the run has no rank numbers.
 
     An unknown order becomes that of ranks, and places are clipped. Raises ``PageRequestError`` (404) if they cannot
     be read.
@@ -112,17 +98,32 @@ def heat_map(runs: PageRuns, place: RunPlace, column: str, part: Part) -> Heat |
                 *(column, part.first_step, part.last_step, part.columns, part.rows, order),
                 slice(None) if is_full else slice(first, last),
             )
-            return Heat(
-                map=picture,
-                worst=_worst(stream, column, picture),
-                row_nodes=_nodes(picture, nodes),
-                order=part.order,
-                orders=all_orders,
-                first_place=first,
-                places=max(ranks, picture.ranks),
-            )
+            worst = _worst(stream, column, picture)
     except RankStreamError as error:
         raise PageRequestError(str(error), 404) from None
+    known_values = picture.values[np.isfinite(picture.values)]
+    has_values = bool(len(known_values))
+    header = {
+        "rows": picture.values.shape[0],
+        "columns": picture.values.shape[1],
+        "row_ranks": picture.row_ranks.tolist(),
+        "row_sizes": [len(places) for places in picture.rows],
+        "row_worst": worst,
+        "row_nodes": _nodes(picture, nodes),
+        "column_steps": picture.column_steps.tolist(),
+        "column_times": picture.column_times.tolist(),
+        "column_usual": rounded(picture.usual.astype(np.float64)),
+        "minimum": float(known_values.min()) if has_values else None,
+        "maximum": float(known_values.max()) if has_values else None,
+        "median": float(np.median(known_values)) if has_values else None,
+        "reduced": picture.reduced,
+        "ranks": picture.ranks,
+        "order": part.order,
+        "orders": all_orders,
+        "first_place": first,
+        "places": max(ranks, picture.ranks),
+    }
+    return header, picture.values.astype("<f4").tobytes()
 
 
 def _worst(stream: RankStream, column: str, picture: HeatMap) -> list[int]:
@@ -130,7 +131,7 @@ def _worst(stream: RankStream, column: str, picture: HeatMap) -> list[int]:
     if not picture.values.size:
         return []
     shown = np.flatnonzero(stream.steps == picture.column_steps[-1])
-    newest = stream.frame(int(shown[-1])).columns[column]
+    newest = stream.column(int(shown[-1]), column)
     values = np.full(int(picture.drawn.max()) + 1, np.nan, np.float32)
     values[: len(newest)] = newest[: len(values)]
     worst = []
@@ -152,39 +153,13 @@ def _nodes(picture: HeatMap, nodes: Mapping[int, str]) -> list[str]:
     return [first if first == last else f"{first} … {last}" for first, last in named]
 
 
-def header(heat: Heat) -> dict[str, object]:
-    """Return the JSON header of a heat map: its size, and the ranks, nodes, steps, times and range of what it shows."""
-    picture = heat.map
-    finite_values = picture.values[np.isfinite(picture.values)]
-    return {
-        "rows": picture.values.shape[0],
-        "columns": picture.values.shape[1],
-        "row_ranks": picture.row_ranks.tolist(),
-        "row_sizes": [len(places) for places in picture.rows],
-        "row_worst": heat.worst,
-        "row_nodes": heat.row_nodes,
-        "column_steps": picture.column_steps.tolist(),
-        "column_times": picture.column_times.tolist(),
-        "column_usual": rounded(picture.usual.astype(np.float64)),
-        "minimum": float(finite_values.min()) if len(finite_values) else None,
-        "maximum": float(finite_values.max()) if len(finite_values) else None,
-        "median": float(np.median(finite_values)) if len(finite_values) else None,
-        "reduced": picture.reduced,
-        "ranks": picture.ranks,
-        "order": heat.order,
-        "orders": heat.orders,
-        "first_place": heat.first_place,
-        "places": heat.places,
-    }
-
-
 def heat_table(runs: PageRuns, place: RunPlace, column: str) -> dict[str, object]:
     """Return a heat map of at most 400 by 200 as JSON with base64 values, for an exported file; ``{"missing": True}`` without numbers."""
     heat = heat_map(runs, place, column, Part(columns=400, rows=200))
     if heat is None:
         return {"missing": True}
-    values = base64.b64encode(heat.map.values.astype("<f4").tobytes()).decode()
-    return header(heat) | {"orders": [BY_RANK], "values_base64": values}
+    header, values = heat
+    return header | {"orders": [BY_RANK], "values_base64": base64.b64encode(values).decode()}
 
 
 def rank_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[str, object]:
