@@ -32,7 +32,7 @@ from phalanx.launch.engines.engine import JobStanding
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.events import Event, decode
 from phalanx.observe.logs.line import what_happened, who
-from phalanx.observe.logs.read_lines import first_failure, read_lines
+from phalanx.observe.logs.read_lines import first_logged_failure, read_lines
 from phalanx.observe.metrics.endpoint import coordinator_address
 from phalanx.observe.rank_stream import RankStream, RankStreamError
 from phalanx.observe.record.notes import machine_differences, newest_machines, read_throttling
@@ -216,8 +216,9 @@ def last_line(directory: RunDirectory) -> str:
 def failed_first(directory: RunDirectory) -> o.FirstFailureSeen | None:
     """Return the first failure in the logs of the newest start; None if nothing failed, or they cannot be read."""
     with suppress(OSError, ValueError):
-        line = first_failure(directory)
-        if line is not None:
+        failure = first_logged_failure(directory)
+        if failure is not None:
+            line = failure.line
             text = shorten(what_happened(line.text), _CUT, placeholder=" ...")
             return o.FirstFailureSeen(who(line), text, line.t)
     return None

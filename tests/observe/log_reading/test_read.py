@@ -17,7 +17,7 @@ from phalanx.observe.logs.read_lines import (
     LogQuery,
     LogQueryError,
     all_lines,
-    first_failure,
+    first_logged_failure,
     grouped,
     normalized,
     ranges,
@@ -146,7 +146,9 @@ def test_raw_logs_of_earlier_versions_are_read_with_the_time_of_the_file(directo
     os.utime(path, (1000.0, 1000.0))
     found = read_lines(directory)
     assert [(one.t, one.rank, one.level) for one in found] == [(1000.0, 7, "info"), (1000.0, 7, "error")]
-    assert first_failure(directory) == found[1]
+    failure = first_logged_failure(directory)
+    assert failure is not None
+    assert failure.line == found[1]
 
 
 def test_exceptions_of_a_chain_are_read_as_one(directory: RunDirectory) -> None:

@@ -79,13 +79,8 @@ class LogFile:
         ``lost`` returns the line that reports how many lines were lost, and the reason. ``on_trouble`` is called
         once, with a sentence, when lines are being lost. ``clock`` times the pause between two attempts.
         """
-        self.path, self._bounds, self._make_lost, self._on_trouble, self._clock = (
-            path,
-            bounds,
-            lost,
-            on_trouble,
-            clock,
-        )
+        self.path, self._bounds, self._make_lost = path, bounds, lost
+        self._on_trouble, self._clock = on_trouble, clock
         self._file: AppendedFile | None = None
         self._number: int | None = None
         self._missed, self._reason, self._again_s, self._is_reported = 0, "", 0.0, False
@@ -336,22 +331,9 @@ class Recorder:
     def _line(self, text: str, level: Level, *, goes_on: bool = False) -> bytes:
         """Return a line of the log with the present time and the place (node, rank, epoch, step) of the process."""
         order, place = self._order, self._place
-        return encode(
-            LogLine(
-                *(
-                    round(time.time(), 6),
-                    level,
-                    order.node,
-                    place.rank,
-                    place.epoch,
-                    order.attempt,
-                    place.step,
-                    text,
-                ),
-                process=order.process,
-                goes_on=goes_on or UNSET,
-            )
-        )
+        facts = order.node, place.rank, place.epoch, order.attempt, place.step
+        now_s = round(time.time(), 6)
+        return encode(LogLine(now_s, level, *facts, text, process=order.process, goes_on=goes_on or UNSET))
 
     def _learn_tokens(self) -> None:
         """Add the tokens in the run directory's files to the mask, as they may change while it runs. Looks every 5

@@ -21,8 +21,7 @@ from itertools import islice
 
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step
-from phalanx.observe.logs.line import FirstFailure, LogLine, decode_lines, severity
-from phalanx.observe.logs.line import first_failure as first_failure_of
+from phalanx.observe.logs.line import FirstFailure, LogLine, decode_lines, first_failure, severity
 from phalanx.observe.logs.read_blocks import (
     BLOCK,
     LineBlock,
@@ -117,7 +116,6 @@ __all__ = [
     "LogLine",
     "LogQuery",
     "LogQueryError",
-    "first_failure",
     "first_logged_failure",
     "grouped",
     "read_lines",
@@ -281,12 +279,6 @@ def _merged(processes: Iterable[Iterator[LineBlock]], query: LogQuery, sign: int
                 buffer.read()
 
 
-def first_failure(directory: RunDirectory) -> LogLine | None:
-    """The line of the process that failed first in the newest burst of failures of the newest attempt; ``None`` if nothing failed."""
-    failure = first_logged_failure(directory)
-    return failure.line if failure is not None else None
-
-
 def first_logged_failure(directory: RunDirectory) -> FirstFailure | None:
     """Return the first failure in the logs of the newest attempt, with its evidence and what failed because of it.
 
@@ -298,7 +290,7 @@ def first_logged_failure(directory: RunDirectory) -> FirstFailure | None:
     for stream in logs:
         if stream.attempt == newest:
             errors += (line for line in _end_of(stream) if line.level == "error")
-    return first_failure_of(errors)
+    return first_failure(errors)
 
 
 def recovered_step(directory: RunDirectory, failure: LogLine) -> int | None:

@@ -22,10 +22,12 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from phalanx.observe.metrics.exporter import Collect, Exporter
 from phalanx.observe.metrics.samples import OPEN_METRICS, TEXT, Labels
 from phalanx.process.this_process import RESERVE
-from phalanx.run.directory.files import plain_json, read_small, write_atomically
+from phalanx.run.directory.files import read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ObserveSpec
 
@@ -346,6 +348,13 @@ _ATTEMPT = "__meta_phalanx_attempt"
 _MOST_BYTES = 1 << 16
 
 
+class TargetGroup(msgspec.Struct):
+    """Addresses with the same labels, in the form of Prometheus' service discovery."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
 @dataclass(frozen=True)
 class Target:
     """One endpoint."""
@@ -358,10 +367,10 @@ class Target:
     attempt: int
 
     @property
-    def entry(self) -> dict[str, object]:
+    def entry(self) -> TargetGroup:
         """In the form of Prometheus' service discovery. A label that begins with ``__meta_`` is dropped by Prometheus itself."""
         labels = {"run": self.run, **({"node": self.node} if self.node else {}), _ATTEMPT: str(self.attempt)}
-        return {"targets": [self.address], "labels": labels}
+        return TargetGroup([self.address], labels)
 
 
 def _path(directory: RunDirectory, name: str) -> Path:
@@ -373,15 +382,15 @@ def _path(directory: RunDirectory, name: str) -> Path:
 def announce(directory: RunDirectory, target: Target) -> None:
     """Write the target's file, for Prometheus. Raises ``OSError``."""
     directory.targets.mkdir(parents=True, exist_ok=True)
-    content = json.dumps([target.entry], indent=1) + "\n"
+    content = json.dumps([msgspec.to_builtins(target.entry)], indent=1) + "\n"
     write_atomically(_path(directory, target.node or COORDINATOR), content.encode())
 
 
 def withdraw(directory: RunDirectory, target: Target) -> None:
     """Remove the target's file, unless another process has taken its name since. Errors are ignored."""
     path = _path(directory, target.node or COORDINATOR)
-    with suppress(OSError, ValueError):
-        if plain_json(read_small(path, _MOST_BYTES)) == [target.entry]:
+    with suppress(OSError):
+        if _entries(path) == [target.entry]:
             path.unlink()
 
 
@@ -389,44 +398,29 @@ def withdraw_earlier(directory: RunDirectory, attempt: int) -> None:
     """Remove the target files of starts before ``attempt``. Raises ``OSError``."""
     for path in sorted(directory.targets.glob("*.json")):
         for entry in _entries(path):
-            labels = entry.get("labels")
-            before = labels.get(_ATTEMPT) if isinstance(labels, dict) else None
-            if isinstance(before, str) and before.isdecimal() and int(before) < attempt:
+            before = entry.labels.get(_ATTEMPT, "")
+            if before.isdecimal() and int(before) < attempt:
                 path.unlink(missing_ok=True)
 
 
 def targets(directories: Iterable[Path]) -> list[Mapping[str, object]]:
     """All targets of runs, as Prometheus' HTTP service discovery takes them."""
     folders = (RunDirectory(path).targets for path in directories)
-    return [entry for folder in folders for path in sorted(folder.glob("*.json")) for entry in _entries(path)]
+    paths = (path for folder in folders for path in sorted(folder.glob("*.json")))
+    return [msgspec.to_builtins(entry) for path in paths for entry in _entries(path)]
 
 
 def coordinator_address(directory: RunDirectory) -> str:
     """Return the address ("host:port") at which the run's coordinator serves its metrics; empty if none is announced."""
     for entry in _entries(_path(directory, COORDINATOR)):
-        addresses = entry["targets"]
-        if isinstance(addresses, list) and addresses:
-            return str(addresses[0])
+        if entry.targets:
+            return entry.targets[0]
     return ""
 
 
-def _entries(path: Path) -> list[dict[str, object]]:
+def _entries(path: Path) -> list[TargetGroup]:
     """Return the entries of one target file; none of a file that is not one of ours."""
     try:
-        entries = plain_json(read_small(path, _MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
+        return msgspec.json.decode(read_small(path, _MOST_BYTES), type=list[TargetGroup])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return []
-    return [entry for entry in entries if _is_entry(entry)] if isinstance(entries, list) else []
-
-
-def _is_entry(entry: object) -> bool:
-    """Return True if an entry has the form of a target: a list of addresses, and labels of text."""
-    if not isinstance(entry, dict):
-        return False
-    addresses, labels = entry.get("targets"), entry.get("labels")
-    return (
-        isinstance(addresses, list)
-        and all(isinstance(address, str) for address in addresses)
-        and isinstance(labels, dict)
-        and all(isinstance(word, str) for pair in labels.items() for word in pair)
-    )
