@@ -8,10 +8,11 @@ every bit, are compared by ``phalanx diff``, since reading them takes time in pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.events import RunStarted
@@ -26,6 +27,7 @@ from phalanx_watch.runs.index import RunIndex, is_run
 from phalanx_watch.runs.probe import read_tail
 from phalanx_watch.runs.row import RunRow
 
+_Value = TypeVar("_Value")
 _HOUR_NS = 3600 * 10**9
 
 
@@ -270,18 +272,14 @@ def _settings(specs: Sequence[RunSpec]) -> list[Setting]:
     """Return the masked settings that differ between runs: the run's first, then the layout's and the fleet's."""
     tables = [
         {
-            path: (mask.value(value), owner)
+            path: mask.value(value)
             for mask in (run_file_mask({"launch": {"environment": spec.launch.environment}}),)
-            for path, (value, owner) in all_fields(spec)
+            for path, (value, _) in all_fields(spec)
         }
         for spec in specs
     ]
-    owners = {path: owner for table in tables for path, (_, owner) in table.items()}
-    settings = []
-    for path, owner in owners.items():
-        values = tuple(table[path][0] if path in table else None for table in tables)
-        if any(value != values[0] for value in values):
-            settings.append(Setting(path, owner, values))
+    owners = {path: owner for spec in specs for path, (_, owner) in all_fields(spec)}
+    settings = [Setting(path, owners[path], values) for path, values in _differences(tables)]
     order = ("run", "layout", "fleet")
     return sorted(settings, key=lambda setting: (order.index(setting.owner), setting.path))
 
@@ -289,12 +287,7 @@ def _settings(specs: Sequence[RunSpec]) -> list[Setting]:
 def _environment(logs: Sequence[Logged], fingerprints: Sequence[str]) -> list[EnvironmentDifference]:
     """Return the facts of the starts that differ between runs, the data's fingerprint among them."""
     tables = [{"data_fingerprint": key, **_facts(log)} for log, key in zip(logs, fingerprints, strict=True)]
-    differences = []
-    for path in dict.fromkeys(path for table in tables for path in table):
-        values = tuple(table.get(path) for table in tables)
-        if any(value != values[0] for value in values):
-            differences.append(EnvironmentDifference(path, values))
-    return differences
+    return [EnvironmentDifference(path, values) for path, values in _differences(tables)]
 
 
 def _facts(log: Logged) -> dict[str, object]:
@@ -330,20 +323,21 @@ def _same_bits(specs: Sequence[RunSpec], fingerprints: Sequence[str], logs: Sequ
         why_not.append("fields that belong to the run differ")
     if len(set(fingerprints)) > 1:
         why_not.append("they were trained on other data")
-    parting: int | None = None
-    least: int | None = None
-    for other, spec in zip(logs[1:], specs[1:], strict=True):
-        difference, _, compared = first_difference(
-            logs[0], other, held_out=spec.evaluation == specs[0].evaluation
-        )
-        least = compared if least is None else min(least, compared)
-        if difference is not None and (parting is None or difference.step < parting):
-            parting = difference.step
-    numbers: dict[str, tuple[float | None, ...]] = {}
-    if parting is not None:
-        steps = [log.steps.get(parting, {}) for log in logs]
-        for name in dict.fromkeys(name for step in steps for name in step):
-            values = tuple(step.get(name) for step in steps)
-            if any(bits(value) != bits(values[0]) for value in values):
-                numbers[name] = values
-    return SameBits(not why_not, parting, numbers, least or 0, tuple(why_not))
+    differences = [
+        first_difference(logs[0], other, held_out=spec.evaluation == specs[0].evaluation)
+        for other, spec in zip(logs[1:], specs[1:], strict=True)
+    ]
+    parting = min((first.step for first, *_ in differences if first is not None), default=None)
+    least = min((compared for *_, compared in differences), default=0)
+    steps = [] if parting is None else [log.steps.get(parting, {}) for log in logs]
+    return SameBits(not why_not, parting, dict(_differences(steps, bits)), least, tuple(why_not))
+
+
+def _differences(
+    tables: Sequence[Mapping[str, _Value]], key: Callable[[_Value | None], object] = lambda value: value
+) -> Iterator[tuple[str, tuple[_Value | None, ...]]]:
+    """Yield the names under which the tables differ by ``key``, with the value in each table, None where it is missing."""
+    for name in dict.fromkeys(name for table in tables for name in table):
+        values = tuple(table.get(name) for table in tables)
+        if any(key(value) != key(values[0]) for value in values):
+            yield name, values
