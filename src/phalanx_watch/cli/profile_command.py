@@ -22,6 +22,7 @@ from phalanx_watch.profile.partition import duration
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from phalanx.run.directory.paths import RunDirectory
     from phalanx_watch.profile.read import ProfileSummary
@@ -180,15 +181,10 @@ def _where(console: Console, table: Mapping[str, Any], step_s: float) -> None:
 
     Rows below ``_LEAST_SHARE`` of a step on all ranks are added up.
     """
-    from rich.table import Table
-
     words, rows = table["columns"], table["rows"]
     chosen = sorted(rows, key=lambda row: float(row["waited_s"]))[:_MOST_RANKS]
     chosen.sort(key=lambda row: int(row["rank"]))
-    grid = Table(title="where a step of each rank goes, ms", title_justify="left", box=None, pad_edge=False)
-    grid.add_column("")
-    for row in chosen:
-        grid.add_column(f"rank {row['rank']}", justify="right")
+    grid = _grid("where a step of each rank goes, ms", "", *(f"rank {row['rank']}" for row in chosen))
     small_columns = [0.0] * len(chosen)
     for number, word in enumerate(words):
         seconds = [float(row["seconds"][number]) for row in chosen]
@@ -204,6 +200,16 @@ def _where(console: Console, table: Mapping[str, Any], step_s: float) -> None:
     if len(rows) > len(chosen):
         console.print(f"and {len(rows) - len(chosen)} ranks that wait longer (--json has all)", style="dim")
     console.print()
+
+
+def _grid(title: str, *heads: str) -> Table:
+    """Return a table under a title, whose first column has names and whose others have numbers."""
+    from rich.table import Table
+
+    grid = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for number, head in enumerate(heads):
+        grid.add_column(head, justify="right" if number else "left")
+    return grid
 
 
 def _cell(seconds: float) -> str:
@@ -239,12 +245,9 @@ def _who(console: Console, summary: Mapping[str, Any], step_s: float) -> None:
 
 def _operations(console: Console, summary: Mapping[str, Any]) -> None:
     """Print operations by kind for a mean rank (ms, calls, GFLOP/s, GB/s, roofline), and the five longest layers."""
-    from rich.table import Table
-
     ranks = max(len(summary["ranks"]), 1)
-    table = Table(title="operations, a step of one rank", title_justify="left", box=None, pad_edge=False)
-    for head in ("kind", "ms", "calls", "GFLOP/s", "GB/s", "of the roofline"):
-        table.add_column(head, justify="left" if head == "kind" else "right")
+    heads = ("kind", "ms", "calls", "GFLOP/s", "GB/s", "of the roofline")
+    table = _grid("operations, a step of one rank", *heads)
     for row in summary["operations"]:
         roof = "" if row["roofline"] is None else f"{row['roofline']:.0%}"
         rates = [f"{row[name] / 1e9:.1f}" if row[name] else "" for name in ("flops_per_s", "bytes_per_s")]
@@ -261,18 +264,10 @@ def _operations(console: Console, summary: Mapping[str, Any]) -> None:
 
 def _plan(console: Console, plan: Mapping[str, Any]) -> None:
     """Print planned and measured milliseconds by term, and what would pay most; nothing without a plan."""
-    from rich.table import Table
-
     if plan["step_s"] is None:
         return
-    table = Table(
-        title=f"the plan's step on {plan['cluster']} against the measured one, ms",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
-    for head in ("term", "plan", "measured", "more"):
-        table.add_column(head, justify="left" if head == "term" else "right")
+    title = f"the plan's step on {plan['cluster']} against the measured one, ms"
+    table = _grid(title, "term", "plan", "measured", "more")
     rows = [(row["term"], row["predicted_s"], row["measured_s"]) for row in plan["terms"]]
     rows.append(("step", plan["step_s"], sum(row[2] for row in rows)))
     for term, planned, measured in rows:
