@@ -22,7 +22,7 @@ from phalanx.observe.record import notes as record_notes
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.identity import all_fields, identity
 from phalanx.run.spec import RunSpec
-from phalanx.train.compare.runs import Logged, bits, first_difference, flat, read_logged
+from phalanx.train.compare.runs import Logged, bits, facts_of_start, first_difference, read_logged
 from phalanx_watch.runs.index import RunIndex, is_run
 from phalanx_watch.runs.probe import read_tail
 from phalanx_watch.runs.row import RunRow
@@ -286,16 +286,10 @@ def _settings(specs: Sequence[RunSpec]) -> list[Setting]:
 
 def _environment(logs: Sequence[Logged], fingerprints: Sequence[str]) -> list[EnvironmentDifference]:
     """Return the facts of the starts that differ between runs, the data's fingerprint among them."""
-    tables = [{"data_fingerprint": key, **_facts(log)} for log, key in zip(logs, fingerprints, strict=True)]
+    tables = [
+        {"data_fingerprint": key, **facts_of_start(log)} for log, key in zip(logs, fingerprints, strict=True)
+    ]
     return [EnvironmentDifference(path, values) for path, values in _differences(tables)]
-
-
-def _facts(log: Logged) -> dict[str, object]:
-    """Return ranks, device and environment of a run's newest start, flat and without the data's fingerprint; empty if it is unknown."""
-    if log.started is None:
-        return {}
-    kept = {key: value for key, value in log.started.environment.items() if key != "data_fingerprint"}
-    return dict(flat({"ranks": log.started.ranks, "device": log.started.device, **kept}))
 
 
 def _outcomes(rows: Sequence[RunRow]) -> list[Outcome]:

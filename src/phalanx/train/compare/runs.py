@@ -270,7 +270,7 @@ def compare_runs(
             + "".join(f"\n  {note}" for note in notes)
         )
     data = [record.get("data_fingerprint") for record in records]
-    facts = [{"data_fingerprint": key, **_facts(log)} for key, log in zip(data, logs, strict=True)]
+    facts = [{"data_fingerprint": key, **facts_of_start(log)} for key, log in zip(data, logs, strict=True)]
     return RunComparison(
         same_run=identity(specs[0]) == identity(specs[1]) and data[0] == data[1],
         fields=tuple(field_differences(*specs)),
@@ -284,7 +284,7 @@ def compare_runs(
     )
 
 
-def _facts(log: Logged) -> dict[str, object]:
+def facts_of_start(log: Logged) -> dict[str, object]:
     """Return versions, machine, ranks and device of a run's newest start by dotted name, without the data's
     fingerprint; empty if it logged no start.
     """
