@@ -48,25 +48,23 @@ class FromMemory(m.WireMessage, frozen=True):
 Resume = Fresh | FromDisk | FromMemory
 
 
-class Park(m.WireMessage, frozen=True):
+class Park(m.EpochMessage, frozen=True):
     """Leave ``epoch`` and every earlier one, and never enter them again; answer Parked.
 
     If ``planned``, leave at the next step boundary, with a snapshot of that step; otherwise at once.
     """
 
-    epoch: m.EpochNumber
     reason: m.ShortText = ""
     planned: bool = False
 
 
-class Bind(m.WireMessage, frozen=True):
+class Bind(m.EpochMessage, frozen=True):
     """Rendezvous in ``epoch`` as these ranks, restore, train; answer Bound. Refused if ``epoch`` has been
     parked.
 
     Snapshots later than the restored step are dropped: those steps are computed again.
     """
 
-    epoch: m.EpochNumber
     attempt: m.Natural
     """The number under which the ranks write events and checkpoints, the same for all ranks."""
     ranks: m.Natural
@@ -90,10 +88,8 @@ class Bind(m.WireMessage, frozen=True):
     """The step that is not finite whichever node computes it: ``train.on_nonfinite`` applies to it."""
 
 
-class Release(m.WireMessage, frozen=True):
+class Release(m.EpochMessage, frozen=True):
     """Hold no rank from ``epoch`` on: be a spare."""
-
-    epoch: m.EpochNumber
 
 
 class KillWorker(m.WireMessage, frozen=True):
@@ -102,10 +98,9 @@ class KillWorker(m.WireMessage, frozen=True):
     worker: m.WorkerIndex
 
 
-class Diagnose(m.WireMessage, frozen=True):
+class Diagnose(m.EpochMessage, frozen=True):
     """No step has ended for ``silent_s``: answer with the flight record of each worker (Recorded)."""
 
-    epoch: m.EpochNumber
     silent_s: float
 
 
@@ -122,10 +117,8 @@ class Fence(m.WireMessage, frozen=True):
     incarnation: m.Natural = 0
 
 
-class Stop(m.WireMessage, frozen=True):
+class Stop(m.EpochMessage, frozen=True):
     """Let the workers save and end the run; answer RunFinished."""
-
-    epoch: m.EpochNumber
 
 
 class ReadToken(m.WireMessage, frozen=True):

@@ -76,15 +76,32 @@ class WireMessage(Struct, frozen=True, tag=True):
     """The base class of all messages: msgspec tags each with the name of its type."""
 
 
+class EpochMessage(WireMessage, frozen=True):
+    """A message about one epoch."""
+
+    epoch: EpochNumber
+
+
 # --- from an agent --------------------------------------------------------------------------------
 
 
-class Joined(WireMessage, frozen=True):
-    """Complete description of an agent: on first contact, after each reconnection, and in answer to TellAll."""
+class NodeReport(WireMessage, frozen=True):
+    """A report about a node, in one life of its agent."""
 
     node: NodeName
     incarnation: Natural
     """Higher for each life of the agent; an agent that is fenced takes the next one."""
+
+
+class EpochReport(NodeReport, frozen=True):
+    """A report about a node in one epoch."""
+
+    epoch: EpochNumber
+
+
+class Joined(NodeReport, frozen=True):
+    """Complete description of an agent: on first contact, after each reconnection, and in answer to TellAll."""
+
     workers: Annotated[int, Meta(ge=1, le=4096)]
     host: Address
     data_port: Annotated[int, Meta(ge=0, le=65535)]
@@ -102,11 +119,9 @@ class Joined(WireMessage, frozen=True):
     """As in ``Heartbeat``."""
 
 
-class Ready(WireMessage, frozen=True):
+class Ready(NodeReport, frozen=True):
     """All workers of a node are warm and in no process group."""
 
-    node: NodeName
-    incarnation: Natural
     meeting_points: WorkerAddresses
 
 
@@ -125,12 +140,9 @@ class WorkerPhase(StrEnum):
     """In an epoch that they are leaving."""
 
 
-class Heartbeat(WireMessage, frozen=True):
+class Heartbeat(EpochReport, frozen=True):
     """Heartbeat. Carries the full level-triggered state, so that it replaces any other message that was lost."""
 
-    node: NodeName
-    incarnation: Natural
-    epoch: EpochNumber
     step: StepNumber
     """The last step that all its workers have completed."""
     phase: WorkerPhase
@@ -142,12 +154,9 @@ class Heartbeat(WireMessage, frozen=True):
     """
 
 
-class WorkerExited(WireMessage, frozen=True):
+class WorkerExited(EpochReport, frozen=True):
     """A worker's process ended unexpectedly; the agent starts another."""
 
-    node: NodeName
-    incarnation: Natural
-    epoch: EpochNumber
     worker: WorkerIndex
     code: int
     text: ShortText = ""
@@ -155,12 +164,9 @@ class WorkerExited(WireMessage, frozen=True):
     """True if its agent killed it because it could not leave an epoch that a fault elsewhere had broken."""
 
 
-class WorkerHung(WireMessage, frozen=True):
+class WorkerHung(EpochReport, frozen=True):
     """A worker's lease ran out: its agent received no heartbeat, killed it, and starts another."""
 
-    node: NodeName
-    incarnation: Natural
-    epoch: EpochNumber
     worker: WorkerIndex
     silent_s: float
 
@@ -169,49 +175,33 @@ LEFT_AS_ASKED = "left at a step boundary, as asked"
 """The text of ``Broken`` of a worker in which nothing failed."""
 
 
-class Broken(WireMessage, frozen=True):
+class Broken(EpochReport, frozen=True):
     """A collective failed in a worker: evidence that another member of its epoch is gone."""
 
-    node: NodeName
-    incarnation: Natural
-    epoch: EpochNumber
     worker: WorkerIndex
     text: ShortText = ""
 
 
-class Parked(WireMessage, frozen=True):
+class Parked(EpochReport, frozen=True):
     """No worker of a node is in ``epoch`` or an earlier one any more, and none will enter one."""
 
-    node: NodeName
-    incarnation: Natural
-    epoch: EpochNumber
     meeting_points: WorkerAddresses
     snapshots: RankSnapshots = field(name="held")
 
 
-class Bound(WireMessage, frozen=True):
+class Bound(EpochReport, frozen=True):
     """All workers of a node that hold ranks have met the others and restored their state."""
 
-    node: NodeName
-    incarnation: Natural
-    epoch: EpochNumber
 
-
-class Durable(WireMessage, frozen=True):
+class Durable(EpochReport, frozen=True):
     """A checkpoint was committed to disk."""
 
-    node: NodeName
-    incarnation: Natural
-    epoch: EpochNumber
     step: StepNumber
 
 
-class NotSaved(WireMessage, frozen=True):
+class NotSaved(EpochReport, frozen=True):
     """A node cannot write its share of the checkpoint of SaveSnapshots."""
 
-    node: NodeName
-    incarnation: Natural
-    epoch: EpochNumber
     text: ShortText = ""
 
 
@@ -231,19 +221,15 @@ class Suspect(WireMessage, frozen=True):
     """With nonfinite: the step whose loss or gradient was not finite; ``ranks`` are those whose own losses were not."""
 
 
-class RunFinished(WireMessage, frozen=True):
+class RunFinished(EpochMessage, frozen=True):
     """The run has completed all its steps."""
 
-    epoch: EpochNumber
     result_json: Annotated[str, Meta(max_length=2**20)] = ""
 
 
-class Recorded(WireMessage, frozen=True):
+class Recorded(EpochReport, frozen=True):
     """A rank's flight record: the answer to Diagnose. It goes to the coordinator's hang inquiry, not to the core."""
 
-    node: NodeName
-    incarnation: Natural
-    epoch: EpochNumber
     record: Annotated[str, Meta(max_length=MOST_RECORD_BYTES)]
     """The record as ``phalanx.fleet.control.inquiry.shortened`` leaves it."""
 
@@ -307,11 +293,8 @@ class RotateTokens(WireMessage, frozen=True):
 # --- from the coordinator's own shell, and from aggregators ---------------------------------------
 
 
-class Disconnected(WireMessage, frozen=True):
+class Disconnected(NodeReport, frozen=True):
     """The connection to an agent broke."""
-
-    node: NodeName
-    incarnation: Natural
 
 
 class Tick(WireMessage, frozen=True):

@@ -32,6 +32,10 @@ class _LinkMessage(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class _EpochMessage(_LinkMessage, frozen=True):
+    epoch: int
+
+
 class SnapshotAddress(msgspec.Struct, frozen=True):
     """The data port of an agent that holds the snapshot of one rank, of the layout that took it."""
 
@@ -57,10 +61,9 @@ class RestoreFrom(msgspec.Struct, frozen=True):
 # --- to the worker ------------------------------------------------------------------------------
 
 
-class JoinEpoch(_LinkMessage, frozen=True):
+class JoinEpoch(_EpochMessage, frozen=True):
     """Become a rank of an epoch."""
 
-    epoch: int
     attempt: int
     """The number under which this epoch's events and checkpoints are written."""
     rank: int
@@ -81,10 +84,9 @@ class JoinEpoch(_LinkMessage, frozen=True):
     """The run's token in this epoch; empty: the one with which the worker was started."""
 
 
-class LeaveEpoch(_LinkMessage, frozen=True):
+class LeaveEpoch(_EpochMessage, frozen=True):
     """Leave this epoch and all before it: at once, or if ``planned`` after the present step, with a snapshot of it."""
 
-    epoch: int
     planned: bool = False
     reason: str = ""
 
@@ -95,10 +97,9 @@ class StopTraining(_LinkMessage, frozen=True):
     reason: str
 
 
-class SnapshotSafe(_LinkMessage, frozen=True):
+class SnapshotSafe(_EpochMessage, frozen=True):
     """The snapshot of this step has reached the buddy."""
 
-    epoch: int
     step: int
 
 
@@ -116,10 +117,8 @@ class InjectFault(_LinkMessage, frozen=True):
     fault: str
 
 
-class SendFlightRecord(_LinkMessage, frozen=True):
+class SendFlightRecord(_EpochMessage, frozen=True):
     """Send PyTorch's flight record of this epoch's collectives, while the main thread hangs."""
-
-    epoch: int
 
 
 # --- to the agent -------------------------------------------------------------------------------
@@ -138,10 +137,9 @@ class Unfit(_LinkMessage, frozen=True):
     evidence: str
 
 
-class Alive(_LinkMessage, frozen=True):
+class Alive(_EpochMessage, frozen=True):
     """The worker's heartbeat, sent from a thread of its own several times in a lease."""
 
-    epoch: int
     step: int
     """The last step that ended; -1 before the first of the epoch."""
     phase: str
@@ -151,26 +149,23 @@ class Alive(_LinkMessage, frozen=True):
     """Seconds for which it has waited for an object store's samples; 0 if it does not wait."""
 
 
-class JoinedEpoch(_LinkMessage, frozen=True):
+class JoinedEpoch(_EpochMessage, frozen=True):
     """The process group is connected and the state is restored."""
 
-    epoch: int
     step: int
 
 
-class EpochBroken(_LinkMessage, frozen=True):
+class EpochBroken(_EpochMessage, frozen=True):
     """This epoch failed here, by an error that may be another rank's fault: most likely a peer was lost."""
 
-    epoch: int
     text: str
 
 
-class Doubted(_LinkMessage, frozen=True):
+class Doubted(_EpochMessage, frozen=True):
     """An audit found a wrong computation, statistics found this worker's rank to be a straggler, or a step is
     not finite.
     """
 
-    epoch: int
     reason: Literal["corruption", "straggler", "nonfinite"]
     evidence: str
     ranks: tuple[int, ...] = ()
@@ -184,34 +179,30 @@ class Doubted(_LinkMessage, frozen=True):
     """With nonfinite: the step. ``ranks`` are those whose own losses were not finite."""
 
 
-class FlightRecordSent(_LinkMessage, frozen=True):
+class FlightRecordSent(_EpochMessage, frozen=True):
     """The answer to ``SendFlightRecord``."""
 
-    epoch: int
     record: str
     """A flight record, as ``phalanx.fleet.control.inquiry.shortened`` leaves it."""
 
 
-class LeftEpoch(_LinkMessage, frozen=True):
+class LeftEpoch(_EpochMessage, frozen=True):
     """This worker has left this epoch and all before it: it is in no process group."""
 
-    epoch: int
     meeting_point: str
 
 
-class SnapshotTaken(_LinkMessage, frozen=True):
+class SnapshotTaken(_EpochMessage, frozen=True):
     """A snapshot of this rank is complete in the worker's segments; once the buddy has it too, answer ``SnapshotSafe``."""
 
-    epoch: int
     ranks: int
     rank: int
     step: int
 
 
-class StepEnded(_LinkMessage, frozen=True):
+class StepEnded(_EpochMessage, frozen=True):
     """A step has ended."""
 
-    epoch: int
     step: int
 
 
@@ -221,17 +212,15 @@ class CheckpointCommitted(_LinkMessage, frozen=True):
     step: int
 
 
-class TrainingFinished(_LinkMessage, frozen=True):
+class TrainingFinished(_EpochMessage, frozen=True):
     """The run is complete (``result`` is JSON), or was stopped on request (``result`` is empty)."""
 
-    epoch: int
     result: str
 
 
-class RunFailed(_LinkMessage, frozen=True):
+class RunFailed(_EpochMessage, frozen=True):
     """This worker cannot continue the run, and no other rank is to blame: a person must fix the error."""
 
-    epoch: int
     text: str
     kind: str = ""
     """The class of the error."""
