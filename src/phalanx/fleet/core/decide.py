@@ -75,19 +75,22 @@ def _apply(state: FleetState, event: m.CoreEvent, orders: list[Order]) -> None:
     elif state.phase in OVER:
         if isinstance(event, m.Joined):
             orders.append(Order(event.node, c.Shutdown(state.reason)))
-    else:
+    elif (handle := _SENDER_HANDLERS.get(type(event))) is None:
         _HANDLERS[type(event)](state, event, orders)
+    elif isinstance(event, m.NodeReport) and (node := _sender(state, event, orders)) is not None:
+        handle(state, node, event, orders)
 
 
 def _sender(
-    state: FleetState, name: str, incarnation: int, orders: list[Order], *, life: bool = True
+    state: FleetState, report: m.NodeReport, orders: list[Order], *, life: bool = True
 ) -> Node | None:
-    """Return the living sender of a message, or None if it is unknown, lost, or of another incarnation.
+    """Return the living sender of a report, or None if it is unknown, lost, or of another incarnation.
 
     With ``life``, it counts as a sign of life and clears suspicion. An unknown node or higher incarnation is
     ordered to describe itself, and a lost one gets its standing order. A message without a living sender counts as
     stale.
     """
+    name, incarnation = report.node, report.incarnation
     node = state.nodes.get(name)
     if node is None or incarnation > node.incarnation:
         orders.append(Order(name, c.TellAll()))
@@ -123,7 +126,7 @@ def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
         and event.incarnation <= old.incarnation
         and not (old.alive and event.incarnation == old.incarnation)
     ):
-        _sender(state, event.node, event.incarnation, orders)
+        _sender(state, event, orders)
         return
     if old is not None and event.incarnation > old.incarnation:
         if old.alive:
@@ -192,22 +195,15 @@ def _level(event: m.Joined) -> m.WorkerPhase:
     return m.WorkerPhase.WARM if warm else m.WorkerPhase.COLD
 
 
-def _ready(state: FleetState, event: m.Ready, orders: list[Order]) -> None:
+def _ready(state: FleetState, node: Node, event: m.Ready, orders: list[Order]) -> None:  # noqa: ARG001
     """Take the report that a node's workers are warm; they are no longer in an epoch."""
-    node = _sender(state, event.node, event.incarnation, orders)
-    if node is not None:
-        change(state, node, meeting_points=event.meeting_points, engaged=False)
+    change(state, node, meeting_points=event.meeting_points, engaged=False)
 
 
-def _heartbeat(state: FleetState, event: m.Heartbeat, orders: list[Order]) -> None:
+def _heartbeat(state: FleetState, node: Node, event: m.Heartbeat, orders: list[Order]) -> None:
     """Take a node's heartbeat: progress and waiting for samples of a bound member, a wish to leave, and its
     workers' epoch.
-
-    Ignores a stale sender.
     """
-    node = _sender(state, event.node, event.incarnation, orders)
-    if node is None:
-        return
     if event.epoch == state.epoch and node.seat != NO_SEAT and event.phase is m.WorkerPhase.BOUND:
         stepped(state, event.step)
         if event.waiting_s > 0:
@@ -260,16 +256,18 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
         orders.append(Order(node.name, c.Stop(state.epoch)))
 
 
-def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orders: list[Order]) -> None:
+def _worker_failed(
+    state: FleetState,
+    node: Node,
+    event: m.WorkerExited | m.WorkerHung,
+    orders: list[Order],  # noqa: ARG001
+) -> None:
     """Take the report that a worker exited or hung: the node is no longer warm, and gets a strike unless the exit
     was innocent. The seat of a member becomes vacant, which ends the epoch.
 
     Counts as stale if the node is not warm, or it is a member and the report is of an earlier epoch, or of none
     while the fleet trains.
     """
-    node = _sender(state, event.node, event.incarnation, orders)
-    if node is None:
-        return
     member = node.seat != NO_SEAT and state.phase in (*IN_EPOCH, FleetPhase.PARKING)
     earlier = m.NO_EPOCH < event.epoch < state.epoch
     if not node.warm or (
@@ -290,14 +288,11 @@ def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orde
     strike(state, node, reason, meeting_points=())
 
 
-def _broken(state: FleetState, event: m.Broken, orders: list[Order]) -> None:
+def _broken(state: FleetState, node: Node, event: m.Broken, orders: list[Order]) -> None:
     """Take the report that a collective of this epoch broke: lose the suspected nodes, those without connection.
 
     Ends the epoch unless a seat is vacant. In another epoch or phase it counts as stale.
     """
-    node = _sender(state, event.node, event.incarnation, orders)
-    if node is None:
-        return
     if event.epoch != state.epoch or state.phase not in IN_EPOCH:
         state.stale += 1
         return
@@ -312,15 +307,12 @@ def _broken(state: FleetState, event: m.Broken, orders: list[Order]) -> None:
         )
 
 
-def _parked(state: FleetState, event: m.Parked, orders: list[Order]) -> None:
+def _parked(state: FleetState, node: Node, event: m.Parked, orders: list[Order]) -> None:
     """Take the report that a node has left its epoch: replace its snapshots and meeting points, and stop waiting
     for it.
 
     A member that left by itself ends the epoch. A member's report of an earlier epoch counts as stale.
     """
-    node = _sender(state, event.node, event.incarnation, orders)
-    if node is None:
-        return
     member = node.seat != NO_SEAT and state.phase in (*IN_EPOCH, FleetPhase.PARKING)
     if event.epoch < state.epoch and member:
         state.stale += 1
@@ -336,29 +328,23 @@ def _parked(state: FleetState, event: m.Parked, orders: list[Order]) -> None:
         regroup(state, orders, f"node {node.name} has left epoch {state.epoch}")
 
 
-def _bound(state: FleetState, event: m.Bound, orders: list[Order]) -> None:
+def _bound(state: FleetState, node: Node, event: m.Bound, orders: list[Order]) -> None:  # noqa: ARG001
     """Take the report that a node has entered the epoch: stop waiting for it. In another epoch or phase it counts
     as stale.
     """
-    node = _sender(state, event.node, event.incarnation, orders)
-    if node is None:
-        return
     if event.epoch == state.epoch and state.phase is FleetPhase.BINDING:
         state.awaiting.discard(node.name)
     else:
         state.stale += 1
 
 
-def _durable(state: FleetState, event: m.Durable, orders: list[Order]) -> None:
+def _durable(state: FleetState, node: Node, event: m.Durable, orders: list[Order]) -> None:  # noqa: ARG001
     """Take the report that a checkpoint is on disk: its step becomes durable and is no longer condemned.
 
     Ignored if its step is distrusted or its epoch is later than the present one. The newest ``DURABLE_KEPT``
     are kept.
     """
-    node = _sender(state, event.node, event.incarnation, orders)
-    if node is None or event.epoch > state.epoch:
-        return
-    if trusts(state, event.epoch, event.step):
+    if event.epoch <= state.epoch and trusts(state, event.epoch, event.step):
         state.condemned = [step_ for step_ in state.condemned if step_ != event.step]
         state.durable = sorted({*state.durable, event.step} - {m.NO_STEP})[-requests.DURABLE_KEPT :]
 
@@ -450,7 +436,7 @@ def _disconnected(state: FleetState, event: m.Disconnected, orders: list[Order])
 
     Stale senders are ignored; it is no sign of life.
     """
-    node = _sender(state, event.node, event.incarnation, orders, life=False)
+    node = _sender(state, event, orders, life=False)
     if node is None:
         return
     if state.evidence and node.seat != NO_SEAT:
@@ -459,8 +445,7 @@ def _disconnected(state: FleetState, event: m.Disconnected, orders: list[Order])
         state.suspects.setdefault(node.name, state.now_s)
 
 
-_HANDLERS: dict[type, Callable[..., None]] = {
-    m.Joined: _joined,
+_SENDER_HANDLERS: dict[type, Callable[..., None]] = {
     m.Ready: _ready,
     m.Heartbeat: _heartbeat,
     m.WorkerExited: _worker_failed,
@@ -469,6 +454,11 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     m.Parked: _parked,
     m.Bound: _bound,
     m.Durable: _durable,
+}
+"""Handlers of reports that count only with a living sender, which they are given."""
+
+_HANDLERS: dict[type, Callable[..., None]] = {
+    m.Joined: _joined,
     m.NotSaved: not_saved,
     m.Suspect: _suspect,
     m.RunFinished: _finished,
