@@ -25,6 +25,7 @@ from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.snapshot.segments import Segment
 from phalanx.fleet import fault as faults
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+from phalanx.fleet.node.rank.rank_guardian import Hooks
 from phalanx.observe.ledger import Bucket
 from phalanx.parallel.reduction.checksum import Witness, attach
 from phalanx.parallel.reduction.data_parallel import local
@@ -46,7 +47,7 @@ class Whereabouts:
 
 
 @dataclass
-class Saboteur:
+class Saboteur(Hooks):
     """Injects faults into this worker and its surroundings: the ``Hooks`` of a worker with faults."""
 
     here: Whereabouts

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import ssl
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 import torch
@@ -47,60 +46,32 @@ from phalanx.train.lifecycle.guardian import EpochSupersededError, Guardian, Sam
 from phalanx.train.step.state import Built, RestoredState, restore_newest
 from phalanx.train.step.step import Audit, Stepper, StepReport
 
-# Hooks at which faults are injected during a rank's life; a worker without faults has ``NoHooks``.
+# Hooks at which faults are injected during a rank's life; a worker without faults has those that do nothing.
 
 GuardedPhase = Literal["optimizer", "snapshot", "recovery"]
 """The phases of a step, or of an epoch, that the rank's guardian announces."""
 
 
-class Hooks(Protocol):
-    """Callbacks of one worker process, for every epoch in which it is a rank."""
+class Hooks:
+    """Callbacks of one worker process, for every epoch in which it is a rank. These do nothing."""
 
-    @abstractmethod
     def enters(self, rank: int) -> None:
         """Called when the worker becomes ``rank`` of an epoch."""
 
-    @abstractmethod
     def assembled(self, built: Built, saver: AsyncSaver) -> None:
         """Called when the model is built and its state restored."""
 
-    @abstractmethod
     def audited(self, witness: Witness) -> None:
         """Called if audits are on: gradients pass through ``witness``."""
 
-    @abstractmethod
     def step_begins(self, step: int) -> None:
         """Called when ``step`` begins."""
 
-    @abstractmethod
     def at(self, phase: GuardedPhase) -> None:
         """Called when the rank reaches ``phase``."""
 
-    @abstractmethod
     def leaves(self) -> None:
         """Called when the epoch has ended; its model must not be kept alive."""
-
-
-class NoHooks(Hooks):
-    """The hooks of a worker without faults: they do nothing."""
-
-    def enters(self, rank: int) -> None:
-        pass
-
-    def assembled(self, built: Built, saver: AsyncSaver) -> None:
-        pass
-
-    def audited(self, witness: Witness) -> None:
-        pass
-
-    def step_begins(self, step: int) -> None:
-        pass
-
-    def at(self, phase: GuardedPhase) -> None:
-        pass
-
-    def leaves(self) -> None:
-        pass
 
 
 _GROUP_TIMEOUT_S = 3600.0
@@ -178,7 +149,7 @@ class RankGuardian(Guardian):
         self._spec, self._segments, self._send = spec, segments, send
         self._token, self._tls = token, tls
         self._orders, self._device, self._claims = orders, device, claims
-        self._hooks: Hooks = NoHooks()
+        self._hooks = Hooks()
         self._every = spec.fleet.snapshot_every_steps
         self._writer = SnapshotWriter(segments, identity(spec), on_complete=self._complete)
         self._bind: link.JoinEpoch | None = None

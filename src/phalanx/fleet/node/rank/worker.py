@@ -38,7 +38,7 @@ from phalanx.fleet.core.messages import LEFT_AS_ASKED, NO_EPOCH, NO_STEP
 from phalanx.fleet.health.live_audit import CorruptionFoundError
 from phalanx.fleet.health.node_health import complaints, of_device
 from phalanx.fleet.node import worker_link
-from phalanx.fleet.node.rank.rank_guardian import OVERTIME_S, Hooks, NoHooks, NonFiniteStepError, RankGuardian
+from phalanx.fleet.node.rank.rank_guardian import OVERTIME_S, Hooks, NonFiniteStepError, RankGuardian
 from phalanx.hardware.local.detect import Throttles
 from phalanx.hardware.local.device import answers, give_back_memory, keep_freed_memory, make_current, on_gpu
 from phalanx.hardware.local.network import resolved
@@ -352,7 +352,7 @@ class RankWorker:
         )
 
     def _hooks(self) -> Hooks:
-        """Return the saboteur, which also learns the new faults, or ``NoHooks`` if this worker was never given
+        """Return the saboteur, which also learns the new faults, or hooks that do nothing if this worker was never given
         faults.
 
         Without faults it is not even imported.
@@ -370,7 +370,7 @@ class RankWorker:
                 began_s=self._began_s,
             )
         if self._saboteur is None:
-            return NoHooks()
+            return Hooks()
         self._saboteur.learn(faults)
         return self._saboteur
 
