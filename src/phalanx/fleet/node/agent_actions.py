@@ -1,21 +1,12 @@
-"""The parts of an agent's state, the levels that it reports, and the actions that its handlers return to the
-shell.
-"""
+"""The parts of an agent's state, and the actions that its handlers return to the shell."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.fleet.core.commands import Bind, FromDisk, FromMemory, Resume, SaveSnapshots
-from phalanx.fleet.core.messages import (
-    NO_EPOCH,
-    NO_STEP,
-    AgentMessage,
-    Heartbeat,
-    WorkerPhase,
-)
+from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, AgentMessage
 from phalanx.fleet.node import worker_link
 from phalanx.fleet.node.worker_link import SnapshotTaken, ToWorker
 from phalanx.hardware.local.network import join_address
@@ -188,61 +179,6 @@ class WorkerLife:
         """
         self.epoch, self.rank, self.step, self.bound, self.leaving = NO_EPOCH, -1, NO_STEP, False, False
         self.leave_by_s, self.meeting_point = math.inf, meeting_point
-
-
-# Levels that an agent reports: the common phase of its node's workers, computed on each request.
-
-
-def placed(workers: Sequence[WorkerLife]) -> list[WorkerLife]:
-    """Return the workers that are in an epoch."""
-    return [worker for worker in workers if worker.epoch != NO_EPOCH]
-
-
-def meeting_points(workers: Sequence[WorkerLife], *, cleared: bool) -> tuple[str, ...]:
-    """Return each worker's rendezvous address; empty for a worker that is not warm, and for all of a node
-    that is not ``cleared``.
-    """
-    return tuple(worker.meeting_point if cleared else "" for worker in workers)
-
-
-def phase_of(workers: Sequence[WorkerLife], *, cleared: bool) -> WorkerPhase:
-    """Return the phase of all workers together, that of the last one: COLD without a meeting point of each, else
-    WARM if none is in an epoch.
-
-    In an epoch: LEAVING if any leaves, BOUND if all are, else BINDING. Not ``cleared`` by health checks counts as
-    COLD.
-    """
-    in_epoch = placed(workers)
-    if not all(meeting_points(workers, cleared=cleared)):
-        return WorkerPhase.COLD
-    if not in_epoch:
-        return WorkerPhase.WARM
-    if any(worker.leaving for worker in in_epoch):
-        return WorkerPhase.LEAVING
-    return WorkerPhase.BOUND if all(worker.bound for worker in in_epoch) else WorkerPhase.BINDING
-
-
-def heartbeat_of(
-    identity: NodeIdentity,
-    incarnation: int,
-    workers: Sequence[WorkerLife],
-    phase: WorkerPhase,
-    *,
-    leaving: bool,
-) -> Heartbeat:
-    """Return a node's heartbeat: its workers' newest epoch, and of those in it the slowest step and the longest
-    wait (s).
-    """
-    in_epoch = placed(workers)
-    return Heartbeat(
-        identity.node,
-        incarnation,
-        max(worker.epoch for worker in workers),
-        min((worker.step for worker in in_epoch), default=NO_STEP),
-        phase,
-        max((worker.waiting_s for worker in in_epoch), default=0.0),
-        leaving,
-    )
 
 
 def end_of_last_epoch(bind: Bind, *, planned: bool, ended_unix_s: float, unix_s: float) -> tuple[bool, float]:

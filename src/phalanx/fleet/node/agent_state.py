@@ -111,20 +111,44 @@ class AgentState:
         return [self.joined(), *self.evidence]
 
     def heartbeat(self) -> m.Heartbeat:
-        """Return the heartbeat, with the workers' epoch, their slowest step and their phase."""
-        return act.heartbeat_of(
-            self.identity, self.incarnation, self.workers, self.phase(), leaving=self.leaving
+        """Return the heartbeat: the workers' newest epoch, and of those in it the slowest step and the longest wait (s)."""
+        in_epoch = self._placed()
+        return m.Heartbeat(
+            self.identity.node,
+            self.incarnation,
+            self.epoch,
+            min((worker.step for worker in in_epoch), default=m.NO_STEP),
+            self.phase(),
+            max((worker.waiting_s for worker in in_epoch), default=0.0),
+            self.leaving,
         )
 
     def phase(self) -> m.WorkerPhase:
-        """The phase of all workers together: that of the one that is furthest behind."""
-        return act.phase_of(self.workers, cleared=self.cleared)
+        """Return the phase of all workers together, that of the last one: COLD without a meeting point of each, else
+        WARM if none is in an epoch.
+
+        In an epoch: LEAVING if any leaves, BOUND if all are, else BINDING. Not ``cleared`` by health checks counts as
+        COLD.
+        """
+        in_epoch = self._placed()
+        if not all(self._meeting_points()):
+            return m.WorkerPhase.COLD
+        if not in_epoch:
+            return m.WorkerPhase.WARM
+        if any(worker.leaving for worker in in_epoch):
+            return m.WorkerPhase.LEAVING
+        bound = all(worker.bound for worker in in_epoch)
+        return m.WorkerPhase.BOUND if bound else m.WorkerPhase.BINDING
 
     def _placed(self) -> list[act.WorkerLife]:
-        return act.placed(self.workers)
+        """Return the workers that are in an epoch."""
+        return [worker for worker in self.workers if worker.epoch != m.NO_EPOCH]
 
     def _meeting_points(self) -> tuple[str, ...]:
-        return act.meeting_points(self.workers, cleared=self.cleared)
+        """Return each worker's rendezvous address; empty for a worker that is not warm, and for all of a node
+        that is not ``cleared``.
+        """
+        return tuple(worker.meeting_point if self.cleared else "" for worker in self.workers)
 
     # --- commands of the coordinator -----------------------------------------------------------
 
