@@ -22,6 +22,8 @@ from phalanx.checkpoint.snapshot.data_port import HolderLostError, SnapshotServe
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.data.reading.sources import index_of_places, open_places, tokenizer_folder
 from phalanx.fleet.control.security import make_token
+from phalanx.fleet.core.commands import Fresh, FromMemory, Resume
+from phalanx.fleet.core.messages import Holder
 from phalanx.fleet.node.worker_link import (
     TO_AGENT,
     Alive,
@@ -30,8 +32,6 @@ from phalanx.fleet.node.worker_link import (
     JoinEpoch,
     LeaveEpoch,
     LeftEpoch,
-    RestoreFrom,
-    SnapshotAddress,
     SnapshotSafe,
     SnapshotTaken,
     StepEnded,
@@ -154,14 +154,15 @@ class Driver:
         self.meeting = {node.number: node.hear(Warm).meeting_point for node in self.nodes}
         self.epoch = 0
 
-    def bind(self, members: list[Node], resume: RestoreFrom | None = None, *, wait: bool = True) -> None:
+    def bind(self, members: list[Node], resume: Resume | None = None, *, wait: bool = True) -> None:
         """A new epoch on ``members``; each is the buddy of the one before it. Until all train, unless told not to wait."""
         self.epoch += 1
         self.members = members
-        source = resume or RestoreFrom()
-        shared = source.step >= 0 and source.ranks != len(members)
         for rank, node in enumerate(members):
-            share = source.holders[rank :: len(members)] if shared else source.holders
+            source = resume or Fresh()
+            if isinstance(source, FromMemory) and source.ranks != len(members):
+                share = source.holders[rank :: len(members)]
+                source = msgspec.structs.replace(source, holders=share, shared=True)
             node.buddy = members[(rank + 1) % len(members)] if len(members) > 1 else None
             node.tell(
                 JoinEpoch(
@@ -170,7 +171,7 @@ class Driver:
                     rank=rank,
                     ranks=len(members),
                     meeting_point=self.meeting[members[0].number],
-                    resume=msgspec.structs.replace(source, holders=share, shared=shared),
+                    resume=source,
                     detected_unix_s=time.time() if self.epoch > 1 else 0.0,
                 )
             )
@@ -210,18 +211,22 @@ class Driver:
         for node in nodes:
             self.meeting[node.number] = node.hear(LeftEpoch).meeting_point
 
-    def resume(self, alive: list[Node]) -> RestoreFrom:
+    def resume(self, alive: list[Node]) -> FromMemory:
         """The newest step that nodes alive hold in full, and where."""
-        found: dict[tuple[int, int], dict[int, list[str]]] = {}
+        found: dict[tuple[int, int], dict[int, list[Node]]] = {}
         for node in alive:
             for held in node.memory.holdings():
                 ranks, step = held.key.ranks, held.key.step
-                found.setdefault((step, ranks), {}).setdefault(held.key.rank, []).append(node.address)
+                found.setdefault((step, ranks), {}).setdefault(held.key.rank, []).append(node)
         whole = [key for key, holders in found.items() if len(holders) == key[1]]
         step, ranks = max(whole)
         holders = found[step, ranks]
-        named = tuple(SnapshotAddress(rank, at) for rank, places in holders.items() for at in places)
-        return RestoreFrom(step=step, ranks=ranks, holders=named)
+        named = tuple(
+            Holder((rank,), f"node-{node.number}", "127.0.0.1", node.server.port)
+            for rank, places in holders.items()
+            for node in places
+        )
+        return FromMemory(step, ranks, named)
 
     def finish(self) -> str:
         """The hash at the end."""

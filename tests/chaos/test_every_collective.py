@@ -24,12 +24,12 @@ import pytest
 import driven_workers
 import sweep_worker
 from driven_workers import PATIENCE_S, Driver, Node
+from phalanx.fleet.core.commands import Fresh, Resume
 from phalanx.fleet.node.worker_link import (
     EpochBroken,
     JoinedEpoch,
     LeaveEpoch,
     LeftEpoch,
-    RestoreFrom,
     TrainingFinished,
     Warm,
 )
@@ -111,12 +111,12 @@ class Sweep(Driver):
             dead = self._park(members, [node] if isinstance(news, Gone) else [])
             members, spares = self._replace(members, spares, dead)
 
-    def _newest(self) -> RestoreFrom:
+    def _newest(self) -> Resume:
         held = any(node.memory.holdings() for node in self.nodes)
         try:
-            return self.resume(self.nodes) if held else RestoreFrom()
+            return self.resume(self.nodes) if held else Fresh()
         except ValueError:  # no step is held by all of a layout's ranks yet
-            return RestoreFrom()
+            return Fresh()
 
     def _park(self, members: list[Node], dead: list[Node]) -> list[Node]:
         """Ends the epoch on all members; which of them are dead, ``dead`` included."""

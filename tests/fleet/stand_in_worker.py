@@ -30,7 +30,9 @@ from phalanx.checkpoint.snapshot.segments import (
     encode_record,
 )
 from phalanx.fleet.control.security import run_token
+from phalanx.fleet.core.commands import FromMemory, Resume
 from phalanx.fleet.node import worker_link as wl
+from phalanx.hardware.local.network import join_address
 from phalanx.process.child import die_with_parent
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.identity import identity
@@ -218,17 +220,18 @@ class StandIn:
         except FileNotFoundError:
             return math.inf
 
-    def restore(self, resume: wl.RestoreFrom) -> tuple[int, bytes]:
-        if resume.step < 0:
+    def restore(self, resume: Resume) -> tuple[int, bytes]:
+        if not isinstance(resume, FromMemory):
             return 0, bytes(HASH_BYTES)
         for segment in self.segments:
             held = segment.snapshot()
             if held is not None and held.key.step == resume.step:
                 return resume.step, segment.image(HASH_BYTES).tobytes()
-        for holder in resume.holders:
-            with contextlib.suppress(Exception), SnapshotClient(holder.address, self.token) as client:
+        for rank, node in ((rank, holder) for holder in resume.holders for rank in holder.ranks):
+            address = join_address(node.host, node.data_port)
+            with contextlib.suppress(Exception), SnapshotClient(address, self.token) as client:
                 image = bytearray(HASH_BYTES)
-                key = SnapshotKey(resume.ranks, holder.rank, resume.step)
+                key = SnapshotKey(resume.ranks, rank, resume.step)
                 client.record(key)
                 client.read_into(key, 0, memoryview(image))
                 return resume.step, bytes(image)

@@ -101,9 +101,7 @@ def test_where_the_state_is_and_what_belongs_to_no_future_is_passed_on() -> None
     assert actions[0] == DiscardSnapshots(7)
     ((_, one),) = told(actions)
     assert isinstance(one, wl.JoinEpoch)
-    near, far = "10.0.0.2:4002", "10.0.0.3:4002"
-    holders_of_ranks = tuple(wl.SnapshotAddress(*named) for named in ((6, near), (7, near), (6, far)))
-    assert one.resume == wl.RestoreFrom(step=7, ranks=8, holders=holders_of_ranks)
+    assert one.resume == c.FromMemory(7, 8, holders)
 
 
 def test_parked_is_said_when_the_last_worker_is_out_and_again_whenever_asked() -> None:

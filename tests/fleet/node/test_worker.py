@@ -18,6 +18,8 @@ import torch
 from driven_workers import PATIENCE_S, PROGRAM, Driver, Node
 from fleet.small_fleets import settings
 from phalanx.fleet.control.fleet_file import ClaimRegister
+from phalanx.fleet.core.commands import FromDisk, FromMemory
+from phalanx.fleet.core.messages import Holder
 from phalanx.fleet.core.succession import Claim
 from phalanx.fleet.node.rank.worker import outcome_of
 from phalanx.fleet.node.worker_link import (
@@ -26,8 +28,6 @@ from phalanx.fleet.node.worker_link import (
     EpochBroken,
     HoldSaves,
     InjectFault,
-    RestoreFrom,
-    SnapshotAddress,
     StepEnded,
     Unfit,
 )
@@ -217,7 +217,7 @@ def test_a_planned_change_without_snapshots_goes_by_the_disk_and_loses_nothing(
     saved = driver.nodes[0].hear(CheckpointCommitted).step
     assert saved >= 4
     driver.park(driver.nodes, planned=True)
-    driver.bind(driver.nodes, RestoreFrom(disk_step=saved))
+    driver.bind(driver.nodes, FromDisk(saved))
     assert driver.nodes[0].hear(StepEnded).step == saved + 1
     assert driver.finish() == undisturbed
 
@@ -337,9 +337,7 @@ def test_snapshots_that_cannot_be_read_are_tried_again_and_then_all_turn_to_the_
     driver.bind(driver.nodes)
     driver.wait_for_step(7)
     driver.park(driver.nodes)
-    nowhere = RestoreFrom(
-        step=7, ranks=3, holders=tuple(SnapshotAddress(rank, "127.0.0.1:1") for rank in range(3))
-    )
+    nowhere = FromMemory(7, 3, (Holder((0, 1, 2), "nowhere", "127.0.0.1", 1),))
     for _ in range(2):
         driver.bind(driver.nodes, nowhere, wait=False)
         assert "cannot be restored" in driver.nodes[0].hear(EpochBroken).text

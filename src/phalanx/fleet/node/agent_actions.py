@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.fleet.core.commands import Bind, FromDisk, FromMemory, Resume, SaveSnapshots
+import msgspec
+
+from phalanx.fleet.core.commands import Bind, FromMemory, SaveSnapshots
 from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, AgentMessage
 from phalanx.fleet.node import worker_link
 from phalanx.fleet.node.worker_link import SnapshotTaken, ToWorker
@@ -214,35 +216,18 @@ def join_epoch(
     ``token`` is that under which the ranks of the epoch meet. ``planned`` and ``ended_unix_s`` are of the last
     epoch that trained; 0 if there was none.
     """
+    resume = bind.resume
+    if isinstance(resume, FromMemory) and resume.shared and rank != bind.places[0][1]:
+        resume = msgspec.structs.replace(resume, holders=())
     return worker_link.JoinEpoch(
         epoch=bind.epoch,
         attempt=bind.attempt,
         rank=rank,
         ranks=bind.ranks,
         meeting_point=bind.meeting_point,
-        resume=_restore_from(bind.resume, first=rank == bind.places[0][1]),
+        resume=resume,
         planned=planned,
         detected_unix_s=ended_unix_s,
         nonfinite_step=bind.nonfinite_step,
         token=token,
-    )
-
-
-def _restore_from(resume: Resume, *, first: bool) -> worker_link.RestoreFrom:
-    """Translate the initial state of an epoch into the worker link's message.
-
-    Each rank gets the holders; if the node's ranks share them (``resume.shared``), only the ``first`` rank.
-    """
-    if isinstance(resume, FromDisk):
-        return worker_link.RestoreFrom(disk_step=resume.step)
-    if not isinstance(resume, FromMemory):
-        return worker_link.RestoreFrom()
-    listed = resume.holders if first or not resume.shared else ()
-    holders = tuple(
-        worker_link.SnapshotAddress(rank, join_address(h.host, h.data_port))
-        for h in listed
-        for rank in h.ranks
-    )
-    return worker_link.RestoreFrom(
-        step=resume.step, ranks=resume.ranks, holders=holders, shared=resume.shared
     )

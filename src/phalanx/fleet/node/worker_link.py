@@ -23,6 +23,7 @@ from typing import Literal
 
 import msgspec
 
+from phalanx.fleet.core.commands import Resume
 from phalanx.process.this_process import StopRequest
 from phalanx.wire.connection import FramedConnection
 from phalanx.wire.messages import MessageDecoder
@@ -34,28 +35,6 @@ class _LinkMessage(msgspec.Struct, frozen=True, tag=True):
 
 class _EpochMessage(_LinkMessage, frozen=True):
     epoch: int
-
-
-class SnapshotAddress(msgspec.Struct, frozen=True):
-    """The data port of an agent that holds the snapshot of one rank, of the layout that took it."""
-
-    rank: int
-    address: str
-    """The data port, as "host:port"."""
-
-
-class RestoreFrom(msgspec.Struct, frozen=True):
-    """The state that an epoch begins with: the newest checkpoint on disk (or nothing), or a snapshot in memory."""
-
-    disk_step: int = -1
-    """The newest checkpoint on disk that may be restored; -1: the newest of all."""
-    step: int = -1
-    """The step of the snapshot; -1: not from memory."""
-    ranks: int = 0
-    """The number of ranks of the layout that took the snapshot."""
-    holders: tuple[SnapshotAddress, ...] = ()
-    shared: bool = False
-    """True if ``holders`` is this worker's share of the holders of all states, to be sent to all ranks."""
 
 
 # --- to the worker ------------------------------------------------------------------------------
@@ -70,7 +49,8 @@ class JoinEpoch(_EpochMessage, frozen=True):
     ranks: int
     meeting_point: str
     """The rendezvous of the ranks, as "host:port": rank 0's worker has reported it in ``Warm`` or ``LeftEpoch``."""
-    resume: RestoreFrom
+    resume: Resume
+    """The state that the epoch begins with. If it is ``shared``, only one rank of a node gets the holders."""
     planned: bool = False
     """True if the last epoch ended because the fleet was to grow or shrink, not by a fault."""
     detected_unix_s: float = 0.0

@@ -27,6 +27,7 @@ from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
 from phalanx.checkpoint.tiers.tier import KeepingTier
 from phalanx.data.reading.dataset import RunData
 from phalanx.fleet.control.fleet_file import ClaimRegister
+from phalanx.fleet.core.commands import Fresh, FromMemory
 from phalanx.fleet.core.epochs.progress import may_begin
 from phalanx.fleet.core.succession import is_superseded
 from phalanx.fleet.health.live_audit import LiveAudit
@@ -34,6 +35,7 @@ from phalanx.fleet.health.stragglers import StragglerWatch
 from phalanx.fleet.node import worker_link as link
 from phalanx.fleet.node.worker_link import Orders, ParkedError
 from phalanx.hardware.local.device import on_gpu
+from phalanx.hardware.local.network import join_address
 from phalanx.observe.rank_stream import RankFrame
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.process_group.abort import Connections
@@ -204,7 +206,7 @@ class RankGuardian(Guardian):
         self, tiers: Sequence[KeepingTier], shards: Sequence[Shard], mesh: Mesh
     ) -> RestoredState | None:
         """Restore the state of this epoch: from memory if the order names a step there, else from the newest
-        checkpoint, up to ``disk_step`` if the order has one. Return None if there is no checkpoint.
+        checkpoint, up to the step of the order if it has one. Return None if there is no checkpoint.
 
         A collective, with the same outcome on all ranks. Raises ``SnapshotsUnreadableError`` if any rank cannot
         read its snapshot; after ``_MOST_FAILURES`` in a row, uses the newest checkpoint up to that step
@@ -216,9 +218,10 @@ class RankGuardian(Guardian):
         resume, began_s = bind.resume, time.monotonic()
         if bind.detected_unix_s > 0:
             self._hooks.at("recovery")
-        self._writer.bind(bind.epoch, bind.ranks, bind.rank, resume.step)
-        if resume.step >= 0:
-            error, extra, moved_bytes = self._from_memory(bind, shards)
+        restored_step = resume.step if isinstance(resume, FromMemory) else NO_STEP
+        self._writer.bind(bind.epoch, bind.ranks, bind.rank, restored_step)
+        if isinstance(resume, FromMemory):
+            error, extra, moved_bytes = self._from_memory(bind, resume, shards)
             outcome = error, moved_bytes, self._failed.get(resume.step, 0)
             outcomes = gather_typed(outcome, tuple[str, int, int])
             errors = sorted({error for error, _, _ in outcomes if error})
@@ -234,11 +237,10 @@ class RankGuardian(Guardian):
                 raise SnapshotsUnreadableError(text)
             print(text, flush=True)
         # Also after too many failures to read from memory: all ranks use the disk together.
-        limit = resume.step if resume.step >= 0 else resume.disk_step
-        return restore_newest(tiers, shards, mesh, up_to=None if limit < 0 else limit)
+        return restore_newest(tiers, shards, mesh, up_to=None if isinstance(resume, Fresh) else resume.step)
 
     def _from_memory(
-        self, bind: link.JoinEpoch, shards: Sequence[Shard]
+        self, bind: link.JoinEpoch, resume: FromMemory, shards: Sequence[Shard]
     ) -> tuple[str, dict[str, object], int]:
         """Fill ``shards`` from snapshots in own memory and on other nodes.
 
@@ -246,8 +248,12 @@ class RankGuardian(Guardian):
         bytes that came from other processes. A collective if the holders are shared among ranks. Raises
         ``ParkedError`` if the epoch is over during a pause.
         """
-        resume, records = bind.resume, dict[int, bytes]()
-        holders = [SnapshotHolder(holder.rank, holder.address) for holder in resume.holders]
+        records = dict[int, bytes]()
+        holders = [
+            SnapshotHolder(rank, join_address(holder.host, holder.data_port))
+            for holder in resume.holders
+            for rank in holder.ranks
+        ]
 
         def pause(seconds: float) -> None:
             self._orders.pause(bind.epoch, seconds)
