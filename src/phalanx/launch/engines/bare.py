@@ -28,7 +28,7 @@ from phalanx.launch.engines.hosts import (
     start_script,
     unreachable,
 )
-from phalanx.launch.engines.order import FOLDER, EngineError, LaunchOrder, private_exports, run_tool
+from phalanx.launch.engines.order import FOLDER, EngineError, LaunchOrder, private_exports, run_tool, writing
 from phalanx.launch.engines.submission import refuse_stopped
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.peers import own_clock_is_wrong
@@ -133,10 +133,11 @@ def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
         return wrong
     word = secrets.token_hex(8)
     try:
-        order.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(order.nonce, word.encode())
-    except OSError as error:
-        return [f"cannot write {order.folder}: {error.strerror}; give another run_dir"]
+        with writing(order.folder):
+            order.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(order.nonce, word.encode())
+    except EngineError as error:
+        return [str(error)]
     script = check_script(order, word)
     sent_s = time.time()
 
@@ -177,14 +178,12 @@ def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list
     # A host that was given back and joins again is there once.
     earlier = [old for old in started_on(order.run_dir) if old.host.name not in names] if joins else []
     go = order.folder / "go"
-    try:
+    with writing(order.folder):
         go.unlink(missing_ok=True)
         if not joins:
             for mark in order.folder.glob(f"{ASKED}-*"):
                 with suppress(FileNotFoundError):
                     mark.rmdir()
-    except OSError as error:
-        raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
     private = private_exports(order.launch, order.working_dir)
 
     def begin(host: Host) -> int:
@@ -194,15 +193,14 @@ def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list
     pids, wrong = on_all(hosts, begin)
     started = [Started(host, pids[host.name]) for host in hosts if host.name in pids]
     try:
-        _note(order, [*earlier, *started])
-        if not joins:
-            refuse_stopped(order)
-        if not wrong:
-            write_atomically(go, word.encode())
+        with writing(order.folder):
+            _note(order, [*earlier, *started])
+            if not joins:
+                refuse_stopped(order)
+            if not wrong:
+                write_atomically(go, word.encode())
     except EngineError as error:
         wrong.append(str(error))
-    except OSError as error:
-        wrong.append(f"cannot write {order.folder}: {error.strerror}; give another run_dir")
     if wrong:
         end(order.run_dir, started, signal.SIGKILL)
         if joins:

@@ -16,7 +16,7 @@ from phalanx.hardware.cluster import HardwareError
 from phalanx.launch.engines import bare, submission
 from phalanx.launch.engines.engine import JobStanding, SubmitReport, SubmitRequest, recorded_run
 from phalanx.launch.engines.hosts import HERE, Host, network_of, read_hosts, start_script
-from phalanx.launch.engines.order import EngineError, LaunchOrder
+from phalanx.launch.engines.order import EngineError, LaunchOrder, writing
 from phalanx.launch.placing import TopologyError
 from phalanx.launch.planner import PlannerError, PricedNodes, installed_planner, too_slow
 from phalanx.run.directory.files import read_small, write_atomically
@@ -97,12 +97,8 @@ class HostsEngine:
         if price is not None and not spec.launch.unit:
             spec = replace(spec, launch=replace(spec.launch, unit=price.unit, order=price.order))
         sentence = price.sentence if price else f"not verified: {why_not}"
-        try:
+        with writing(order.price_file):
             write_atomically(order.price_file, f"{sentence}\n".encode())
-        except OSError as error:
-            raise EngineError(
-                f"cannot write {order.price_file}: {error.strerror}; give another run_dir"
-            ) from error
         return spec, price
 
     def jobs(self, namespace: str) -> NoReturn:  # noqa: ARG002

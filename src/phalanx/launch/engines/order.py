@@ -13,6 +13,7 @@ import shlex
 import stat
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -269,6 +270,15 @@ _MEANS = {
 
 class EngineError(RuntimeError):
     """A request that an engine cannot fulfill; the message has the reason and the remedy."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Context in which ``path``, of a run directory, is written. Raises ``EngineError`` for its ``OSError``."""
+    try:
+        yield
+    except OSError as error:
+        raise EngineError(f"cannot write {path}: {error.strerror}; give another run_dir") from error
 
 
 def run_tool(

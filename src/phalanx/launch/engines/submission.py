@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -16,8 +15,8 @@ from shlex import quote
 
 import tomli_w
 
-from phalanx.launch.engines.order import FOLDER, EngineError, LaunchOrder, range_of_connections
-from phalanx.process.this_process import host_name
+from phalanx.launch.engines.order import FOLDER, EngineError, LaunchOrder, range_of_connections, writing
+from phalanx.process.lock_file import LockHeldError, holder_of, lock_file
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
@@ -30,7 +29,7 @@ STOPPED = "stopped"
 OF_PODS = "submission"
 """A file of this name is written by the pods of a run on Kubernetes, and names their start."""
 _SUBMITTING = "submitting"
-_LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.05
+_LOCK_S, _PAUSE_S = 0.2, 0.05
 """A process that looks at the lock holds it for a moment."""
 _SUBMITS_S = 180.0
 """Longest wait for the submitter of a run: longer than its own wait for hosts that do not answer."""
@@ -111,61 +110,26 @@ def only_submission(order: LaunchOrder) -> Iterator[None]:
     """
     path = order.folder / _SUBMITTING
     try:
-        order.folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # as far as the umask lets a group submit the run
-    except OSError as error:
-        raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
+        with writing(path):
+            order.folder.mkdir(parents=True, exist_ok=True)
+            lock = lock_file(
+                path, 0o666, patience_s=_LOCK_S
+            )  # as far as the umask lets a group submit the run
+    except LockHeldError as error:
+        raise EngineError(
+            f"the run in {order.run_dir} is being submitted by {error.holder}: wait for it, then phalanx status {quote(str(order.run_dir))}"
+        ) from None
     try:
-        try:
-            taken = _lock(fd)
-        except OSError as error:
-            raise EngineError(f"cannot lock {path}: {error.strerror}; give another run_dir") from error
-        if not taken:
-            raise EngineError(
-                f"the run in {order.run_dir} is being submitted by {_named_in(fd)}: wait for it, then phalanx status {quote(str(order.run_dir))}"
-            )
-        try:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"process {os.getpid()} on {host_name()}\n".encode(), 0)
-        except OSError as error:
-            raise EngineError(f"cannot write {path}: {error.strerror}; give another run_dir") from error
         yield
     finally:
-        os.close(fd)
-
-
-def _lock(fd: int) -> bool:
-    """Take the lock of submissions; return False if another submission still has it after five tries in 0.2 s."""
-    for tried in range(_LOCK_TRIES):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(_LOCK_PAUSE_S if tried < _LOCK_TRIES - 1 else 0.0)
-    return False
-
-
-def _named_in(fd: int) -> str:
-    return os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+        os.close(lock)
 
 
 def submitter_of(run_dir: Path) -> str:
     """Return the process that submits a run at this moment, as named in its lock; empty if none does, or without
     locks.
     """
-    try:
-        fd = os.open(run_dir / FOLDER / _SUBMITTING, os.O_RDONLY)
-    except OSError:
-        return ""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return ""
-    except BlockingIOError:
-        return _named_in(fd)
-    except OSError:
-        return ""
-    finally:
-        os.close(fd)
+    return holder_of(run_dir / FOLDER / _SUBMITTING)
 
 
 def wait_for_submitter(run_dir: Path, notify: Callable[[str], None]) -> str:
@@ -187,7 +151,7 @@ def wait_for_submitter(run_dir: Path, notify: Callable[[str], None]) -> str:
                 f"the run in {run_dir} is being submitted by {submitter}, which does not get on: it starts nothing once it comes to look for "
                 f"{run_dir / FOLDER / STOPPED}; end it, and give the same command again"
             )
-        time.sleep(_LOCK_PAUSE_S)
+        time.sleep(_PAUSE_S)
     return notified
 
 
@@ -205,12 +169,10 @@ def write_files(order: LaunchOrder, spec: RunSpec, script: str) -> Path:
     Creates the folder. Raises ``EngineError`` if it cannot be written.
     """
     path = order.folder / "job.sh"
-    try:
+    with writing(order.folder):
         order.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(order.run_file, tomli_w.dumps(to_table(spec)).encode())
         write_atomically(path, script.encode(), mode=0o755)
-    except OSError as error:
-        raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
     return path
 
 
@@ -221,10 +183,8 @@ def record(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Submi
         *(engine, job, order.name, order.nodes, order.spares, time.time(), str(order.working_dir), leader),
         *(lender, order.taken),
     )
-    try:
+    with writing(order.folder):
         write_atomically(order.folder / RECORD, (json.dumps(asdict(made), indent=1) + "\n").encode())
-    except OSError as error:
-        raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
     return made
 
 
@@ -269,10 +229,8 @@ def forget_stopped(order: LaunchOrder) -> None:
 
     Raises ``EngineError``.
     """
-    try:
+    with writing(order.folder):
         (order.folder / STOPPED).unlink(missing_ok=True)
-    except OSError as error:
-        raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
 
 
 def refuse_stopped(order: LaunchOrder) -> None:

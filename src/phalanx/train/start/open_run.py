@@ -11,13 +11,11 @@ directory of an earlier start recorded.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +28,7 @@ from phalanx.data.tokenizers.tokenizer import saved_fingerprint
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
 from phalanx.hardware.portable.build import library_file, unfit_processor
 from phalanx.observe.event_log import EventLogError, next_attempt
+from phalanx.process.lock_file import LockHeldError, lock_file
 from phalanx.process.this_process import host_name
 from phalanx.run.directory.files import remove_temporaries, write_atomically
 from phalanx.run.directory.paths import FLEET_NAMES, RunDirectory, RunDirectoryError, read_resolved, step_of
@@ -120,6 +119,7 @@ def _changes(url: str, owner: bytes, spec: RunSpec, fingerprint: str) -> list[st
 
 
 _PATIENCE_S = 3.0
+"""The ranks of a launcher that was just killed are still being ended."""
 
 
 @dataclass(frozen=True)
@@ -251,32 +251,12 @@ def take_lock(path: Path) -> int:
 
     Raises ``RunDirectoryError`` if the lock is taken, and names the holder.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    if not _taken(fd):
-        holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
-        os.close(fd)
+    try:
+        return lock_file(path, patience_s=_PATIENCE_S)
+    except LockHeldError as error:
         raise RunDirectoryError(
-            f"run directory {path.parent} is being trained by {holder}; wait for it, or give another run_dir"
-        )
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"process {os.getpid()} on {host_name()}\n".encode(), 0)
-    return fd
-
-
-def _taken(fd: int) -> bool:
-    """Take the lock and return True. Retry for ``_PATIENCE_S`` seconds, since the ranks of a launcher just killed are
-    still being ended; then return False.
-    """
-    deadline_s = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(0.05)
-        else:
-            return True
+            f"run directory {path.parent} is being trained by {error.holder}; wait for it, or give another run_dir"
+        ) from None
 
 
 def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> list[str]:

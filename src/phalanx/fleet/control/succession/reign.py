@@ -12,7 +12,6 @@ ended.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import signal
@@ -41,7 +40,7 @@ from phalanx.fleet.core.invariants import (
 )
 from phalanx.fleet.core.state import FleetState, note
 from phalanx.fleet.core.succession import Claim, first_claim, inherited, is_behind, is_due, is_untold, renewed
-from phalanx.process.this_process import host_name
+from phalanx.process.lock_file import LockHeldError, lock_file
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.train.lifecycle.ending import report_failure
 
@@ -313,19 +312,16 @@ def only_coordinator(directory: RunDirectory, reign: int = FIRST_REIGN) -> Itera
     """
     directory.fleet.mkdir(exist_ok=True)
     name = "coordinator.lock" if reign == FIRST_REIGN else f"coordinator-reign-{reign}.lock"
-    path = directory.fleet / name
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            raise JournalError(f"{directory.path} is coordinated by {holder} already; end it first") from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {host_name()}\n".encode(), 0)
+        lock = lock_file(directory.fleet / name, 0o600)
+    except LockHeldError as error:
+        raise JournalError(
+            f"{directory.path} is coordinated by {error.holder} already; end it first"
+        ) from None
+    try:
         yield
     finally:
-        os.close(descriptor)
+        os.close(lock)
 
 
 # Leadership: a coordinator renews its claim before each epoch, and looks for a successor. Commands that
