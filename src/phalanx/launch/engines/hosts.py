@@ -37,6 +37,11 @@ _CHECK = (
     "import json, time; from phalanx.fleet.control.credentials import software; "
     "print('phalanx-host', json.dumps([software(), time.time()]))"
 )
+_OF_SCHEDULERS = (
+    *("partition", "account", "qos", "time_limit", "constraint", "reservation", "exclude", "gpus_per_node"),
+    *("container_image", "container_mounts", "options"),
+)
+"""The fields of ``[launch]`` that only a scheduler can fulfill."""
 _NOT_SHARED = "does not see {} as it was written: the run directory must lie on storage that all hosts share"
 _NOT_WRITTEN = (
     "cannot write into {}: its disk is full, or it is mounted read-only, or belongs to another user"
@@ -265,23 +270,10 @@ def not_for_hosts(order: LaunchOrder) -> Iterator[str]:
     On this machine alone (``launch.engine = "local"``) also for ``launch.most_lost_ms``.
     """
     launch = order.launch
-    requested = {
-        "partition": launch.partition,
-        "account": launch.account,
-        "qos": launch.qos,
-        "time_limit": launch.time_limit,
-        "constraint": launch.constraint,
-        "reservation": launch.reservation,
-        "exclude": launch.exclude,
-        "gpus_per_node": launch.gpus_per_node,
-        "container_image": launch.container_image,
-        "container_mounts": launch.container_mounts,
-        "options": launch.options,
-    }
     if launch.engine == "local" and launch.most_lost_ms:
         yield f"launch.most_lost_ms = {launch.most_lost_ms:g}: one machine has no network between its nodes; take it out"
-    for name, value in requested.items():
-        if value:
+    for name in _OF_SCHEDULERS:
+        if value := getattr(launch, name):
             yield f"launch.{name} = {value!r}: there is no scheduler to ask; take it out"
 
 

@@ -158,22 +158,11 @@ def parse_jobs(text: str) -> list[SlurmJob]:
         fields = line.split("|", 9)
         if len(fields) == 10 and fields[9].startswith((COMMENT, JOINING_COMMENT)):
             number, state, reason, nodes, hosts, starts, left, name, partition, comment = fields
-            reason = "" if reason == "None" else reason
             count = int(nodes) if nodes.isdecimal() else 0
+            run_dir, joins = comment.partition(":")[2], comment.startswith(JOINING_COMMENT)
+            reason = "" if reason == "None" else reason
             parsed.append(
-                SlurmJob(
-                    number,
-                    state,
-                    reason,
-                    count,
-                    hosts,
-                    starts,
-                    left,
-                    name,
-                    partition,
-                    comment.partition(":")[2],
-                    comment.startswith(JOINING_COMMENT),
-                )
+                SlurmJob(number, state, reason, count, hosts, starts, left, name, partition, run_dir, joins)
             )
     return parsed
 

@@ -123,30 +123,14 @@ WITH_VALUE = (
     | REFUSED.keys()
 ) - {"hetjob", "packjob", *WITHOUT_VALUE, *VALUE_AT_ONCE}
 _NAMES = WITH_VALUE | VALUE_AT_ONCE | WITHOUT_VALUE
-_VARIABLES = {
-    "ACCOUNT": "account",
-    "ARRAY_INX": "array",
-    "CLUSTERS": "clusters",
-    "CLUSTER_CONSTRAINT": "cluster-constraint",
-    "CONSTRAINT": "constraint",
-    "ERROR": "error",
-    "EXCLUSIVE": "exclusive",
-    "GPUS": "gpus",
-    "GPUS_PER_NODE": "gpus-per-node",
-    "GPUS_PER_SOCKET": "gpus-per-socket",
-    "GPUS_PER_TASK": "gpus-per-task",
-    "NO_KILL": "no-kill",
-    "NO_REQUEUE": "no-requeue",
-    "OPEN_MODE": "open-mode",
-    "OUTPUT": "output",
-    "PARTITION": "partition",
-    "QOS": "qos",
-    "RESERVATION": "reservation",
-    "SIGNAL": "signal",
-    "TIMELIMIT": "time",
-    "WAIT": "wait",
+_NAMED_OTHERWISE = {"array": "ARRAY_INX", "time": "TIMELIMIT"}
+VARIABLES = {
+    f"SBATCH_{_NAMED_OTHERWISE.get(option, option.upper().replace('-', '_'))}": option
+    for option in _words(
+        "account array clusters cluster-constraint constraint error exclusive gpus gpus-per-node gpus-per-socket gpus-per-task no-kill no-requeue",
+        "open-mode output partition qos reservation signal time wait",
+    )
 }
-VARIABLES = {f"SBATCH_{name}": option for name, option in _VARIABLES.items()}
 """Variables that sbatch reads -> the options that they stand for, of those that contradict the launcher."""
 
 

@@ -11,7 +11,7 @@ import json
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.launch.engines.order import EngineError, run_tool
@@ -41,14 +41,8 @@ def preflight(request: PodRequest) -> list[str]:
         wrong += _unfit_claim(claim, request, namespace)
     if not wrong and earlier is None:
         # The refusal of admission, before anything is created. Where a failed job has this name, it would only report that.
-        kubectl(
-            "create",
-            "--dry-run=server",
-            "-f",
-            "-",
-            namespace=namespace,
-            stdin=json.dumps(manifests.job_of(request, "dry-run")),
-        )
+        manifest = json.dumps(manifests.job_of(request, "dry-run"))
+        kubectl("create", "--dry-run=server", "-f", "-", namespace=namespace, stdin=manifest)
     return wrong
 
 
@@ -153,18 +147,8 @@ def end(job: ClusterJob, *, at_once: bool = False, wait: bool = True) -> None:
     words = ["delete", job.resource, job.name, "--ignore-not-found"]
     if at_once:
         kubectl(*words, "--cascade=background", "--wait=false", namespace=job.namespace)
-        kubectl(
-            *(
-                "delete",
-                "pods",
-                "-l",
-                f"{manifests.RUN_LABEL}={job.name}",
-                "--now",
-                "--ignore-not-found",
-                "--wait=false",
-            ),
-            namespace=job.namespace,
-        )
+        pods = ["pods", "-l", f"{manifests.RUN_LABEL}={job.name}"]
+        kubectl("delete", *pods, "--now", "--ignore-not-found", "--wait=false", namespace=job.namespace)
         return
     patience = ["--wait=true", f"--timeout={_GONE_S:.0f}s"] if wait else ["--wait=false"]
     kubectl(*words, "--cascade=foreground", *patience, namespace=job.namespace, timeout_s=_GONE_S + ANSWER_S)
@@ -175,18 +159,8 @@ def ask_in_pod(job: ClusterJob, *words: str) -> str:
     pod = pod_of_index(job, 0)
     if pod is None:
         raise EngineError(f"job {job.name} has no pod that leads now")
-    return kubectl(
-        "exec",
-        pod,
-        "-c",
-        manifests.CONTAINER,
-        "--",
-        "python",
-        "-m",
-        "phalanx",
-        *words,
-        namespace=job.namespace,
-    )
+    command = ["python", "-m", "phalanx", *words]
+    return kubectl("exec", pod, "-c", manifests.CONTAINER, "--", *command, namespace=job.namespace)
 
 
 def print_logs(job: ClusterJob, *, index: int, follow: bool, last: int) -> int:
@@ -199,17 +173,8 @@ def print_logs(job: ClusterJob, *, index: int, follow: bool, last: int) -> int:
     if pod is None:
         raise EngineError(f"job {job.name} has no pod of index {index}: {job.sentence}")
     where = ["--namespace", job.namespace] if job.namespace else []
-    words = [
-        "kubectl",
-        *where,
-        "logs",
-        pod,
-        "-c",
-        manifests.CONTAINER,
-        f"--tail={last or -1}",
-        *(["-f"] if follow else []),
-    ]
-    return subprocess.call(words)
+    shown = [f"--tail={last or -1}", *(["-f"] if follow else [])]
+    return subprocess.call(["kubectl", *where, "logs", pod, "-c", manifests.CONTAINER, *shown])
 
 
 # State of jobs and pods, read with kubectl, whose errors name the remedy where it reaches no cluster, or the cluster lacks a kind.
@@ -315,18 +280,7 @@ def jobs(namespace: str = "") -> list[ClusterJob]:
 
     Raises ``EngineError``, also if the cluster has neither kind of job.
     """
-    listed: list[ClusterJob] = []
-    missing = []
-    for resource in (JOB_SETS, VOLCANO_JOBS):
-        try:
-            text = kubectl("get", resource, "-l", _OURS, "-o", "json", namespace=namespace)
-        except MissingKindError as error:
-            missing.append(error)
-            continue
-        listed += parse_jobs(text, resource)
-    if len(missing) == 2:
-        raise missing[0]
-    return [_with_reason(job) for job in listed]
+    return list(_read_jobs((JOB_SETS, VOLCANO_JOBS), namespace, "-l", _OURS))
 
 
 def job_named(
@@ -336,18 +290,23 @@ def job_named(
 
     Raises ``EngineError``, also if the cluster has none of the kinds ``resources``.
     """
+    return next(_read_jobs(resources, namespace, name, "--ignore-not-found"), None)
+
+
+def _read_jobs(resources: Sequence[str], namespace: str, *selection: str) -> Iterator[ClusterJob]:
+    """Yield the selected jobs of these kinds, with the reasons why they wait. Raises ``EngineError``, also if the
+    cluster has none of the kinds.
+    """
     missing = []
     for resource in resources:
         try:
-            text = kubectl("get", resource, name, "-o", "json", "--ignore-not-found", namespace=namespace)
+            text = kubectl("get", resource, *selection, "-o", "json", namespace=namespace)
         except MissingKindError as error:
             missing.append(error)
             continue
-        if text.strip():
-            return _with_reason(parse_jobs(text, resource)[0])
+        yield from map(_with_reason, parse_jobs(text, resource) if text.strip() else ())
     if len(missing) == len(resources):
         raise missing[0]
-    return None
 
 
 def parse_jobs(text: str, resource: str) -> list[ClusterJob]:
@@ -421,7 +380,7 @@ def _with_reason(job: ClusterJob) -> ClusterJob:
             reason = f"{phases['Running']} there" + (f"; {pending_reason}" if pending_reason else "")
     elif not reason:
         reason = _queue_says(job) or pending_reason
-    return ClusterJob(job.name, job.namespace, job.resource, state, reason, job.pods, job.run_dir, job.uid)
+    return replace(job, state=state, reason=reason)
 
 
 def _queue_says(job: ClusterJob) -> str:
