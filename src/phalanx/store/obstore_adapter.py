@@ -127,7 +127,7 @@ class RemoteStore:
         self._write_options = client
         reads: ClientConfig = {**client, "read_timeout": timedelta(seconds=min(_STALLED_S, retry.timeout_s))}
         self._read_options = reads
-        self._reads = _client(url, self._credentials, reads, _retry_config(retry))
+        self._reads = _client(url, self._credentials, reads, retry)
 
     @property
     def url(self) -> str:
@@ -136,7 +136,7 @@ class RemoteStore:
     @cached_property
     def _writes(self) -> S3Store | GCSStore | AzureStore:
         """A client without a read timeout, which counts from the request's first byte and would end a long upload; to make one takes 6 ms."""
-        return _client(self._url, self._credentials, self._write_options, _retry_config(self._retry))
+        return _client(self._url, self._credentials, self._write_options, self._retry)
 
     def get(self, key: str) -> bytes:
         require_key(key, self._url)
@@ -157,7 +157,8 @@ class RemoteStore:
         views = [memoryview(data) for data in parts]
         for start, stop, view in zip(starts, stops, views, strict=True):
             if len(view) != stop - start:
-                raise self._short(key, stop)
+                where = self._where(key)
+                raise ShortObjectError(_short_text(where, stop), where, "ranges")
         result = []
         for start, stop in spans:
             run = max(bisect_right(starts, start) - 1, 0)
@@ -276,9 +277,7 @@ class RemoteStore:
             if isinstance(explained, ExpiredError):
                 patience_s = self._patience_for_credentials_s
                 # New clients read their credentials again.
-                self._reads = _client(
-                    self._url, self._credentials, self._read_options, _retry_config(self._retry)
-                )
+                self._reads = _client(self._url, self._credentials, self._read_options, self._retry)
                 self.__dict__.pop("_writes", None)
             if (
                 not isinstance(explained, UnavailableError)
@@ -297,79 +296,59 @@ class RemoteStore:
 
         UnavailableError (also for unknown errors without a status) and ExpiredError are worth another try.
         """
-        text = str(error)
         where = self._where(key)
+        kind, text = self._kind_and_text(error, where, operation)
+        return kind(text, where, operation)
+
+    def _kind_and_text(self, error: Exception, where: str, operation: str) -> tuple[type[StoreError], str]:
+        text = str(error)
         match = _STATUS.search(text)
         status = int(match[1]) if match else 0
         code = (_CODE.search(text) or ["", ""])[1]
         request_text = f"{operation} of {where}"
         if isinstance(error, AlreadyExistsError):
-            return ExistsError(f"{request_text}: it is there already; nothing was changed", where, operation)
+            return ExistsError, f"{request_text}: it is there already; nothing was changed"
         if code in ("NoSuchBucket", "ContainerNotFound") or (status == 404 and operation in ("put", "list")):
-            return MissingBucketError(
-                f"{request_text}: there is no such bucket or container, or this endpoint does not have it; make it, or correct the URL",
-                where,
-                operation,
-            )
+            missing = "there is no such bucket or container, or this endpoint does not have it"
+            return MissingBucketError, f"{request_text}: {missing}; make it, or correct the URL"
         if isinstance(error, FileNotFoundError) or status == 404:
-            return MissingObjectError(f"{request_text}: there is no such object", where, operation)
+            return MissingObjectError, f"{request_text}: there is no such object"
+        credentials = f"the credentials found (source: {self._credentials})"
         if code in _EXPIRED_CODES:
-            return ExpiredError(
-                f"{status} {code} on {where}: the credentials found (source: {self._credentials}) have expired, and no new ones came within "
-                f"{self._patience_for_credentials_s:g} s; renew them, and start again",
-                where,
-                operation,
-            )
+            waited = f"no new ones came within {self._patience_for_credentials_s:g} s"
+            text = f"{status} {code} on {where}: {credentials} have expired, and {waited}; renew them, and start again"
+            return ExpiredError, text
         if status in (401, 403) or code in _REFUSED_CODES:
-            request = _REQUEST[self._scheme][operation]
-            return DeniedError(
-                f"{status}{f' {code}' if code else ''} on {where} ({request}): the credentials found "
-                f"(source: {self._credentials}) may not do this; give them the right, or set others",
-                where,
-                operation,
-            )
+            answer = f"{status}{f' {code}' if code else ''} on {where} ({_REQUEST[self._scheme][operation]})"
+            return DeniedError, f"{answer}: {credentials} may not do this; give them the right, or set others"
         if status == 416:
-            return self._short(key, None)
+            return ShortObjectError, _short_text(where, None)
         if status in (408, 429) or status >= 500 or code in _PASSING_CODES or not status:
-            return self._passing(text, status, code, request_text, where, operation)
+            kind, text = self._passing(text, status, code)
+            return kind, f"{request_text}: {text}"
         redirect = " (another region? set AWS_REGION)" if status in (301, 307) else ""
-        return StoreError(
-            f"{request_text}: the store answered {status} {code}{redirect}".rstrip(), where, operation
-        )
+        return StoreError, f"{request_text}: the store answered {status} {code}{redirect}".rstrip()
 
-    def _passing(
-        self, text: str, status: int, code: str, request_text: str, where: str, operation: str
-    ) -> StoreError:
+    def _passing(self, text: str, status: int, code: str) -> tuple[type[StoreError], str]:
         """Return UnavailableError for an error that may pass; StoreError for a wrong region, DeniedError if no credentials could be
-        fetched."""
+        fetched; with its text."""
         if "redirect" in text.lower():
-            return StoreError(
-                f"{request_text}: the bucket lies in another region; set AWS_REGION to it", where, operation
-            )
+            return StoreError, "the bucket lies in another region; set AWS_REGION to it"
         if any(service in text for service in _CREDENTIAL_SERVICES):
-            return DeniedError(
-                f"{request_text}: no credentials could be had (source: {self._credentials}); set those that this store's own tools use",
-                where,
-                operation,
-            )
-        how = (
-            f"{status} {code}".strip()
-            if status
-            else "; ".join(p for p in _PHRASES if p in text) or "no answer"
-        )
-        return UnavailableError(
-            f"{request_text}: no success within {self._retry.timeout_s:g} s (last: {how}); check the network, the endpoint and the store",
-            where,
-            operation,
-        )
-
-    def _short(self, key: str, stop: int | None) -> ShortObjectError:
-        where = self._where(key)
-        missing_byte = "" if stop is None else f" byte {stop:,}"
-        return ShortObjectError(f"{where}: ends before{missing_byte} the requested range", where, "ranges")
+            source = f"no credentials could be had (source: {self._credentials})"
+            return DeniedError, f"{source}; set those that this store's own tools use"
+        phrases = "; ".join(p for p in _PHRASES if p in text) or "no answer"
+        how = f"{status} {code}".strip() if status else phrases
+        waited = f"no success within {self._retry.timeout_s:g} s (last: {how})"
+        return UnavailableError, f"{waited}; check the network, the endpoint and the store"
 
     def _where(self, key: str) -> str:
         return f"{self._url}/{key}" if key else self._url
+
+
+def _short_text(where: str, stop: int | None) -> str:
+    missing_byte = "" if stop is None else f" byte {stop:,}"
+    return f"{where}: ends before{missing_byte} the requested range"
 
 
 def joined_spans(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
@@ -395,27 +374,23 @@ def _info(meta: "ObjectMeta") -> Info:
     return Info(meta["path"], meta["size"], etag, meta["version"] or "", meta["last_modified"])
 
 
-def _retry_config(retry: RetryPolicy) -> "RetryConfig":
-    """Return the policy as the client's own configuration of retries."""
-    return {
-        "max_retries": retry.retries,
-        "retry_timeout": timedelta(seconds=retry.timeout_s),
-        "backoff": {
-            "init_backoff": timedelta(seconds=retry.first_pause_s),
-            "max_backoff": timedelta(seconds=retry.longest_pause_s),
-            "base": 2,
-        },
-    }
-
-
 def _client(
-    url: str, credentials: str, client: "ClientConfig", retry: "RetryConfig"
+    url: str, credentials: str, client: "ClientConfig", policy: RetryPolicy
 ) -> S3Store | GCSStore | AzureStore:
     """Return the client of a bucket: gs, az, or else S3, with the profile's credentials if that is their source.
     No request is sent.
 
     Raises BadUrlError if settings are missing or wrong, MissingSupportError for a profile without boto3.
     """
+    retry: RetryConfig = {
+        "max_retries": policy.retries,
+        "retry_timeout": timedelta(seconds=policy.timeout_s),
+        "backoff": {
+            "init_backoff": timedelta(seconds=policy.first_pause_s),
+            "max_backoff": timedelta(seconds=policy.longest_pause_s),
+            "base": 2,
+        },
+    }
     parts = urlsplit(url)
     prefix = parts.path.strip("/") or None
     try:

@@ -251,22 +251,15 @@ class LocalFolder:
 
 def _explained(error: OSError, where: str, operation: str) -> StoreError:
     """Return the StoreError for an ``OSError``: FullError, DeniedError, or a plain one with the errno's name."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return FullError(
-            f"{operation} of {where}: no room ({error.strerror}); free space or raise the quota",
-            where,
-            operation,
-        )
-    if isinstance(error, PermissionError):
-        return DeniedError(
-            f"{operation} of {where}: permission denied; give this user the right to it, or name another folder",
-            where,
-            operation,
-        )
-    name = errno.errorcode.get(error.errno or 0, "?")
-    return StoreError(
-        f"{operation} of {where}: {error.strerror} ({name}); check the disk or mount", where, operation
+    kind, text = (
+        StoreError,
+        f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')}); check the disk or mount",
     )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        kind, text = FullError, f"no room ({error.strerror}); free space or raise the quota"
+    elif isinstance(error, PermissionError):
+        kind, text = DeniedError, "permission denied; give this user the right to it, or name another folder"
+    return kind(f"{operation} of {where}: {text}", where, operation)
 
 
 def _read(descriptor: int, start: int, stop: int) -> bytearray:
