@@ -42,7 +42,6 @@ from phalanx.train.lifecycle.worker import EXIT_STOPPED
 from phalanx.train.start.open_run import OpenRun, take_lock
 
 TRAIN_RANK = "phalanx.train.lifecycle.worker"
-_POLL_S = 0.1
 _LAST_SAID = 200
 _FINE = (0, EXIT_STOPPED)
 _GRACE_S = 10.0
@@ -76,14 +75,7 @@ def run_locally(
                 processes.add(
                     _start(run, rank, ranks, meeting_point.as_uri(), program, orders.troubles.append)
                 )
-            try:
-                while_running(processes.ended)
-            except BaseException:
-                if not orders.made:
-                    processes.request_stop()
-                processes.wait()
-                raise
-            processes.wait()
+            orders.supervise(while_running, processes.ended, processes.request_stop)
     finally:
         end_all(processes.children, fine=_FINE)
         meeting_point.unlink(missing_ok=True)
@@ -184,11 +176,6 @@ class _Ranks:
         elif self.first_failure is not None:
             self.failed = [rank for rank, code in enumerate(codes) if code not in (None, *_FINE)]
         return None not in codes
-
-    def wait(self) -> None:
-        """Wait until all ranks have exited."""
-        while not self.ended():
-            time.sleep(_POLL_S)
 
 
 def _first_to_fail(run: OpenRun, processes: _Ranks) -> int | None:

@@ -18,6 +18,7 @@ from types import FrameType
 
 _REQUEST_WAIT_S = 1.0
 _POLL_S = 0.01
+_LOOK_S = 0.1
 
 
 def host_name() -> str:
@@ -119,6 +120,26 @@ class StopOrders:
         while self._shown < min(self.made, len(self.words)):
             self._shown += 1
             self.notify(self.words[self._shown - 1])
+
+    def supervise(
+        self,
+        while_running: Callable[[Callable[[], bool]], None],
+        ended: Callable[[], bool],
+        request_stop: Callable[[], None],
+    ) -> None:
+        """Call ``while_running(ended)``, then wait until the children have ``ended``, which also looks after them.
+
+        If it raises, the children are requested to stop, unless they were before.
+        """
+        try:
+            while_running(ended)
+        except BaseException:
+            if not self.made:
+                request_stop()
+            raise
+        finally:
+            while not ended():
+                time.sleep(_LOOK_S)
 
 
 @contextmanager

@@ -68,14 +68,7 @@ def run_fleet(
     try:
         with on_stop_signals(processes.request_stop):
             processes.start()
-            try:
-                while_running(processes.ended)
-            except BaseException:
-                if not processes.orders.made:
-                    processes.request_stop()
-                processes.wait()
-                raise
-            processes.wait()
+            orders.supervise(while_running, processes.ended, processes.request_stop)
             processes.wait_for_copies()
     finally:
         processes.end()
@@ -212,11 +205,6 @@ class FleetProcesses:
             self._look_after_agents()
             self._stop_if_stuck()
         return self.over
-
-    def wait(self) -> None:
-        """Wait until the run is over."""
-        while not self.ended():
-            time.sleep(_POLL_S)
 
     def wait_for_copies(self) -> None:
         """Wait until the agents have ended, and with them their copies to the store, or the user requests the end
