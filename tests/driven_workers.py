@@ -75,7 +75,7 @@ class Node:
         segments = [segment.descriptor for segment in self.memory.worker_segments(0)]
         digest = fencing_token(read_resolved(RunDirectory(self.run_dir)), 0).run_file_sha256
         arguments = ["--run-dir", str(self.run_dir), "--worker", "0", "--node", f"node-{self.number}"]
-        arguments += ["--run-file", digest]
+        arguments += ["--run-file-sha256", digest]
         with (self.run_dir / "logs" / f"worker-{self.number}.log").open("ab") as log, theirs:
             self.process = forked_python.Popen(
                 [

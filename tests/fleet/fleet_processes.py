@@ -194,7 +194,9 @@ def running_fleet(
     try:
         fleet.start_coordinator()
         for number in range(nodes + spares):
-            fleet.start_agent(f"node-{number}", *(["--spare"] if number >= nodes and broken_gpus else []))
+            fleet.start_agent(
+                f"node-{number}", *(["--started-as-spare"] if number >= nodes and broken_gpus else [])
+            )
         yield fleet
     finally:
         fleet.end()

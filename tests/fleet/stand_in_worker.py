@@ -7,7 +7,6 @@ hold it at a step by a file ``hold-at``, so that nothing depends on how fast the
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -33,6 +32,7 @@ from phalanx.fleet.control.security import run_token
 from phalanx.fleet.core.commands import FromMemory, Resume
 from phalanx.fleet.node import worker_link as wl
 from phalanx.hardware.local.network import join_address
+from phalanx.process.arguments import parsed
 from phalanx.process.child import die_with_parent
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.identity import identity
@@ -106,7 +106,7 @@ class Group:
 class StandIn:
     """One process."""
 
-    def __init__(self, link: wl.WorkerEnd, run_dir: Path, segments: list[int], node: str) -> None:
+    def __init__(self, link: wl.WorkerEnd, run_dir: Path, segments: tuple[int, ...], node: str) -> None:
         self.unfit = run_dir / f"unfit-{node}"
         spec = read_resolved(RunDirectory(run_dir))
         self.link, self.steps, self.run = link, spec.train.steps, identity(spec)
@@ -255,16 +255,8 @@ class StandIn:
 
 def main() -> None:
     die_with_parent()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--link", type=int)
-    parser.add_argument("--segments", type=int, nargs=2)
-    parser.add_argument("--run-dir", type=Path)
-    parser.add_argument("--worker", type=int)
-    parser.add_argument("--attempt", type=int)
-    parser.add_argument("--host")
-    parser.add_argument("--node")
-    given, _ = parser.parse_known_args()
-    StandIn(wl.WorkerEnd(given.link), given.run_dir, given.segments, given.node).serve()
+    args = parsed(wl.WorkerArgs, "stand-in")
+    StandIn(wl.WorkerEnd(args.link), args.run_dir, args.segments, args.node).serve()
 
 
 if __name__ == "__main__":

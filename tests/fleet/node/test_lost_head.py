@@ -66,7 +66,7 @@ def led_fleet(
     try:
         fleet.start_coordinator("--node", "node-0")
         for node in nodes:
-            fleet.start_agent(node, "--may-lead", *(["--spare"] if node == "node-3" else []))
+            fleet.start_agent(node, "--may-lead", *(["--started-as-spare"] if node == "node-3" else []))
         yield fleet
     finally:
         fleet.end()

@@ -161,13 +161,14 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
             started_as_spare=options.spare,
             at_signal="leave" if joins or not in_slurm_step(os.environ) else "wait",
             may_lead=True,
+            certificates=options.certificates,
         )
         log = RunDirectory(folder).named_log(args.attempt, args.node)
         also_log(
             order_for(log, args.node, args.attempt, read_resolved(RunDirectory(folder)).observe, args.node)
         )
         try:
-            run_agent(args, options.certificates)
+            run_agent(args)
         except AgentError as error:
             click.echo(f"error: {error}", err=True)
             return 1, False

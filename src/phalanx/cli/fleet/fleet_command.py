@@ -203,7 +203,7 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
             # The fleet begins with these tokens; a fleet that has begun cannot continue with others.
             for role in TOKEN_VARIABLES:
                 make_token(run_dir, role)
-        code = run_coordinator(CoordinatorArgs(run_dir, attempt, host, port), certificates)
+        code = run_coordinator(CoordinatorArgs(run_dir, attempt, host, port, certificates=certificates))
         ended = read_fleet_file(run_dir)
         os.close(lock_fd)
     if as_json:

@@ -13,7 +13,6 @@ commands are dropped and the state is rebuilt from the nodes' reports (``phalanx
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
@@ -22,7 +21,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from phalanx.fleet.control.coordinator_link import answers
 from phalanx.fleet.control.credentials import Credentials, credentials_of
@@ -64,6 +62,7 @@ from phalanx.hardware.local.network import join_address, split_address
 from phalanx.observe.logs.capture import capture_output
 from phalanx.observe.metrics.endpoint import Endpoint
 from phalanx.observe.metrics.exporter import RunSampler
+from phalanx.process.arguments import parsed
 from phalanx.process.child import die_with_parent
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import RunSpec
@@ -419,7 +418,7 @@ class Coordinator:
         self._journal.close()
 
 
-def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> int:
+def run_coordinator(args: CoordinatorArgs) -> int:
     """Run the coordinator in this process to the end of the run. Return 0 if it finished or was stopped, 1 if it
     failed.
 
@@ -435,7 +434,7 @@ def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> 
     """
     spec = read_resolved(RunDirectory(args.run_dir))
     raise_descriptor_limit(spec.fleet.nodes + spec.fleet.spares)
-    credentials = credentials_of(args.run_dir, spec, args.attempt, certificates)
+    credentials = credentials_of(args.run_dir, spec, args.attempt, args.certificates)
     with only_coordinator(RunDirectory(args.run_dir), args.reign):
         return asyncio.run(_coordinate(args, spec, credentials))
 
@@ -448,18 +447,8 @@ def main() -> int:
     die_with_parent()
     capture_output(os.environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
-    parser = argparse.ArgumentParser(prog="phalanx.fleet.control.coordinator")
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--attempt", type=int, default=0)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--certificates", type=Path)
-    parser.add_argument("--node", default="")
-    arguments = parser.parse_args()
-    args = CoordinatorArgs(
-        arguments.run_dir, arguments.attempt, arguments.host, arguments.port, arguments.node
-    )
-    return exit_code_of(lambda: run_coordinator(args, arguments.certificates), args, "coordinator")
+    args = parsed(CoordinatorArgs, "phalanx.fleet.control.coordinator")
+    return exit_code_of(lambda: run_coordinator(args), args, "coordinator")
 
 
 async def _coordinate(args: CoordinatorArgs, spec: RunSpec, credentials: Credentials) -> int:

@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
 
 from phalanx.checkpoint.snapshot.data_port import SnapshotServer
@@ -35,7 +34,7 @@ from phalanx.fleet.health.node_health import HealthWatch
 from phalanx.fleet.node import agent_actions as act
 from phalanx.fleet.node.agent_state import AgentState
 from phalanx.fleet.node.copies import SnapshotCourier, StoreCopies
-from phalanx.fleet.node.launcher import AgentArgs, TokenHolder, parsed
+from phalanx.fleet.node.launcher import AgentArgs, TokenHolder
 from phalanx.fleet.node.leader import Successor, coordinator_addresses, look_for_leader, other_start
 from phalanx.fleet.node.node_metrics import (
     AgentFacts,
@@ -46,8 +45,10 @@ from phalanx.fleet.node.node_metrics import (
 )
 from phalanx.fleet.node.worker_link import InjectFault, SnapshotTaken, ToAgent, Warm
 from phalanx.fleet.node.worker_pool import WorkerPool
+from phalanx.launch.engines.order import in_slurm_step
 from phalanx.observe.logs.capture import capture_output
 from phalanx.observe.metrics.endpoint import Endpoint
+from phalanx.process.arguments import parsed
 from phalanx.process.child import die_with_parent
 from phalanx.process.this_process import heeded
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
@@ -75,7 +76,6 @@ class Agent:
         self._args, self._spec, fleet = args, spec, spec.fleet
         directory, own_certificates = RunDirectory(args.run_dir), credentials.certificates
         self._directory = directory
-        certificates = own_certificates.folder if own_certificates else None
         self.memory = memory or SnapshotMemory(credentials.run, fleet.workers_per_node)
         self._tokens = TokenHolder(args.run_dir, credentials, self._change_token, self.log)
         self._data = SnapshotServer(
@@ -119,10 +119,10 @@ class Agent:
             self._tokens.look,
         )
         run_file_sha256 = credentials.fencing.run_file_sha256
-        self._workers = WorkerPool(args, spec, self.memory, run_file_sha256, certificates, self)
+        self._workers = WorkerPool(args, spec, self.memory, run_file_sha256, self)
         self._endpoint = Endpoint(directory, spec.observe, args.attempt, args.node, args.host, self.log)
         self._copies = StoreCopies(spec, directory, args.attempt, self.log)
-        self._successor = Successor(args, fleet.succession_s, spec.observe, certificates, self.log)
+        self._successor = Successor(args, fleet.succession_s, spec.observe, self.log)
         self._tasks: set[asyncio.Task[None]] = set()
         self._over, self._reason, self._failure = asyncio.Event(), "", ""
         self._next_attempt: int | None = None
@@ -388,17 +388,17 @@ class Agent:
             self._do(self._state.on_pushed(index, snapshot))
 
 
-def run_agent(args: AgentArgs, certificates: Path | None = None) -> None:
+def run_agent(args: AgentArgs) -> None:
     """Run an agent in this process until the run is over; if the run is started again meanwhile, for that start
     too.
 
     Raises ``RunDirectoryError`` if there is no run, ``SecurityError`` if token or certificates are missing, and
     ``AgentError`` if the agent ends before the run.
     """
-    asyncio.run(_run(args, certificates))
+    asyncio.run(_run(args))
 
 
-async def _run(args: AgentArgs, certificates: Path | None) -> None:
+async def _run(args: AgentArgs) -> None:
     """Run agents of a run, one for each of its starts, until one ends without a newer start.
 
     Snapshot memory passes to the next one, unless the number of workers differs. Creates the folder of logs, and
@@ -410,7 +410,7 @@ async def _run(args: AgentArgs, certificates: Path | None) -> None:
     workers, attempt = 0, args.attempt
     while True:
         spec = read_resolved(directory)
-        credentials = credentials_of(args.run_dir, spec, attempt, certificates, ("join",))
+        credentials = credentials_of(args.run_dir, spec, attempt, args.certificates, ("join",))
         with suppress(DescriptorLimitError):  # A data port works with fewer descriptors.
             raise_descriptor_limit(spec.fleet.nodes)
         # The snapshots are of the same run, whatever its present fleet; the next epoch restores the newest
@@ -435,9 +435,11 @@ def main() -> NoReturn:
     die_with_parent()
     capture_output(os.environ)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
-    args, certificates = parsed()
+    args = parsed(AgentArgs, "phalanx.fleet.node.agent")
+    if in_slurm_step(os.environ):
+        args = replace(args, at_signal="wait")
     try:
-        run_agent(args, certificates)
+        run_agent(args)
     except (AgentError, RunDirectoryError, SecurityError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         leave(1)

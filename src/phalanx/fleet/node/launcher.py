@@ -7,14 +7,13 @@ change during the run.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,10 +26,11 @@ from phalanx.fleet.control.security import (
     keyring_after,
     read_keyring,
 )
+from phalanx.fleet.control.succession.reign import CoordinatorArgs
 from phalanx.hardware.local.network import address_towards, listening_address, split_address
-from phalanx.launch.engines.order import in_slurm_step
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.log_file import order_for
+from phalanx.process.arguments import words_of
 from phalanx.process.child import Child
 from phalanx.process.this_process import StopOrders, host_name
 from phalanx.run.directory.paths import DirectoryKeeper
@@ -73,6 +73,8 @@ class AgentArgs:
     """Reaction to the first SIGTERM or Ctrl-C; a second one ends the agent at once."""
     may_lead: bool = False
     """True if its machine may succeed a coordinator that is lost (``fleet.succession_s``)."""
+    certificates: Path | None = None
+    """The folder of its certificates, if connections are encrypted."""
 
     @property
     def listening_on(self) -> str:
@@ -85,41 +87,6 @@ def own_host(coordinator: str) -> str:
     too.
     """
     return address_towards(split_address(coordinator)[0] or "127.0.0.1") or host_name()
-
-
-def parsed() -> tuple[AgentArgs, Path | None]:
-    """Parse this process's command line. Return the arguments and the folder of its certificates, None if there is
-    none.
-
-    In a Slurm step the agent waits at a signal, elsewhere it ends.
-    """
-    parser = argparse.ArgumentParser(prog="phalanx.fleet.node.agent")
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--node", required=True)
-    parser.add_argument("--attempt", type=int, default=0)
-    parser.add_argument("--coordinator", default="")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--domain", nargs="*", default=())
-    parser.add_argument("--spare", action="store_true")
-    parser.add_argument("--fault", action="append", default=[])
-    parser.add_argument("--certificates", type=Path)
-    parser.add_argument("--may-lead", action="store_true")
-    parser.add_argument("--worker-program", nargs="+", default=list(WORKER_PROGRAM))
-    options = parser.parse_args()
-    args = AgentArgs(
-        run_dir=options.run_dir,
-        node=options.node,
-        attempt=options.attempt,
-        coordinator=options.coordinator,
-        host=options.host,
-        domain=tuple(options.domain),
-        started_as_spare=options.spare,
-        faults=tuple(options.fault),
-        worker_program=tuple(options.worker_program),
-        at_signal="wait" if in_slurm_step(os.environ) else "end",
-        may_lead=options.may_lead,
-    )
-    return args, options.certificates
 
 
 # An agent's copy of the run's token: by name, read from the run directory.
@@ -212,21 +179,6 @@ class LeadNode:
     started_as_spare: bool = False
     certificates: Path | None = None
 
-    @property
-    def coordinator_arguments(self) -> list[str]:
-        """Return command-line arguments for ``phalanx.fleet.control.coordinator``."""
-        return ["--host", self.host, "--port", str(self.port), "--node", self.node, *self._certified]
-
-    @property
-    def agent_arguments(self) -> list[str]:
-        """Return command-line arguments for ``phalanx.fleet.node.agent``, without the node's name."""
-        domain = ["--domain", *self.domain] if self.domain else []
-        return ["--host", self.host, "--may-lead", *domain, *self._certified]
-
-    @property
-    def _certified(self) -> list[str]:
-        return ["--certificates", str(self.certificates)] if self.certificates else []
-
 
 @dataclass(frozen=True)
 class SupervisionTimes:
@@ -293,50 +245,54 @@ class Launcher:
         """Start the coordinator's process and return it; damaged files of the run directory are repaired first.
         Raises ``OSError``.
         """
-        lead = self.fleet.lead
-        where = lead.coordinator_arguments if lead else ["--port", str(self.run.spec.fleet.port)]
-        self._keep_directory()
-        return self._process("coordinator", "phalanx.fleet.control.coordinator", *where)
+        run, lead = self.run, self.fleet.lead
+        args = CoordinatorArgs(run.directory.path, run.attempt, port=run.spec.fleet.port)
+        if lead is not None:
+            args = replace(
+                args, host=lead.host, port=lead.port, node=lead.node, certificates=lead.certificates
+            )
+        return self._process("coordinator", "phalanx.fleet.control.coordinator", args)
 
     def agent(self, name: str) -> Child:
         """Start the process of a node's agent, with its faults and worker program, and return it. Raises ``OSError``."""
-        arguments = ["--node", name]
-        if name in self.fleet.spare_names:
-            arguments.append("--spare")
-        arguments += self.fleet.lead.agent_arguments if self.fleet.lead else []
-        for fault in self.fleet.faults:
-            arguments += ["--fault", fault]
-        if self.fleet.worker_program:
-            arguments += ["--worker-program", *self.fleet.worker_program]
-        self._keep_directory()
-        return self._process(name, "phalanx.fleet.node.agent", *arguments)
+        fleet, lead = self.fleet, self.fleet.lead
+        args = AgentArgs(
+            self.run.directory.path,
+            name,
+            self.run.attempt,
+            started_as_spare=name in fleet.spare_names,
+            faults=fleet.faults,
+            worker_program=fleet.worker_program or WORKER_PROGRAM,
+        )
+        if lead is not None:
+            args = replace(
+                args, host=lead.host, domain=lead.domain, may_lead=True, certificates=lead.certificates
+            )
+        return self._process(name, "phalanx.fleet.node.agent", args)
 
-    def _keep_directory(self) -> None:
-        """Repair the files that a new process will read."""
-        with suppress(OSError):  # The process reports the error.
-            for text in self._keeper.look():
-                self.orders.notify(text)
-
-    def _process(self, name: str, module: str, *arguments: str) -> Child:
-        """Start a module of the fleet with its log and tokens, in place of the log's earlier failure record.
+    def _process(self, name: str, module: str, args: AgentArgs | CoordinatorArgs) -> Child:
+        """Start a module of the fleet with its log and tokens, in place of the log's earlier failure record. Repair
+        the files that it will read.
 
         Only the coordinator gets the operators' token. The child keeps the run's lock open. Raises ``OSError``.
         """
+        with suppress(OSError):  # The process reports the error.
+            for text in self._keeper.look():
+                self.orders.notify(text)
         run = self.run
-        command = [sys.executable, "-m", module, "--run-dir", str(run.directory.path)]
         log, observe = self.log(name), run.spec.observe
-        lead = self.fleet.lead
-        node = name if name != "coordinator" else lead.node if lead is not None else None
         inherited = {key: value for key, value in os.environ.items() if key not in self.operator}
         self._read_tokens()
         own = self.operator if name == "coordinator" else {}
         remove_failure(log)  # Of an earlier process in this attempt, which wrote the same log.
         environment = {**inherited, **self.environment, **own}
         output = ChildOutput(
-            order_for(log, name, run.attempt, observe, node), environment, self.orders.troubles.append
+            order_for(log, name, run.attempt, observe, args.node or None),
+            environment,
+            self.orders.troubles.append,
         )
         return Child.start(
-            [*command, "--attempt", str(run.attempt), *arguments],
+            [sys.executable, "-m", module, *words_of(args)],
             environment,
             output=output,
             keep_open=[run.lock_fd],  # The directory stays locked until the last process has ended.

@@ -11,18 +11,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials
 from phalanx.fleet.control.fleet_file import ClaimError, ClaimRegister, FleetFileError, read_fleet_file
 from phalanx.fleet.control.succession.candidate import EXIT_NOT_ELECTED, candidate_addresses
-from phalanx.fleet.control.succession.reign import EXIT_CANNOT_START, EXIT_SUPERSEDED
+from phalanx.fleet.control.succession.reign import EXIT_CANNOT_START, EXIT_SUPERSEDED, CoordinatorArgs
 from phalanx.fleet.core.succession import Claim, stands_after_s
 from phalanx.fleet.node.launcher import AgentArgs
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.log_file import order_for
+from phalanx.process.arguments import words_of
 from phalanx.process.child import Child, describe_exit
 from phalanx.process.restarts import Restarts
 from phalanx.run.directory.paths import RunDirectory, read_resolved
@@ -49,7 +49,6 @@ class Successor:
     patience_s: float
     """``fleet.succession_s``."""
     observe: ObserveSpec
-    certificates: Path | None
     log: Callable[[str], None]
     alone_since_s: float | None = None
     """Monotonic time since which the agent has had no coordinator."""
@@ -118,7 +117,6 @@ class Successor:
     def _start(self) -> None:
         """Start a candidate for the newest claim as a child process; a failure is logged and counts as its death."""
         args, self._due_s = self.args, 0.0
-        certificate_arguments = ["--certificates", str(self.certificates)] if self.certificates else []
         name = f"coordinator-{args.node}"
         path = RunDirectory(args.run_dir).named_log(args.attempt, name)
         self.log(f"no coordinator: this node stands as a candidate; its log is {path}")
@@ -126,20 +124,17 @@ class Successor:
             output = ChildOutput(
                 order_for(path, name, args.attempt, self.observe, args.node), os.environ, self.log
             )
-            command = [
-                *(sys.executable, "-m", "phalanx.fleet.control.succession.candidate"),
-                *("--run-dir", str(args.run_dir), "--attempt", str(args.attempt)),
-                *(
-                    "--host",
-                    args.host,
-                    "--listen",
-                    args.listening_on,
-                    "--node",
-                    args.node,
-                    *certificate_arguments,
-                ),
-                *("--term", str(self._claim.term if self._claim else 0)),
-            ]
+            candidate = CoordinatorArgs(
+                args.run_dir,
+                args.attempt,
+                args.host,
+                node=args.node,
+                listen=args.listening_on,
+                certificates=args.certificates,
+                term=self._claim.term if self._claim else 0,
+            )
+            program = "phalanx.fleet.control.succession.candidate"
+            command = [sys.executable, "-m", program, *words_of(candidate)]
             # In the agent's group: a kill of the group kills the node.
             self._child = Child.start(command, output=output, own_session=False, parent="its agent")
         except OSError as error:

@@ -19,6 +19,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -227,6 +229,29 @@ ToAgent = (
 
 TO_WORKER: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
 TO_AGENT: MessageDecoder[ToAgent] = MessageDecoder(ToAgent)
+
+
+@dataclass(frozen=True)
+class WorkerArgs:
+    """The arguments of a worker process."""
+
+    run_dir: Path
+    segments: tuple[int, ...]
+    """Descriptors of the memory for this worker's snapshots."""
+    run_file_sha256: str
+    """The digest of the resolved run file that its agent read (``phalanx.run.identity``)."""
+    worker: int
+    """The number among the node's workers."""
+    node: str
+    """The node's name; in a local fleet it ends with the node's number, which says which faults are meant for it."""
+    host: str = "127.0.0.1"
+    """This machine, as the other nodes reach it."""
+    attempt: int = 0
+    """The number of the run's start, whose claims name the newest epoch."""
+    certificates: Path | None = None
+    """The folder of certificates, for the data ports of other nodes."""
+    link: int = -1
+    """Descriptor of the socket to its agent."""
 
 
 class WorkerEnd:

@@ -17,9 +17,10 @@ from typing import Protocol
 from phalanx.checkpoint.snapshot.segments import SnapshotMemory
 from phalanx.fleet.control.security import TOKEN_VARIABLES
 from phalanx.fleet.node.launcher import AgentArgs
-from phalanx.fleet.node.worker_link import TO_AGENT, ToAgent, ToWorker
+from phalanx.fleet.node.worker_link import TO_AGENT, ToAgent, ToWorker, WorkerArgs
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.log_file import LogOrder, last_text, order_for
+from phalanx.process.arguments import words_of
 from phalanx.process.child import Child
 from phalanx.process.restarts import RestartPolicy
 from phalanx.run.directory.paths import RunDirectory
@@ -194,7 +195,6 @@ class WorkerPool:
         spec: RunSpec,
         memory: SnapshotMemory,
         run_file_sha256: str,
-        certificates: Path | None,
         listener: WorkersListener,
     ) -> None:
         """Set up the pool. Nothing is started.
@@ -204,11 +204,10 @@ class WorkerPool:
             spec: The run.
             memory: Memory into which they write their snapshots.
             run_file_sha256: Digest of the run file that they are to read.
-            certificates: Folder of the node's certificates, if the fleet has any.
             listener: Receives their events.
         """
         self._args, self._spec, self._memory, self._listener = args, spec, memory, listener
-        self._run_file_sha256, self._certificates = run_file_sha256, certificates
+        self._run_file_sha256 = run_file_sha256
         self._running: dict[int, WorkerProcess] = {}
         self._deaths = [0] * spec.fleet.workers_per_node
         """By worker, its deaths since it was last warm."""
@@ -224,14 +223,24 @@ class WorkerPool:
         deaths = self._deaths[index]
         await asyncio.sleep((deaths and _RESTARTS.pause_s(deaths)) or 0.0)
         self._deaths[index] += 1
-        segments = [segment.descriptor for segment in self._memory.worker_segments(index)]
-        attempt, name = self._args.attempt, f"{self._args.node}-{index}"
-        path = RunDirectory(self._args.run_dir).named_log(attempt, name)
-        log = order_for(path, name, attempt, self._spec.observe, self._args.node)
+        segments = tuple(segment.descriptor for segment in self._memory.worker_segments(index))
+        own, name = self._args, f"{self._args.node}-{index}"
+        path = RunDirectory(own.run_dir).named_log(own.attempt, name)
+        log = order_for(path, name, own.attempt, self._spec.observe, own.node)
+        args = WorkerArgs(
+            own.run_dir,
+            segments,
+            self._run_file_sha256,
+            index,
+            own.node,
+            own.host,
+            own.attempt,
+            own.certificates,
+        )
         self._listener.on_started(index)
         try:
             self._running[index] = await WorkerProcess.start(
-                self._command(index, segments),
+                [*own.worker_program, *words_of(args)],
                 segments,
                 self._spec.runtime,
                 log,
@@ -242,27 +251,6 @@ class WorkerPool:
             OSError
         ) as error:  # No memory, no processes or no disk now: retried like a process that has died.
             self._on_exit(index, 1, f"it could not be started: {error}")
-
-    def _command(self, index: int, segments: Iterable[int]) -> list[str]:
-        """Return a worker's command line, with the descriptors of its snapshot segments."""
-        return [
-            *self._args.worker_program,
-            "--run-dir",
-            str(self._args.run_dir),
-            "--worker",
-            str(index),
-            "--run-file",
-            self._run_file_sha256,
-            "--host",
-            self._args.host,
-            "--node",
-            self._args.node,
-            "--attempt",
-            str(self._args.attempt),
-            *(["--certificates", str(self._certificates)] if self._certificates else []),
-            "--segments",
-            *map(str, segments),
-        ]
 
     def _on_exit(self, index: int, code: int, text: str) -> None:
         """Remove and count an ended process, and report it."""

@@ -9,7 +9,6 @@ streams. If another is quicker, or too few attach, it withdraws, and the agents 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import signal
@@ -41,6 +40,7 @@ from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.succession import Candidacy, Claim, succeeding
 from phalanx.hardware.local.network import join_address
 from phalanx.observe.logs.capture import capture_output
+from phalanx.process.arguments import parsed
 from phalanx.process.child import die_with_parent
 from phalanx.run.directory.files import read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
@@ -224,10 +224,10 @@ class Candidate:
         return Elected(reign, self._server, port, self._inbox, self._heartbeats)
 
 
-def run_candidate(args: CoordinatorArgs, term: int, certificates: Path | None = None) -> int:
+def run_candidate(args: CoordinatorArgs) -> int:
     """Stand as a candidate in this process, and if elected lead the run to its end. Return the exit code.
 
-    ``EXIT_NOT_ELECTED`` if it withdraws, the run has ended, or ``term`` is not the newest claim. A node that holds
+    ``EXIT_NOT_ELECTED`` if it withdraws, the run has ended, or ``args.term`` is not the newest claim. A node that holds
     the newest claim already leads at once. Otherwise returns and raises as ``run_coordinator`` does.
     """
     directory = RunDirectory(args.run_dir)
@@ -236,12 +236,12 @@ def run_candidate(args: CoordinatorArgs, term: int, certificates: Path | None = 
     if claim is None or claim.ended is not None:
         return EXIT_NOT_ELECTED
     if claim.node == args.node and claim.reign > FIRST_REIGN:
-        return run_coordinator(replace(args, reign=claim.reign), certificates)
-    if claim.term != term:
+        return run_coordinator(replace(args, reign=claim.reign))
+    if claim.term != args.term:
         return EXIT_NOT_ELECTED
     spec = read_resolved(directory)
     raise_descriptor_limit(spec.fleet.nodes + spec.fleet.spares)
-    credentials = credentials_of(args.run_dir, spec, args.attempt, certificates)
+    credentials = credentials_of(args.run_dir, spec, args.attempt, args.certificates)
     return asyncio.run(
         _stand_and_lead(Candidate(args, spec, credentials, register, claim), args, spec, credentials)
     )
@@ -275,18 +275,8 @@ def main() -> int:
     die_with_parent()
     capture_output(os.environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parser = argparse.ArgumentParser(prog="phalanx.fleet.control.succession.candidate")
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--host", required=True)
-    parser.add_argument("--listen", default="")
-    parser.add_argument("--node", required=True)
-    parser.add_argument("--term", type=int, required=True)
-    parser.add_argument("--certificates", type=Path)
-    options = parser.parse_args()
-    args = CoordinatorArgs(options.run_dir, options.attempt, options.host, 0, options.node, options.listen)
-    name = f"coordinator-{options.node}"
-    return exit_code_of(lambda: run_candidate(args, options.term, options.certificates), args, name)
+    args = parsed(CoordinatorArgs, "phalanx.fleet.control.succession.candidate")
+    return exit_code_of(lambda: run_candidate(args), args, f"coordinator-{args.node}")
 
 
 if __name__ == "__main__":

@@ -423,10 +423,10 @@ class CoordinatorArgs:
     """The arguments with which a coordinator is started."""
 
     run_dir: Path
-    attempt: int
-    host: str
+    attempt: int = 0
+    host: str = "127.0.0.1"
     """The host on which it listens and agents find it."""
-    port: int
+    port: int = 0
     node: str = ""
     """The node on whose machine it runs; that node is never given back."""
     listen: str = ""
@@ -435,6 +435,10 @@ class CoordinatorArgs:
     """
     reign: int = FIRST_REIGN
     """The number of its reign: the one in which it led before, or 1."""
+    certificates: Path | None = None
+    """The folder of its certificates, if connections are encrypted."""
+    term: int = 0
+    """The newest claim when a candidate was started; 0 for the first coordinator."""
 
     @property
     def listening_on(self) -> str:

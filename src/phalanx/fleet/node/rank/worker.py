@@ -20,9 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,30 +94,10 @@ collective of a user's observer.
 """
 
 
-@dataclass(frozen=True)
-class WorkerArgs:
-    """The arguments of a worker process."""
-
-    run_dir: Path
-    segments: tuple[int, ...]
-    """Descriptors of the memory for this worker's snapshots."""
-    run_file_sha256: str
-    """The digest of the resolved run file that its agent read (``phalanx.run.identity``)."""
-    local_rank: int
-    node: str
-    """The node's name; in a local fleet it ends with the node's number."""
-    host: str
-    """This machine, as the other nodes reach it."""
-    attempt: int
-    """The number of the run's start, whose claims name the newest epoch."""
-    certificates: Path | None = None
-    """For the data ports of other nodes."""
-
-
 class RankWorker:
     """One worker process."""
 
-    def __init__(self, link: worker_link.WorkerEnd, args: WorkerArgs, stop: StopRequest) -> None:
+    def __init__(self, link: worker_link.WorkerEnd, args: worker_link.WorkerArgs, stop: StopRequest) -> None:
         """Read the run, choose the device, open the data, check data and numerics of this machine, and load the
         user's code.
 
@@ -135,7 +113,7 @@ class RankWorker:
                 f"{self._directory.run_file} is another one than this node's agent has read: the run was started again, or somebody "
                 "has changed the file"
             )
-        self._device = device_for(self._spec.runtime.device, args.local_rank)
+        self._device = device_for(self._spec.runtime.device, args.worker)
         make_current(self._device)
         if not on_gpu(self._device):
             require_interface()
@@ -167,7 +145,7 @@ class RankWorker:
         _check_machine(self._spec, self._directory, self._warm, args.node)
         for name in self._spec.observe.observers:
             maker_of(name)
-        if args.local_rank == 0:
+        if args.worker == 0:
             leave_own_machine(self._directory, args.node)
             ThrottlingWatch(self._directory, args.node, Throttles().now).start()
         if self._spec.model.factory:
@@ -362,7 +340,7 @@ class RankWorker:
             from phalanx.fleet.saboteur import Saboteur, Whereabouts
 
             node = int(re.sub(r".*?(\d*)$", r"\1", self._args.node) or 0)
-            worker = node * self._spec.fleet.workers_per_node + self._args.local_rank
+            worker = node * self._spec.fleet.workers_per_node + self._args.worker
             self._saboteur = Saboteur(
                 Whereabouts(self._args.run_dir, node, worker),
                 self._segments,

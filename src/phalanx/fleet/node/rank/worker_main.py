@@ -1,22 +1,21 @@
-"""The program of a fleet's worker: ``python -m phalanx.fleet.node.rank.worker_main --link FD --segments FD FD
---run-dir DIR --worker I``.
+"""The program of a fleet's worker: ``python -m phalanx.fleet.node.rank.worker_main`` with the options of
+``WorkerArgs``.
 
 It is separate from the worker because importing that takes seconds, and these settings must come first.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 import traceback
 from contextlib import suppress
-from pathlib import Path
 
-from phalanx.fleet.node.worker_link import RunFailed, Unfit, WorkerEnd
+from phalanx.fleet.node.worker_link import RunFailed, Unfit, WorkerArgs, WorkerEnd
 from phalanx.hardware.local.detect import set_for_rank
 from phalanx.observe.logs.capture import capture_output
+from phalanx.process.arguments import parsed
 from phalanx.process.child import die_with_parent
 from phalanx.process.this_process import StopRequest
 from phalanx.train.lifecycle.worker import EXIT_FAILED, known_errors, without_gc
@@ -35,37 +34,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     set_for_rank(survives=True)
-    parser = argparse.ArgumentParser(prog="phalanx.fleet.node.rank.worker_main")
-    parser.add_argument("--link", type=int, required=True, help="descriptor of the socket to the agent")
-    parser.add_argument(
-        "--segments", type=int, nargs=2, required=True, help="descriptors of its snapshot memory"
-    )
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--worker", type=int, required=True, help="number among the node's workers")
-    parser.add_argument(
-        "--run-file", required=True, help="SHA-256 of the resolved run that the agent has read"
-    )
-    parser.add_argument(
-        "--node", default="node-0", help="name of the node; its number says which faults are meant for it"
-    )
-    parser.add_argument("--certificates", type=Path, help="folder with ca.pem, node.pem and node.key")
-    parser.add_argument("--host", default="127.0.0.1", help="this machine, as the other nodes reach it")
-    parser.add_argument("--attempt", type=int, default=0, help="number of the run's start")
-    arguments = parser.parse_args()
-    link = WorkerEnd(arguments.link)
+    args = parsed(WorkerArgs, "phalanx.fleet.node.rank.worker_main")
+    link = WorkerEnd(args.link)
     try:
         with without_gc():
-            from phalanx.fleet.node.rank.worker import RankWorker, WorkerArgs
-        args = WorkerArgs(
-            arguments.run_dir,
-            tuple(arguments.segments),
-            arguments.run_file,
-            arguments.worker,
-            arguments.node,
-            arguments.host,
-            arguments.attempt,
-            arguments.certificates,
-        )
+            from phalanx.fleet.node.rank.worker import RankWorker
         RankWorker(link, args, StopRequest()).serve()
     except Exception as error:
         traceback.print_exc()
