@@ -63,11 +63,14 @@ class When:
         return f"{moment} in {self.phase}" if self.phase else moment
 
 
+KillTarget = Literal["worker", "node", "rank", "coordinator"]
+
+
 @dataclass(frozen=True)
 class Kill:
     """SIGKILL; of a node, to its agent and workers, so that its memory is lost too."""
 
-    target: Literal["worker", "node", "rank", "coordinator"]
+    target: KillTarget
     number: int = 0
 
     def __str__(self) -> str:
@@ -292,15 +295,8 @@ def _action(words: _Words) -> FaultAction:
 
 def _kill(words: _Words) -> Kill:
     """Parse the target of "kill" and its number. Raises ``FaultError``."""
-    match words.one_of("worker", "node", "rank", "coordinator"):
-        case "coordinator":
-            return Kill("coordinator")
-        case "worker":
-            return Kill("worker", words.count("the number of a worker"))
-        case "node":
-            return Kill("node", words.count("the number of a node"))
-        case _:
-            return Kill("rank", words.count("the number of a rank"))
+    target = cast(KillTarget, words.one_of(*get_args(KillTarget)))
+    return Kill(target, 0 if target == "coordinator" else words.count(f"the number of a {target}"))
 
 
 def _numbered(words: _Words, kind: str) -> int:
@@ -387,23 +383,22 @@ def _random_fault(draw: _Draw, fleet: FleetShape, step: int, *, may_lose_node: b
         kinds.append("node")
     if fleet.nodes > 1:
         kinds.append("cut")
+    when = When(step, None, phase)
     match draw.one_of(kinds):
         case "worker":
-            return Fault(
-                Kill("worker", draw.below(fleet.nodes * fleet.workers_per_node)), When(step, None, phase)
-            )
+            return Fault(Kill("worker", draw.below(fleet.nodes * fleet.workers_per_node)), when)
         case "stop":
-            return Fault(Freeze(draw.below(fleet.ranks)), When(step, None, phase))
+            return Fault(Freeze(draw.below(fleet.ranks)), when)
         case "coordinator":
-            return Fault(Kill("coordinator"), When(step, None, phase))
+            return Fault(Kill("coordinator"), when)
         case "node":
-            return Fault(Kill("node", draw.below(fleet.nodes)), When(step, None, phase))
+            return Fault(Kill("node", draw.below(fleet.nodes)), when)
         case "cut":
             first = draw.below(fleet.nodes)
             second = (first + 1 + draw.below(fleet.nodes - 1)) % fleet.nodes
-            return Fault(CutLink((first, second)), When(step, None, phase), for_s=float(1 + draw.below(3)))
+            return Fault(CutLink((first, second)), when, for_s=float(1 + draw.below(3)))
         case _:
-            return Fault(Kill("rank", draw.below(fleet.ranks)), When(step, None, phase))
+            return Fault(Kill("rank", draw.below(fleet.ranks)), when)
 
 
 class _Draw:

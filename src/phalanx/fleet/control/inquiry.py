@@ -373,7 +373,7 @@ class FailureInquiry:
         Of each node the first report within two minutes counts. While 64 reports are recorded, more are
         ignored.
         """
-        if not isinstance(report, m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal):
+        if not isinstance(report, m.FailureReport):
             return
         if isinstance(report, m.Broken) and report.text == m.LEFT_AS_ASKED:
             return
@@ -419,7 +419,7 @@ class FailureInquiry:
         return f"first failure: {who(failure.line)}: {message} ({'; '.join(failure.evidence)})"
 
 
-def _failure_text(report: m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal) -> str:
+def _failure_text(report: m.FailureReport) -> str:
     """Return a report of a failure as text: seconds of silence, the last words, or the exit code."""
     if isinstance(report, m.WorkerHung):
         return f"its worker was silent for {report.silent_s:.0f} s"

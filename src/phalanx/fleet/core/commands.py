@@ -167,20 +167,9 @@ class Shutdown(m.WireMessage, frozen=True):
     reason: m.ShortText = ""
 
 
-Command = (
-    Park
-    | Bind
-    | Release
-    | KillWorker
-    | Diagnose
-    | TellAll
-    | Fence
-    | Stop
-    | ReadToken
-    | SaveSnapshots
-    | Lead
-    | Shutdown
-)
+EpochCommand = Park | Bind | Release | Diagnose | Stop | SaveSnapshots
+"""Commands about one epoch."""
+Command = EpochCommand | KillWorker | TellAll | Fence | ReadToken | Lead | Shutdown
 """All commands that an agent obeys."""
 
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")

@@ -380,32 +380,18 @@ class Folded(WireMessage, frozen=True):
     events: Annotated[tuple[CoreEvent, ...], Meta(max_length=65536)]
 
 
-AgentReport = (
-    Joined
-    | Ready
-    | Heartbeat
-    | WorkerExited
-    | WorkerHung
-    | Broken
-    | Parked
-    | Bound
-    | Durable
-    | NotSaved
-    | Suspect
-    | RunFinished
-    | Fatal
-)
+FailureReport = WorkerExited | WorkerHung | Broken | Fatal
+"""Reports of a failure that may end an epoch."""
+MemberReport = Parked | Bound | Durable | NotSaved | RunFinished
+"""Reports of an epoch's members, and of those that save at its end."""
+AgentReport = Joined | Ready | Heartbeat | MemberReport | FailureReport | Suspect
 """Messages of an agent that reach the core."""
 AgentMessage = AgentReport | Recorded
 """All messages of an agent."""
 OperatorRequest = Drain | Admit | StopRun | Shrink | Grow | RotateTokens
 """Messages of an operator."""
-CoreEvent = (
-    AgentReport
-    | Drain
-    | Admit
-    | StopRun
-    | Disconnected
+ShellEvent = (
+    Disconnected
     | Tick
     | DiskHolds
     | Rekeyed
@@ -415,9 +401,9 @@ CoreEvent = (
     | Restarted
     | Untold
     | StoodStill
-    | Rollcall
-    | Folded
 )
+"""Events from the coordinator's own shell."""
+CoreEvent = AgentReport | Drain | Admit | StopRun | ShellEvent | Rollcall | Folded
 """All events that the core's ``step`` takes."""
 
 _encoder = msgspec.json.Encoder()

@@ -102,20 +102,11 @@ class EndAgent:
     """True if the agent gives up; otherwise the run is over."""
 
 
-AgentAction = (
-    SendReport
-    | SendToWorker
-    | KillProcess
-    | StartProcess
-    | StreamSnapshot
-    | DiscardSnapshots
-    | LogStall
-    | CheckHealth
-    | SaveMemory
-    | DealCopies
-    | ReadNewToken
-    | EndAgent
-)
+WorkerAction = SendToWorker | KillProcess | StartProcess | StreamSnapshot
+"""Actions on one worker."""
+MemoryAction = DiscardSnapshots | SaveMemory | DealCopies
+"""Actions on the node's snapshots, and on the copies that it makes."""
+AgentAction = SendReport | WorkerAction | MemoryAction | LogStall | CheckHealth | ReadNewToken | EndAgent
 
 
 @dataclass(frozen=True)

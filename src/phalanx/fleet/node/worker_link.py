@@ -211,21 +211,11 @@ class RunFailed(_EpochMessage, frozen=True):
 
 
 ToWorker = JoinEpoch | LeaveEpoch | StopTraining | SnapshotSafe | HoldSaves | InjectFault | SendFlightRecord
-ToAgent = (
-    Warm
-    | Unfit
-    | Alive
-    | JoinedEpoch
-    | EpochBroken
-    | Doubted
-    | FlightRecordSent
-    | LeftEpoch
-    | SnapshotTaken
-    | StepEnded
-    | CheckpointCommitted
-    | TrainingFinished
-    | RunFailed
-)
+EpochOutcome = EpochBroken | Doubted | TrainingFinished | RunFailed
+"""The end of an epoch for one worker."""
+EpochProgress = Alive | JoinedEpoch | StepEnded | SnapshotTaken | CheckpointCommitted | LeftEpoch
+"""The life of a worker in its epochs."""
+ToAgent = Warm | Unfit | EpochProgress | EpochOutcome | FlightRecordSent
 
 TO_WORKER: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
 TO_AGENT: MessageDecoder[ToAgent] = MessageDecoder(ToAgent)
@@ -243,7 +233,7 @@ class WorkerArgs:
     worker: int
     """The number among the node's workers."""
     node: str
-    """The node's name; in a local fleet it ends with the node's number, which says which faults are meant for it."""
+    """The node's name; in a local fleet it ends with the node's number, by which faults find it."""
     host: str = "127.0.0.1"
     """This machine, as the other nodes reach it."""
     attempt: int = 0

@@ -87,19 +87,13 @@ def on_all(hosts: list[Host], act: Callable[[Host], T]) -> tuple[dict[str, T], l
     """
     done: dict[str, T] = {}
     wrong: list[str] = []
-
-    def call(host: Host) -> tuple[Host, T | EngineError]:
-        try:
-            return host, act(host)
-        except EngineError as error:
-            return host, error
-
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for host, result in pool.map(call, hosts):
-            if isinstance(result, EngineError):
-                wrong.append(str(result))
-            else:
-                done[host.name] = result
+        calls = [(host, pool.submit(act, host)) for host in hosts]
+    for host, call in calls:
+        try:
+            done[host.name] = call.result()
+        except EngineError as error:
+            wrong.append(str(error))
     return done, wrong
 
 

@@ -62,7 +62,6 @@ class PodRequest:
 
     name: str
     """The name of its objects in the cluster."""
-    run_name: str
     run_dir: str
     """Absolute, in the pods."""
     run_file: str
@@ -142,7 +141,6 @@ def request_of(spec: RunSpec, run_file: str) -> PodRequest:
     launch, fleet = spec.launch, spec.fleet
     return PodRequest(
         name=object_name(spec),
-        run_name=spec.name,
         run_dir=spec.run_dir,
         run_file=run_file,
         nodes=fleet.nodes,

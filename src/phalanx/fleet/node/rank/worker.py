@@ -274,7 +274,7 @@ class RankWorker:
         if not stopped:
             self._link.send(worker_link.LeftEpoch(bind.epoch, self._fresh_meeting_point()))
 
-    def _outcome(self, bind: worker_link.JoinEpoch) -> worker_link.ToAgent | None:
+    def _outcome(self, bind: worker_link.JoinEpoch) -> worker_link.EpochOutcome | None:
         """Train, and return the message about the end of the epoch; no ``Exception`` is raised.
 
         That is TrainingFinished, with an empty result if training was stopped. On an error it is the message of ``outcome_of``, or
@@ -367,7 +367,7 @@ class RankWorker:
 
 def outcome_of(
     error: Exception, epoch: int, *, over: bool, device: torch.device
-) -> worker_link.ToAgent | None:
+) -> worker_link.EpochOutcome | None:
     """Return the message about an error that ended ``epoch``, or ``None`` if it needs none.
 
     Corruption and non-finite steps are Doubted, a known error that a person must fix is RunFailed, any other is
