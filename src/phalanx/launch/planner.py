@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from phalanx.hardware.cluster import Cluster
-from phalanx.launch.placing import Order, Topology
+from phalanx.hardware.cluster import Cluster, HardwareError
+from phalanx.launch.placing import Order, Topology, TopologyError
 from phalanx.plugins import load_plugin
 from phalanx.run.smaller_degrees import Axis
 from phalanx.run.spec import RunSpec
@@ -77,6 +77,14 @@ def installed_planner() -> Planner:
     if planner is None:
         raise PlannerError("no planner is installed: pip install --force-reinstall --no-deps phalanx-train")
     return planner
+
+
+def price_or_reason(price: Callable[[Planner], PricedNodes]) -> tuple[PricedNodes | None, str]:
+    """Return (price, "") of nodes by the installed planner, or (None, the reason for which they have none)."""
+    try:
+        return price(installed_planner()), ""
+    except (TopologyError, PlannerError, HardwareError) as error:
+        return None, str(error)
 
 
 def too_slow(spec: RunSpec, nodes: PricedNodes) -> str:

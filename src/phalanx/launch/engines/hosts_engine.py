@@ -12,16 +12,15 @@ from pathlib import Path
 from shlex import quote
 from typing import NoReturn
 
-from phalanx.hardware.cluster import HardwareError
 from phalanx.launch.engines import bare, submission
 from phalanx.launch.engines.engine import JobStanding, SubmitReport, SubmitRequest, recorded_run
 from phalanx.launch.engines.hosts import HERE, Host, network_of, read_hosts, start_script
-from phalanx.launch.engines.order import EngineError, LaunchOrder, writing
-from phalanx.launch.placing import TopologyError
-from phalanx.launch.planner import PlannerError, PricedNodes, installed_planner, too_slow
+from phalanx.launch.engines.order import EngineError, LaunchOrder, refuse_for, writing
+from phalanx.launch.planner import PricedNodes, price_or_reason, too_slow
 from phalanx.run.directory.files import read_small, write_atomically
 from phalanx.run.spec import RunSpec
 
+_CANNOT_START = "this run cannot start"
 _THIS_MACHINE = Host("this-machine", HERE, 0, "127.0.0.1")
 
 
@@ -55,7 +54,7 @@ class HostsEngine:
         hosts = listed[: order.all_nodes] if self.has_hosts else listed
         scripts = {host.name: start_script(order, host, hosts[0], "WORD") for host in hosts}
         if request.dry_run:
-            _demand(bare.problems(order, hosts))
+            refuse_for(bare.problems(order, hosts), _CANNOT_START)
             text = "\n".join(f"# on {name}\n{script}" for name, script in scripts.items())
             return SubmitReport({"scripts": scripts, "run_dir": spec.run_dir}, text)
         where = f"{len(hosts)} hosts" if self.has_hosts else "this machine"
@@ -88,12 +87,14 @@ class HostsEngine:
             earlier.refuse_second()
         submission.forget_stopped(order)
         wrong = bare.preflight(order, hosts)
-        if not self.has_hosts or wrong:
-            _demand(wrong)
+        refuse_for(wrong, _CANNOT_START)
+        if not self.has_hosts:
             return spec, None
-        price, why_not = _price(spec, listed, hosts)
+        names = [host.name for host in hosts]
+        price, why_not = price_or_reason(lambda planner: planner.price_of(spec, network_of(listed), names))
         if spec.launch.most_lost_ms:
-            _demand(list(filter(None, [too_slow(spec, price) if price else unpriced(spec, why_not)])))
+            slow = too_slow(spec, price) if price else unpriced(spec, why_not)
+            refuse_for([slow] if slow else [], _CANNOT_START)
         if price is not None and not spec.launch.unit:
             spec = replace(spec, launch=replace(spec.launch, unit=price.unit, order=price.order))
         sentence = price.sentence if price else f"not verified: {why_not}"
@@ -166,8 +167,7 @@ class HostsRun:
     def end_now(self) -> None:
         """Kill the sessions. Raises ``EngineError`` naming the hosts that do not answer."""
         _, wrong = bare.end(self.run_dir, bare.started_on(self.run_dir), signal.SIGKILL)
-        if wrong:
-            raise EngineError("not ended everywhere:\n  " + "\n  ".join(wrong))
+        refuse_for(wrong, "not ended everywhere")
 
     def demand_resizable(self) -> None:
         """Return: hosts leave a run freely."""
@@ -208,18 +208,3 @@ def hosts_in(order: LaunchOrder, path: str) -> list[Host]:
 def unpriced(spec: RunSpec, why_not: str) -> str:
     """Return why hosts without a price are not used where a limit was set."""
     return f"launch.most_lost_ms = {spec.launch.most_lost_ms:g} cannot be verified: {why_not}. Or take the limit out"
-
-
-def _demand(wrong: list[str]) -> None:
-    if wrong:
-        raise EngineError("this run cannot start:\n  " + "\n  ".join(wrong))
-
-
-def _price(spec: RunSpec, listed: list[Host], hosts: list[Host]) -> tuple[PricedNodes | None, str]:
-    """Return (price, "") of the hosts for the run, in the network of all that are listed; or (None, why there is
-    none).
-    """
-    try:
-        return installed_planner().price_of(spec, network_of(listed), [host.name for host in hosts]), ""
-    except (TopologyError, PlannerError, HardwareError) as error:
-        return None, str(error)

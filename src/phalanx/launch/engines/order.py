@@ -272,6 +272,12 @@ class EngineError(RuntimeError):
     """A request that an engine cannot fulfill; the message has the reason and the remedy."""
 
 
+def refuse_for(problems: Sequence[str], refusal: str) -> None:
+    """Raise ``EngineError`` with the refusal and its problems, one a line, if there are any."""
+    if problems:
+        raise EngineError(f"{refusal}:\n  " + "\n  ".join(problems))
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Context in which ``path``, of a run directory, is written. Raises ``EngineError`` for its ``OSError``."""

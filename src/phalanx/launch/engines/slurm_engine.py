@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
 
-from phalanx.hardware.cluster import HardwareError
 from phalanx.launch.engines import slurm, submission
 from phalanx.launch.engines.engine import (
     JobStanding,
@@ -22,11 +21,17 @@ from phalanx.launch.engines.engine import (
     SubmitRequest,
     recorded_run,
 )
-from phalanx.launch.engines.order import FOLDER, EngineError, LaunchOrder, private_variables, run_tool
+from phalanx.launch.engines.order import (
+    FOLDER,
+    EngineError,
+    LaunchOrder,
+    private_variables,
+    refuse_for,
+    run_tool,
+)
 from phalanx.launch.engines.slurm_options import from_environment, options_in
 from phalanx.launch.engines.slurm_script import RETURNED, batch_script, joining_script
-from phalanx.launch.placing import Topology, TopologyError
-from phalanx.launch.planner import PlannerError, PricedNodes, installed_planner
+from phalanx.launch.planner import price_or_reason
 from phalanx.launch.topology_files import load_topology
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
@@ -78,9 +83,13 @@ class SlurmEngine:
             return SubmitReport({"script": script, "run_dir": spec.run_dir}, script)
         submission.refuse_finished(order, spec)
         _refuse_second(order)
-        if impossible := slurm.preflight(order):
-            raise EngineError("this job would never start:\n  " + "\n  ".join(impossible))
-        best, why_not = _placement(spec)
+        refuse_for(slurm.preflight(order), "this job would never start")
+        # On the nodes of the partition that are free now.
+        best, why_not = price_or_reason(
+            lambda planner: planner.best_placement(
+                spec, lambda: load_topology("slurm", spec.launch.partition, free_only=True)
+            )
+        )
         if best is not None and not spec.launch.unit:
             spec = replace(spec, launch=replace(spec.launch, unit=best.unit, order=best.order))
         made, expected = queue_job(spec, working_dir, request.lender)
@@ -205,8 +214,7 @@ class SlurmRun:
             notify(line)
         spec = replace(spec, run_dir=str(self.run_dir.resolve()), launch=launch)
         order = submission.order_of(spec, Path(self.made.working_dir))
-        if impossible := slurm.preflight(replace(order, nodes=by, spares=0)):
-            raise EngineError("this job would never start:\n  " + "\n  ".join(impossible))
+        refuse_for(slurm.preflight(replace(order, nodes=by, spares=0)), "this job would never start")
         path = order.folder / "joining.sh"
         write_atomically(path, joining_script(order, by).encode(), mode=0o755)
         slurm.test_submit(path)
@@ -325,18 +333,3 @@ def _record_or_cancel(order: LaunchOrder, job: str) -> submission.Submitted:
                 f"job {job} can neither be noted ({error}) nor taken back ({also}): end it with scancel {job}"
             ) from error
         raise EngineError(f"job {job} is taken back: {error}") from error
-
-
-def _placement(spec: RunSpec) -> tuple[PricedNodes | None, str]:
-    """Return the best placement on the nodes of the partition that are free now; or ``None`` and the reason.
-
-    Raises ``EngineError`` if Slurm does not answer.
-    """
-
-    def free_nodes() -> Topology:
-        return load_topology("slurm", spec.launch.partition, free_only=True)
-
-    try:
-        return installed_planner().best_placement(spec, free_nodes), ""
-    except (TopologyError, PlannerError, HardwareError) as error:
-        return None, str(error)

@@ -19,7 +19,7 @@ from typing import NoReturn
 import tomli_w
 
 from phalanx.launch.engines.engine import FIELDS_OF_PODS, SubmitReport, SubmitRequest
-from phalanx.launch.engines.order import FOLDER, EngineError
+from phalanx.launch.engines.order import FOLDER, EngineError, refuse_for
 from phalanx.launch.engines.submission import OF_PODS, STOPPED, Submitted
 from phalanx.launch.kubernetes import cluster
 from phalanx.launch.kubernetes.manifests import EXIT_GOES_ON, EXIT_OVER, beside, job_of, node_reader, text_of
@@ -57,9 +57,7 @@ class KubernetesEngine:
         submission = secrets.token_hex(8)
         if request.dry_run:
             return _dry_run(pods, submission, request.out, request.notify)
-        wrong = cluster.preflight(pods)
-        if wrong:
-            raise EngineError("this job would never start:\n  " + "\n  ".join(wrong))
+        refuse_for(cluster.preflight(pods), "this job would never start")
         job = cluster.submit(pods, submission, secrets.token_hex(32))
         spares = f" and {pods.spares} spares" if pods.spares else ""
         ranks = pods.nodes * spec.fleet.workers_per_node

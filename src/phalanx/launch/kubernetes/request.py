@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
-from phalanx.launch.engines.order import EngineError, time_problems
+from phalanx.launch.engines.order import EngineError, refuse_for, time_problems
 from phalanx.launch.engines.submission import default_name
 from phalanx.run.directory.files import read_small
 from phalanx.run.read import launch_variables
@@ -135,9 +135,7 @@ def request_of(spec: RunSpec, run_file: str) -> PodRequest:
 
     Raises ``EngineError`` with all findings of ``problems``, or for a mount or pod patch that cannot be used.
     """
-    wrong = list(problems(spec))
-    if wrong:
-        raise EngineError("this run cannot start on Kubernetes:\n  " + "\n  ".join(wrong))
+    refuse_for(list(problems(spec)), "this run cannot start on Kubernetes")
     launch, fleet = spec.launch, spec.fleet
     return PodRequest(
         name=object_name(spec),
