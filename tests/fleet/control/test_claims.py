@@ -222,11 +222,11 @@ def test_an_epoch_that_was_decided_and_never_claimed_is_left_by_whoever_leads_ne
     old.close()
     assert all(register.make(one) for one in (first, before))
     if successor == "the same":
-        reign = reign_again(directory, 0, 1, "0", empty, print)
+        reign = reign_again(CoordinatorArgs(tmp_path, node="0"), empty, print)
     else:
         claim = succeeding(before, "2", "c")
         assert register.make(claim)
-        reign = succeed(directory, register, 0, before, claim, empty)
+        reign = succeed(register, before, claim, empty)
     assert (reign.restored.state.phase, reign.restored.state.epoch) == (FleetPhase.PARKING, 1)
     reign.journal.close()
     # Its journal leads there too.
@@ -249,7 +249,7 @@ def test_a_successor_goes_on_from_what_is_left_of_the_journal(tmp_path: Path, le
         for at_s, event in fleet.journal if left == "whole" else fleet.journal[:2]:
             old.append(batch_line(at_s, (event,)))
         old.close()
-    reign = succeed(directory, register, 0, before, claim, empty)
+    reign = succeed(register, before, claim, empty)
     state = reign.restored.state
     assert state.phase is (FleetPhase.RUNNING if left == "whole" else FleetPhase.FORMING)
     assert state.epoch == 0

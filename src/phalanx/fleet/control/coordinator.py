@@ -124,9 +124,8 @@ class Elected:
     reign: Reign
     server: FleetServer
     port: int
-    inbox: list[m.CoreEvent]
-    """The events since it began to listen, in order."""
-    heartbeats: dict[str, m.Heartbeat]
+    inbox: Inbox
+    """The events since it began to listen."""
 
 
 class Coordinator:
@@ -154,7 +153,7 @@ class Coordinator:
         self._server = elected.server if elected else FleetServer(credentials, self)
         self._server.listener = self
         self._address, self._port_open = "", elected.port if elected else 0
-        self._inbox = Inbox(elected.inbox, elected.heartbeats) if elected else Inbox()
+        self._inbox = elected.inbox if elected else Inbox()
         self._decided_in_s = 0.0
         """Processor time of the last turn's decisions."""
         self._inquiry: Inquiry | None = None
@@ -166,9 +165,7 @@ class Coordinator:
         reign = elected.reign if elected else self._reign_again()
         self._journal = reign.journal
         self._writing = PatientJournal(reign.journal, self.log, renew_journal_bytes)
-        self._lead = Leadership(
-            self._directory, args.attempt, reign.register, reign.claim, self._writing, fleet.succession_s
-        )
+        self._lead = Leadership(reign.register, reign.claim, self._writing, fleet.succession_s)
         self._state, self._restarts, published_s = reign.restored
         self._failures = FailureInquiry(self._directory, args.attempt, fleet.workers_per_node)
         self._publisher = Publisher(
@@ -188,9 +185,7 @@ class Coordinator:
         """Restore this coordinator's reign from its journal; raises as ``reign_again`` does."""
         settings = settings_of(self._spec, first_step(self._spec, self._directory, self.log))
         empty = initial_state(settings, time.time(), self._server.credentials.fencing)
-        return reign_again(
-            self._directory, self._args.attempt, self._args.reign, self._args.node, empty, self.log
-        )
+        return reign_again(self._args, empty, self.log)
 
     def _now_s(self) -> float:
         """Return Unix time that never steps back, and does not jump with the machine's clock while this

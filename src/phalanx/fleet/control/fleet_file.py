@@ -287,7 +287,8 @@ class ClaimRegister:
     """The claims of one start of a run."""
 
     def __init__(self, directory: RunDirectory, attempt: int) -> None:
-        self._folder, self.attempt = directory.fleet / "claims", attempt
+        self.directory, self.attempt = directory, attempt
+        self._folder = directory.fleet / "claims"
 
     def newest_name(self) -> tuple[int, int]:
         """Return the start and the term of the newest claim of all starts; the term is 0 if this start has

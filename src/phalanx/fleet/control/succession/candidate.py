@@ -34,6 +34,7 @@ from phalanx.fleet.control.succession.reign import (
     succeed,
 )
 from phalanx.fleet.control.transport import AgentLink, FleetServer, raise_descriptor_limit
+from phalanx.fleet.control.turn import Inbox
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import settings_of
@@ -114,8 +115,7 @@ class Candidate:
         self._args, self._spec, self._directory = args, spec, RunDirectory(args.run_dir)
         self._register, self._candidacy = register, Candidacy(claim)
         self._server = FleetServer(credentials, self)
-        self._inbox: list[m.CoreEvent] = []
-        self._heartbeats: dict[str, m.Heartbeat] = {}
+        self._inbox = Inbox()
 
     # --- handlers of the server
 
@@ -127,13 +127,13 @@ class Candidate:
         if not isinstance(report, m.RunFinished):  # The only report without its sender's name.
             self._candidacy.record_heartbeat(report.node, time.monotonic())
         if isinstance(report, m.Heartbeat):
-            self._heartbeats[report.node] = report
+            self._inbox.heartbeats[report.node] = report
         elif not isinstance(report, m.Recorded):
-            self._inbox.append(report)
+            self._inbox.add(report)
 
     def on_disconnect(self, link: AgentLink) -> None:
         """Keep the end of an agent's stream for the coordinator."""
-        self._inbox.append(m.Disconnected(link.node, link.incarnation))
+        self._inbox.add(m.Disconnected(link.node, link.incarnation))
 
     async def on_operation(self, operation: m.OperatorRequest) -> str:  # noqa: ARG002
         """Refuse the request: nobody leads yet."""
@@ -218,10 +218,8 @@ class Candidate:
         Raises as ``succeed`` does.
         """
         empty = initial_state(settings_of(self._spec), time.time(), self._server.credentials.fencing)
-        reign = await asyncio.to_thread(
-            succeed, self._directory, self._register, self._args.attempt, before, claim, empty
-        )
-        return Elected(reign, self._server, port, self._inbox, self._heartbeats)
+        reign = await asyncio.to_thread(succeed, self._register, before, claim, empty)
+        return Elected(reign, self._server, port, self._inbox)
 
 
 def run_candidate(args: CoordinatorArgs) -> int:

@@ -119,30 +119,24 @@ def successor_in(directory: RunDirectory) -> Claim | None:
     return newest if newest is not None and newest.reign > FIRST_REIGN and newest.ended is None else None
 
 
-def reign_again(
-    directory: RunDirectory,
-    attempt: int,
-    reign: int,
-    node: str,
-    empty: FleetState,
-    log: Callable[[str], None],
-) -> Reign:
+def reign_again(args: CoordinatorArgs, empty: FleetState, log: Callable[[str], None]) -> Reign:
     """Return the reign of a coordinator that is the first of its run's start, or was restarted where it led before.
 
-    Makes the first claim, by ``node``, if there is none. A journal that ends before the newest claim is replaced,
+    Makes the first claim, by ``args.node``, if there is none. A journal that ends before the newest claim is replaced,
     and an epoch that was never claimed is dropped. ``empty`` is the state without nodes; ``log`` takes lines for
     people. Raises ``SupersededError`` if the newest claim is of another reign, and ``ClaimError`` or
     ``JournalError`` if one cannot be read or written.
     """
+    directory = RunDirectory(args.run_dir)
     directory.fleet.mkdir(exist_ok=True)
-    register = ClaimRegister(directory, attempt)
+    register = ClaimRegister(directory, args.attempt)
     newest = register.newest()
-    if newest is not None and newest.reign != reign:
+    if newest is not None and newest.reign != args.reign:
         raise SupersededError(_by_whom(register))
-    journal = Journal(journal_path(directory, attempt, reign))
+    journal = Journal(journal_path(directory, args.attempt, args.reign))
     restored_state = restored(journal, empty, log)
     if newest is None:
-        newest = first_claim(restored_state.state, node, nonce())
+        newest = first_claim(restored_state.state, args.node, nonce())
         if not register.make(newest):
             raise SupersededError(_by_whom(register))
     elif is_behind(restored_state.state, newest):
@@ -150,11 +144,9 @@ def reign_again(
         state.incidents[:0] = restored_state.state.incidents
         log(f"{journal.path} ends before claim {newest.term}: all nodes must describe themselves again")
         journal.replace_content(first_line(state, restored_state.restarts))
-        restored_state = ReplayedReign(state, restored_state.restarts, restored_state.published_s)
+        restored_state = restored_state._replace(state=state)
     state = _without_untold_epoch(restored_state.state, newest, journal)
-    return Reign(
-        register, newest, journal, ReplayedReign(state, restored_state.restarts, restored_state.published_s)
-    )
+    return Reign(register, newest, journal, restored_state._replace(state=state))
 
 
 def _without_untold_epoch(state: FleetState, newest: Claim, journal: Journal) -> FleetState:
@@ -171,20 +163,14 @@ def _without_untold_epoch(state: FleetState, newest: Claim, journal: Journal) ->
     return state
 
 
-def succeed(
-    directory: RunDirectory,
-    register: ClaimRegister,
-    attempt: int,
-    before: Claim,
-    claim: Claim,
-    empty: FleetState,
-) -> Reign:
+def succeed(register: ClaimRegister, before: Claim, claim: Claim, empty: FleetState) -> Reign:
     """Return the reign of a coordinator that has just made ``claim``, as successor of the maker of ``before``.
 
     Writes a new journal that begins with the predecessor's state. If its journal is unreadable, of another
     start or behind ``before``, it begins with the state that ``before`` records. Raises ``JournalError`` if the
     new one cannot be written.
     """
+    directory, attempt = register.directory, register.attempt
     lines = read_journal(journal_path(directory, attempt, before.reign))
     journal = Journal(journal_path(directory, attempt, claim.reign))
     now_s = time.time()
@@ -335,21 +321,15 @@ class Leadership:
     """The claims of one coordinator in one start of the run."""
 
     def __init__(
-        self,
-        directory: RunDirectory,
-        attempt: int,
-        register: ClaimRegister,
-        claim: Claim,
-        journal: PatientJournal,
-        patience_s: float,
+        self, register: ClaimRegister, claim: Claim, journal: PatientJournal, patience_s: float
     ) -> None:
         """Set up the leadership by ``claim``, the newest one and its own; nothing is written.
 
         ``journal`` is on disk before a claim is made in ``register``. ``patience_s`` is ``fleet.succession_s``; 0
         if there is no succession.
         """
-        self._directory, self._attempt, self._register = directory, attempt, register
-        self._journal, self._patience_s, self._heartbeat_due_s = journal, patience_s, 0.0
+        self._register, self._journal = register, journal
+        self._patience_s, self._heartbeat_due_s = patience_s, 0.0
         self.claim = claim
         """The newest claim that it has made."""
 
@@ -365,7 +345,7 @@ class Leadership:
         with suppress(OSError):  # Tried again at the next look; a due claim notices in any case.
             require_leading(self._register, self.claim)
         with suppress(RunDirectoryError):
-            if self._directory.newest_attempt() > self._attempt:
+            if self._register.directory.newest_attempt() > self._register.attempt:
                 raise SupersededError("the run was started again")
 
     def is_due(self, state: FleetState) -> bool:
