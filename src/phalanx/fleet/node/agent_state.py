@@ -167,11 +167,8 @@ class AgentState:
                 actions = self._order_out(epoch - 1, "this node is a spare now", planned=False, now_s=now_s)
                 return [act.DealCopies((), 0), *actions]
             case c.KillWorker(worker):
-                return (
-                    [act.KillProcess(worker)]
-                    if worker < len(self.workers) and self.workers[worker].running
-                    else []
-                )
+                runs = worker < len(self.workers) and self.workers[worker].running
+                return [act.KillProcess(worker)] if runs else []
             case c.Stop():
                 return [
                     act.SendToWorker(i, worker_link.StopTraining("asked to stop"))
@@ -325,7 +322,7 @@ class AgentState:
         Messages of a doomed or ended worker are dropped. So are those of another epoch, except Warm, Unfit,
         SnapshotTaken, CheckpointCommitted, LeftEpoch of a later one, and the text of RunFailed.
         """
-        worker = self.workers[index]
+        me, life, worker = self.identity.node, self.incarnation, self.workers[index]
         worker.last_message_s = now_s
         if worker.doomed or not worker.running:
             return []
@@ -345,53 +342,32 @@ class AgentState:
                 worker.bound = True
                 return self._bound()
             case worker_link.EpochBroken(epoch=epoch, text=text) if epoch == worker.epoch:
-                self.ended_unix_s = self.ended_unix_s or unix_s
-                return self._testify(
-                    m.Broken(self.identity.node, self.incarnation, epoch, index, text[:_TEXT_MAX])
-                )
+                return self._testify(m.Broken(me, life, epoch, index, text[:_TEXT_MAX]), unix_s)
             case worker_link.Doubted(epoch=epoch) if epoch == worker.epoch:
-                if message.reason != "straggler":
-                    self.ended_unix_s = self.ended_unix_s or unix_s
+                evidence = message.evidence[:_TEXT_MAX]
                 report = m.Suspect(
-                    self.identity.node,
-                    message.reason,
-                    message.evidence[:_TEXT_MAX],
-                    message.trusted_step,
-                    epoch,
-                    message.ranks,
-                    message.step,
+                    me, message.reason, evidence, message.trusted_step, epoch, message.ranks, message.step
                 )
-                return self._testify(report)
+                return self._testify(report, 0.0 if message.reason == "straggler" else unix_s)
             case worker_link.FlightRecordSent(epoch=epoch, record=record) if (
                 epoch == worker.epoch and worker.owes_flight_record
             ):
                 worker.owes_flight_record = False
-                return [
-                    act.SendReport(
-                        m.Recorded(self.identity.node, self.incarnation, epoch, record[: m.MOST_RECORD_BYTES])
-                    )
-                ]
+                return [act.SendReport(m.Recorded(me, life, epoch, record[: m.MOST_RECORD_BYTES]))]
             case worker_link.LeftEpoch(epoch=epoch) if worker.epoch <= epoch:
                 return self._left(worker, message)
             case worker_link.SnapshotTaken():
                 return self._second_copy(index, message)
             case worker_link.CheckpointCommitted(step):
-                return [
-                    act.SendReport(
-                        m.Durable(self.identity.node, self.incarnation, max(worker.epoch, 0), step)
-                    )
-                ]
+                return [act.SendReport(m.Durable(me, life, max(worker.epoch, 0), step))]
             case worker_link.TrainingFinished(epoch=epoch, result=result) if epoch == worker.epoch:
                 worker.finished, worker.last_words = True, result
                 return self._finished(epoch)
             case worker_link.RunFailed(epoch=epoch, text=text):
                 worker.last_words = text
                 if epoch == worker.epoch != m.NO_EPOCH:
-                    self.ended_unix_s = self.ended_unix_s or unix_s
-                    node = self.identity.node
-                    return self._testify(
-                        m.Fatal(epoch, node, text[:_TEXT_MAX], message.kind, message.unanimous)
-                    )
+                    fatal = m.Fatal(epoch, me, text[:_TEXT_MAX], message.kind, message.unanimous)
+                    return self._testify(fatal, unix_s)
         return []
 
     # --- health ------------------------------------------------------------------------------------
@@ -409,10 +385,18 @@ class AgentState:
     def _unfit(self, evidence: str) -> list[act.AgentAction]:
         return [act.SendReport(m.Suspect(self.identity.node, "health", evidence[:_TEXT_MAX]))]
 
-    def _testify(self, report: m.AgentReport) -> list[act.AgentAction]:
-        """Keep a report as evidence of the epoch, and return the action that sends it."""
+    def _testify(self, report: m.AgentReport, ended_unix_s: float = 0.0) -> list[act.AgentAction]:
+        """Keep a report as evidence of the epoch, and return the action that sends it. If the epoch must end, it does
+        so from ``ended_unix_s`` on, or from an earlier report's time.
+        """
+        self.ended_unix_s = self.ended_unix_s or ended_unix_s
         self.evidence.append(report)
         return [act.SendReport(report)]
+
+    def _failed(self, report: m.WorkerExited | m.WorkerHung, unix_s: float) -> list[act.AgentAction]:
+        """Report the failure of a worker, which ends its epoch if it has one, and check the node's health."""
+        in_epoch = report.epoch != m.NO_EPOCH
+        return [*(self._testify(report, unix_s) if in_epoch else [act.SendReport(report)]), *self.examine()]
 
     def _ready(self) -> list[act.AgentAction]:
         """Return the report that the workers are warm; nothing until all are, or if one has a rank."""
@@ -441,11 +425,10 @@ class AgentState:
         Empty if the worker is in another epoch by now.
         """
         address = self.buddies.get(snapshot.rank)
-        if snapshot.epoch != self.workers[index].epoch:
-            return []
         if address is None:
-            return [act.SendToWorker(index, worker_link.SnapshotSafe(snapshot.epoch, snapshot.step))]
-        return [act.StreamSnapshot(index, snapshot, address)]
+            return self.on_pushed(index, snapshot)
+        in_time = snapshot.epoch == self.workers[index].epoch
+        return [act.StreamSnapshot(index, snapshot, address)] if in_time else []
 
     def on_pushed(self, index: int, snapshot: worker_link.SnapshotTaken) -> list[act.AgentAction]:
         """Handle the arrival of a snapshot at the buddy: report it as safe to the worker, unless that is in
@@ -490,15 +473,9 @@ class AgentState:
         epoch, self.workers[index] = worker.epoch, act.WorkerLife()
         actions: list[act.AgentAction] = [act.StartProcess(index)]
         if not worker.doomed:
-            self.ended_unix_s = self.ended_unix_s or (unix_s if epoch != m.NO_EPOCH else 0.0)
-            text = (worker.last_words or text)[-_TEXT_MAX:]
-            report = m.WorkerExited(
-                self.identity.node, self.incarnation, epoch, index, code, text, worker.stuck
-            )
-            actions += [
-                *(self._testify(report) if epoch != m.NO_EPOCH else [act.SendReport(report)]),
-                *self.examine(),
-            ]
+            me, text = self.identity.node, (worker.last_words or text)[-_TEXT_MAX:]
+            exited = m.WorkerExited(me, self.incarnation, epoch, index, code, text, worker.stuck)
+            actions += self._failed(exited, unix_s)
         return actions + self._parked()
 
     def silent(self, now_s: float) -> list[int]:
@@ -546,11 +523,9 @@ class AgentState:
             silent_s = now_s - worker.last_message_s
             lease_s = self.patience.lease_s * (_WORKING_PATIENCE if index in working else 1)
             if silent_s > (lease_s if worker.meeting_point else _START_S):
-                self.ended_unix_s = self.ended_unix_s or (unix_s if worker.epoch != m.NO_EPOCH else 0.0)
                 worker.doomed = True
                 hung = m.WorkerHung(self.identity.node, self.incarnation, worker.epoch, index, silent_s)
-                reports = self._testify(hung) if worker.epoch != m.NO_EPOCH else [act.SendReport(hung)]
-                actions += [act.KillProcess(index), *reports, *self.examine()]
+                actions += [act.KillProcess(index), *self._failed(hung, unix_s)]
             elif now_s > worker.leave_by_s:
                 worker.leave_by_s, worker.stuck = math.inf, True
                 worker.last_words = f"did not leave epoch {worker.epoch}: killed"
