@@ -114,7 +114,7 @@ class RemoteStore:
         Azure's emulator. Raises BadUrlError if settings are missing, MissingSupportError for an AWS profile
         without boto3.
         """
-        self._url = url
+        self.url = url
         self._retry = retry
         self._scheme = urlsplit(url).scheme
         self._credentials = source_of(self._scheme, os.environ, home())
@@ -129,22 +129,18 @@ class RemoteStore:
         self._read_options = reads
         self._reads = _client(url, self._credentials, reads, retry)
 
-    @property
-    def url(self) -> str:
-        return self._url
-
     @cached_property
     def _writes(self) -> S3Store | GCSStore | AzureStore:
         """A client without a read timeout, which counts from the request's first byte and would end a long upload; to make one takes 6 ms."""
-        return _client(self._url, self._credentials, self._write_options, self._retry)
+        return _client(self.url, self._credentials, self._write_options, self._retry)
 
     def get(self, key: str) -> bytes:
-        require_key(key, self._url)
+        require_key(key, self.url)
         return self._repeated(lambda: bytes(obstore.get(self._reads, key).bytes()), key, "get")
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
         """As ``Store.ranges``; near spans are fetched by one request, and empty ones are not requested."""
-        require_key(key, self._url)
+        require_key(key, self.url)
         # Joined here: the library panics where it has joined spans of which one lies behind the object's end.
         starts, stops = joined_spans(spans)
         if not starts:
@@ -169,7 +165,7 @@ class RemoteStore:
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """As ``Store.put``; more than ``_ONE_REQUEST_BYTES`` are uploaded in parts."""
-        require_key(key, self._url)
+        require_key(key, self.url)
         if len(data) <= _ONE_REQUEST_BYTES:
             self._repeated(lambda: obstore.put(self._writes, key, data, use_multipart=False), key, "put")
         else:
@@ -177,7 +173,7 @@ class RemoteStore:
 
     def put_blocks(self, key: str, blocks: Iterable[bytes | memoryview], nbytes: int) -> None:
         """As ``Store.put_blocks``; up to ``_LEAST_PART_BYTES`` are put in one request, more are uploaded in parts."""
-        require_key(key, self._url)
+        require_key(key, self.url)
         if nbytes <= _LEAST_PART_BYTES:
             self.put(key, b"".join(blocks))
             return
@@ -206,7 +202,7 @@ class RemoteStore:
         """As ``Store.create``. If the key is taken, the object is read: equal bytes are a creation whose answer was
         lost.
         """
-        require_key(key, self._url)
+        require_key(key, self.url)
         if len(data) > MOST_CREATED_BYTES:
             raise ValueError(f"{self._where(key)}: {len(data):,} bytes are too many to create at once")
         try:
@@ -222,7 +218,7 @@ class RemoteStore:
 
     def list(self, prefix: str = "") -> Iterator[Info]:
         """As ``Store.list``; all is fetched before the first object, so that a repetition cannot list one twice."""
-        require_prefix(prefix, self._url)
+        require_prefix(prefix, self.url)
         # As a whole, so that a repetition cannot list an object twice; the library repeats single pages by itself.
         listed = self._repeated(lambda: self._listed(prefix), prefix, "list")
         for meta in listed:
@@ -233,7 +229,7 @@ class RemoteStore:
         return [meta for page in pages for meta in page]
 
     def info(self, key: str) -> Info:
-        require_key(key, self._url)
+        require_key(key, self.url)
         return _info(self._repeated(lambda: obstore.head(self._reads, key), key, "info"))
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -241,7 +237,7 @@ class RemoteStore:
         todo = iter(keys)
         while batch := list(islice(todo, _DELETED_AT_ONCE)):
             for key in batch:
-                require_key(key, self._url)
+                require_key(key, self.url)
             try:
                 self._delete_all(batch)
             except MissingObjectError:
@@ -277,7 +273,7 @@ class RemoteStore:
             if isinstance(explained, ExpiredError):
                 patience_s = self._patience_for_credentials_s
                 # New clients read their credentials again.
-                self._reads = _client(self._url, self._credentials, self._read_options, self._retry)
+                self._reads = _client(self.url, self._credentials, self._read_options, self._retry)
                 self.__dict__.pop("_writes", None)
             if (
                 not isinstance(explained, UnavailableError)
@@ -343,7 +339,7 @@ class RemoteStore:
         return UnavailableError, f"{waited}; check the network, the endpoint and the store"
 
     def _where(self, key: str) -> str:
-        return f"{self._url}/{key}" if key else self._url
+        return f"{self.url}/{key}" if key else self.url
 
 
 def _short_text(where: str, stop: int | None) -> str:

@@ -48,11 +48,7 @@ class LocalFolder:
 
     def __init__(self, root: Path, url: str) -> None:
         self._root = root
-        self._url = url
-
-    @property
-    def url(self) -> str:
-        return self._url
+        self.url = url
 
     def get(self, key: str) -> bytes:
         path = self._path(key)
@@ -101,9 +97,9 @@ class LocalFolder:
             except OSError as error:
                 if error.errno in _NO_LINKS:
                     raise UnconditionalStoreError(
-                        f"{self._url}: this file system has no links ({error.strerror}), so two attempts could both "
+                        f"{self.url}: this file system has no links ({error.strerror}), so two attempts could both "
                         "commit; use another folder",
-                        self._url,
+                        self.url,
                         "create",
                     ) from None
                 raise
@@ -111,7 +107,7 @@ class LocalFolder:
 
     def list(self, prefix: str = "") -> Iterator[Info]:
         """As ``Store.list``; temporary files, and files deleted meanwhile, are left out."""
-        require_prefix(prefix, self._url)
+        require_prefix(prefix, self.url)
         top = self._root / prefix
         with self._errors(prefix, "list"):
             for folder, _, names in os.walk(top, onerror=_raise_unless_missing):
@@ -219,15 +215,13 @@ class LocalFolder:
 
     def _path(self, key: str) -> Path:
         """Return the file of a key. Raises BadUrlError for a bad key, or a name of temporary files."""
-        require_key(key, self._url)
+        require_key(key, self.url)
         if _TEMPORARY.fullmatch(key.rpartition("/")[2]):
-            raise BadUrlError(
-                f"{self._where(key)}: such names are for files being written", self._url, "open"
-            )
+            raise BadUrlError(f"{self._where(key)}: such names are for files being written", self.url, "open")
         return self._root / key
 
     def _where(self, key: str) -> str:
-        return f"{self._url}/{key}" if key else self._url
+        return f"{self.url}/{key}" if key else self.url
 
     @contextmanager
     def _errors(self, key: str, operation: str) -> Iterator[None]:

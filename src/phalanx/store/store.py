@@ -45,11 +45,9 @@ class Store(Protocol):
     @property
     def url(self) -> str:
         """The URL that was opened, without a slash at its end."""
-        ...
 
     def get(self, key: str) -> bytes:
         """The whole object. Raises MissingObjectError."""
-        ...
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Return the bytes ``start`` to ``stop`` (exclusive) of each span, in order; gaps below 64 KiB are read as
@@ -57,11 +55,9 @@ class Store(Protocol):
 
         Raises MissingObjectError, and ShortObjectError where the object ends before a span does.
         """
-        ...
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Write the object, durable when this returns, in place of one that is there; no reader ever sees a part of it."""
-        ...
 
     def put_blocks(self, key: str, blocks: Iterable[bytes | memoryview], nbytes: int) -> None:
         """As ``put``, for an object of ``nbytes`` that comes in blocks, so that it is never in memory as a whole.
@@ -69,7 +65,6 @@ class Store(Protocol):
         A broken upload is not begun again, since the blocks are gone: only its requests are repeated. Errors of
         ``blocks`` are raised.
         """
-        ...
 
     def create(self, key: str, data: bytes) -> None:
         """Create the object if there is none, atomic and durable; of several creators one succeeds. At most 4 MiB.
@@ -77,23 +72,18 @@ class Store(Protocol):
         Raises ExistsError if the key is taken by other bytes. Equal bytes count as one's own, whose answer was lost: give ``data``
         something that no other creator writes. Raises ValueError for a larger object.
         """
-        ...
 
     def list(self, prefix: str = "") -> Iterator[Info]:
         """All objects below ``prefix``, a path of whole segments (``a/b`` holds ``a/b/c`` but not ``a/bc``), in any order."""
-        ...
 
     def info(self, key: str) -> Info:
         """The object as a listing shows it. Raises MissingObjectError."""
-        ...
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; a key that is missing is no error."""
-        ...
 
     def remove_unfinished(self) -> None:
         """Remove leftovers of killed writers that are no objects, as far as the store does not do so itself. No writer may be active."""
-        ...
 
 
 def require_create(store: Store, probe_key: str) -> None:

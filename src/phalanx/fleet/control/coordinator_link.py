@@ -84,13 +84,8 @@ class CoordinatorLink:
                 run. The claim is unproven: check the run directory, and do no more.
             on_wrong_token: Called likewise when the peer rejects the token.
         """
-        self._where, self._credentials, self._first_reports, self._on_command, self._log = (
-            where,
-            credentials,
-            first_reports,
-            on_command,
-            log,
-        )
+        self._where, self._credentials, self._log = where, credentials, log
+        self._first_reports, self._on_command = first_reports, on_command
         self._on_refused: dict[RefusalCode, Callable[[], None]] = {
             "another start": on_other_start,
             "unauthenticated": on_wrong_token,

@@ -89,7 +89,6 @@ class QueuedJob(Protocol):
     @property
     def listing(self) -> str:
         """Name, state and run directory, for people."""
-        ...
 
 
 class LaunchEngine(Protocol):
@@ -98,46 +97,36 @@ class LaunchEngine(Protocol):
     @property
     def name(self) -> str:
         """The value of ``launch.engine``."""
-        ...
 
     @property
     def needs_nodes(self) -> bool:
         """False if a run without a fleet (``fleet.nodes = 0``) can be submitted."""
-        ...
 
     @property
     def has_queue(self) -> bool:
         """True if ``jobs`` can list the runs that are queued or running; ``phalanx runs --on`` offers only these engines."""
-        ...
 
     @property
     def options(self) -> frozenset[str]:
         """The options of commands (``out``, ``lender``) and fields of ``[launch]`` that this engine uses, of those that not every engine does."""
-        ...
 
     def prepare(self, spec: RunSpec, working_dir: Path) -> tuple[RunSpec, list[str]]:
         """Return the run with an absolute ``run_dir`` and with the engine's own defaults, and a line on each of those."""
-        ...
 
     def doubts(self, spec: RunSpec, working_dir: Path) -> Iterator[str]:
         """Yield what may be a mistake, and cannot be known on this machine."""
-        ...
 
     def submit(self, spec: RunSpec, working_dir: Path, request: SubmitRequest) -> SubmitReport:
         """Start the run, or return what would be submitted."""
-        ...
 
     def jobs(self, namespace: str) -> Sequence[QueuedJob]:
         """Return the user's runs that are queued or running."""
-        ...
 
     def queued(self, run_dir: Path) -> Submitted | None:
         """Return the submission of a run by the engine's queue; ``None`` if that does not have it."""
-        ...
 
     def submitted(self, run_dir: Path, made: Submitted) -> SubmittedRun:
         """Return the run that this record is of."""
-        ...
 
 
 class SubmittedRun(Protocol):
@@ -146,81 +135,64 @@ class SubmittedRun(Protocol):
     @property
     def run_dir(self) -> Path:
         """The run's directory."""
-        ...
 
     @property
     def made(self) -> Submitted:
         """The record of its submission."""
-        ...
 
     @property
     def title(self) -> str:
         """The name of what was started, as the user knows it."""
-        ...
 
     @property
     def log_name(self) -> str:
         """The log of its job, or of the host that leads, in ``RUN_DIR/launch``."""
-        ...
 
     @property
     def start_mark(self) -> str:
         """The file in ``RUN_DIR/launch`` that every start writes first."""
-        ...
 
     @property
     def requeues(self) -> bool:
         """True if its job queues itself again until the run is marked as stopped."""
-        ...
 
     @property
     def holds_nodes(self) -> bool:
         """True if its job keeps a node that has left the run until ``release`` takes it out."""
-        ...
 
     @property
     def has_hosts(self) -> bool:
         """True if it runs on named hosts: each has a log, and others can join it (``phalanx fleet grow --hosts``)."""
-        ...
 
     def standing(self) -> JobStanding | None:
         """Return its state; ``None`` once it has ended."""
-        ...
 
     def remaining(self) -> tuple[bool, list[str]]:
         """Return whether anything of it is queued or running, and a line on each host that does not answer."""
-        ...
 
     def refuse_second(self) -> None:
         """Raise ``EngineError`` if it is queued or running."""
-        ...
 
     def request_stop(self, reign: int | None) -> bool:
         """Have it save and end. Return False if that is left to its coordinator.
 
         ``reign`` is the number of the coordinator that leads the run's fleet, ``None`` before there is one.
         """
-        ...
 
     def end_now(self) -> None:
         """End it at once; what is not saved is lost."""
-        ...
 
     def demand_resizable(self) -> None:
         """Raise ``EngineError`` if nodes cannot be taken out of its job."""
-        ...
 
     def release(self, nodes: set[str]) -> dict[str, tuple[str, ...]]:
         """Take nodes out of its jobs; returns those of each job."""
-        ...
 
     def prepare_joining(self, by: int, notify: Callable[[str], None]) -> Callable[[], str] | None:
         """Return the function that queues a job whose ``by`` nodes join it; ``None`` if nodes come otherwise."""
-        ...
 
     def cancel_joining(self, *, waiting_only: bool = False) -> None:
         """End the jobs whose nodes join it; with ``waiting_only`` those that are still queued."""
-        ...
 
 
 def engine_named(name: str) -> LaunchEngine:
