@@ -1,1 +1,1 @@
-"""Child processes: started, given a log, signaled, waited for, restarted and ended; and calls in daemon threads."""
+"""Child processes: started with arguments and a log, signaled, waited for, restarted and ended; calls in daemon threads; lock files."""

@@ -173,15 +173,10 @@ class Agent:
 
     def _facts(self) -> AgentFacts:
         """Return the values that the metrics show: workers, phase, attachment, health, exits and snapshots."""
-        heartbeat = self._state.heartbeat()
-        workers, attached = tuple(self._state.workers), self._link.attached
+        state, deaths = self._state, self._workers.ended
+        snapshots = self._courier.snapshots()
         return AgentFacts(
-            workers,
-            heartbeat.phase,
-            attached,
-            self._state.cleared,
-            self._workers.ended,
-            self._courier.snapshots(),
+            tuple(state.workers), state.phase(), self._link.attached, state.cleared, deaths, snapshots
         )
 
     async def _farewell(self, patience_s: float | None) -> None:
