@@ -27,23 +27,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from phalanx.run.directory.files import home
-from phalanx.store.store import (
-    MOST_CREATED_BYTES,
-    BadUrlError,
-    DeniedError,
-    ExistsError,
-    ExpiredError,
-    Info,
-    MissingBucketError,
-    MissingObjectError,
-    MissingSupportError,
-    RetryPolicy,
-    ShortObjectError,
-    StoreError,
-    UnavailableError,
-    require_key,
-    require_prefix,
-)
+from phalanx.store import store
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -107,7 +91,7 @@ _T = TypeVar("_T")
 class RemoteStore:
     """The objects below ``url``; the first request is sent when a method is called."""
 
-    def __init__(self, url: str, retry: RetryPolicy) -> None:
+    def __init__(self, url: str, retry: store.RetryPolicy) -> None:
         """Set up the client for reads of ``url``; nothing is requested.
 
         HTTP without TLS is allowed only if an endpoint variable of the environment is an http:// URL, or for
@@ -135,12 +119,12 @@ class RemoteStore:
         return _client(self.url, self._credentials, self._write_options, self._retry)
 
     def get(self, key: str) -> bytes:
-        require_key(key, self.url)
+        store.require_key(key, self.url)
         return self._repeated(lambda: bytes(obstore.get(self._reads, key).bytes()), key, "get")
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
         """As ``Store.ranges``; near spans are fetched by one request, and empty ones are not requested."""
-        require_key(key, self.url)
+        store.require_key(key, self.url)
         # Joined here: the library panics where it has joined spans of which one lies behind the object's end.
         starts, stops = joined_spans(spans)
         if not starts:
@@ -154,7 +138,7 @@ class RemoteStore:
         for start, stop, view in zip(starts, stops, views, strict=True):
             if len(view) != stop - start:
                 where = self._where(key)
-                raise ShortObjectError(_short_text(where, stop), where, "ranges")
+                raise store.ShortObjectError(_short_text(where, stop), where, "ranges")
         result = []
         for start, stop in spans:
             run = max(bisect_right(starts, start) - 1, 0)
@@ -165,7 +149,7 @@ class RemoteStore:
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """As ``Store.put``; more than ``_ONE_REQUEST_BYTES`` are uploaded in parts."""
-        require_key(key, self.url)
+        store.require_key(key, self.url)
         if len(data) <= _ONE_REQUEST_BYTES:
             self._repeated(lambda: obstore.put(self._writes, key, data, use_multipart=False), key, "put")
         else:
@@ -173,7 +157,7 @@ class RemoteStore:
 
     def put_blocks(self, key: str, blocks: Iterable[bytes | memoryview], nbytes: int) -> None:
         """As ``Store.put_blocks``; up to ``_LEAST_PART_BYTES`` are put in one request, more are uploaded in parts."""
-        require_key(key, self.url)
+        store.require_key(key, self.url)
         if nbytes <= _LEAST_PART_BYTES:
             self.put(key, b"".join(blocks))
             return
@@ -202,8 +186,8 @@ class RemoteStore:
         """As ``Store.create``. If the key is taken, the object is read: equal bytes are a creation whose answer was
         lost.
         """
-        require_key(key, self.url)
-        if len(data) > MOST_CREATED_BYTES:
+        store.require_key(key, self.url)
+        if len(data) > store.MOST_CREATED_BYTES:
             raise ValueError(f"{self._where(key)}: {len(data):,} bytes are too many to create at once")
         try:
             self._repeated(
@@ -211,14 +195,14 @@ class RemoteStore:
                 key,
                 "create",
             )
-        except ExistsError:
+        except store.ExistsError:
             # An answer that was lost: here, or at a repetition within the library.
             if self.get(key) != data:
                 raise
 
-    def list(self, prefix: str = "") -> Iterator[Info]:
+    def list(self, prefix: str = "") -> Iterator[store.Info]:
         """As ``Store.list``; all is fetched before the first object, so that a repetition cannot list one twice."""
-        require_prefix(prefix, self.url)
+        store.require_prefix(prefix, self.url)
         # As a whole, so that a repetition cannot list an object twice; the library repeats single pages by itself.
         listed = self._repeated(lambda: self._listed(prefix), prefix, "list")
         for meta in listed:
@@ -228,8 +212,8 @@ class RemoteStore:
         pages = obstore.list(self._reads, prefix or None, chunk_size=_LISTED_AT_ONCE)
         return [meta for page in pages for meta in page]
 
-    def info(self, key: str) -> Info:
-        require_key(key, self.url)
+    def info(self, key: str) -> store.Info:
+        store.require_key(key, self.url)
         return _info(self._repeated(lambda: obstore.head(self._reads, key), key, "info"))
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -237,13 +221,13 @@ class RemoteStore:
         todo = iter(keys)
         while batch := list(islice(todo, _DELETED_AT_ONCE)):
             for key in batch:
-                require_key(key, self.url)
+                store.require_key(key, self.url)
             try:
                 self._delete_all(batch)
-            except MissingObjectError:
+            except store.MissingObjectError:
                 # Google Cloud Storage and Azure refuse to delete what is not there; the rest of the batch may be undone.
                 for key in batch:
-                    with suppress(MissingObjectError):
+                    with suppress(store.MissingObjectError):
                         self._delete_all([key])
 
     def remove_unfinished(self) -> None:
@@ -267,16 +251,16 @@ class RemoteStore:
             except (BaseError, FileNotFoundError) as error:
                 explained = self._explained(error, key, operation)
             except ValueError as error:
-                raise BadUrlError(f"{self._where(key)}: {error}", self._where(key), operation) from None
+                raise store.BadUrlError(f"{self._where(key)}: {error}", self._where(key), operation) from None
             pause_s = min(self._retry.longest_pause_s, 2 * pause_s)
             wait_s = random.uniform(self._retry.first_pause_s, pause_s)
-            if isinstance(explained, ExpiredError):
+            if isinstance(explained, store.ExpiredError):
                 patience_s = self._patience_for_credentials_s
                 # New clients read their credentials again.
                 self._reads = _client(self.url, self._credentials, self._read_options, self._retry)
                 self.__dict__.pop("_writes", None)
             if (
-                not isinstance(explained, UnavailableError)
+                not isinstance(explained, store.UnavailableError)
                 or time.monotonic() + wait_s > began_s + patience_s
             ):
                 raise explained
@@ -287,7 +271,7 @@ class RemoteStore:
         fixed = self._credentials.startswith("environment")
         return min(self._retry.timeout_s, _FIXED_S) if fixed else self._retry.timeout_s
 
-    def _explained(self, error: Exception, key: str, operation: str) -> StoreError:
+    def _explained(self, error: Exception, key: str, operation: str) -> store.StoreError:
         """Return the StoreError for a client's error, by its HTTP status and code, with the remedy.
 
         UnavailableError (also for unknown errors without a status) and ExpiredError are worth another try.
@@ -296,47 +280,52 @@ class RemoteStore:
         kind, text = self._kind_and_text(error, where, operation)
         return kind(text, where, operation)
 
-    def _kind_and_text(self, error: Exception, where: str, operation: str) -> tuple[type[StoreError], str]:
+    def _kind_and_text(
+        self, error: Exception, where: str, operation: str
+    ) -> tuple[type[store.StoreError], str]:
         text = str(error)
         match = _STATUS.search(text)
         status = int(match[1]) if match else 0
         code = (_CODE.search(text) or ["", ""])[1]
         request_text = f"{operation} of {where}"
         if isinstance(error, AlreadyExistsError):
-            return ExistsError, f"{request_text}: it is there already; nothing was changed"
+            return store.ExistsError, f"{request_text}: it is there already; nothing was changed"
         if code in ("NoSuchBucket", "ContainerNotFound") or (status == 404 and operation in ("put", "list")):
             missing = "there is no such bucket or container, or this endpoint does not have it"
-            return MissingBucketError, f"{request_text}: {missing}; make it, or correct the URL"
+            return store.MissingBucketError, f"{request_text}: {missing}; make it, or correct the URL"
         if isinstance(error, FileNotFoundError) or status == 404:
-            return MissingObjectError, f"{request_text}: there is no such object"
+            return store.MissingObjectError, f"{request_text}: there is no such object"
         credentials = f"the credentials found (source: {self._credentials})"
         if code in _EXPIRED_CODES:
             waited = f"no new ones came within {self._patience_for_credentials_s:g} s"
             text = f"{status} {code} on {where}: {credentials} have expired, and {waited}; renew them, and start again"
-            return ExpiredError, text
+            return store.ExpiredError, text
         if status in (401, 403) or code in _REFUSED_CODES:
             answer = f"{status}{f' {code}' if code else ''} on {where} ({_REQUEST[self._scheme][operation]})"
-            return DeniedError, f"{answer}: {credentials} may not do this; give them the right, or set others"
+            return (
+                store.DeniedError,
+                f"{answer}: {credentials} may not do this; give them the right, or set others",
+            )
         if status == 416:
-            return ShortObjectError, _short_text(where, None)
+            return store.ShortObjectError, _short_text(where, None)
         if status in (408, 429) or status >= 500 or code in _PASSING_CODES or not status:
             kind, text = self._passing(text, status, code)
             return kind, f"{request_text}: {text}"
         redirect = " (another region? set AWS_REGION)" if status in (301, 307) else ""
-        return StoreError, f"{request_text}: the store answered {status} {code}{redirect}".rstrip()
+        return store.StoreError, f"{request_text}: the store answered {status} {code}{redirect}".rstrip()
 
-    def _passing(self, text: str, status: int, code: str) -> tuple[type[StoreError], str]:
+    def _passing(self, text: str, status: int, code: str) -> tuple[type[store.StoreError], str]:
         """Return UnavailableError for an error that may pass; StoreError for a wrong region, DeniedError if no credentials could be
         fetched; with its text."""
         if "redirect" in text.lower():
-            return StoreError, "the bucket lies in another region; set AWS_REGION to it"
+            return store.StoreError, "the bucket lies in another region; set AWS_REGION to it"
         if any(service in text for service in _CREDENTIAL_SERVICES):
             source = f"no credentials could be had (source: {self._credentials})"
-            return DeniedError, f"{source}; set those that this store's own tools use"
+            return store.DeniedError, f"{source}; set those that this store's own tools use"
         phrases = "; ".join(p for p in _PHRASES if p in text) or "no answer"
         how = f"{status} {code}".strip() if status else phrases
         waited = f"no success within {self._retry.timeout_s:g} s (last: {how})"
-        return UnavailableError, f"{waited}; check the network, the endpoint and the store"
+        return store.UnavailableError, f"{waited}; check the network, the endpoint and the store"
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
@@ -364,14 +353,14 @@ def joined_spans(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]
     return starts, stops
 
 
-def _info(meta: "ObjectMeta") -> Info:
+def _info(meta: "ObjectMeta") -> store.Info:
     # Azure quotes a tag in its headers and not in its listings.
     etag = (meta["e_tag"] or "").strip('"')
-    return Info(meta["path"], meta["size"], etag, meta["version"] or "", meta["last_modified"])
+    return store.Info(meta["path"], meta["size"], etag, meta["version"] or "", meta["last_modified"])
 
 
 def _client(
-    url: str, credentials: str, client: "ClientConfig", policy: RetryPolicy
+    url: str, credentials: str, client: "ClientConfig", policy: store.RetryPolicy
 ) -> S3Store | GCSStore | AzureStore:
     """Return the client of a bucket: gs, az, or else S3, with the profile's credentials if that is their source.
     No request is sent.
@@ -407,7 +396,7 @@ def _client(
         remedy = (
             "set AZURE_STORAGE_ACCOUNT_NAME" if parts.scheme == "az" else "see docs/train/object-stores.md"
         )
-        raise BadUrlError(
+        raise store.BadUrlError(
             f"{url}: cannot be opened ({missing} missing or wrong); {remedy}", url, "open"
         ) from None
 
@@ -420,7 +409,7 @@ def _profile() -> Any:
     try:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
-        raise MissingSupportError(
+        raise store.MissingSupportError(
             "credentials of an AWS profile need boto3: pip install 'phalanx-train[aws]', or set AWS_ACCESS_KEY_ID",
             "s3://",
             "open",

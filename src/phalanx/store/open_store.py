@@ -15,22 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from phalanx.run.directory.files import files_below, sync
-from phalanx.store.store import (
-    MOST_CREATED_BYTES,
-    BadUrlError,
-    DeniedError,
-    ExistsError,
-    FullError,
-    Info,
-    MissingObjectError,
-    RetryPolicy,
-    ShortObjectError,
-    Store,
-    StoreError,
-    UnconditionalStoreError,
-    require_key,
-    require_prefix,
-)
+from phalanx.store import store
 
 # A folder as an object store: atomic and durable, so that a path can stand wherever a store's URL can.
 #
@@ -68,7 +53,7 @@ class LocalFolder:
             if len(data) != stop - start:
                 where, size = self._where(key), start + len(data)
                 message = f"{where}: ends at byte {size:,}; byte {stop:,} was asked for"
-                raise ShortObjectError(message, where, "ranges")
+                raise store.ShortObjectError(message, where, "ranges")
         return [memoryview(data) for data in parts]
 
     def put(self, key: str, data: bytes | memoryview) -> None:
@@ -82,21 +67,21 @@ class LocalFolder:
         """As ``Store.create``, by a hard link; a file that has these bytes already is no error. Raises
         UnconditionalStoreError if the file system has no links, and ValueError for more than ``MOST_CREATED_BYTES``.
         """
-        if len(data) > MOST_CREATED_BYTES:
+        if len(data) > store.MOST_CREATED_BYTES:
             raise ValueError(f"{self._where(key)}: {len(data):,} bytes are too many to create at once")
         with self._written(key, [data], "create") as (temporary, path):
             try:
                 os.link(temporary, path)
             except FileExistsError:
                 if path.read_bytes() != data:
-                    raise ExistsError(
+                    raise store.ExistsError(
                         f"create of {self._where(key)}: it is there already; nothing was changed",
                         self._where(key),
                         "create",
                     ) from None
             except OSError as error:
                 if error.errno in _NO_LINKS:
-                    raise UnconditionalStoreError(
+                    raise store.UnconditionalStoreError(
                         f"{self.url}: this file system has no links ({error.strerror}), so two attempts could both "
                         "commit; use another folder",
                         self.url,
@@ -105,9 +90,9 @@ class LocalFolder:
                 raise
             os.unlink(temporary)
 
-    def list(self, prefix: str = "") -> Iterator[Info]:
+    def list(self, prefix: str = "") -> Iterator[store.Info]:
         """As ``Store.list``; temporary files, and files deleted meanwhile, are left out."""
-        require_prefix(prefix, self.url)
+        store.require_prefix(prefix, self.url)
         top = self._root / prefix
         with self._errors(prefix, "list"):
             for folder, _, names in os.walk(top, onerror=_raise_unless_missing):
@@ -120,7 +105,7 @@ class LocalFolder:
                     except FileNotFoundError:
                         continue  # deleted meanwhile
 
-    def info(self, key: str) -> Info:
+    def info(self, key: str) -> store.Info:
         """As ``Store.info``; a folder counts as missing."""
         path = self._path(key)
         with self._errors(key, "info"):
@@ -128,10 +113,10 @@ class LocalFolder:
                 raise IsADirectoryError
             return self._info(path)
 
-    def _info(self, path: Path) -> Info:
+    def _info(self, path: Path) -> store.Info:
         """Return the listing of a file; its etag is made of inode, time and size. Raises ``OSError``."""
         stat = path.stat()
-        return Info(
+        return store.Info(
             path.relative_to(self._root).as_posix(),
             stat.st_size,
             f"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}",
@@ -215,9 +200,11 @@ class LocalFolder:
 
     def _path(self, key: str) -> Path:
         """Return the file of a key. Raises BadUrlError for a bad key, or a name of temporary files."""
-        require_key(key, self.url)
+        store.require_key(key, self.url)
         if _TEMPORARY.fullmatch(key.rpartition("/")[2]):
-            raise BadUrlError(f"{self._where(key)}: such names are for files being written", self.url, "open")
+            raise store.BadUrlError(
+                f"{self._where(key)}: such names are for files being written", self.url, "open"
+            )
         return self._root / key
 
     def _where(self, key: str) -> str:
@@ -235,24 +222,27 @@ class LocalFolder:
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             where = self._where(key)
             if operation in ("get", "ranges", "info"):
-                raise MissingObjectError(
+                raise store.MissingObjectError(
                     f"{operation} of {where}: there is no such object", where, operation
                 ) from error
-            raise StoreError(f"{operation} of {where}: {error.strerror}", where, operation) from error
+            raise store.StoreError(f"{operation} of {where}: {error.strerror}", where, operation) from error
         except OSError as error:
             raise _explained(error, self._where(key), operation) from error
 
 
-def _explained(error: OSError, where: str, operation: str) -> StoreError:
+def _explained(error: OSError, where: str, operation: str) -> store.StoreError:
     """Return the StoreError for an ``OSError``: FullError, DeniedError, or a plain one with the errno's name."""
     kind, text = (
-        StoreError,
+        store.StoreError,
         f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')}); check the disk or mount",
     )
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        kind, text = FullError, f"no room ({error.strerror}); free space or raise the quota"
+        kind, text = store.FullError, f"no room ({error.strerror}); free space or raise the quota"
     elif isinstance(error, PermissionError):
-        kind, text = DeniedError, "permission denied; give this user the right to it, or name another folder"
+        kind, text = (
+            store.DeniedError,
+            "permission denied; give this user the right to it, or name another folder",
+        )
     return kind(f"{operation} of {where}: {text}", where, operation)
 
 
@@ -303,38 +293,40 @@ def check_url(url: str) -> str:
     """
     if not is_url(url):
         if not url:
-            raise BadUrlError("an empty path names no store; give a folder or a URL", url, "open")
+            raise store.BadUrlError("an empty path names no store; give a folder or a URL", url, "open")
         return url.rstrip("/") or "/"
     parts = urlsplit(url)
     # What follows "@" or "?" may be a secret, so the message shows none of it.
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     if parts.username is not None or parts.query or parts.fragment:
-        raise BadUrlError(
+        raise store.BadUrlError(
             f"{shown}: a URL of a store has no user, query or fragment; credentials come from the environment",
             shown,
             "open",
         )
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path:
-            raise BadUrlError(
+            raise store.BadUrlError(
                 f"{shown}: a file URL has three slashes and a full path: file:///folder", shown, "open"
             )
     elif parts.scheme not in REMOTE_SCHEMES:
-        raise BadUrlError(
+        raise store.BadUrlError(
             f"{shown}: no such kind of store; there are s3://, gs://, az:// and file://", shown, "open"
         )
     elif not parts.netloc:
-        raise BadUrlError(f"{shown}: names no bucket; write {parts.scheme}://BUCKET/PREFIX", shown, "open")
+        raise store.BadUrlError(
+            f"{shown}: names no bucket; write {parts.scheme}://BUCKET/PREFIX", shown, "open"
+        )
     return shown.rstrip("/")
 
 
-def open_store(url: str, retry: RetryPolicy | None = None) -> Store:
+def open_store(url: str, retry: store.RetryPolicy | None = None) -> store.Store:
     """Open the store at ``url``; no request is sent yet. A folder is made when the first object is written.
 
     Raises BadUrlError, and MissingSupportError where a package is missing.
     """
     url = check_url(url)
-    retry = retry or RetryPolicy()
+    retry = retry or store.RetryPolicy()
     if is_remote(url):
         from phalanx.store.obstore_adapter import RemoteStore
 

@@ -17,22 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from phalanx.wire.messages import (
-    LENGTH_BYTES,
-    EndedError,
-    ForgedError,
-    MessageDecoder,
-    MessageError,
-    Role,
-    Seals,
-    SilentError,
-    UnprovenError,
-    WireError,
-    body_length,
-    encode,
-    frame,
-    handshake,
-)
+from phalanx.wire import messages
 
 _PIECE_BYTES = 8 << 20
 _T = TypeVar("_T")
@@ -52,7 +37,7 @@ class FramedConnection:
 
     def send_message(self, message: msgspec.Struct, body: memoryview | bytes = b"") -> None:
         """Send a message, and the raw bytes that it announces right behind it. Raises WireError."""
-        framed = frame(encode(message))
+        framed = messages.frame(messages.encode(message))
         with self._sending:
             self._send(framed)
             self._send(body)
@@ -60,20 +45,20 @@ class FramedConnection:
     def send_frame(self, body: bytes) -> None:
         """Send bytes as one frame. Raises WireError."""
         with self._sending:
-            self._send(frame(body))
+            self._send(messages.frame(body))
 
     def send(self, body: memoryview | bytes) -> None:
         """Send raw bytes, straight from their memory. Raises WireError."""
         with self._sending:
             self._send(body)
 
-    def receive_message(self, decoder: MessageDecoder[_T]) -> _T:
+    def receive_message(self, decoder: messages.MessageDecoder[_T]) -> _T:
         """Return the next message. Raises WireError, also MessageError if it is none of the decoder's."""
         body = self.receive_frame()
         with _naming(self.peer):
             return decoder.decode(body)
 
-    def receive_message_or_end(self, decoder: MessageDecoder[_T]) -> _T | None:
+    def receive_message_or_end(self, decoder: messages.MessageDecoder[_T]) -> _T | None:
         """Return the next message; None if the peer closed the connection between two messages.
 
         Raises WireError for a malformed one or a broken connection.
@@ -84,13 +69,13 @@ class FramedConnection:
             raise self._failure(error) from error
         if not first:
             return None
-        body = self._body(first + self.receive(LENGTH_BYTES - 1))
+        body = self._body(first + self.receive(messages.LENGTH_BYTES - 1))
         with _naming(self.peer):
             return decoder.decode(body)
 
     def receive_frame(self) -> bytes:
         """Return the bytes of the next frame. Raises WireError, also MessageError if it is too long."""
-        return self._body(self.receive(LENGTH_BYTES))
+        return self._body(self.receive(messages.LENGTH_BYTES))
 
     def receive(self, nbytes: int) -> bytes:
         """Return that many raw bytes. Raises WireError."""
@@ -111,7 +96,9 @@ class FramedConnection:
             except OSError as error:
                 raise self._failure(error) from error
             if not count:
-                raise EndedError(f"{self.peer}: the connection ended {len(view) - done:,} bytes too early")
+                raise messages.EndedError(
+                    f"{self.peer}: the connection ended {len(view) - done:,} bytes too early"
+                )
             done += count
 
     def set_timeout(self, silence_s: float | None) -> None:
@@ -139,7 +126,7 @@ class FramedConnection:
     def _body(self, head: bytes) -> bytes:
         """Receive the body of a message whose head was received. Raises WireError."""
         with _naming(self.peer):
-            length = body_length(head)
+            length = messages.body_length(head)
         return self.receive(length)
 
     def _observe_deadline(self) -> None:
@@ -147,18 +134,18 @@ class FramedConnection:
         if self._deadline_s is not None:
             remaining_s = self._deadline_s - time.monotonic()
             if remaining_s <= 0:
-                raise SilentError(f"{self.peer}: did not send everything in time")
+                raise messages.SilentError(f"{self.peer}: did not send everything in time")
             self._socket.settimeout(remaining_s)
 
-    def _failure(self, error: OSError) -> WireError:
+    def _failure(self, error: OSError) -> messages.WireError:
         """Return the error for a failure of the socket, naming the peer: EndedError for a reset or broken pipe,
         SilentError for a timeout, else WireError.
         """
-        kind: type[WireError] = WireError
+        kind: type[messages.WireError] = messages.WireError
         if isinstance(error, ConnectionResetError | BrokenPipeError):
-            kind = EndedError
+            kind = messages.EndedError
         elif isinstance(error, TimeoutError):
-            kind = SilentError
+            kind = messages.SilentError
         return kind(f"{self.peer}: {error or type(error).__name__}")
 
 
@@ -167,20 +154,20 @@ def _naming(peer: str) -> Iterator[None]:
     """Context that puts the peer before the text of a MessageError or ForgedError and raises it again."""
     try:
         yield
-    except (MessageError, ForgedError) as error:
+    except (messages.MessageError, messages.ForgedError) as error:
         raise type(error)(f"{peer}: {error}") from error
 
 
 def authenticate(
-    connection: FramedConnection, token: str, role: Role, purpose: str, earlier: Sequence[str] = ()
-) -> Seals:
+    connection: FramedConnection, token: str, role: messages.Role, purpose: str, earlier: Sequence[str] = ()
+) -> messages.Seals:
     """Run the handshake: both ends prove that they know ``token``, for ``purpose``. A server accepts ``earlier``
     tokens too.
 
     Returns the seals of later messages. Raises UnprovenError if the peer has another token or most likely refused
     this one, and WireError if the connection fails.
     """
-    steps = handshake(token, purpose, role, earlier)
+    steps = messages.handshake(token, purpose, role, earlier)
     sent = 0
     try:
         step = next(steps)
@@ -192,15 +179,15 @@ def authenticate(
             else:
                 step = steps.send(connection.receive(step))
     except StopIteration as end:
-        seals: Seals = end.value
+        seals: messages.Seals = end.value
         return seals
-    except UnprovenError as error:
-        raise UnprovenError(f"{connection.peer}: {error}; give every node the same one") from error
-    except WireError as error:
+    except messages.UnprovenError as error:
+        raise messages.UnprovenError(f"{connection.peer}: {error}; give every node the same one") from error
+    except messages.WireError as error:
         was_turned_away = role == "client" and sent == 2  # it has sent its hello and its proof
         if not was_turned_away:
             raise
-        raise UnprovenError(
+        raise messages.UnprovenError(
             f"{connection.peer}: ended the connection, most likely because it has another run's token; give every node the same one"
         ) from error
 
@@ -208,7 +195,7 @@ def authenticate(
 class SealedConnection:
     """A connection whose ends have proven themselves, and seal each message. ``send*`` may be called from any thread, ``receive*`` from one."""
 
-    def __init__(self, raw: FramedConnection, seals: Seals) -> None:
+    def __init__(self, raw: FramedConnection, seals: messages.Seals) -> None:
         self.raw = raw
         """For raw bytes, which carry no seal: a sealed message has to hold their digest."""
         self._seals, self._sending = seals, Lock()
@@ -222,11 +209,11 @@ class SealedConnection:
         """Send a message, and the bytes that it announces right behind it, in sealed pieces. Raises WireError."""
         view = memoryview(body)
         with self._sending:  # seals are numbered in the order on the wire
-            self._send(encode(message))
+            self._send(messages.encode(message))
             for start in range(0, len(view), _PIECE_BYTES):
                 self._send(bytes(view[start : start + _PIECE_BYTES]))
 
-    def receive_message(self, decoder: MessageDecoder[_T]) -> _T:
+    def receive_message(self, decoder: messages.MessageDecoder[_T]) -> _T:
         """Return the next message. Raises WireError, ForgedError if it was altered, MessageError if it is none of the decoder's."""
         body = self.receive()
         with _naming(self.peer):
@@ -250,7 +237,7 @@ class SealedConnection:
 
 
 def sealed(
-    connection: socket.socket, peer: str, token: str, role: Role, purpose: str, within_s: float
+    connection: socket.socket, peer: str, token: str, role: messages.Role, purpose: str, within_s: float
 ) -> SealedConnection:
     """Return a connected socket as a sealed connection, after the mutual proof of ``token`` within ``within_s``
     seconds.

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from phalanx.fleet.control import turn
 from phalanx.fleet.control.coordinator_link import answers
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, fleet_file, read_fleet_file
@@ -41,16 +42,6 @@ from phalanx.fleet.control.succession.reign import (
     report_contradiction,
 )
 from phalanx.fleet.control.transport import AgentLink, FleetServer, TransportError, raise_descriptor_limit
-from phalanx.fleet.control.turn import (
-    Inbox,
-    RunDisk,
-    TokenRotation,
-    TurnDecision,
-    answer,
-    decide,
-    first_step,
-    rekeyed,
-)
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
@@ -124,7 +115,7 @@ class Elected:
     reign: Reign
     server: FleetServer
     port: int
-    inbox: Inbox
+    inbox: turn.Inbox
     """The events since it began to listen."""
 
 
@@ -153,15 +144,15 @@ class Coordinator:
         self._server = elected.server if elected else FleetServer(credentials, self)
         self._server.listener = self
         self._address, self._port_open = "", elected.port if elected else 0
-        self._inbox = elected.inbox if elected else Inbox()
+        self._inbox = elected.inbox if elected else turn.Inbox()
         self._decided_in_s = 0.0
         """Processor time of the last turn's decisions."""
         self._inquiry: Inquiry | None = None
         """The inquiry into a hang that is in progress, if there is one."""
-        self._rotation = TokenRotation(args.run_dir, self._server, self._inbox)
+        self._rotation = turn.TokenRotation(args.run_dir, self._server, self._inbox)
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
-        self._disk = RunDisk(self._directory, self._tick_s, self.log)
+        self._disk = turn.RunDisk(self._directory, self._tick_s, self.log)
         reign = elected.reign if elected else self._reign_again()
         self._journal = reign.journal
         self._writing = PatientJournal(reign.journal, self.log, renew_journal_bytes)
@@ -183,7 +174,7 @@ class Coordinator:
 
     def _reign_again(self) -> Reign:
         """Restore this coordinator's reign from its journal; raises as ``reign_again`` does."""
-        settings = settings_of(self._spec, first_step(self._spec, self._directory, self.log))
+        settings = settings_of(self._spec, turn.first_step(self._spec, self._directory, self.log))
         empty = initial_state(settings, time.time(), self._server.credentials.fencing)
         return reign_again(self._args, empty, self.log)
 
@@ -233,7 +224,7 @@ class Coordinator:
         """
         if isinstance(operation, m.RotateTokens):
             return await self._rotation.rotate(operation.grace_s)
-        text, event = answer(operation, self._state, self._inbox, self._spec, self._args.node)
+        text, event = turn.answer(operation, self._state, self._inbox, self._spec, self._args.node)
         if event is not None:
             self._inbox.add(event)
         return text
@@ -267,7 +258,7 @@ class Coordinator:
             credentials.token
         ):
             # The previous coordinator was killed between the token file and its journal.
-            self._inbox.add(rekeyed(credentials))
+            self._inbox.add(turn.rekeyed(credentials))
         watching = asyncio.create_task(self._inbox.measure_deafness(self._tick_s))
         self._serve_metrics()
         while not self._over:
@@ -321,7 +312,7 @@ class Coordinator:
         batch = self._journaled(now_s)
         # No await between the journal and the core: the journal holds exactly what the core has received.
         began_s = time.thread_time()
-        decided = decide(self._state, batch, now_s)
+        decided = turn.decide(self._state, batch, now_s)
         self._state = decided.state
         if decided.contradiction is None:
             sending, self._inquiry = decided.sending, decided.inquiry or self._inquiry
@@ -371,7 +362,9 @@ class Coordinator:
             self._publisher.publish_incident(Incident(now_s, self._state.epoch, "", text))
         return self._disk.look(now_s)
 
-    async def _resync(self, decided: TurnDecision, contradiction: Exception) -> list[tuple[str, c.Command]]:
+    async def _resync(
+        self, decided: turn.TurnDecision, contradiction: Exception
+    ) -> list[tuple[str, c.Command]]:
         """Replace a contradictory state by a rebuilt one. Return the commands that request every node's
         description.
 

@@ -39,15 +39,7 @@ from phalanx.fleet.core.messages import (
     encode,
 )
 from phalanx.fleet.core.succession import NOT_LED
-from phalanx.wire.messages import (
-    SEAL_BYTES,
-    EndedError,
-    FrameStream,
-    MessageError,
-    Seals,
-    UnprovenError,
-    WireError,
-)
+from phalanx.wire import messages as wire
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _CLOSE_S = 0.2
@@ -91,7 +83,7 @@ class CoordinatorLink:
             "unauthenticated": on_wrong_token,
         }
         self._queue: asyncio.Queue[AgentMessage] | None = None
-        self._stream: FrameStream | None = None
+        self._stream: wire.FrameStream | None = None
         self._dropping: asyncio.Future[str] | None = None
         self._led_s: float | None = None
         self._follows = NOT_LED
@@ -195,12 +187,12 @@ class CoordinatorLink:
                     self._led_s = self._queue = self._stream = None
         except _Dropped:
             return dropping.result(), False
-        except EndedError as error:
+        except wire.EndedError as error:
             return "it closed the connection" if proven else str(error), proven
         except TurnedAwayError as error:
             on_refused = self._on_refused.get(error.code)
             return str(error), proven
-        except WireError as error:
+        except wire.WireError as error:
             return str(error), proven
         finally:
             self._dropping = None
@@ -236,11 +228,11 @@ class _Dropped(Exception):  # noqa: N818
     """The agent has closed the stream itself."""
 
 
-async def _receive_unless(frames: FrameStream, dropping: asyncio.Future[str]) -> bytes:
+async def _receive_unless(frames: wire.FrameStream, dropping: asyncio.Future[str]) -> bytes:
     """Return the next frame of a stream. Raise ``_Dropped`` if ``dropping`` is done first, even if a frame has come
     too.
     """
-    reading = asyncio.ensure_future(frames.receive(MAX_COMMAND_BYTES + SEAL_BYTES))
+    reading = asyncio.ensure_future(frames.receive(MAX_COMMAND_BYTES + wire.SEAL_BYTES))
     try:
         await asyncio.wait((reading, dropping), return_when=asyncio.FIRST_COMPLETED)
         if dropping.done():
@@ -251,7 +243,7 @@ async def _receive_unless(frames: FrameStream, dropping: asyncio.Future[str]) ->
 
 
 @asynccontextmanager
-async def _opened(address: str, credentials: Credentials) -> AsyncIterator[FrameStream]:
+async def _opened(address: str, credentials: Credentials) -> AsyncIterator[wire.FrameStream]:
     """Connect to an address and yield the stream, closed afterwards. Raises ``EndedError`` if it cannot be
     reached.
     """
@@ -262,7 +254,9 @@ async def _opened(address: str, credentials: Credentials) -> AsyncIterator[Frame
         await frames.closed(_CLOSE_S)
 
 
-async def _handshake(frames: FrameStream, credentials: Credentials, method: Method, address: str) -> Seals:
+async def _handshake(
+    frames: wire.FrameStream, credentials: Credentials, method: Method, address: str
+) -> wire.Seals:
     """Run the client's side of the handshake, and return the seals of the stream.
 
     Raises ``TurnedAwayError`` if the server refuses, and ``UnprovenError`` for any other failure.
@@ -273,25 +267,28 @@ async def _handshake(frames: FrameStream, credentials: Credentials, method: Meth
         return await credentials.prove(stream, method, "client")
     except TurnedAwayError:
         raise
-    except EndedError as error:
-        raise UnprovenError(
+    except wire.EndedError as error:
+        raise wire.UnprovenError(
             f"the program at {address} ended the stream before it had proven itself"
         ) from error
-    except WireError as error:
-        raise UnprovenError(f"the program at {address} {error}") from error
+    except wire.WireError as error:
+        raise wire.UnprovenError(f"the program at {address} {error}") from error
 
 
 async def _send_all(
-    frames: FrameStream, queue: asyncio.Queue[AgentMessage], seals: Seals, drop: Callable[[str], None]
+    frames: wire.FrameStream,
+    queue: asyncio.Queue[AgentMessage],
+    seals: wire.Seals,
+    drop: Callable[[str], None],
 ) -> None:
     """Send queued reports, sealed, until the stream ends. For a report that is too long, call ``drop`` and return."""
     try:
         while True:
             sealed = seals.outgoing.close(encode(await queue.get()))
-            await frames.send(sealed, MAX_REPORT_BYTES + SEAL_BYTES)
-    except MessageError as error:
+            await frames.send(sealed, MAX_REPORT_BYTES + wire.SEAL_BYTES)
+    except wire.MessageError as error:
         drop(f"a report to it is {error}")
-    except WireError:
+    except wire.WireError:
         return  # the reader sees the same end, and reports why
 
 
@@ -314,7 +311,7 @@ async def operate(
     except TurnedAwayError as error:
         reason = str(error)
         remedy = _WRONG_TOKEN if error.code == "unauthenticated" else remedy
-    except WireError as error:
+    except wire.WireError as error:
         reason = str(error)
     raise TransportError(f"the coordinator at {address} did not accept the request ({reason}); {remedy}")
 
@@ -324,6 +321,6 @@ async def answers(address: str, credentials: Credentials, timeout_s: float = 5.0
     try:
         async with asyncio.timeout(timeout_s), _opened(address, credentials) as frames:
             await _handshake(frames, credentials, "Operate", address)
-    except (WireError, TimeoutError):
+    except (wire.WireError, TimeoutError):
         return False
     return True

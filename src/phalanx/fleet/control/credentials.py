@@ -22,33 +22,14 @@ from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
-from phalanx.fleet.control.security import (
-    Certificates,
-    Keyring,
-    SecurityError,
-    TokenRole,
-    keyring,
-    read_certificates,
-    require_two_tokens,
-)
+from phalanx.fleet.control import security
 from phalanx.fleet.core.messages import PROTOCOL_VERSION
 from phalanx.hardware.local.network import NEXT_ADDRESS_S, split_address
 from phalanx.process.this_process import host_name
 from phalanx.run.identity import FencingToken, fencing_token, identity
 from phalanx.run.spec import RunSpec
 from phalanx.version import __version__
-from phalanx.wire.messages import (
-    EndedError,
-    FrameStream,
-    MessageDecoder,
-    Role,
-    Seals,
-    UnprovenError,
-    WireError,
-    authenticate,
-    encode,
-    token_name,
-)
+from phalanx.wire import messages as wire
 
 # Streams, and the messages of their handshake.
 
@@ -84,10 +65,10 @@ class TurnedAway(Struct, frozen=True, tag=True):
 
 
 HandshakeMessage = Greeting | Proof | TurnedAway
-_HANDSHAKE: MessageDecoder[HandshakeMessage] = MessageDecoder(HandshakeMessage)
+_HANDSHAKE: wire.MessageDecoder[HandshakeMessage] = wire.MessageDecoder(HandshakeMessage)
 
 
-class TurnedAwayError(WireError):
+class TurnedAwayError(wire.WireError):
     """The server has refused the stream."""
 
     def __init__(self, refusal: TurnedAway) -> None:
@@ -98,12 +79,12 @@ class TurnedAwayError(WireError):
 class HandshakeStream:
     """The messages of a stream until both ends have proven themselves. Methods raise WireError."""
 
-    def __init__(self, frames: FrameStream) -> None:
+    def __init__(self, frames: wire.FrameStream) -> None:
         self.frames = frames
 
     async def send(self, message: HandshakeMessage) -> None:
         """Send a message."""
-        await self.frames.send(encode(message), _LONGEST_HANDSHAKE_BYTES)
+        await self.frames.send(wire.encode(message), _LONGEST_HANDSHAKE_BYTES)
 
     async def receive(self) -> HandshakeMessage:
         """Return the next handshake message. Raises ``TurnedAwayError`` if it is a refusal, and ``WireError`` if it
@@ -124,7 +105,7 @@ class HandshakeStream:
         return message.body if isinstance(message, Proof) else b""
 
 
-async def connect(address: str, certificates: Certificates | None) -> FrameStream:
+async def connect(address: str, certificates: security.Certificates | None) -> wire.FrameStream:
     """Connect to "host:port", over TLS if certificates are given; the server's must name its host.
 
     Raises ``EndedError`` if it cannot be reached within the connect timeout, the address is malformed, or the
@@ -138,14 +119,14 @@ async def connect(address: str, certificates: Certificates | None) -> FrameStrea
                 host, int(port), ssl=tls, happy_eyeballs_delay=NEXT_ADDRESS_S
             )
     except TimeoutError:
-        raise EndedError(f"unavailable: no connection within {_CONNECT_S:g} s") from None
-    except (OSError, SecurityError, ValueError) as error:
-        raise EndedError(f"unavailable: {error or type(error).__name__}") from error
+        raise wire.EndedError(f"unavailable: no connection within {_CONNECT_S:g} s") from None
+    except (OSError, security.SecurityError, ValueError) as error:
+        raise wire.EndedError(f"unavailable: {error or type(error).__name__}") from error
     _notice_half_open(writer.get_extra_info("socket"))
-    return FrameStream(reader, writer)
+    return wire.FrameStream(reader, writer)
 
 
-async def accepted(connection: socket.socket, tls: ssl.SSLContext | None) -> FrameStream:
+async def accepted(connection: socket.socket, tls: ssl.SSLContext | None) -> wire.FrameStream:
     """Return the stream of an accepted connection, after its TLS handshake. Raises OSError."""
     _notice_half_open(connection)
     loop = asyncio.get_running_loop()
@@ -154,7 +135,7 @@ async def accepted(connection: socket.socket, tls: ssl.SSLContext | None) -> Fra
     transport, _ = await loop.connect_accepted_socket(
         lambda: protocol, connection, ssl=tls, ssl_handshake_timeout=None if tls is None else _TLS_HANDSHAKE_S
     )
-    return FrameStream(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+    return wire.FrameStream(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
 
 def _notice_half_open(connection: socket.socket) -> None:
@@ -218,23 +199,23 @@ class Credentials:
     token: str = field(repr=False)
     fencing: FencingToken
     """The start of the run that this process belongs to."""
-    certificates: Certificates | None = None
+    certificates: security.Certificates | None = None
     operator_token: str = field(default="", repr=False)
     """For the requests of operators; agents have none."""
-    earlier: Keyring = field(default_factory=Keyring, repr=False)
+    earlier: security.Keyring = field(default_factory=security.Keyring, repr=False)
     """The agents' tokens before a rotation, which a server accepts for a while."""
-    earlier_operators: Keyring = field(default_factory=Keyring, repr=False)
+    earlier_operators: security.Keyring = field(default_factory=security.Keyring, repr=False)
     """The operators' tokens before a rotation, likewise."""
     handshake_timeout_s: float = HANDSHAKE_S
     """Limit of the whole handshake of a stream."""
 
-    def with_keys(self, join: Keyring) -> Credentials:
+    def with_keys(self, join: security.Keyring) -> Credentials:
         """Return the same credentials after a rotation of the tokens."""
         return replace(self, token=join.token, earlier=join)
 
     def accepted_names(self) -> frozenset[str]:
         """Return the names of the tokens with which agents may be attached now."""
-        return frozenset(map(token_name, (self.token, *self.earlier.accepted())))
+        return frozenset(map(wire.token_name, (self.token, *self.earlier.accepted())))
 
     def facts(self) -> Facts:
         """Return the facts that a client sends in its greeting: protocol version, run, start, host and software,
@@ -275,7 +256,7 @@ class Credentials:
             return Refusal("other software", "unauthenticated", reason)
         return _clock_apart(fields.get(_CLOCK, ""), host_in(facts)) if method == "Attach" else None
 
-    async def prove(self, stream: HandshakeStream, method: Method, role: Role) -> Seals:
+    async def prove(self, stream: HandshakeStream, method: Method, role: wire.Role) -> wire.Seals:
         """Run the mutual proof of the token over the first messages of a stream, and return its seals.
 
         ``method`` chooses the operators' or the agents' token; a server also accepts earlier ones within their
@@ -286,13 +267,13 @@ class Credentials:
         token = self.operator_token if operates else self.token
         earlier = (self.earlier_operators if operates else self.earlier).accepted()
         if not token:
-            raise UnprovenError(f"has met a process without a token for {method}")
+            raise wire.UnprovenError(f"has met a process without a token for {method}")
         # The facts that both ends have in common; host, software and clock differ between them.
         common = ((name, value) for name, value in self.facts() if name not in (_SOFTWARE, _CLOCK))
         shared_facts = ", ".join(f"{name} {value}" for name, value in common)
         purpose = f"phalanx {method}, {shared_facts}"
         timeout_s = self.handshake_timeout_s
-        return await authenticate(
+        return await wire.authenticate(
             stream.write, lambda _: stream.read(), token, role, purpose, timeout_s, earlier
         )
 
@@ -327,7 +308,7 @@ def credentials_of(
     spec: RunSpec,
     attempt: int,
     certificates: Path | None,
-    roles: Sequence[TokenRole] = ("join", "operate"),
+    roles: Sequence[security.TokenRole] = ("join", "operate"),
 ) -> Credentials:
     """Return the credentials of the start ``attempt`` of a run, with the tokens of these roles; a coordinator has
     both.
@@ -335,10 +316,10 @@ def credentials_of(
     Reads tokens and, if a folder is given, certificates. Raises ``SecurityError`` if one is missing or unusable, or
     both roles have the same token.
     """
-    own_certificates = read_certificates(certificates) if certificates else None
-    join = keyring(run_dir) if "join" in roles else Keyring()
-    operate = keyring(run_dir, "operate") if "operate" in roles else Keyring()
+    own_certificates = security.read_certificates(certificates) if certificates else None
+    join = security.keyring(run_dir) if "join" in roles else security.Keyring()
+    operate = security.keyring(run_dir, "operate") if "operate" in roles else security.Keyring()
     if join.token and operate.token:
-        require_two_tokens(join.token, operate.token)
+        security.require_two_tokens(join.token, operate.token)
     start = fencing_token(spec, attempt)
     return Credentials(identity(spec), join.token, start, own_certificates, operate.token, join, operate)

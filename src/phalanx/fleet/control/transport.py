@@ -49,16 +49,7 @@ from phalanx.fleet.core.commands import (
 from phalanx.hardware.local.network import family_of, join_address, resolved
 from phalanx.process.this_process import RESERVE, host_name, raise_open_file_limit
 from phalanx.run.peers import own_clock_is_wrong
-from phalanx.wire.messages import (
-    SEAL_BYTES,
-    EndedError,
-    ForgedError,
-    FrameStream,
-    MessageError,
-    Seals,
-    WireError,
-    token_name,
-)
+from phalanx.wire import messages as wire
 from phalanx.wire.port import shut
 
 # The limit on open files is checked before the fleet depends on it. Every agent is a connection, and one that
@@ -237,7 +228,7 @@ class FleetServer:
         Does nothing until ``reported_key``, the name of the token that agents were ordered to use, is that of the
         present token: otherwise all would end at once.
         """
-        if reported_key != token_name(self.credentials.token):
+        if reported_key != wire.token_name(self.credentials.token):
             return
         names = self.credentials.accepted_names()
         for link in [link for link in self.links.values() if link.token_name not in names]:
@@ -289,7 +280,7 @@ class FleetServer:
         """
         frames, close_s = None, _CLOSE_S
         try:
-            with suppress(WireError, OSError):
+            with suppress(wire.WireError, OSError):
                 frames = await accepted(connection, tls)
                 await self._serve(frames, connection, peer)
         except asyncio.CancelledError:  # By ``stop``, whose grace has passed.
@@ -301,7 +292,7 @@ class FleetServer:
                     await frames.closed(close_s)
             connection.close()
 
-    async def _serve(self, frames: FrameStream, connection: socket.socket, peer: str) -> None:
+    async def _serve(self, frames: wire.FrameStream, connection: socket.socket, peer: str) -> None:
         """Receive a stream's greeting, admit the client, and serve it as an agent's ("Attach") or else an
         operator's.
 
@@ -312,7 +303,7 @@ class FleetServer:
         try:
             async with asyncio.timeout(min(_GREETING_S, self.credentials.handshake_timeout_s)):
                 greeting = await stream.receive()
-        except MessageError as error:
+        except wire.MessageError as error:
             self._refuse("malformed message", peer, str(error)[:200])
             return
         if not isinstance(greeting, Greeting):
@@ -327,7 +318,7 @@ class FleetServer:
         else:
             await self._operate(frames, seals, peer)
 
-    async def _admit(self, stream: HandshakeStream, greeting: Greeting, peer: str) -> Seals | None:
+    async def _admit(self, stream: HandshakeStream, greeting: Greeting, peer: str) -> wire.Seals | None:
         """Run the server's side of the handshake. Return the seals of a proven client, or None after a refusal.
 
         A refusal is counted, its reason is sent, and at most a second passes until the client has read that.
@@ -339,13 +330,13 @@ class FleetServer:
         if refusal is None:
             try:
                 return await self.credentials.prove(stream, greeting.method, "server")
-            except WireError as error:
+            except wire.WireError as error:
                 reason = f"wrong token: the other side {error}"
                 refusal = Refusal("wrong token", "unauthenticated", reason)
         self._refuse(refusal.kind, peer, refusal.reason)
         await stream.send(TurnedAway(refusal.code, refusal.reason[:_LONGEST_REASON]))
         # Unread bytes would reset the connection, and the client might lose the reason.
-        with suppress(TimeoutError, WireError):
+        with suppress(TimeoutError, wire.WireError):
             async with asyncio.timeout(_LINGER_S):
                 while True:
                     await stream.receive()
@@ -370,7 +361,7 @@ class FleetServer:
         wrong = own_clock_is_wrong(apart, len(self._clocks) - len(apart), f"{own_host} (the coordinator)")
         return refusal._replace(reason=wrong) if wrong else refusal
 
-    async def _attach(self, frames: FrameStream, seals: Seals, peer: str) -> None:
+    async def _attach(self, frames: wire.FrameStream, seals: wire.Seals, peer: str) -> None:
         """Serve an agent's stream to its end: pass its reports to the listener, and send queued commands.
 
         The first report must be a Joined. At the end the node's link is removed, unless a newer stream replaced it.
@@ -397,18 +388,18 @@ class FleetServer:
                 if not link.attaches_again:
                     self.listener.on_disconnect(link)
 
-    async def _opened(self, frames: FrameStream, seals: Seals, peer: str) -> AsyncIterator[bytes]:
+    async def _opened(self, frames: wire.FrameStream, seals: wire.Seals, peer: str) -> AsyncIterator[bytes]:
         """Yield the unsealed messages of a stream until it ends. A forged or malformed message ends it too, counted
         as refused.
         """
         try:
-            while (sealed := await frames.receive(MAX_REPORT_BYTES + SEAL_BYTES)) != END:
+            while (sealed := await frames.receive(MAX_REPORT_BYTES + wire.SEAL_BYTES)) != END:
                 yield seals.incoming.open(sealed)
-        except ForgedError as error:
+        except wire.ForgedError as error:
             self._refuse("forged message", peer, str(error))
-        except MessageError as error:
+        except wire.MessageError as error:
             self._refuse("malformed message", peer, str(error))
-        except EndedError:
+        except wire.EndedError:
             return
 
     async def _decoded(self, requests: AsyncIterator[bytes], peer: str) -> AsyncIterator[m.Received]:
@@ -459,7 +450,7 @@ class FleetServer:
                     "message that speaks for others", f"{link.node} at {peer}", type(report).__name__
                 )
 
-    async def _operate(self, frames: FrameStream, seals: Seals, peer: str) -> None:
+    async def _operate(self, frames: wire.FrameStream, seals: wire.Seals, peer: str) -> None:
         """Receive one operator's request on a stream, and send the answer.
 
         A malformed request is counted as refused and not answered. A client that ends the stream first only checked
@@ -492,12 +483,12 @@ def _is_about_sender(report: m.Received, node: str) -> TypeGuard[m.AgentMessage]
     )
 
 
-async def _write(link: AgentLink, frames: FrameStream, seals: Seals) -> None:
+async def _write(link: AgentLink, frames: wire.FrameStream, seals: wire.Seals) -> None:
     """Send the link's queued commands, sealed, until the stream ends."""
-    with suppress(WireError):
+    with suppress(wire.WireError):
         while True:
             sealed = seals.outgoing.close(await link.queue.get())
-            await frames.send(sealed, MAX_COMMAND_BYTES + SEAL_BYTES)
+            await frames.send(sealed, MAX_COMMAND_BYTES + wire.SEAL_BYTES)
 
 
 async def _flushed(link: AgentLink, writing: asyncio.Task[None]) -> None:

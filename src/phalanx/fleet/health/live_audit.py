@@ -16,32 +16,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from phalanx.fleet.health.audit import (
-    MOST_TURNS,
-    AuditVerdict,
-    Check,
-    Vote,
-    checks,
-    due,
-    equal_holders,
-    open_cases,
-    parameter_verdict,
-    slot_verdict,
-    team_ranks,
-)
+from phalanx.fleet.health import audit
 from phalanx.parallel.divisions import Deal, Round
 from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.parallel.reduction.checksum import Witness, attach, extra_round, named_checksum, total_checksum
 from phalanx.parallel.reduction.data_parallel import DataParallel, local
 from phalanx.train.step.state import state_tensors
 
-Votes = dict[tuple[int, ...], list[Vote]]
+Votes = dict[tuple[int, ...], list[audit.Vote]]
 
 
 class CorruptionFoundError(RuntimeError):
     """A rank computed wrongly. Raised on every rank."""
 
-    def __init__(self, verdict: AuditVerdict) -> None:
+    def __init__(self, verdict: audit.AuditVerdict) -> None:
         """Describe the wrong slots or parameters, the ranks, and the step to roll back to."""
         self.verdict = verdict
         ranks = ", ".join(map(str, verdict.ranks))
@@ -76,7 +64,7 @@ class LiveAudit:
     def __post_init__(self) -> None:
         """Attach the witness to the model, and start from ``good_step``."""
         self.witness = attach(self.model)
-        self._plan: tuple[Check, ...] = ()
+        self._plan: tuple[audit.Check, ...] = ()
         self._mine = self._checked = 0
         self._unsealed = self.good_step
         """The last step whose slots were right; its update is checked before the next step."""
@@ -93,9 +81,9 @@ class LiveAudit:
         If this step or the last one is audited, raises ``CorruptionFoundError`` if the parameters of replicas
         differ.
         """
-        if due(step, self.every) or due(step - 1, self.every):
+        if audit.due(step, self.every) or audit.due(step - 1, self.every):
             self._compare_parameters()
-        self._plan = checks(self.deal, self.seed, step) if due(step, self.every) else ()
+        self._plan = audit.checks(self.deal, self.seed, step) if audit.due(step, self.every) else ()
         if self._plan:
             self._checked = self._compute_extra_slot(self._plan)
 
@@ -107,10 +95,10 @@ class LiveAudit:
         collective if there are replicas.
         """
         layout = self.model.mesh.layout
-        if equal_holders(layout):
+        if audit.equal_holders(layout):
             tensors = state_tensors(self.model.parts).items()
             mine = total_checksum([named_checksum(name, local(tensor)) for name, tensor in tensors])
-            verdict = parameter_verdict(layout, dict(enumerate(self._gathered(mine))), self.good_step)
+            verdict = audit.parameter_verdict(layout, dict(enumerate(self._gathered(mine))), self.good_step)
             if verdict is not None:
                 raise CorruptionFoundError(verdict)
         self.good_step = self._unsealed
@@ -129,7 +117,7 @@ class LiveAudit:
         if verdict is not None:
             raise CorruptionFoundError(verdict)
 
-    def verdict(self, step: int) -> AuditVerdict | None:
+    def verdict(self, step: int) -> audit.AuditVerdict | None:
         """Compare the checksums of the audited slots of step ``step`` with all ranks; those of parameters are not
         compared. Return ``None`` if the audit passes or the step is not audited.
 
@@ -143,10 +131,12 @@ class LiveAudit:
         votes: Votes = {}
         for check in self._plan:
             votes[check.slots] = [self._vote(check.owner, own), self._vote(check.checker, checked)]
-        if open_cases(votes):
+        if audit.open_cases(votes):
             self.model.abandon()
             self._call_witnesses(step, votes)
-        outcome = slot_verdict(self.model.mesh.layout, votes, self.good_step, whole_teams=self.whole_teams)
+        outcome = audit.slot_verdict(
+            self.model.mesh.layout, votes, self.good_step, whole_teams=self.whole_teams
+        )
         if outcome is None:
             self._unsealed = step
         return outcome
@@ -156,17 +146,17 @@ class LiveAudit:
 
         A collective. Ends when no slot is disputed, or after ``MOST_TURNS``.
         """
-        for turn in range(1, 1 + MOST_TURNS):
-            disputed = open_cases(votes)
+        for turn in range(1, 1 + audit.MOST_TURNS):
+            disputed = audit.open_cases(votes)
             if not disputed:
                 return
-            plan = checks(self.deal, self.seed, step, turn)
+            plan = audit.checks(self.deal, self.seed, step, turn)
             sums = self._gathered(self._compute_extra_slot(plan))
             for check in plan:
                 if check.slots in disputed:
                     votes[check.slots].append(self._vote(check.checker, sums))
 
-    def _compute_extra_slot(self, plan: tuple[Check, ...]) -> int:
+    def _compute_extra_slot(self, plan: tuple[audit.Check, ...]) -> int:
         """Compute this rank's slot of an extra round by ``plan``, and return its checksum.
 
         A team that checks nothing computes some slot too, since gathering weights is a collective.
@@ -184,5 +174,5 @@ class LiveAudit:
     def _gathered(self, mine: int) -> list[int]:
         return gather_typed(mine, int)
 
-    def _vote(self, team: int, sums: list[int]) -> Vote:
-        return Vote(team, tuple(sums[rank] for rank in team_ranks(self.model.mesh.layout, team)))
+    def _vote(self, team: int, sums: list[int]) -> audit.Vote:
+        return audit.Vote(team, tuple(sums[rank] for rank in audit.team_ranks(self.model.mesh.layout, team)))

@@ -32,17 +32,11 @@ from phalanx.fleet.core.commands import Command, SaveSnapshots, in_words
 from phalanx.fleet.core.settings import leave_s
 from phalanx.fleet.health.node_health import HealthWatch
 from phalanx.fleet.node import agent_actions as act
+from phalanx.fleet.node import node_metrics
 from phalanx.fleet.node.agent_state import AgentState
 from phalanx.fleet.node.copies import SnapshotCourier, StoreCopies
 from phalanx.fleet.node.launcher import AgentArgs, TokenHolder
 from phalanx.fleet.node.leader import Successor, coordinator_addresses, look_for_leader, other_start
-from phalanx.fleet.node.node_metrics import (
-    AgentFacts,
-    SoftwareSampler,
-    agent_samples,
-    gpu_samples,
-    machine_samples,
-)
 from phalanx.fleet.node.worker_link import InjectFault, SnapshotTaken, ToAgent, Warm
 from phalanx.fleet.node.worker_pool import WorkerPool
 from phalanx.launch.engines.order import in_slurm_step
@@ -156,10 +150,10 @@ class Agent:
         labels, run_dir = self._endpoint.labels, self._args.run_dir
         self._endpoint.start(
             {
-                "agent": lambda: agent_samples(self._facts, labels),
-                "machine": lambda: machine_samples(run_dir, labels),
-                "software": SoftwareSampler(labels).samples,
-                "gpu": lambda: gpu_samples(labels),
+                "agent": lambda: node_metrics.agent_samples(self._facts, labels),
+                "machine": lambda: node_metrics.machine_samples(run_dir, labels),
+                "software": node_metrics.SoftwareSampler(labels).samples,
+                "gpu": lambda: node_metrics.gpu_samples(labels),
             }
         )
         await self._over.wait()
@@ -171,11 +165,11 @@ class Agent:
             raise AgentError(self._failure)
         return self._next_attempt
 
-    def _facts(self) -> AgentFacts:
+    def _facts(self) -> node_metrics.AgentFacts:
         """Return the values that the metrics show: workers, phase, attachment, health, exits and snapshots."""
         state, deaths = self._state, self._workers.ended
         snapshots = self._courier.snapshots()
-        return AgentFacts(
+        return node_metrics.AgentFacts(
             tuple(state.workers), state.phase(), self._link.attached, state.cleared, deaths, snapshots
         )
 

@@ -27,17 +27,7 @@ from phalanx.fleet.control.fleet_file import ClaimError, ClaimRegister
 from phalanx.fleet.control.security import SecurityError
 from phalanx.fleet.control.succession.journal import Journal, PatientJournal, read_journal
 from phalanx.fleet.control.transport import DescriptorLimitError, TransportError
-from phalanx.fleet.core.invariants import (
-    RESTARTED,
-    UNTOLD,
-    JournalError,
-    batch_line,
-    first_line,
-    mark,
-    replay,
-    replay_batch,
-    resync,
-)
+from phalanx.fleet.core import invariants
 from phalanx.fleet.core.state import FleetState, note
 from phalanx.fleet.core.succession import Claim, first_claim, inherited, is_behind, is_due, is_untold, renewed
 from phalanx.process.lock_file import LockHeldError, lock_file
@@ -143,7 +133,7 @@ def reign_again(args: CoordinatorArgs, empty: FleetState, log: Callable[[str], N
         state = inherited(newest, (), empty.fencing, max(restored_state.state.now_s, time.time()))
         state.incidents[:0] = restored_state.state.incidents
         log(f"{journal.path} ends before claim {newest.term}: all nodes must describe themselves again")
-        journal.replace_content(first_line(state, restored_state.restarts))
+        journal.replace_content(invariants.first_line(state, restored_state.restarts))
         restored_state = restored_state._replace(state=state)
     state = _without_untold_epoch(restored_state.state, newest, journal)
     return Reign(register, newest, journal, restored_state._replace(state=state))
@@ -157,8 +147,8 @@ def _without_untold_epoch(state: FleetState, newest: Claim, journal: Journal) ->
     """
     if not is_untold(state, newest):
         return state
-    state, _ = replay_batch(state, UNTOLD, state.now_s)
-    journal.append(batch_line(state.now_s, UNTOLD))
+    state, _ = invariants.replay_batch(state, invariants.UNTOLD, state.now_s)
+    journal.append(invariants.batch_line(state.now_s, invariants.UNTOLD))
     journal.sync()
     return state
 
@@ -179,9 +169,9 @@ def succeed(register: ClaimRegister, before: Claim, claim: Claim, empty: FleetSt
     published_s = max((incident.at_s for incident in state.incidents if lines), default=0.0)
     lost = f"the coordinator on {before.node} is lost" if before.node else "the coordinator is lost"
     note(state, claim.node, f"leads the fleet from now on: {lost}")
-    journal.append(first_line(state))
-    state, _ = replay_batch(state, RESTARTED, now_s)
-    journal.append(batch_line(now_s, RESTARTED))
+    journal.append(invariants.first_line(state))
+    state, _ = invariants.replay_batch(state, invariants.RESTARTED, now_s)
+    journal.append(invariants.batch_line(now_s, invariants.RESTARTED))
     journal.sync()
     state = _without_untold_epoch(state, claim, journal)
     return Reign(register, claim, journal, ReplayedReign(state, 0, min(published_s, now_s - 1e-3)))
@@ -218,22 +208,22 @@ def restored(journal: Journal, empty: FleetState, log: Callable[[str], None]) ->
     if journal.damaged:
         return _salvaged(journal, empty, log)
     if not journal.lines:
-        journal.append(first_line(empty))
+        journal.append(invariants.first_line(empty))
         journal.sync()
         return ReplayedReign(empty, 0)
-    state, restarts, contradiction = replay(journal.lines)
+    state, restarts, contradiction = invariants.replay(journal.lines)
     journal.lines = []
     _require_same_start(journal, state, empty)
     now_s = max(state.now_s, time.time())
-    state, error = replay_batch(state, RESTARTED, now_s)
+    state, error = invariants.replay_batch(state, invariants.RESTARTED, now_s)
     published_times = [incident.at_s for incident in state.incidents]
     if error := error or contradiction:
         evidence = report_contradiction(journal, error, log)
-        journal.replace_content(first_line(state, restarts + 1), keep_as=evidence)
+        journal.replace_content(invariants.first_line(state, restarts + 1), keep_as=evidence)
         # The coordinator that met the contradiction was killed before it published that turn's incidents.
         published_times = [at_s for at_s in published_times if at_s < max(published_times)]
     else:
-        journal.append(batch_line(now_s, RESTARTED))
+        journal.append(invariants.batch_line(now_s, invariants.RESTARTED))
     return ReplayedReign(state, restarts + 1, max(published_times, default=0.0))
 
 
@@ -244,17 +234,19 @@ def _salvaged(journal: Journal, empty: FleetState, log: Callable[[str], None]) -
     nodes, and the step from which a corruption invalidates snapshots. So good lines behind damaged ones are replayed
     too. The journal is replaced, and the damaged one kept as evidence. Logs that.
     """
-    begin = [first_line(empty)] if journal.damaged[0] == 1 else []
-    state, restarts, _ = replay([*begin, *journal.lines])
+    begin = [invariants.first_line(empty)] if journal.damaged[0] == 1 else []
+    state, restarts, _ = invariants.replay([*begin, *journal.lines])
     _require_same_start(journal, state, empty)
     state.now_s = max(state.now_s, time.time())
     published_s = max((incident.at_s for incident in state.incidents), default=0.0)
     evidence = journal.path.with_name(f"damaged-{time.time_ns()}.jsonl")
     numbers = ", ".join(map(str, journal.damaged[:8])) + ("..." if len(journal.damaged) > 8 else "")
     detail = f"line {numbers} of {journal.path}, kept as {evidence.name}; is its disk all right?"
-    state, _ = resync(state, mark(state), detail, "the disk has damaged the coordinator's journal")
+    state, _ = invariants.resync(
+        state, invariants.mark(state), detail, "the disk has damaged the coordinator's journal"
+    )
     log(f"the disk has damaged {detail} All nodes must describe themselves again")
-    journal.replace_content(first_line(state, restarts + 1), keep_as=evidence)
+    journal.replace_content(invariants.first_line(state, restarts + 1), keep_as=evidence)
     journal.lines = []
     return ReplayedReign(state, restarts + 1, published_s)
 
@@ -262,7 +254,7 @@ def _salvaged(journal: Journal, empty: FleetState, log: Callable[[str], None]) -
 def _require_same_start(journal: Journal, state: FleetState, empty: FleetState) -> None:
     """Raise ``JournalError`` if the journal is of another start or run file than this process has read."""
     if state.fencing != empty.fencing:
-        raise JournalError(
+        raise invariants.JournalError(
             f"the run file has changed since this start of the run began: {journal.path} is of {state.fencing}, this is "
             f"{empty.fencing}. Undo the change, or start the run again"
         )
@@ -301,7 +293,7 @@ def only_coordinator(directory: RunDirectory, reign: int = FIRST_REIGN) -> Itera
     try:
         lock = lock_file(directory.fleet / name, 0o600)
     except LockHeldError as error:
-        raise JournalError(
+        raise invariants.JournalError(
             f"{directory.path} is coordinated by {error.holder} already; end it first"
         ) from None
     try:
@@ -367,7 +359,7 @@ class Leadership:
                     require_leading(self._register, self.claim)
                     raise SupersededError("superseded")
             except (ClaimError, OSError) as error:
-                raise JournalError(str(error)) from error
+                raise invariants.JournalError(str(error)) from error
 
         await self._journal.until_written(make)
         self.claim = claim
@@ -440,7 +432,7 @@ def exit_code_of(coordinate: Callable[[], int], args: CoordinatorArgs, name: str
     except (
         ClaimError,
         DescriptorLimitError,
-        JournalError,
+        invariants.JournalError,
         RunDirectoryError,
         SecurityError,
         TransportError,

@@ -12,6 +12,7 @@ from itertools import compress
 from operator import is_not
 
 from phalanx.fleet.core.commands import Park, Stop
+from phalanx.fleet.core.epochs import progress
 from phalanx.fleet.core.epochs.epoch_plan import (
     SEATED,
     EpochPlan,
@@ -20,16 +21,6 @@ from phalanx.fleet.core.epochs.epoch_plan import (
     plan_epoch,
     possible_ranks,
     ranks_without_started_spares,
-)
-from phalanx.fleet.core.epochs.progress import (
-    OVER,
-    conclude,
-    enter,
-    from_saving,
-    memory_may_come,
-    progressed,
-    step_of,
-    withdraw_doubt,
 )
 from phalanx.fleet.core.messages import NO_EPOCH
 from phalanx.fleet.core.state import (
@@ -51,7 +42,7 @@ QUICK_TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.1, 10.0
 def advance(state: FleetState, orders: list[Order]) -> None:
     """Make every phase transition that is due. Called after each event."""
     moved = True
-    while moved and state.phase not in OVER:
+    while moved and state.phase not in progress.OVER:
         moved = _TRANSITIONS[state.phase](state, orders)
 
 
@@ -62,7 +53,7 @@ def _from_forming(state: FleetState, orders: list[Order]) -> bool:
     come. Return True if the state changed.
     """
     settings, ranks = state.settings, possible_ranks(state)
-    if state.stopping and memory_may_come(state):
+    if state.stopping and progress.memory_may_come(state):
         return False
     if state.epoch != NO_EPOCH:
         # After a resynchronization: every member parks first, so that no two epochs train at once and the
@@ -117,7 +108,7 @@ def _from_binding(state: FleetState, orders: list[Order]) -> bool:
         if lost:
             regroup(state, orders, "the state was lost before all had restored it")
         return lost
-    enter(state, FleetPhase.RUNNING)
+    progress.enter(state, FleetPhase.RUNNING)
     state.step_s = state.now_s
     if state.stopping:
         orders.append(Order(SEATED, Stop(state.epoch)))
@@ -159,7 +150,7 @@ def pause_s(tries: int) -> float:
 
 def _from_waiting(state: FleetState, orders: list[Order]) -> bool:
     """Form an epoch once enough nodes are there, or to stop; return True if one was formed."""
-    if state.stopping and memory_may_come(state):
+    if state.stopping and progress.memory_may_come(state):
         return False
     return bool(possible_ranks(state) or state.stopping) and _form(state, orders)
 
@@ -170,7 +161,7 @@ _TRANSITIONS = {
     FleetPhase.RUNNING: _from_running,
     FleetPhase.PARKING: _from_parking,
     FleetPhase.WAITING: _from_waiting,
-    FleetPhase.SAVING: from_saving,
+    FleetPhase.SAVING: progress.from_saving,
 }
 
 
@@ -209,7 +200,7 @@ def regroup(
     """
     if state.phase is FleetPhase.PARKING and state.planned and not planned:
         state.planned, state.left_planned, state.reason = False, False, reason
-        enter(state, FleetPhase.PARKING)
+        progress.enter(state, FleetPhase.PARKING)
         state.recoveries += 1
         orders += [Order(name, Park(state.epoch, reason)) for name in sorted(state.awaiting)]
     elif state.phase in IN_EPOCH:
@@ -222,7 +213,7 @@ def regroup(
         state.reason, state.planned = reason, planned
         if state.phase is FleetPhase.RUNNING or state.left_s is None:
             state.left_s, state.left_planned = state.now_s, planned
-        enter(state, FleetPhase.PARKING)
+        progress.enter(state, FleetPhase.PARKING)
         note(state, "", reason, ended_epoch=True, kind=kind)
         lost = {state.seats[seat] for seat in state.vacant if not state.nodes[state.seats[seat]].alive}
         state.awaiting = set(state.seats)
@@ -237,17 +228,19 @@ def _form(state: FleetState, orders: list[Order]) -> bool:
     """
     if state.tries > state.settings.max_tries:
         text = f"{state.tries} faults in a row without progress; the last one: {state.reason}"
-        conclude(state, orders, FleetPhase.FAILED, text)
+        progress.conclude(state, orders, FleetPhase.FAILED, text)
         return True
     if state.stopping:
         early = "stopped before it was formed" if state.epoch == NO_EPOCH else "stopped"
         waits = state.phase is FleetPhase.WAITING
-        conclude(state, orders, FleetPhase.FINISHED, "stopped while waiting for nodes" if waits else early)
+        progress.conclude(
+            state, orders, FleetPhase.FINISHED, "stopped while waiting for nodes" if waits else early
+        )
         return True
     plan = plan_epoch(state)
     if plan is None:
         if state.phase is not FleetPhase.WAITING:
-            enter(state, FleetPhase.WAITING)
+            progress.enter(state, FleetPhase.WAITING)
             note(
                 state,
                 "",
@@ -267,19 +260,19 @@ def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
     reset.
     """
     state.epoch = max(state.epoch, state.seen_epoch) + 1
-    before = step_of(state.source)
+    before = progress.step_of(state.source)
     state.ring, state.ring_level = list(plan.ring), plan.ring_level
     unseated = _reseat(state, plan.seats)
     state.awaiting, state.early, state.evidence, state.planned = set(plan.seats), set(), False, False
     state.ranks, state.source = plan.ranks, plan.source
     state.epoch_key = state.key
-    state.step, state.diagnosed, state.told_of_waiting = step_of(plan.source), False, False
+    state.step, state.diagnosed, state.told_of_waiting = progress.step_of(plan.source), False, False
     if state.step < before:
         # The restore lost steps: computing them again counts as progress too.
         state.best_step = state.step
-    progressed(state, state.step)
-    withdraw_doubt(state)
-    enter(state, FleetPhase.BINDING)
+    progress.progressed(state, state.step)
+    progress.withdraw_doubt(state)
+    progress.enter(state, FleetPhase.BINDING)
     orders += [Order(SEATED), *(Order(name) for name in unseated)]
 
 

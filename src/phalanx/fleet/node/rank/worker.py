@@ -45,15 +45,9 @@ from phalanx.observe.goodput import ledger_of
 from phalanx.observe.ledger import NS_PER_S, Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
 from phalanx.observe.record.notes import ThrottlingWatch
+from phalanx.parallel.process_group import rendezvous
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
-from phalanx.parallel.process_group.rendezvous import (
-    RendezvousError,
-    choose_interface,
-    device_for,
-    leave,
-    require_interface,
-)
 from phalanx.parallel.torch_compat import flight_record
 from phalanx.process.this_process import StopRequest
 from phalanx.run.directory.paths import (
@@ -88,7 +82,7 @@ lost peer.
 """
 _PULSES_IN_A_LEASE = 5
 _RECORD_MENDED_S = 30.0
-_RECOVERABLE = (RendezvousError, CheckpointError, ObserverError)
+_RECOVERABLE = (rendezvous.RendezvousError, CheckpointError, ObserverError)
 """Known errors that end the epoch but not the run: a peer was lost during rendezvous, while its snapshot was read, or in a
 collective of a user's observer.
 """
@@ -113,11 +107,11 @@ class RankWorker:
                 f"{self._directory.run_file} is another one than this node's agent has read: the run was started again, or somebody "
                 "has changed the file"
             )
-        self._device = device_for(self._spec.runtime.device, args.worker)
+        self._device = rendezvous.device_for(self._spec.runtime.device, args.worker)
         make_current(self._device)
         if not on_gpu(self._device):
-            require_interface()
-            choose_interface(resolved(args.host), shared=not is_loopback(args.host))
+            rendezvous.require_interface()
+            rendezvous.choose_interface(resolved(args.host), shared=not is_loopback(args.host))
         self._segments = segments_from(args.segments)
         tls = read_certificates(args.certificates).client_context() if args.certificates else None
         self._saboteur: Saboteur | None = None
@@ -260,7 +254,7 @@ class RankWorker:
             if not on_gpu(self._device):
                 connections.hold()  # Closing these connections must not disturb a peer that has not left yet.
             with suppress(Exception):  # A broken process group may fail to close.
-                leave()
+                rendezvous.leave()
             self._store = None
         # The exception, and with it every frame of the epoch, is released by now; so are the groups' threads
         # after this.
