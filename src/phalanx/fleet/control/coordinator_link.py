@@ -27,17 +27,8 @@ from phalanx.fleet.control.credentials import (
     connect,
 )
 from phalanx.fleet.control.transport import MAX_COMMAND_BYTES, MAX_REPORT_BYTES, QUEUED, TransportError
-from phalanx.fleet.core.commands import (
-    Command,
-    Lead,
-    decode_command,
-)
-from phalanx.fleet.core.messages import (
-    AgentMessage,
-    AgentReport,
-    OperatorRequest,
-    encode,
-)
+from phalanx.fleet.core import commands as c
+from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.succession import NOT_LED
 from phalanx.wire import messages as wire
 
@@ -56,8 +47,8 @@ class CoordinatorLink:
         self,
         where: Callable[[], Sequence[str]],
         credentials: Credentials,
-        first_reports: Callable[[], list[AgentReport]],
-        on_command: Callable[[Command], None],
+        first_reports: Callable[[], list[m.AgentReport]],
+        on_command: Callable[[c.Command], None],
         log: Callable[[str], None],
         on_other_start: Callable[[], None] = lambda: None,
         on_wrong_token: Callable[[], None] = lambda: None,
@@ -82,7 +73,7 @@ class CoordinatorLink:
             "another start": on_other_start,
             "unauthenticated": on_wrong_token,
         }
-        self._queue: asyncio.Queue[AgentMessage] | None = None
+        self._queue: asyncio.Queue[m.AgentMessage] | None = None
         self._stream: wire.FrameStream | None = None
         self._dropping: asyncio.Future[str] | None = None
         self._led_s: float | None = None
@@ -122,7 +113,7 @@ class CoordinatorLink:
         if self._dropping is not None and not self._dropping.done():
             self._dropping.set_result(reason)
 
-    def send(self, report: AgentMessage) -> None:
+    def send(self, report: m.AgentMessage) -> None:
         """Queue a report for sending. Drop it while not attached or if the queue is full: ``first_reports`` repeats
         the essential state.
         """
@@ -165,7 +156,7 @@ class CoordinatorLink:
         Connection errors are returned, not raised. A refusal calls its handler once the stream is closed.
         """
         proven, self.address = False, address
-        queue: asyncio.Queue[AgentMessage] = asyncio.Queue(QUEUED)
+        queue: asyncio.Queue[m.AgentMessage] = asyncio.Queue(QUEUED)
         writing = None
         dropping = self._dropping = asyncio.get_running_loop().create_future()
         on_refused: Callable[[], None] | None = None
@@ -208,11 +199,11 @@ class CoordinatorLink:
         reign. Commands on a dropped stream are ignored.
         """
         try:
-            command = decode_command(body)
+            command = c.decode_command(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._log(f"a command that cannot be decoded: {error}")
         else:
-            if isinstance(command, Lead):
+            if isinstance(command, c.Lead):
                 # Followed, unless a later coordinator has led this agent.
                 if command.reign < self._follows:
                     self.drop(
@@ -277,14 +268,14 @@ async def _handshake(
 
 async def _send_all(
     frames: wire.FrameStream,
-    queue: asyncio.Queue[AgentMessage],
+    queue: asyncio.Queue[m.AgentMessage],
     seals: wire.Seals,
     drop: Callable[[str], None],
 ) -> None:
     """Send queued reports, sealed, until the stream ends. For a report that is too long, call ``drop`` and return."""
     try:
         while True:
-            sealed = seals.outgoing.close(encode(await queue.get()))
+            sealed = seals.outgoing.close(m.encode(await queue.get()))
             await frames.send(sealed, MAX_REPORT_BYTES + wire.SEAL_BYTES)
     except wire.MessageError as error:
         drop(f"a report to it is {error}")
@@ -293,7 +284,7 @@ async def _send_all(
 
 
 async def operate(
-    address: str, credentials: Credentials, operation: OperatorRequest, timeout_s: float = 10.0
+    address: str, credentials: Credentials, operation: m.OperatorRequest, timeout_s: float = 10.0
 ) -> str:
     """Send an operator's request to a coordinator on a stream of its own; return its answer. Needs the operator's
     token.
@@ -304,7 +295,7 @@ async def operate(
     try:
         async with asyncio.timeout(timeout_s), _opened(address, credentials) as frames:
             seals = await _handshake(frames, credentials, "Operate", address)
-            await frames.send(seals.outgoing.close(encode(operation)))
+            await frames.send(seals.outgoing.close(m.encode(operation)))
             return seals.incoming.open(await frames.receive()).decode()
     except TimeoutError:
         reason = f"no answer within {timeout_s:g} s"

@@ -24,11 +24,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.messages import (
-    MOST_RECORD_BYTES,
-    Diagnosed,
-    Recorded,
-)
 from phalanx.fleet.core.state import FleetState
 from phalanx.observe.logs.line import LogLine, first_failure, what_happened, who
 from phalanx.observe.logs.log_file import last_lines
@@ -164,7 +159,7 @@ def parse_record(record: bytes) -> FlightRecord:
         ) from error
 
 
-def shortened(record: bytes, most_bytes: int = MOST_RECORD_BYTES) -> str:
+def shortened(record: bytes, most_bytes: int = m.MOST_RECORD_BYTES) -> str:
     """Reduce a record to the input of ``diagnose``: the last collective of each group, as JSON text.
 
     Unfinished ones come first, then the newest, as many as fit into ``most_bytes``; "cut" marks that some are left
@@ -292,7 +287,7 @@ class Inquiry:
         """Number of ranks of the epoch."""
         return sum(map(len, self.ranks_of.values()))
 
-    def add(self, message: Recorded) -> str:
+    def add(self, message: m.Recorded) -> str:
         """Add a rank's record. Return why it was refused, or an empty text.
 
         A malformed record, or one of another epoch or node, is refused. A second record of a rank is ignored.
@@ -310,7 +305,7 @@ class Inquiry:
         """Return True if all records have arrived, or the time is up."""
         return len(self.records) == self.ranks or now_s >= self.until_s
 
-    def finding(self) -> Diagnosed:
+    def finding(self) -> m.Diagnosed:
         """Return the diagnosis of all records so far, as an event for the core.
 
         It names culprits only if they are proven and the others waited for at least half of the silence.
@@ -320,7 +315,7 @@ class Inquiry:
         silent = (
             f"; no full record of ranks {', '.join(map(str, diagnosis.silent))}" if diagnosis.silent else ""
         )
-        return Diagnosed(self.epoch, f"{diagnosis}{silent}"[:_TEXT_MAX], proven)
+        return m.Diagnosed(self.epoch, f"{diagnosis}{silent}"[:_TEXT_MAX], proven)
 
 
 # Inquiry into a failure: which rank failed first when a fault has ended an epoch, from the logs of the

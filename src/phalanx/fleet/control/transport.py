@@ -39,13 +39,8 @@ from phalanx.fleet.control.credentials import (
     accepted,
     host_in,
 )
+from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.commands import (
-    Command,
-    Fence,
-    Lead,
-    ReadToken,
-)
 from phalanx.hardware.local.network import family_of, join_address, resolved
 from phalanx.process.this_process import RESERVE, host_name, raise_open_file_limit
 from phalanx.run.peers import own_clock_is_wrong
@@ -206,12 +201,12 @@ class FleetServer:
         """Send a leader heartbeat to the agents that have attached since the last call; with ``again``, to
         all of them.
         """
-        message, unnotified = m.encode(Lead(reign)), self._unnotified
+        message, unnotified = m.encode(c.Lead(reign)), self._unnotified
         self._unnotified = set()
         for node in self.links.keys() if again else unnotified & self.links.keys():
             self.links[node].send(message)
 
-    def send(self, node: str, command: Command) -> None:
+    def send(self, node: str, command: c.Command) -> None:
         """Queue a command on a node's current stream; drop it if there is none, since an agent that attaches
         describes itself.
 
@@ -219,7 +214,7 @@ class FleetServer:
         """
         if node in self.links:
             link = self.links[node]
-            link.attaches_again |= isinstance(command, ReadToken) and command.key != link.token_name
+            link.attaches_again |= isinstance(command, c.ReadToken) and command.key != link.token_name
             link.send(m.encode(command))
 
     def drop_outdated(self, reported_key: str) -> None:
@@ -423,7 +418,7 @@ class FleetServer:
         before = self.links.get(first.node)
         if before is not None and before.incarnation > first.incarnation:
             self._refuse("superseded incarnation", f"{first.node} at {peer}")
-            link.send(m.encode(Fence("a newer agent of this node is attached", first.incarnation)))
+            link.send(m.encode(c.Fence("a newer agent of this node is attached", first.incarnation)))
             link.close()
             return link
         self.links[first.node] = link

@@ -24,10 +24,7 @@ from msgspec.structs import replace
 
 from phalanx.fleet.core import decide
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.commands import (
-    Shutdown,
-    TellAll,
-)
+from phalanx.fleet.core.commands import Shutdown, TellAll
 from phalanx.fleet.core.epochs.epoch_plan import LIVING, Order
 from phalanx.fleet.core.epochs.life_cycle import IN_EPOCH, pause_s
 from phalanx.fleet.core.epochs.progress import OVER, end

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.commands import Fresh, Shutdown
 from phalanx.fleet.core.epochs.epoch_plan import LIVING, SEATED, Order, ranks_of_nodes
 from phalanx.fleet.core.epochs.faults import check_deadlines, check_leases, strike
 from phalanx.fleet.core.epochs.life_cycle import regroup
@@ -298,7 +297,7 @@ def release(state: FleetState, orders: list[Order]) -> None:
         change(state, state.nodes[node.name], alive=False, reason=GIVEN_BACK, meeting_points=(), snapshots=())
         state.suspects.pop(node.name, None)
         state.silent.discard(node.name)
-        orders.append(Order(node.name, Shutdown(GIVEN_BACK)))
+        orders.append(Order(node.name, c.Shutdown(GIVEN_BACK)))
 
 
 def _idle(state: FleetState) -> Iterator[Node]:
@@ -316,7 +315,7 @@ def _has_moved_on(state: FleetState) -> bool:
     Also True for a fresh start, or without snapshots.
     """
     source, every = state.source, state.settings.snapshot_every_steps
-    if isinstance(source, Fresh) or not every or max(state.durable, default=m.NO_STEP) >= source.step:
+    if isinstance(source, c.Fresh) or not every or max(state.durable, default=m.NO_STEP) >= source.step:
         return True
     # A step more than needed: a snapshot is copied, and sent to its buddy, while the next step is computed.
     return state.step > source.step + every

@@ -19,15 +19,8 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from phalanx.fleet.core.commands import (
-    Fresh,
-    FromDisk,
-)
-from phalanx.fleet.core.messages import (
-    NO_EPOCH,
-    NO_STEP,
-    RankSnapshot,
-)
+from phalanx.fleet.core.commands import Fresh, FromDisk
+from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, RankSnapshot
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.observe.events import IncidentKind
 from phalanx.run.identity import FencingToken

@@ -14,13 +14,7 @@ from pathlib import Path
 from shlex import quote
 
 from phalanx.launch.engines import slurm, submission
-from phalanx.launch.engines.engine import (
-    JobStanding,
-    Lender,
-    SubmitReport,
-    SubmitRequest,
-    recorded_run,
-)
+from phalanx.launch.engines.engine import JobStanding, Lender, SubmitReport, SubmitRequest, recorded_run
 from phalanx.launch.engines.order import (
     FOLDER,
     EngineError,

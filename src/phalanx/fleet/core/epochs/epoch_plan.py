@@ -20,10 +20,7 @@ from msgspec import Struct
 
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core.epochs.seating import common_levels, deal
-from phalanx.fleet.core.messages import (
-    NO_STEP,
-    Holder,
-)
+from phalanx.fleet.core.messages import NO_STEP, Holder
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.fleet.core.state import (
     NO_SEAT,

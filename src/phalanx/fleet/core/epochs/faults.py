@@ -15,7 +15,6 @@ from phalanx.fleet.core.commands import Diagnose
 from phalanx.fleet.core.epochs.epoch_plan import SEATED, Order, can_do_without
 from phalanx.fleet.core.epochs.life_cycle import IN_EPOCH, can_grow, pause_s, regroup
 from phalanx.fleet.core.epochs.progress import dialing_until_s, end, stepped
-from phalanx.fleet.core.messages import Rollcall
 from phalanx.fleet.core.state import (
     Accusation,
     Census,
@@ -201,7 +200,7 @@ def _lose_late(
 # roll call that lists only the nodes that differ. The core handles it with a few set operations.
 
 
-def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  # noqa: ARG001
+def rollcall(state: FleetState, event: m.Rollcall, orders: list[Order]) -> None:  # noqa: ARG001
     """Handle a roll call like the reports that it stands for, from all members but ``event.absent``.
 
     "heartbeat" renews leases, and counts progress in its epoch. "bound" stops waiting for the members while
@@ -229,7 +228,7 @@ def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  
         _parked_all(state, event)
 
 
-def _parked_all(state: FleetState, event: Rollcall) -> None:
+def _parked_all(state: FleetState, event: m.Rollcall) -> None:
     """Take the roll call that members have parked: stop waiting for them, and record the steps that all hold in
     memory.
 
