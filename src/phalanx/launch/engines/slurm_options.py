@@ -19,14 +19,8 @@ from typing import Any
 from phalanx.launch.engines.order import EngineError, LaunchOrder, run_tool, seconds_of, slurm_time
 from phalanx.run.spec import LaunchSpec
 
-FIELDS = {
-    "account": "account",
-    "constraint": "constraint",
-    "exclude": "exclude",
-    "partition": "partition",
-    "qos": "qos",
-    "reservation": "reservation",
-    "time": "time_limit",
+FIELDS = {"time": "time_limit"} | {
+    name: name for name in ("account", "constraint", "exclude", "partition", "qos", "reservation")
 }
 """Options -> the fields of ``[launch]`` that stand for them."""
 _ALIKE = (
@@ -78,12 +72,8 @@ REFUSED = {
     "version": _NO_JOB,
     "wait": _NO_JOB,
     "wrap": "the script is Phalanx's; lines of your own before the agents start are launch.prologue",
-    "account": "launch.account",
-    "constraint": "launch.constraint",
-    "exclude": "launch.exclude",
+    **{option: f"launch.{field}" for option, field in FIELDS.items()},
     "partition": "launch.partition, several as big,small: the job starts in the first that can",
-    "qos": "launch.qos",
-    "reservation": "launch.reservation",
     "time": "launch.time_limit, of which it is known when the run saves",
 }
 """Options that contradict what the launcher decides -> what decides it."""
