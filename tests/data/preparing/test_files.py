@@ -89,6 +89,12 @@ def test_a_long_file_is_cut_after_lines(tmp_path: Path) -> None:
     assert all(document.text.endswith("\n") for document in documents)
 
 
+def test_text_that_is_all_in_the_place_of_the_dataset_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(CorpusError, match="where the dataset is to be"):
+        files_of([tmp_path / "a.txt"], out=tmp_path)
+
+
 def test_a_pattern_without_files_is_named(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"no file matches .*\*\.txt"):
         files_of([tmp_path / "*.txt"])

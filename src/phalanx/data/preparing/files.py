@@ -271,7 +271,8 @@ def _require_unchanged(file: CorpusFile) -> None:
 def _matching_files(patterns: Sequence[str | Path], own: str) -> tuple[list[tuple[str, Path]], list[Path]]:
     """Return name and original path of all files, in order of name and resolved path; and links to folders.
 
-    Files below ``own`` are left out. Raises ``CorpusError`` for a pattern without files, or a file named twice.
+    Files below ``own`` are left out. Raises ``CorpusError`` for a pattern without files, a file named twice, or no file
+    outside ``own``.
     """
     linked: list[Path] = []
     names: dict[Path, tuple[str, Path]] = {}
@@ -291,6 +292,10 @@ def _matching_files(patterns: Sequence[str | Path], own: str) -> tuple[list[tupl
                 duplicates.append((path, pattern_of[real], pattern))
             names.setdefault(real, (name, path))
             pattern_of.setdefault(real, pattern)
+    if patterns and not names:
+        raise CorpusError(
+            f"all of the text is in {own}, where the dataset is to be, and files there are not read; give it another place: --out, or data.path"
+        )
     if len(set(map(str, patterns))) < len(patterns):
         repeated = next(pattern for pattern, count in Counter(map(str, patterns)).items() if count > 1)
         raise CorpusError(f"{repeated!r} is named more than once; name it once, since a file is read once")
