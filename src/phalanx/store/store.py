@@ -15,10 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
+
+from phalanx.process.background import in_background
 
 MOST_CREATED_BYTES = 4 << 20
 """The largest object that ``create`` makes: it must go in one request, since uploads in parts cannot be made conditional."""
@@ -215,6 +218,7 @@ _FACTOR, _LEAST_S, _UNKNOWN_S = 3.0, 0.5, 5.0
 _FEW = 16
 """Number of reads below which there is no percentile: a second request is sent after ``unmeasured_s`` then."""
 _MOST_SHARE = 0.05
+_THREAD = "store-read"
 
 T = TypeVar("T")
 
@@ -243,21 +247,22 @@ class HedgedReads:
         with self._lock:
             self.reads += 1
         begun_s = time.monotonic()
-        answers: queue.SimpleQueue[_Answer[T]] = queue.SimpleQueue()
-        _call_in_thread(call, answers)
+        # Daemon threads: the slower of two may never be answered, and nobody waits for it.
+        answers: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()
+        in_background(call, _THREAD).add_done_callback(answers.put)
         try:
             answer = answers.get(timeout=self.patience_s())
         except queue.Empty:
             calls = 1 + self._may_hedge()
             if calls == 2:
-                _call_in_thread(call, answers)
+                in_background(call, _THREAD).add_done_callback(answers.put)
             answer = answers.get()
-            if answer.error is not None and calls == 2:
+            if answer.exception() is not None and calls == 2:
                 other = answers.get()
-                answer = answer if other.error is not None else other
+                answer = answer if other.exception() is not None else other
         with self._lock:
             self._latest.append(time.monotonic() - begun_s)
-        return answer.value()
+        return answer.result()
 
     def patience_s(self) -> float:
         """Return the seconds after which a read is called a second time: a multiple of the latest reads' 99th
@@ -277,25 +282,3 @@ class HedgedReads:
             allowed = self.hedged < max(1.0, _MOST_SHARE * self.reads)
             self.hedged += allowed
             return allowed
-
-
-class _Answer(Generic[T]):
-    """The value of a call, or its error."""
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        """Call ``call`` and keep its value, or its error."""
-        self.error: BaseException | None = None
-        try:
-            self._value = call()
-        except BaseException as error:  # raised in the thread that waits
-            self.error = error
-
-    def value(self) -> T:
-        if self.error is not None:
-            raise self.error
-        return self._value
-
-
-def _call_in_thread(call: Callable[[], T], answers: queue.SimpleQueue[_Answer[T]]) -> None:
-    # A daemon: the slower of two may never be answered, and nobody waits for it.
-    threading.Thread(target=lambda: answers.put(_Answer(call)), name="store-read", daemon=True).start()
