@@ -17,7 +17,7 @@ STEPS = 12
 
 
 def measured(engine: Engine, texts: int) -> tuple[int, float]:
-    """Return the launches of a step in which ``texts`` texts of some 60 tokens decode, and its median host time, s."""
+    """Return the launches of a step in which ``texts`` texts of some 60 tokens decode, and its median processor time on the host, s."""
     for number in range(texts):
         engine.submit(Request(str(number), tuple(range(number, number + 48)), 2 * STEPS + 40, GREEDY))
     while engine.statistics().rows_last_step != texts:
@@ -25,9 +25,9 @@ def measured(engine: Engine, texts: int) -> tuple[int, float]:
     taken = []
     for _ in range(STEPS):
         counters.reset()
-        begin = time.perf_counter()
+        begin = time.process_time()
         engine.step()
-        taken.append(time.perf_counter() - begin)
+        taken.append(time.process_time() - begin)
     launches = counters.on_device()
     for number in range(texts):
         engine.cancel(str(number))

@@ -25,6 +25,7 @@ from phalanx.hardware.local.device import brought
 from phalanx.model.layers.attention.attend import soft_capped
 from phalanx.model.transformer import PredictionAhead, Transformer
 from phalanx.run.kinds.grouped_attention import window_of
+from phalanx_serve.engine.model_runner import batched_attention
 from phalanx_serve.engine.sampler import LogitsError, draw_rows
 from phalanx_serve.kv_cache.memory import LayerKVCache, RowSpan, Rule, TextKV
 from phalanx_serve.traffic.events import Sampling
@@ -71,6 +72,8 @@ class Drafter:
     def __init__(self, model: Transformer, depths: int) -> None:
         self._model, self._depths = model, depths
         self._kept = replace(model.spec, layers=depths)
+        weight = next(model.parameters())
+        self._batching = batched_attention(model.spec, weight.dtype, weight.device)
 
     @torch.no_grad()
     def guess(self, texts: Sequence[DraftInput], length: int) -> list[tuple[DraftState, tuple[int, ...]]]:
@@ -152,7 +155,8 @@ class Drafter:
             return hidden
         module = self._model.mtp[depth - 1]
         assert isinstance(module, PredictionAhead), "the predictions ahead"
-        cache = LayerKVCache(depth - 1, spans, _RULE, {})
+        batched = None if self._batching is None else self._batching(spans)
+        cache = LayerKVCache(depth - 1, spans, _RULE, {}, batched)
         rows = torch.cat(hidden)  # (rows of all texts, dim)
         embedded = self._model.embedded(brought(torch.tensor(tokens, dtype=torch.int64), rows.device))
         cos, sin = self._rotation(brought(torch.tensor(positions), rows.device), rows.dtype, length)

@@ -12,7 +12,9 @@ modules.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.hardware.local.device import brought
+from phalanx.hardware.local.device import brought, on_gpu
 from phalanx.hardware.portable import layer_step
 from phalanx.hardware.portable.library import is_available, operations
 from phalanx.model.facts.shape import longest_short
@@ -34,7 +36,7 @@ from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.run.spec import ModelSpec
 from phalanx.train.step.loss import log_probabilities
 from phalanx_serve.engine.sampler import SamplerOutput, SamplingRequest, sample_rows
-from phalanx_serve.kv_cache.memory import LayerKVCache, PageBox, PageBytes, RowSpan, Rule
+from phalanx_serve.kv_cache.memory import LayerKVCache, PageBox, PageBytes, RowSpan, Rule, SpanAttention
 from phalanx_serve.traffic.events import GenerationRequestError, Request, ServeError
 
 # Models that an engine can serve, and requests that it can compute.
@@ -145,6 +147,41 @@ def _products() -> FastProducts | None:
     """Return the one object of fast products, so that layers with it can be recognized; None if it is not available."""
     # One object, so that layers with these products can be recognized.
     return FastProducts() if is_available() else None
+
+
+# Attention of several texts at once, on a GPU.
+
+
+_log = logging.getLogger(__name__)
+Batching = Callable[[Sequence[RowSpan]], SpanAttention]
+"""Function from the spans of a step to their attention."""
+
+
+@functools.cache
+def batched_attention(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Batching | None:
+    """Return the attention of several texts at once for models of ``spec`` on ``device``; None if texts are attended one by one.
+
+    The programs are compiled and compared with attention text by text. If that fails, it is logged as a warning. Cached.
+    """
+    if not on_gpu(device) or importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        from phalanx_serve.kv_cache import decode_attention
+
+        differing = decode_attention.differences(spec, dtype, device)
+    except Exception as error:  # a compiler that fails in whatever way is as good as none
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        if not differing:
+            return decode_attention.DecodeAttention
+        reason = f"other results than PyTorch's: {' and '.join(differing)}"
+    _log.warning(
+        "on %s, attention is launched for each text and layer, so that many texts wait for the host: the Triton programs for all texts fail (%s); "
+        "install a Triton that fits this PyTorch, and a C compiler",
+        device,
+        reason,
+    )
+    return None
 
 
 # The kernel for a few rows.
@@ -423,7 +460,9 @@ class ModelRunner:
         products = None if rule.exact else use_fast_products(model)
         self._model, self._rule, self._projection = model, rule, projection or products
         self._few = few_rows(model)
-        has_library = next(model.parameters()).dtype == torch.bfloat16 and products is None
+        weight = next(model.parameters())
+        self._batching = batched_attention(model.spec, weight.dtype, weight.device)
+        has_library = weight.dtype == torch.bfloat16 and products is None
         self._most_few = layer_step.MOST_ROWS if rule.exact or not has_library else _MOST_BESIDE_LIBRARY
 
     @torch.no_grad()
@@ -439,7 +478,8 @@ class ModelRunner:
         count, model = len(x), self._model
         positions = [p for span in spans for p in range(span.begin, span.end)]
         masks: dict[tuple[int, ...], Tensor] = {}
-        cache = [LayerKVCache(layer, spans, self._rule, masks) for layer in range(model.spec.layers)]
+        batched = None if self._batching is None else self._batching(spans)
+        cache = [LayerKVCache(layer, spans, self._rule, masks, batched) for layer in range(model.spec.layers)]
         distributions: list[tuple[Tensor, Tensor]] = []
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -168,6 +168,12 @@ class TextKV:
         }
         self.number = number
         self.capacity = 0
+        self._addresses: npt.NDArray[np.int64] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+        return next(iter(self.layers.values()))[0].device
 
     def grow(self, tokens: int) -> None:
         """Make room for at least ``tokens``, in full blocks of keys; zeros where nothing is yet.
@@ -178,6 +184,7 @@ class TextKV:
             return
         minimum = max(tokens, 2 * self.capacity)
         capacity = minimum + -minimum % BLOCK
+        self._addresses = None
         for layer, tensors in self.layers.items():
             grown = tuple(old.new_zeros(old.shape[0], capacity, old.shape[2]) for old in tensors)
             for new, old in zip(grown, tensors, strict=True):
@@ -185,6 +192,15 @@ class TextKV:
                 new[:, : self.capacity] = old[:, : self.capacity]
             self.layers[layer] = grown
         self.capacity = capacity
+
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Return, for each layer, the addresses of keys and of values, and the tokens that they have room for: flat ``(3 layers,)``."""
+        if self._addresses is None:
+            rows = [
+                (keys.data_ptr(), values.data_ptr(), keys.shape[1]) for keys, values in self.layers.values()
+            ]
+            self._addresses = np.array(rows, np.int64).reshape(-1)
+        return self._addresses
 
 
 class PageMemory:
@@ -348,6 +364,25 @@ class Rule:
     """``None`` is the format of the computation."""
 
 
+class SpanAttention(Protocol):
+    """Attention of several texts at once, on a GPU: for the spans of one step."""
+
+    def takes(self, span: RowSpan) -> bool:
+        """Return True for spans that ``attend`` computes."""
+        ...
+
+    def store(self, layer: int, core: CausalCore, key: Tensor, value: Tensor) -> None:
+        """Store new keys and values ``(1, k, rows, .)`` of all spans in their texts."""
+        ...
+
+    def attend(self, layer: int, core: CausalCore, query: Tensor, sinks: Tensor | None) -> Tensor:
+        """Return ``(1, h, rows, width)``: the attention of queries ``(1, h, rows, width)`` to stored keys, for the spans that it takes.
+
+        Other rows are not initialized.
+        """
+        ...
+
+
 class LayerKVCache:
     """A layer's ``phalanx.model.layers.attention.attention.Cache`` for the spans of a step."""
 
@@ -359,9 +394,18 @@ class LayerKVCache:
         return not self._rule.exact
 
     def __init__(
-        self, layer: int, spans: Sequence[RowSpan], rule: Rule, masks: dict[tuple[int, ...], Tensor]
+        self,
+        layer: int,
+        spans: Sequence[RowSpan],
+        rule: Rule,
+        masks: dict[tuple[int, ...], Tensor],
+        batched: SpanAttention | None = None,
     ) -> None:
+        """Cache ``spans`` in ``layer``. ``masks`` and ``batched`` are the step's, of all layers; without ``batched``, texts are attended one
+        by one.
+        """
         self._layer, self._spans, self._rule, self._masks = layer, spans, rule, masks
+        self._batched = batched
 
     def mix(
         self,
@@ -379,24 +423,45 @@ class LayerKVCache:
         latents, None takes them as they are.
         """
         assert isinstance(core, CausalCore), "the engine refuses others"
-        mixed: list[Tensor] = []
+        self._store(core, key, value)
+        if self._batched is None or expand is not None:
+            parts = [
+                self._attend(core, query[:, :, rows], span, sinks, expand) for span, rows in self._rows()
+            ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        mixed = self._batched.attend(self._layer, core, query, sinks)
+        for span, rows in self._rows():
+            if not self._batched.takes(span):
+                mixed[:, :, rows] = self._attend(core, query[:, :, rows], span, sinks, expand)
+        return mixed
+
+    def _rows(self) -> Iterator[tuple[RowSpan, slice]]:
+        """Yield the spans with their rows in the step."""
         row = 0
         for span in self._spans:
             rows = slice(row, row + span.end - span.begin)
             row = rows.stop
-            keys, values = span.kv.layers[self._layer]  # (heads, capacity, width)
-            for part, (cached, new) in enumerate(((keys, key[0, :, rows]), (values, value[0, :, rows]))):
-                kept = self._rule.kept
+            yield span, rows
+
+    def _store(self, core: CausalCore, key: Tensor, value: Tensor) -> None:
+        """Store new keys and values ``(1, k, rows, .)``, rounded if a narrow format keeps them."""
+        kept = self._rule.kept
+        if self._batched is not None:
+            if kept is not None:
+                key, value = kept.rounded(0, key), kept.rounded(1, value)
+            self._batched.store(self._layer, core, key, value)
+            return
+        for span, rows in self._rows():
+            for part, (cached, new) in enumerate(
+                zip(span.kv.layers[self._layer], (key[0, :, rows], value[0, :, rows]), strict=True)
+            ):
                 cached[:, span.begin : span.end] = new if kept is None else kept.rounded(part, new)
-            mixed.append(self._attend(core, query[:, :, rows], span, (keys, values), sinks, expand))
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 2)
 
     def _attend(
         self,
         core: CausalCore,
         query: Tensor,
         span: RowSpan,
-        cached: tuple[Tensor, ...],
         sinks: Tensor | None,
         expand: Expand | None,
     ) -> Tensor:
@@ -411,6 +476,7 @@ class LayerKVCache:
             if rule.exact and window
             else ()
         )
+        cached = span.kv.layers[self._layer]  # (heads, capacity, width) each
         parts = []
         for begin, end in itertools.pairwise((span.begin, *borders, span.end)):
             first = self._first_key(core, begin)

@@ -111,6 +111,8 @@ def elsewhere(device: str) -> Iterator[tuple[torch.device, Seen]]:
             patch.setattr(f"phalanx_serve.{place}.fetched", seen.fetch)
         patch.setattr("phalanx_serve.numerics.make_current", lambda _: None)
         patch.setattr("phalanx_serve.numerics.device_name", lambda _: "made up")
+        for place in ("model_runner", "drafts"):  # fake tensors have no addresses
+            patch.setattr(f"phalanx_serve.engine.{place}.batched_attention", lambda *_: None)
         sampling_module._on.cache_clear()
         try:
             with mode, seen:
