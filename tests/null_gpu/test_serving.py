@@ -14,6 +14,7 @@ from phalanx_serve.engine.engine import Engine
 from phalanx_serve.engine.model_runner import batched_attention
 from phalanx_serve.kv_cache import decode_attention
 from phalanx_serve.traffic.events import Ended, Request, Token
+from phalanx_serve.traffic.scheduler import PAGE
 
 TEXTS, TOKENS, LAYERS = 3, 5, 2
 
@@ -60,6 +61,12 @@ def test_a_decoding_step_of_many_texts_has_the_launches_of_one_of_a_few(dtype: t
 
 def test_the_splits_of_long_texts_are_combined_in_one_launch_a_layer() -> None:
     assert launches(decoding(torch.bfloat16, prompt=700))["triton:_combine_program"] == LAYERS
+
+
+def test_a_full_page_is_copied_out_of_all_layers_in_a_launch_for_keys_and_one_for_values() -> None:
+    engine = decoding(torch.bfloat16, texts=1, prompt=PAGE - 2)
+    full, other = launches(engine), launches(engine)
+    assert full["all"] == other["all"] + 2
 
 
 def test_texts_are_attended_one_by_one_with_a_warning_where_the_programs_fail(

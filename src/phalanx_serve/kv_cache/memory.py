@@ -223,10 +223,14 @@ class PageMemory:
     def copy_out(self, kv: TextKV, number: int, place: int) -> None:
         """Copy page ``number`` of a text to ``place``, packed in the stored format."""
         rows = slice(number * PAGE, (number + 1) * PAGE)
-        for layer, tensors in enumerate(kv.layers.values()):
-            for part, (pools, tensor) in enumerate(zip(self._parts, tensors, strict=True)):
-                for pool, stored in zip(pools, self._kept.packed(part, tensor[:, rows]), strict=True):
-                    pool[place, layer] = stored
+        for part, pools in enumerate(self._parts):
+            # Of all layers together: on a GPU one launch, not one for each.
+            of_layers = [tensors[part][:, rows] for tensors in kv.layers.values()]  # (heads, 64, width) each
+            if not self._kept.narrow[part]:
+                torch.stack(of_layers, out=pools[0][place])
+                continue
+            for pool, stored in zip(pools, self._kept.packed(part, torch.stack(of_layers)), strict=True):
+                pool[place] = stored
 
     def copy_in(self, kv: TextKV, number: int, place: int) -> None:
         """Copy the page at ``place`` to page ``number`` of a text, unpacked from the stored format."""
