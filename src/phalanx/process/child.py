@@ -59,6 +59,7 @@ class Child:
         self._sent: set[int] = set()
         self._is_over = False
         """True: the process has been killed and may be reaped at any moment."""
+        self._processor_ticks = 0
 
     @classmethod
     def start(
@@ -134,6 +135,24 @@ class Child:
         with suppress(OSError):
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False
+
+    def is_working(self) -> bool:
+        """Return True if the process computes, has computed since the last call, or waits for a processor or a disk;
+        False if it sleeps, is suspended, or has ended.
+
+        A thread in native code that holds Python's lock (a large sort, an import, a page fault in swapped memory)
+        blocks the heartbeat thread, but the kernel shows it at work. A suspended or deadlocked process is not.
+        """
+        tasks = Path(f"/proc/{self.pid}/task")
+        ticks, states = 0, set[str]()
+        with suppress(OSError):
+            for task in tasks.iterdir():
+                with suppress(OSError):  # A thread that has ended meanwhile.
+                    fields = (task / "stat").read_text().rpartition(")")[2].split()
+                    states.add(fields[0])
+                    ticks += int(fields[11]) + int(fields[12])
+        grown, self._processor_ticks = ticks > self._processor_ticks, ticks
+        return bool(states & {"R", "D"}) or (grown and not states & {"T", "t"})
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process, unless it has ended. A death by it then counts as intended in its log."""

@@ -25,19 +25,19 @@ KEEPS_THE_LOCK = "print('x', flush=True); 7 ** 10 ** 9"
 SLEEPS_WITH_THE_LOCK = "import ctypes; print('x', flush=True); ctypes.PyDLL(None).sleep(600)"
 
 
-def started(program: str) -> tuple[WorkerProcess, subprocess.Popen[bytes]]:
+def started(program: str) -> tuple[Child, subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.read(1) == b"x"
-    return WorkerProcess(Child(process)), process
+    return Child(process), process
 
 
-def becomes(worker: WorkerProcess, working: bool) -> bool:
+def becomes(worker: Child, working: bool) -> bool:
     """True once it is so several looks in a row."""
     in_a_row = 0
     while in_a_row < 5:
         time.sleep(0.02)
-        in_a_row = in_a_row + 1 if worker.working() == working else 0
+        in_a_row = in_a_row + 1 if worker.is_working() == working else 0
     return True
 
 
@@ -53,7 +53,7 @@ def test_native_code_that_keeps_pythons_lock_is_at_work_if_it_computes(program: 
     assert becomes(worker, working=False)
     process.kill()
     process.communicate()
-    assert not worker.working()
+    assert not worker.is_working()
 
 
 def test_a_worker_never_gets_the_operators_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -37,13 +36,17 @@ RECORDED_COLLECTIVES = "2000"
 class WorkerProcess:
     """A running worker. Make it in an event loop, by ``start``."""
 
-    def __init__(self, child: Child) -> None:
-        """Wrap a started child; ``start`` connects it."""
-        self._child = child
-        self._log: Path | None = None
-        self._frames: FrameStream | None = None
-        self._processor_ticks = 0
-        self._watch: asyncio.Task[None] | None = None
+    def __init__(
+        self,
+        child: Child,
+        log: Path,
+        frames: FrameStream,
+        on_message: Callable[[ToAgent], None],
+        on_exit: Callable[[int, str], None],
+    ) -> None:
+        """Follow a started child; ``start`` explains the arguments."""
+        self.child, self._log, self._frames = child, log, frames
+        self._watch = asyncio.create_task(self._follow(on_message, on_exit))
 
     @classmethod
     async def start(
@@ -92,83 +95,51 @@ class WorkerProcess:
         except OSError:
             ours.close()
             raise
-        worker = cls(child)
-        worker._log = log.path
-        worker._frames = frames = FrameStream(*await asyncio.open_connection(sock=ours))
-        worker._watch = asyncio.create_task(worker._follow(frames, on_message, on_exit))
-        return worker
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._child.pid
-
-    def working(self) -> bool:
-        """Return True if the process computes, has computed since the last call, or waits for a processor or a disk;
-        False if it sleeps, is suspended, or has ended.
-
-        A thread in native code that holds Python's lock (a large sort, an import, a page fault in swapped memory)
-        blocks the heartbeat thread, but the kernel shows it at work. A suspended or deadlocked process is not.
-        """
-        tasks = Path(f"/proc/{self.pid}/task")
-        ticks, states = 0, set[str]()
-        with suppress(OSError):
-            for task in tasks.iterdir():
-                with suppress(OSError):  # A thread that has ended meanwhile.
-                    fields = (task / "stat").read_text().rpartition(")")[2].split()
-                    states.add(fields[0])
-                    ticks += int(fields[11]) + int(fields[12])
-        grown, self._processor_ticks = ticks > self._processor_ticks, ticks
-        return bool(states & {"R", "D"}) or (grown and not states & {"T", "t"})
+        frames = FrameStream(*await asyncio.open_connection(sock=ours))
+        return cls(child, log.path, frames, on_message, on_exit)
 
     def send(self, message: ToWorker) -> None:
         """Send a message; it is lost if the worker dies before it reads it."""
-        if self._frames is not None:
-            self._frames.write(encode(message))
+        self._frames.write(encode(message))
 
     def kill(self) -> None:
         """Send SIGKILL, which works on a suspended or hanging process too."""
-        self._child.kill()
+        self.child.kill()
 
     async def wait_closed(self) -> None:
         """Wait until its exit has been reported."""
-        if self._watch is not None:
-            await self._watch
+        await self._watch
 
     async def _follow(
-        self,
-        frames: FrameStream,
-        on_message: Callable[[ToAgent], None],
-        on_exit: Callable[[int, str], None],
+        self, on_message: Callable[[ToAgent], None], on_exit: Callable[[int, str], None]
     ) -> None:
         """Pass on the worker's messages until its process has ended, then reap it, and call ``on_exit`` with its
         exit code and the end of its log.
         """
-        reading = asyncio.create_task(self._read(frames, on_message))
-        await self._child.wait_in_loop()
+        reading = asyncio.create_task(self._read(on_message))
+        await self.child.wait_in_loop()
         await asyncio.wait((reading,), timeout=_LAST_READ_S)
         reading.cancel()
-        frames.close()
+        self._frames.close()
         # In a thread: its remaining output may be long, and the disk slow.
-        code = await asyncio.to_thread(self._child.end)
+        code = await asyncio.to_thread(self.child.end)
         on_exit(code, await asyncio.to_thread(self._last_words))
 
-    async def _read(self, frames: FrameStream, on_message: Callable[[ToAgent], None]) -> None:
+    async def _read(self, on_message: Callable[[ToAgent], None]) -> None:
         """Decode messages and call ``on_message`` until the link ends; after a malformed one, kill the worker and
         return.
         """
         try:
             while True:
-                on_message(TO_AGENT.decode(await frames.receive()))
+                on_message(TO_AGENT.decode(await self._frames.receive()))
         except MessageError:
             self.kill()  # Its memory is damaged, or it is of another version.
         except EndedError:
             return
 
     def _last_words(self) -> str:
-        """Return the end of the process's log; empty without a log."""
-        lines = last_text(self._log, _TAIL_LINES) if self._log is not None else []
-        return "\n".join(lines)[-_TAIL_CHARACTERS:]
+        """Return the end of the process's log."""
+        return "\n".join(last_text(self._log, _TAIL_LINES))[-_TAIL_CHARACTERS:]
 
 
 class WorkersListener(Protocol):
@@ -274,7 +245,7 @@ class WorkerPool:
 
     def working(self, silent: Iterable[int]) -> set[int]:
         """Return the ``silent`` workers that the kernel shows at work."""
-        return {i for i in silent if i in self._running and self._running[i].working()}
+        return {i for i in silent if i in self._running and self._running[i].child.is_working()}
 
     def kill_all(self) -> None:
         """Kill all workers."""
