@@ -207,6 +207,7 @@ def not_learning(observed: o.Observed) -> Iterator[o.Reason]:
         return
     first = _first_loss(observed)
     is_far = first is not None and first > (1 + o.RISEN) * untrained
+    moved = _update_ratio(observed)
     yield o.Reason(
         code="not-learning",
         title=f"The loss began at {first:.4g}, and at {now:.4g} is still that of an untrained model"
@@ -217,6 +218,13 @@ def not_learning(observed: o.Observed) -> Iterator[o.Reason]:
         evidence=(
             f"the median loss of the newest {len(losses)} logged steps, up to {reached:,}, is {now:.4g}",
             f"an untrained model has {untrained:.4g}; the rate has been full since step {spec.schedule.warmup_steps:,}",
+            *(
+                (
+                    f"a step moves the weights by {moved:.1g} of their size, where a thousandth is usual: the rate is too low",
+                )
+                if moved < o.SMALL_UPDATE
+                else ()
+            ),
         ),
         doing=observed.doing("training continues"),
         next=(
@@ -227,6 +235,19 @@ def not_learning(observed: o.Observed) -> Iterator[o.Reason]:
         + "in a run of its own: phalanx train RUN_FILE --set "
         + ("model.init_std=..." if is_far else "optimizer.lr=..."),
     )
+
+
+def _update_ratio(observed: o.Observed) -> float:
+    """Return the median over layers of the newest measured updates, as a share of their weights; infinite without a measurement."""
+    measured = observed.newest(LayerStatistics)
+    ratios = [
+        value
+        for name, values in (measured[1].figures.items() if measured else ())
+        if name.endswith(".update_ratio")
+        for value in values
+        if value is not None
+    ]
+    return median(ratios) if ratios else math.inf
 
 
 def endless_warmup(observed: o.Observed) -> Iterator[o.Reason]:
@@ -417,6 +438,31 @@ def _is_back(observed: o.Observed, worst: LossSpike) -> bool | None:
     if len(since) < o.RECENT_STEPS // 2:
         return None
     return median(since[-o.RECENT_STEPS :]) <= (1 + o.BACK) * worst.typical_loss
+
+
+def evaluation_not_finite(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a critical reason if the newest loss on the held-out text is NaN or infinite: the weights are of no use."""
+    newest = observed.newest(Evaluated)
+    if newest is None or math.isfinite(newest[1].loss):
+        return
+    t, evaluated = newest
+    good = [step for step, _ in observed.checkpoints if step < evaluated.step]
+    yield o.Reason(
+        code="not-finite",
+        severity="critical",
+        title=f"The held-out loss of step {evaluated.step:,} is {evaluated.loss}: these weights are of no use",
+        where=f"the weights of step {evaluated.step:,}",
+        since=t,
+        evidence=(
+            f"evaluated after step {evaluated.step:,}",
+            f"checkpoints before it: {', '.join(f'{step:,}' for step in good[-3:])}"
+            if good
+            else "no checkpoint is before it",
+        ),
+        doing=observed.doing("training continues with these weights"),
+        next=f"phalanx logs {observed.run} --level warning (since when steps are not finite); phalanx hash CHECKPOINT and phalanx score for "
+        "earlier ones; continue from a good one in a run of its own (init_from)",
+    )
 
 
 def not_finite(observed: o.Observed) -> Iterator[o.Reason]:

@@ -27,6 +27,7 @@ Code = Literal[
     "job-held",
     "job-waiting",
     "gone",
+    "stopped",
     "silent",
     "failed",
     "not-finite",
@@ -141,10 +142,15 @@ PAST_STEPS = 100
 """Logged steps needed to estimate the usual throughput and its variation: five stretches."""
 FEW_STEPS = 5
 """Settled steps that are enough to see that throughput has fallen to half."""
+STEADY_FALL = 0.8
+"""Rank correlation of throughput with time from which a fall is steady. A busy machine slows down by spells, which come and go."""
 GOODPUT = 0.8
 """Llama 3 had 0.9 on 16,384 GPUs (arXiv 2407.21783, section 3.3.4); below this the cause is worth a look."""
 GOODPUT_AFTER_S = 1800.0
 """Minimum run time: starting costs a short run most of its time, which is not a fault."""
+GOODPUT_SOON = 0.6
+"""The same for less time, without the start: evaluations and saves of a short run have a larger share."""
+GOODPUT_SOON_S = 60.0
 DISK_NEXT = 1.1
 """Required free space in checkpoint sizes: the next one is written before the oldest is deleted."""
 DISK_SHARE = 0.03
@@ -182,6 +188,8 @@ XZ_SHARE = 0.1
 2309.10668, table 1); regular text is short for both."""
 UNLEARNED = 0.01
 """Share of an untrained model's loss by which the loss must have fallen after two windows of steps with the full rate."""
+SMALL_UPDATE = 1e-4
+"""Change of a layer's weights in a step over their size. Some 1e-3 is usual (cs231n.github.io/neural-networks-3, "Ratio of weights:updates")."""
 NORM_GROWN = 20.0
 """Factor on the least gradient norm of the run's past, for a window of steps. Norms that rise slowly while the loss falls stay below."""
 LAYER_MEASUREMENTS = 5

@@ -148,6 +148,27 @@ def gone(observed: o.Observed) -> Iterator[o.Reason]:
         )
 
 
+def stopped(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield an information if the newest start was stopped on request, before the last step."""
+    last = observed.mine[-1] if observed.mine else None
+    if last is None or not isinstance(last.body, run_events.Stopped) or observed.finished:
+        return
+    if any(failed(observed)) or (observed.job is not None and observed.job.is_waiting):
+        return
+    stop = last.body
+    steps = observed.started.steps if observed.started else 0
+    yield o.Reason(
+        code="stopped",
+        severity="info",
+        title=f"The run was stopped on request at step {stop.step:,}" + (f" of {steps:,}" if steps else ""),
+        where="the whole run",
+        since=last.t,
+        evidence=(stop.reason,),
+        doing=observed.after_end,
+        next=f"phalanx train {observed.run}",
+    )
+
+
 def _gone_at_start(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the processes of a start are gone, and it has written no event; none for jobs of an engine."""
     if observed.is_held is not False or not observed.starts or observed.job is not None:

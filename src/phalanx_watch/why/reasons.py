@@ -59,9 +59,17 @@ from phalanx_watch.why.processes import processes_of
 
 Rule = Callable[[o.Observed], Iterator[o.Reason]]
 RULES: tuple[Rule, ...] = (
-    *(progress.failed, progress.gone, progress.never_began, progress.queued, progress.standstill),
+    *(
+        progress.failed,
+        progress.gone,
+        progress.stopped,
+        progress.never_began,
+        progress.queued,
+        progress.standstill,
+    ),
     *(
         numbers.not_finite,
+        numbers.evaluation_not_finite,
         numbers.spike,
         numbers.diverged,
         numbers.raised_loss,

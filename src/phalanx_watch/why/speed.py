@@ -18,6 +18,14 @@ from phalanx_watch.why import observed as o
 
 _MOST_REASONS = 8
 """Causes of throttling that are listed."""
+_START = "start."
+_HOST_GAP = "step.host_gap"
+"""It is within steps, and nothing computes."""
+_GOODPUT_REMEDIES = {
+    "eval": "; evaluate less often (evaluation.every_steps), or fewer sequences (evaluation.sequences)",
+    "ckpt.blocking": "; save less often (checkpoint.every_steps), or to a faster disk",
+    _HOST_GAP: "; phalanx logs of that time: a process that was stopped, a disk or a hook that waited",
+}
 
 
 def slow_data(observed: o.Observed) -> Iterator[o.Reason]:
@@ -118,12 +126,16 @@ def _lasting_fall(speeds: NDArray[np.float64], newest: int) -> int:
 
     The step is that of the largest cumulative sum of ranks (a change-point test as Pettitt's, Applied Statistics 28, 1979, weighted by the
     sizes of both parts). Of ``PAST_STEPS`` on both sides three quarters must be lower than three quarters before; after fewer, a fall to half
-    is enough.
+    is enough. A fall to half that has no such step, because each step is slower than the one before, begins with the attempt.
     """
     count = len(speeds)
     if count < o.FEW_STEPS + newest:
         return 0
     order = np.argsort(np.argsort(speeds)) - (count - 1) / 2
+    # Spearman's correlation with time: that of the ranks
+    trend = np.corrcoef(order, np.arange(count))[0, 1]
+    if trend < -o.STEADY_FALL and 2 * np.median(speeds[-newest:]) < np.median(speeds[:newest]):
+        return newest
     ends = np.arange(o.FEW_STEPS, count - newest + 1)
     first = int(ends[np.argmax(np.cumsum(order)[ends - 1] / np.sqrt(ends * (count - ends)))])
     before, after = speeds[:first], speeds[first:]
@@ -169,29 +181,39 @@ def _grown(before: list[run_events.Step], now: list[run_events.Step]) -> tuple[s
 
 
 def low_goodput(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if less than ``GOODPUT`` of the attempt's time is training, after ``GOODPUT_AFTER_S``.
+    """Yield a reason if too little of the attempt's time is training: less than ``GOODPUT`` after ``GOODPUT_AFTER_S``, or sooner less than
+    ``GOODPUT_SOON`` of the time since its start.
 
-    The evidence has the largest other cause.
+    Steps that wait for their samples are another rule's. The evidence has the largest other cause.
     """
-    if not observed.running or not observed.steps:
+    if not observed.steps:
         return
     t, step = observed.steps[-1]
-    held_s = sum(step.ledger.values())
-    if held_s < o.GOODPUT_AFTER_S or step.goodput is None or step.goodput >= o.GOODPUT:
+    starting_s = sum(seconds for name, seconds in step.ledger.items() if name.startswith(_START))
+    total_s = sum(step.ledger.values())
+    is_long = total_s >= o.GOODPUT_AFTER_S
+    counted_s = total_s if is_long else total_s - starting_s
+    other = {
+        name: seconds
+        for name, seconds in step.ledger.items()
+        if (not name.startswith("step.") or name == _HOST_GAP) and (is_long or not name.startswith(_START))
+    }
+    share = 1 - sum(other.values()) / max(counted_s, 1e-9)
+    if counted_s < o.GOODPUT_SOON_S or share >= (o.GOODPUT if is_long else o.GOODPUT_SOON):
         return
-    other = {name: seconds for name, seconds in step.ledger.items() if not name.startswith("step.")}
     cause = max(other, key=lambda name: other[name])
     yield o.Reason(
         code="low-goodput",
-        title=f"Only {step.goodput:.0%} of the time is training",
+        title=f"Only {share:.0%} of the time {'is' if observed.running else 'was'} training",
         where=cause,
-        since=t - held_s,
+        since=t - total_s,
         evidence=(
-            f"{step.goodput:.1%} of {format_duration(held_s)} in this attempt went into steps",
-            f"the largest other part is {cause}: {format_duration(other[cause])}, {other[cause] / held_s:.1%}",
+            f"{share:.1%} of {format_duration(counted_s)} in this attempt went into steps"
+            + ("" if is_long else ", its start not counted"),
+            f"the largest other part is {cause}: {format_duration(other[cause])}, {other[cause] / counted_s:.1%}",
         ),
-        doing="nothing",
-        next=f"phalanx goodput {observed.run}",
+        doing=observed.doing("nothing"),
+        next=f"phalanx goodput {observed.run}" + _GOODPUT_REMEDIES.get(cause, ""),
     )
 
 

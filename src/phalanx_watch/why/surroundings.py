@@ -29,31 +29,52 @@ _URL = "://"
 
 
 def failed_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if checkpoints or their copies have failed since the newest good one; none for a finished run.
+    """Yield a reason if saves have failed since the newest checkpoint, and one if copies to the store have since the newest copy.
 
-    Critical only on disk: for a second failure, or if no checkpoint is saved.
+    Of a finished run only copies: its last checkpoint is there. Critical only on disk: for a second failure, or if no checkpoint is saved.
     """
-    if observed.finished:
-        return
-    saved = observed.newest(CheckpointSaved)
-    good = saved[0] if saved else 0.0
-    failures = [(t, body) for t, body in o.of_kind(CheckpointFailed, observed.events) if t > good]
-    if not failures:
-        return
+    saved, copied = observed.newest(CheckpointSaved), observed.newest(CheckpointCopied)
+    saves, copies = list[tuple[float, CheckpointFailed]](), list[tuple[float, CheckpointFailed]]()
+    for t, failure in o.of_kind(CheckpointFailed, observed.events):
+        in_store = _is_in_store(observed, failure.path)
+        good = copied if in_store else saved
+        if good is None or t > good[0]:
+            (copies if in_store else saves).append((t, failure))
+    step = observed.saved_step
+    if saves and not observed.finished:
+        is_critical = len(saves) > 1 or not step
+        newest = f"the newest good checkpoint is step {step:,}" if step else "there is no good checkpoint"
+        yield _failing(observed, "Checkpoints", saves, newest, is_critical=is_critical)
+    if copies:
+        newest = f"the newest copy is step {copied[1].step:,}" if copied else "there is no copy"
+        if step:
+            newest += f"; the newest checkpoint on disk is step {step:,}"
+        yield _failing(observed, "Copies of checkpoints", copies, newest, is_critical=False)
+
+
+def _is_in_store(observed: o.Observed, path: str) -> bool:
+    """Return True if a failed checkpoint was to be written to the run's store."""
+    store = observed.spec.checkpoint.store if observed.spec else ""
+    return _URL in path or (bool(store) and path.startswith(store))
+
+
+def _failing(
+    observed: o.Observed,
+    kind: str,
+    failures: list[tuple[float, CheckpointFailed]],
+    newest: str,
+    *,
+    is_critical: bool,
+) -> o.Reason:
+    """Return the reason for saves, or copies, that have failed since the last good one; ``newest`` names that one."""
     (since, _), (_, last) = failures[0], failures[-1]
-    store = _URL in last.path
-    yield o.Reason(
+    return o.Reason(
         code="checkpoint-failed",
-        severity="critical" if not store and (len(failures) > 1 or not observed.saved_step) else "warning",
-        title=f"{'Copies of checkpoints' if store else 'Checkpoints'} fail: {len(failures)} since the last good one",
+        severity="critical" if is_critical else "warning",
+        title=f"{kind} fail: {len(failures)} since the last good one",
         where=last.path,
         since=since,
-        evidence=(
-            f"step {last.step:,}: {last.reason}",
-            f"the newest good checkpoint is step {observed.saved_step:,}"
-            if observed.saved_step
-            else "there is no good checkpoint",
-        ),
+        evidence=(f"step {last.step:,}: {last.reason}", newest),
         doing=observed.doing(
             "training continues, and the next checkpoint is tried when it is due; older ones are kept"
         ),

@@ -18,6 +18,7 @@ from phalanx.observe.events import (
     CheckpointSaved,
     EpochLeft,
     Evaluated,
+    LayerStatistics,
     Message,
     NonFinite,
     RunStarted,
@@ -71,7 +72,8 @@ def test_a_run_that_has_ended_with_a_loss_above_an_untrained_models_is_named(
 ) -> None:
     run.write(steps(31, 60, lambda _: {"loss": 3900.0}))
     run.write([Stopped(60, "asked to stop")])
-    found = only(run.reasons(is_held=False, finished=finished, checkpoints=((20, T0),)))
+    found, *others = run.reasons(is_held=False, finished=finished, checkpoints=((20, T0),))
+    assert [reason.code for reason in others] == ([] if finished else ["stopped"])
     assert (found.code, found.severity) == ("diverged", "critical")
     assert found.doing.startswith(
         "nothing: it has finished" if finished else "nothing: it has ended; step 20"
@@ -82,7 +84,7 @@ def test_a_reason_does_not_call_a_run_that_has_ended_running(run: Watched) -> No
     run.write([spike(30), CheckpointFailed(30, "permission denied", "run/checkpoints")])
     run.write([Stopped(30, "asked to stop")])
     assert {reason.code: reason.doing for reason in run.reasons(is_held=False)} == dict.fromkeys(
-        ["loss-spike", "checkpoint-failed"], "nothing: it has ended; no checkpoint was saved"
+        ["loss-spike", "checkpoint-failed", "stopped"], "nothing: it has ended; no checkpoint was saved"
     )
 
 
@@ -136,6 +138,17 @@ def test_a_loss_that_stays_at_that_of_an_untrained_model_is_named_after_two_wind
     found = only(run.reasons())
     assert (found.code, found.severity) == ("not-learning", "warning")
     assert "an untrained model has 8.3" in found.evidence[1]
+
+
+@pytest.mark.parametrize(("ratio", "is_named"), [(1e-5, True), (1e-3, False)])
+def test_a_loss_that_does_not_fall_is_blamed_on_the_rate_if_the_weights_hardly_move(
+    tmp_path: Path, ratio: float, is_named: bool
+) -> None:
+    run = Watched(tmp_path / "run", VOCABULARY)
+    run.write([*steps(1, 400, lambda _: {"loss": 8.3})])
+    run.write([LayerStatistics(400, ["0", "norm"], {"attention.update_ratio": [ratio, None]})])
+    reason = only(run.reasons())
+    assert any("the rate is too low" in line for line in reason.evidence) == is_named
 
 
 def test_a_loss_that_comes_down_from_far_above_an_untrained_model_s_is_blamed_on_the_initial_weights(

@@ -12,6 +12,7 @@ import pytest
 from phalanx.fleet.control.fleet_file import Member
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.events import (
+    CheckpointCopied,
     CheckpointFailed,
     CheckpointSaved,
     EndedEarly,
@@ -156,9 +157,14 @@ def test_a_run_on_another_machine_is_silent_not_gone(run: Watched) -> None:
     assert "silent" in run.codes(400, is_held=None)
 
 
-def test_a_run_that_was_stopped_on_request_has_nothing_wrong(run: Watched) -> None:
+def test_a_run_that_was_stopped_on_request_is_only_information_with_the_command_that_continues_it(
+    run: Watched,
+) -> None:
     run.write([Stopped(30, "asked to stop; step 30 is saved")])
-    assert run.codes(1e6, is_held=False) == []
+    reason = only(run.reasons(1e6, is_held=False))
+    assert (reason.code, reason.severity) == ("stopped", "info")
+    assert "step 30 of 100,000" in reason.title
+    assert reason.next == f"phalanx train {run.directory.path}"
 
 
 def test_a_failure_is_told_with_its_own_words_and_remedy(run: Watched) -> None:
@@ -276,7 +282,39 @@ def test_little_training_in_long_time_is_named_with_its_largest_cause(run: Watch
     assert (found.code, found.where) == ("low-goodput", "ckpt.blocking")
 
 
+@pytest.mark.parametrize("cause", ["eval", "step.host_gap"])
+def test_little_training_since_a_short_start_is_named_also_of_a_run_that_has_ended(
+    run: Watched, cause: str
+) -> None:
+    run.write([step(31, ledger={"start.warmup": 500.0, "step.compute": 40.0, cause: 20.0})])
+    assert run.codes() == []  # a third of a minute: an evaluation and a save
+    run.write([step(32, ledger={"start.warmup": 500.0, "step.compute": 40.0, cause: 40.0})])
+    found = only(run.reasons())
+    assert (found.code, found.where) == ("low-goodput", cause)
+    assert "50.0% of 1:20" in found.evidence[0]
+    run.write([Stopped(32, "asked to stop")])
+    assert run.codes(is_held=False) == ["low-goodput", "stopped"]
+
+
+def test_a_run_whose_every_step_is_slower_than_the_one_before_is_slower_than_at_its_begin(
+    tmp_path: Path,
+) -> None:
+    run = Watched(tmp_path / "run", NOTHING_DUE)
+    run.write(steps(1, 100, lambda n: {"tokens_per_s": 20_000.0 / (10 + n)}))
+    assert only(run.reasons()).code == "slower"
+
+
 # --- numbers -------------------------------------------------------------------------------------------
+
+
+def test_a_held_out_loss_that_is_not_a_number_is_critical_also_at_the_end(run: Watched) -> None:
+    run.write([Evaluated(20, 2.0), Evaluated(30, float("nan")), Stopped(30, "asked to stop")])
+    reasons = run.reasons(is_held=False)
+    assert [(reason.code, reason.severity) for reason in reasons] == [
+        ("not-finite", "critical"),
+        ("stopped", "info"),
+    ]
+    assert reasons[0].where == "the weights of step 30"
 
 
 def spike(number: int, action: Any = "continue") -> LossSpike:
@@ -346,6 +384,23 @@ def test_a_disk_that_fails_is_named_with_its_error_and_what_is_still_good(run: W
     assert "step 30" in found.evidence[1]
     run.write([CheckpointSaved(60, "c", 1000, 1.0)])
     assert run.codes() == []
+
+
+def test_copies_that_fail_are_counted_since_the_newest_copy_also_once_the_run_has_finished(
+    tmp_path: Path,
+) -> None:
+    store = dataclasses.replace(NOTHING_DUE.checkpoint, store="/store/x")
+    run = Watched(tmp_path / "run", dataclasses.replace(NOTHING_DUE, checkpoint=store))
+    run.write([*steps(1, 30), CheckpointSaved(30, "c", 1000, 1.0), CheckpointCopied(30, "/store/x")])
+    for number in (40, 50):
+        run.write(
+            [CheckpointSaved(number, "c", 1000, 1.0), CheckpointFailed(number, "/store/x", "read-only")]
+        )
+    for finished in (False, True):
+        reason = only(run.reasons(finished=finished))
+        assert (reason.code, reason.severity) == ("checkpoint-failed", "warning")
+        assert reason.title == "Copies of checkpoints fail: 2 since the last good one"
+        assert reason.evidence[1] == "the newest copy is step 30; the newest checkpoint on disk is step 50"
 
 
 def saves_that_delay(run: Watched, stall_s: float) -> None:
