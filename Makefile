@@ -87,7 +87,7 @@ test-nixl:  ## pages between workers over NIXL, in an environment of their own
 null-gpu:  ## whole steps under PyTorch's CUDA build on a GPU that computes nothing, in an environment of their own (5 GB)
 	$(MAKE) VENV=$(VENV)-null-gpu BASE=requirements/base-torch-2.11.txt DEV=requirements/null-gpu.txt env-dev || { echo "make null-gpu needs PyTorch's CUDA wheel and NVIDIA's packages from PyPI, and they could not be installed"; exit 1; }
 	tests/null_gpu/build.sh $(VENV)-null-gpu
-	tests/null_gpu/with.sh $(VENV)-null-gpu -m pytest tests/null_gpu
+	tests/null_gpu/with.sh $(VENV)-null-gpu -m pytest tests/null_gpu tests/serve/kv_cache/test_decode_attention.py
 	@# Memory that nothing writes is zero only at its first use: both runs read the same then.
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 tests/null_gpu/with.sh $(VENV)-null-gpu -m pytest -p null_gpu.conftest tests/train/test_cuda.py
 

@@ -10,9 +10,12 @@ import torch
 from msgspec import structs
 
 from model.initialized import initialized
+from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import ModelSpec
 from phalanx_serve.engine.engine import Engine
+from phalanx_serve.kv_cache.memory import RowSpan, TextKV
 from phalanx_serve.numerics import computing_on
 from phalanx_serve.traffic.events import (
     DeviceMemoryError,
@@ -150,3 +153,39 @@ def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
 def test_the_id_of_numerics_names_the_gpu() -> None:
     model = built("dense")
     assert engine(model).numerics_id != engine(copy.deepcopy(model).to(GPU)).numerics_id
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("sinks", "cap"), [(False, 0.0), (True, 30.0)])
+def test_attention_of_all_texts_agrees_with_pytorch_s(
+    dtype: torch.dtype, width: int, sinks: bool, cap: float
+) -> None:
+    pytest.importorskip("triton")
+    from phalanx_serve.kv_cache.decode_attention import differences
+
+    spec = ModelSpec(
+        layers=1, dim=512, heads=8, kv_heads=2, head_dim=width, vocab_size=64, sinks=sinks, score_cap=cap
+    )
+    assert differences(resolve(spec), dtype, GPU) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_text_has_the_bits_alone_that_it_has_among_others(dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    from phalanx_serve.kv_cache.decode_attention import DecodeAttention
+
+    spec = resolve(ModelSpec(layers=1, dim=512, heads=8, kv_heads=2, head_dim=128, vocab_size=64))
+    generator = torch.Generator(GPU).manual_seed(0)
+    spans = []
+    for length in (1, 70, 600, 3000):
+        kv = TextKV(spec, dtype, device=GPU)
+        kv.grow(length)
+        for tensor in kv.layers[0]:
+            tensor.normal_(generator=generator)
+        spans.append(RowSpan(kv, length - 1, length))
+    query = torch.randn(1, 8, len(spans), 128, generator=generator, device=GPU).to(dtype)
+    together = DecodeAttention(spans).attend(0, CausalCore(), query, None)
+    for row, span in enumerate(spans):
+        alone = DecodeAttention([span]).attend(0, CausalCore(), query[:, :, row : row + 1], None)
+        assert torch.equal(alone, together[:, :, row : row + 1])
