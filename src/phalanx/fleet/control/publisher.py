@@ -198,16 +198,9 @@ class FleetSampler:
     Node labels are cached, since formatting them is most of the work.
     """
 
-    def __init__(
-        self,
-        newest: Callable[[], FleetFile | None],
-        run: str,
-        failed: Callable[[Metric, Exception], None] = lambda _metric, _error: None,
-    ) -> None:
-        """``newest`` returns the state that was published last, ``run`` is a label, ``failed`` gets metrics that
-        cannot be computed.
-        """
-        self._newest, self._run, self._failed = newest, Labels(run=run), failed
+    def __init__(self, newest: Callable[[], FleetFile | None], run: str) -> None:
+        """``newest`` returns the state that was published last, ``run`` is a label."""
+        self._newest, self._run = newest, Labels(run=run)
         self._nodes: dict[str, Labels] = {}
 
     def samples(self) -> list[Sample]:
@@ -221,7 +214,7 @@ class FleetSampler:
         slow = _stragglers(fleet)
         present = [(self._node(member.name), member) for member in fleet.members if member.role != GIVEN_BACK]
         return [
-            *collect(FLEET_METRICS, fleet, self._run, self._failed),
+            *collect(FLEET_METRICS, fleet, self._run, lambda _metric, _error: None),
             *(Sample(ATTACHED, labels, int(member.attached)) for labels, member in present),
             *(Sample(SILENT, labels, member.silent_s) for labels, member in present),
             *(Sample(RANKS, labels, len(member.ranks)) for labels, member in present),

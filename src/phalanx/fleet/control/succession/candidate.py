@@ -145,6 +145,23 @@ class Candidate:
 
     # --- the election
 
+    async def stand_and_lead(self) -> int:
+        """Stand, and if elected lock the run and coordinate it to its end; return the exit code.
+
+        ``EXIT_NOT_ELECTED`` if it is not elected. If the run directory cannot be locked, it leads without: a lost
+        machine may still have the lock. Raises ``JournalError`` if another process coordinates in this reign.
+        """
+        elected = await self.stand()
+        if elected is None:
+            return EXIT_NOT_ELECTED
+        args = replace(self._args, reign=elected.reign.claim.reign)
+        # If the lost machine still holds the lock, as far as the file system knows, no other process gets it
+        # either.
+        with suppress(RunDirectoryError, OSError):
+            take_lock(self._directory.lock)
+        with only_coordinator(self._directory, args.reign):
+            return await Coordinator(args, self._spec, self._server.credentials, elected).run()
+
     async def stand(self) -> Elected | None:
         """Listen and register as a candidate until elected, or withdraw and return None.
 
@@ -240,29 +257,7 @@ def run_candidate(args: CoordinatorArgs) -> int:
     spec = read_resolved(directory)
     raise_descriptor_limit(spec.fleet.nodes + spec.fleet.spares)
     credentials = credentials_of(args.run_dir, spec, args.attempt, args.certificates)
-    return asyncio.run(
-        _stand_and_lead(Candidate(args, spec, credentials, register, claim), args, spec, credentials)
-    )
-
-
-async def _stand_and_lead(
-    candidate: Candidate, args: CoordinatorArgs, spec: RunSpec, credentials: Credentials
-) -> int:
-    """Stand, and if elected lock the run and coordinate it to its end; return the exit code.
-
-    ``EXIT_NOT_ELECTED`` if it is not elected. If the run directory cannot be locked, it leads without: a lost
-    machine may still have the lock. Raises ``JournalError`` if another process coordinates in this reign.
-    """
-    elected = await candidate.stand()
-    if elected is None:
-        return EXIT_NOT_ELECTED
-    args, directory = replace(args, reign=elected.reign.claim.reign), RunDirectory(args.run_dir)
-    # If the lost machine still holds the lock, as far as the file system knows, no other process gets it
-    # either.
-    with suppress(RunDirectoryError, OSError):
-        take_lock(directory.lock)
-    with only_coordinator(directory, args.reign):
-        return await Coordinator(args, spec, credentials, elected).run()
+    return asyncio.run(Candidate(args, spec, credentials, register, claim).stand_and_lead())
 
 
 def main() -> int:
