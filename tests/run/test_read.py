@@ -236,6 +236,8 @@ def test_the_message_names_the_file_and_every_problem(tmp_path: Path) -> None:
         ("seed = 1", "seed", "no such field", "did you mean runtime.seed?"),
         ("[train]\nseed = 1", "train.seed", "no such field", "did you mean runtime.seed?"),
         ("[train]\ndim = 1", "train.dim", "no such field", "did you mean model.dim"),
+        ("[model]\nd_model = 64", "model.d_model", "no such field", "did you mean model.dim?"),
+        ("[train]\nlearning_rate = 0.1", "train.learning_rate", "no such field", "did you mean optimizer.lr"),
     ],
 )
 def test_a_mistake_is_explained(text: str, path: str, found: str, remedy: str, tmp_path: Path) -> None:

@@ -254,7 +254,11 @@ def read_section(
             )
             break
         if key not in types:
-            problems.append(unknown_field(field_path, key, types, _paths_of_field(root or section, key)))
+            problems.append(
+                unknown_field(
+                    field_path, key, types, _paths_of_field(root or section, _NAMES_ELSEWHERE.get(key, key))
+                )
+            )
             continue
         value = _value(types[key].plain, raw, field_path, problems, root or section)
         bound = types[key].bound
@@ -273,6 +277,31 @@ def _without_default(section: type) -> Iterator[str]:
     for item in dataclasses.fields(section):
         if item.default is item.default_factory is dataclasses.MISSING:
             yield item.name
+
+
+_NAMES_ELSEWHERE = {
+    "d_model": "dim",
+    "hidden_size": "dim",
+    "n_embd": "dim",
+    "num_hidden_layers": "layers",
+    "num_layers": "layers",
+    "n_layers": "layers",
+    "n_layer": "layers",
+    "num_attention_heads": "heads",
+    "n_heads": "heads",
+    "n_head": "heads",
+    "num_key_value_heads": "kv_heads",
+    "n_kv_heads": "kv_heads",
+    "intermediate_size": "ffn_dim",
+    "d_ff": "ffn_dim",
+    "tie_word_embeddings": "tie_embeddings",
+    "rms_norm_eps": "norm_eps",
+    "learning_rate": "lr",
+    "max_steps": "steps",
+    "block_size": "seq_len",
+    "max_position_embeddings": "seq_len",
+}
+"""Names of Hugging Face, nanoGPT, torchtitan and others -> fields of the run file."""
 
 
 def unknown_field(path: str, key: str, fields: Iterable[str], elsewhere: Sequence[str] = ()) -> Problem:
