@@ -86,10 +86,24 @@ def saturated_layer(observed: o.Observed) -> Iterator[o.Reason]:
         (
             f"above {o.LARGE_LOGIT if logits else o.LARGE_RMS:g} in each of the newest {len(newest)} measurements, up to step "
             f"{newest[-1][1].step:,}{count}",
+            *_initial_weights(observed),
         ),
-        "model.qk_norm = true or model.score_cap bounds the logits, in a run of its own; lower optimizer.lr in this one"
+        "model.init_std=... in a run of its own: phalanx train RUN_FILE --set model.init_std=..."
+        if observed.began_far
+        else "model.qk_norm = true or model.score_cap bounds the logits, in a run of its own; lower optimizer.lr in this one"
         if logits
         else "lower optimizer.lr, or raise optimizer.weight_decay",
+    )
+
+
+def _initial_weights(observed: o.Observed) -> tuple[str, ...]:
+    """Return a sentence on initial weights that are too large; empty if the loss began near an untrained model's."""
+    if not observed.began_far or observed.spec is None:
+        return ()
+    model = observed.spec.model
+    return (
+        f"the loss began at {observed.first_loss:.4g}, where an untrained model has {math.log(model.vocab_size):.4g}: the initial weights are "
+        f"too large (model.init_std = {model.init_std:g})",
     )
 
 

@@ -205,8 +205,7 @@ def not_learning(observed: o.Observed) -> Iterator[o.Reason]:
     untrained, now = math.log(spec.model.vocab_size), median(step.loss for _, step in losses)
     if reached < after or now <= (1 - o.UNLEARNED) * untrained:
         return
-    first = _first_loss(observed)
-    is_far = first is not None and first > (1 + o.RISEN) * untrained
+    first, is_far = observed.first_loss, observed.began_far
     moved = _update_ratio(observed)
     yield o.Reason(
         code="not-learning",
@@ -378,16 +377,11 @@ def _since_step(below: int, first: Step) -> str:
 def _untrained_loss(observed: o.Observed) -> float:
     """Return the loss of a uniform prediction in nats, or of the run's first step if that is larger; infinite if neither is known."""
     vocabulary = observed.spec.model.vocab_size if observed.spec else 0
-    first = _first_loss(observed)
+    first = observed.first_loss
     losses = [math.log(vocabulary)] if vocabulary > 1 else []
     if first is not None and math.isfinite(first):
         losses.append(first)
     return max(losses, default=math.inf)
-
-
-def _first_loss(observed: o.Observed) -> float | None:
-    """Return the loss of the first logged step; None if no step was logged."""
-    return next((step.loss for _, step in o.of_kind(Step, observed.all_events)), None)
 
 
 def _least_median(observed: o.Observed, figure: Callable[[Step], float]) -> float:

@@ -6,6 +6,7 @@ costs more than an alarm a minute later.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -528,6 +529,21 @@ class Observed:
     def first_started(self) -> run_events.RunStarted | None:
         """First start that is known."""
         return next((start for _, start in of_kind(run_events.RunStarted, self.all_events)), None)
+
+    @cached_property
+    def first_loss(self) -> float | None:
+        """Loss of the first logged step of the run; None if no step was logged."""
+        return next((step.loss for _, step in of_kind(run_events.Step, self.all_events)), None)
+
+    @cached_property
+    def began_far(self) -> bool:
+        """True if the loss began far above an untrained model's, which the initial weights do."""
+        vocabulary = self.spec.model.vocab_size if self.spec else 0
+        return (
+            vocabulary > 1
+            and self.first_loss is not None
+            and self.first_loss > (1 + RISEN) * math.log(vocabulary)
+        )
 
     @cached_property
     def saved_step(self) -> int:

@@ -140,6 +140,18 @@ def test_a_loss_that_stays_at_that_of_an_untrained_model_is_named_after_two_wind
     assert "an untrained model has 8.3" in found.evidence[1]
 
 
+@pytest.mark.parametrize("first", [50.0, 8.4])
+def test_saturated_logits_are_blamed_on_initial_weights_with_which_the_loss_began_far_above_an_untrained_model_s(
+    tmp_path: Path, first: float
+) -> None:
+    run = Watched(tmp_path / "run", VOCABULARY)
+    run.write(steps(1, 400, lambda number: {"loss": first if number == 1 else 5.0}))
+    run.write([LayerStatistics(step, ["0"], {"attention.largest_logit": [300.0]}) for step in (300, 400)])
+    reason = only(run.reasons())
+    assert reason.code == "saturated-layer"
+    assert ("model.init_std" in reason.next) == (first == 50.0)
+
+
 @pytest.mark.parametrize(("ratio", "is_named"), [(1e-5, True), (1e-3, False)])
 def test_a_loss_that_does_not_fall_is_blamed_on_the_rate_if_the_weights_hardly_move(
     tmp_path: Path, ratio: float, is_named: bool
