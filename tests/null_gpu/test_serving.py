@@ -80,3 +80,20 @@ def test_texts_are_attended_one_by_one_with_a_warning_where_the_programs_fail(
         batched_attention.cache_clear()
     assert kernels["triton:_attend_program"] == kernels["triton:_store_program"] == 0
     assert "other results than PyTorch's: attention" in caplog.text
+
+
+def launches_of_admission(pages: int) -> int:
+    """Return the kernels and copies of the step that admits a text whose prefix of ``pages`` pages is cached."""
+    engine = decoding(torch.bfloat16, texts=1, prompt=pages * PAGE + 5)
+    while engine.busy:
+        engine.step()
+    prompt = tuple(range(1, pages * PAGE + 6))
+    engine.submit(Request("again", prompt, TOKENS, GREEDY))
+    before = engine.statistics().cached_tokens
+    kernels = launches(engine)
+    assert engine.statistics().cached_tokens - before == pages * PAGE
+    return kernels["all"]
+
+
+def test_a_cached_prefix_of_many_pages_is_copied_in_by_the_launches_of_one_of_a_few() -> None:
+    assert launches_of_admission(7) == launches_of_admission(2)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from phalanx.hardware.local.device import on_gpu
 from phalanx.model.facts.shape import longest_short
 from phalanx.run.spec import ModelSpec
 from phalanx_serve.engine.drafts import DraftState
@@ -120,9 +121,13 @@ class KVCacheManager:
         text.places, text.names = places, names[: len(places)]
         text.computed = len(places) * scheduler.PAGE
         text.kv.grow(text.computed + 1)
-        for number, place in enumerate(places):
-            self._memory.copy_in(text.kv, number, place)
-            if self._far is not None:
+        if places and on_gpu(text.kv.device):
+            self._memory.copy_in_together(text.kv, places)
+        else:
+            for number, place in enumerate(places):
+                self._memory.copy_in(text.kv, number, place)
+        if self._far is not None:
+            for number, place in enumerate(places):
                 self._far.copy_in(text.kv.number, number, place)
         return text.computed
 

@@ -15,9 +15,9 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.kv_cache.memory import kv_format
+from phalanx_serve.kv_cache.memory import KVFormatName, PageMemory, TextKV, kv_format
 from phalanx_serve.traffic.events import ServeError
-from phalanx_serve.traffic.scheduler import page_names
+from phalanx_serve.traffic.scheduler import PAGE, page_names
 from serve.engine.test_engine import DENSE, asked, built, engine, logprobs_of, prompt, run
 
 WIDE = replace(DENSE, heads=2, kv_heads=1, head_dim=32)
@@ -95,6 +95,29 @@ def test_held_and_foreign_pages_read_as_if_they_were_computed_here(kind: str, fo
     assert here.page_bytes < whole.page_bytes / (3 if kind == "grouped" else 2)
     assert here.numerics_id.startswith(f"fast-{form}-")
     assert here.root != whole.root
+
+
+@pytest.mark.parametrize("form", ["compute", "int8", "fp8"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_pages_copied_in_together_are_those_copied_one_by_one(kind: str, form: KVFormatName) -> None:
+    spec = MODELS[kind].spec
+    kept = kv_format(form, spec, torch.float32)
+    memory = PageMemory(spec.layers, 6, kept)
+    written, together, one_by_one = (TextKV(spec, torch.float32) for _ in range(3))
+    for kv in (written, together, one_by_one):
+        kv.grow(3 * PAGE)
+    generator = torch.Generator().manual_seed(0)
+    for tensors in written.layers.values():
+        for tensor in tensors:
+            tensor.normal_(generator=generator)
+    places = [4, 0, 3]
+    for number, place in enumerate(places):
+        memory.copy_out(written, number, place)
+        memory.copy_in(one_by_one, number, place)
+    memory.copy_in_together(together, places)
+    for layer, tensors in together.layers.items():
+        assert all(map(torch.equal, tensors, one_by_one.layers[layer]))
+        assert all(tensor.any() for tensor in tensors)
 
 
 def test_narrow_keys_and_values_are_refused_where_widths_have_no_blocks() -> None:
