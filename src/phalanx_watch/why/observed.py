@@ -105,6 +105,8 @@ class Reason:
 
 STALL_STEPS = 10
 """Usual step times without a new step; the fleet's own hang detection starts there too (``fleet.stall_s``)."""
+RETRANSMISSIONS = 5
+"""Of one segment, without an answer: they take six seconds and more (RFC 6298), and a link that loses packets delivers one of them."""
 ADDRESS_SPACE = 0.95
 """Used share of a process's limit of address space from which a thread, whose stack takes megabytes, may find no room."""
 STALL_LEAST_S = 30.0
@@ -280,6 +282,17 @@ class FirstFailureSeen:
 
 
 @dataclass(frozen=True)
+class DeadLinkSeen:
+    """A TCP connection of a process whose bytes are not acknowledged though they were sent again and again."""
+
+    peer: str
+    """Address and port of the other end."""
+    waiting_bytes: int
+    """Bytes in its send queue."""
+    retransmissions: int
+
+
+@dataclass(frozen=True)
 class ProcessSeen:
     """A process of the run on this machine."""
 
@@ -289,6 +302,7 @@ class ProcessSeen:
     rank: int | None
     address_space: float = 0.0
     """Used share of its limit of address space (``ulimit -v``); 0 without a limit."""
+    dead_links: tuple[DeadLinkSeen, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""Local processes of a run, with their states: stopped, or in disk wait (proc(5))."""
+"""Local processes of a run, with their states: stopped, in disk wait, or with connections that deliver nothing (proc(5))."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +36,9 @@ def processes_of(directory: RunDirectory, proc: Path = Path("/proc")) -> Iterato
             return
         pid = waiting.pop()
         if stat := _stat(proc / str(pid)):
-            yield o.ProcessSeen(pid, stat[0], _rank(proc / str(pid)), _address_space(proc / str(pid), stat))
+            process = proc / str(pid)
+            space, dead = _address_space(process, stat), tuple(_dead_links(process))
+            yield o.ProcessSeen(pid, stat[0], _rank(process), space, dead)
         waiting += _children(proc / str(pid))
 
 
@@ -57,6 +61,36 @@ def _address_space(process: Path, stat: list[str]) -> float:
             if line.startswith("Max address space"):
                 return int(stat[_SIZE]) / int(line.split()[3])  # "unlimited" is no number
     return 0.0
+
+
+_ESTABLISHED = "01"
+
+
+def _dead_links(process: Path) -> Iterator[o.DeadLinkSeen]:
+    """Yield the process's established TCP connections with unsent bytes after ``RETRANSMISSIONS`` of one segment."""
+    own: set[str] = set()
+    with suppress(OSError):
+        for descriptor in (process / "fd").iterdir():
+            with suppress(OSError):  # closed since it was listed
+                own.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError, ValueError, IndexError):
+            for line in (process / "net" / name).read_text().splitlines()[1:]:
+                _, _, peer, state, queues, _, retransmissions, _, _, inode, *_ = line.split()
+                waiting_bytes = int(queues.partition(":")[0], 16)
+                if state == _ESTABLISHED and inode in own and waiting_bytes:
+                    count = int(retransmissions, 16)
+                    if count >= o.RETRANSMISSIONS:
+                        yield o.DeadLinkSeen(_address(peer), waiting_bytes, count)
+
+
+def _address(text: str) -> str:
+    """Return address and port of their form in ``/proc/net/tcp``: words of four bytes in the machine's order, then the port."""
+    host, _, port = text.partition(":")
+    words = [int(host[first : first + 8], 16).to_bytes(4, sys.byteorder) for first in range(0, len(host), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    return f"[{mapped}]:{int(port, 16)}" if mapped.version == 6 else f"{mapped}:{int(port, 16)}"
 
 
 def _children(process: Path) -> list[int]:

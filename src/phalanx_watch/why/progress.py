@@ -273,13 +273,20 @@ def standstill(observed: o.Observed) -> Iterator[o.Reason]:
         f"{_called(process)} is out of memory: it has used {process.address_space:.1%} of its limit of address space (ulimit -v)"
         for process in crowded[:4]
     ]
+    cut = [process for process in observed.processes if process.dead_links]
+    evidence[:0] = [
+        f"{_called(process)} has sent to {link.peer} in vain: {link.waiting_bytes:,} bytes wait, the first after {link.retransmissions} "
+        "retransmissions without an answer"
+        for process in cut[:4]
+        for link in process.dead_links[:2]
+    ]
     fleet = observed.fleet is not None
     stall_s = observed.spec.fleet.stall_s if observed.spec else 120.0
     yield o.Reason(
         code=doing.code,
         severity="critical",
         title=f"No step for {format_duration(silent_s)}, while {doing.activity}",
-        where=", ".join(map(_called, (halted or crowded)[:4])) or "the whole run",
+        where=", ".join(map(_called, (halted or crowded or cut)[:4])) or "the whole run",
         since=since,
         evidence=tuple(evidence),
         doing=f"the fleet diagnoses a hang after {stall_s:g} s and replaces who hangs"
@@ -289,6 +296,9 @@ def standstill(observed: o.Observed) -> Iterator[o.Reason]:
         if stopped
         else f"end its process (kill), raise its limit (ulimit -v), and start again: phalanx train {observed.run}"
         if crowded
+        else f"look at the network to {', '.join(link.peer for link in cut[0].dead_links[:2])} (ping, firewall, cable, MTU); then end the run's "
+        f"processes (kill), and start again: phalanx train {observed.run}"
+        if cut and not fleet
         else doing.next
         or (
             f"phalanx status {observed.run} (the fleet's view); phalanx logs {observed.run}"

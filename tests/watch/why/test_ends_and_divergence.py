@@ -27,7 +27,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.logs.line import LogLine, encode, ended_text
 from phalanx.run.spec import CheckpointSpec, DataSpec, ModelSpec, RunSpec, ScheduleSpec, SourceSpec, TrainSpec
-from phalanx_watch.why.observed import DiskSeen, ProcessSeen
+from phalanx_watch.why.observed import DeadLinkSeen, DiskSeen, ProcessSeen
 from phalanx_watch.why.processes import processes_of
 from phalanx_watch.why.reasons import reasons
 from tiny_runs import make_dataset
@@ -333,6 +333,49 @@ def test_a_hang_names_the_rank_that_has_used_up_its_address_space(run: Watched) 
     assert reason.where == "rank 1 (process 12)"
     assert "out of memory" in reason.evidence[0]
     assert "ulimit -v" in reason.next
+
+
+def test_a_hang_names_the_link_over_which_a_rank_sends_in_vain(run: Watched) -> None:
+    dead = DeadLinkSeen("10.77.0.2:41234", 65536, 9)
+    processes = (ProcessSeen(11, "S", 0, dead_links=(dead,)), ProcessSeen(12, "S", 1))
+    reason = only(run.reasons(60, processes=processes))
+    assert reason.where == "rank 0 (process 11)"
+    assert "sent to 10.77.0.2:41234 in vain: 65,536 bytes wait" in reason.evidence[0]
+    assert "the network to 10.77.0.2:41234" in reason.next
+
+
+# The header of /proc/net/tcp, and rows of a listening socket, a healthy connection, one without an answer, and one of another process.
+TCP = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 01004D0A:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 501 1 0 100 0 0 10 0
+   1: 01004D0A:1F91 03004D0A:A112 01 00000400:00000000 01:00000014 00000001     0        0 502 2 0 24 4 30 10 -1
+   2: 01004D0A:1F92 02004D0A:A112 01 00010000:00000000 01:00000a28 00000009     0        0 503 2 0 24 4 30 10 -1
+   3: 01004D0A:1F93 02004D0A:A113 01 00010000:00000000 01:00000a28 00000009     0        0 999 2 0 24 4 30 10 -1
+"""
+TCP6 = """  sl  local_address                         remote_address                        st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0000000000000000FFFF000001004D0A:1F94 0000000000000000FFFF000002004D0A:A114 01 00000200:00000000 01:00000a28 00000006     0        0 504 2 0 24
+"""
+
+
+@pytest.mark.skipif(sys.byteorder != "little", reason="the rows are those of a little-endian machine")
+def test_connections_that_wait_for_an_answer_after_many_retransmissions_are_read_from_the_kernel(
+    tmp_path: Path,
+) -> None:
+    run = Watched(tmp_path / "run")
+    run.directory.lock.write_text(f"process 71 on {os.uname().nodename}\n")
+    process = tmp_path / "proc" / "71"
+    (process / "fd").mkdir(parents=True)
+    (process / "net").mkdir()
+    (process / "stat").write_text("71 (phalanx) S 1 71 71 0")
+    (process / "environ").write_bytes(b"RANK=2\0")
+    (process / "net" / "tcp").write_text(TCP)
+    (process / "net" / "tcp6").write_text(TCP6)
+    for inode in range(501, 505):
+        (process / "fd" / str(inode)).symlink_to(f"socket:[{inode}]")
+    (seen,) = processes_of(run.directory, tmp_path / "proc")
+    assert seen.dead_links == (
+        DeadLinkSeen("10.77.0.2:41234", 0x10000, 9),
+        DeadLinkSeen("10.77.0.2:41236", 0x200, 6),
+    )
 
 
 def test_the_used_share_of_a_limit_of_address_space_is_read_from_the_process(tmp_path: Path) -> None:
