@@ -112,7 +112,7 @@ def train_on_this_rank(
     from phalanx.process.this_process import StopRequest
     from phalanx.run.directory.paths import RunDirectory
     from phalanx.train.assemble import EpochInputs, assemble
-    from phalanx.train.lifecycle.guardian import NoGuardian
+    from phalanx.train.lifecycle.guardian import Guardian
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter
     from phalanx.train.start.open_run import open_run
@@ -138,7 +138,7 @@ def train_on_this_rank(
         device,
         ledger,
         stop or StopRequest(),
-        guardian=guardian or NoGuardian(),
+        guardian=guardian or Guardian(),
         boot_id=boot_id or BOOT_ID,
     )
     training = assemble(inputs, reporter)

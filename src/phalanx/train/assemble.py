@@ -41,7 +41,7 @@ from phalanx.run.identity import Origin, lineage_table, read_lineage
 from phalanx.run.spec import CheckpointSpec, RunSpec
 from phalanx.store.open_store import is_url, open_store
 from phalanx.train.compose import build_model
-from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
+from phalanx.train.lifecycle.guardian import Guardian
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.lifecycle.reporter import Reporter, first_of_node, leave_own_machine
 from phalanx.train.measure.numerics import Numerics, probe, require_equal
@@ -94,7 +94,7 @@ class EpochInputs:
     ledger: Ledger
     stop: StopRequest
     restore: RestoreSource = restore_newest
-    guardian: Guardian = field(default_factory=NoGuardian)
+    guardian: Guardian = field(default_factory=Guardian)
     warm: WarmState | None = None
     """``None``: this process lives for one epoch, and all ranks make their warm state together."""
     place: Place = field(default_factory=place_of_process)

@@ -21,7 +21,7 @@ from phalanx.observe.events import Message
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.rank_stream import RankFrame
 from phalanx.run.spec import ObserveSpec, RunSpec
-from phalanx.train.lifecycle.guardian import NoGuardian, Samples
+from phalanx.train.lifecycle.guardian import Guardian, Samples
 from phalanx.train.step.state import Built
 from phalanx.train.step.step import Audit, Stepper
 from ranks import Ranks
@@ -33,7 +33,7 @@ on a loaded machine, too."""
 _MOST_SLOW_S = 0.5
 
 
-class Watching(NoGuardian):
+class Watching(Guardian):
     """Compares what all ranks were told, and may slow its rank down."""
 
     def __init__(
