@@ -56,12 +56,6 @@ class Marks:
         with record_function(f"{PREFIX}{self.number(kind, name, **more)}"):
             yield
 
-    def opened(self, kind: str, name: str) -> record_function:
-        """Return a range that has begun; the caller calls its ``__exit__``."""
-        opened = record_function(f"{PREFIX}{self.number(kind, name)}")
-        opened.__enter__()  # type: ignore[no-untyped-call]
-        return opened
-
     def number(self, kind: str, name: str, **more: object) -> int:
         """Return the number of a mark, and add its row if it is new. Marks of one kind and name without ``more`` share
         a row; a mark with ``more`` gets its own.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -49,21 +49,11 @@ _MOST_NAMED = 512
 """Ranks of a group that are listed."""
 
 
-class OpenedRange(Protocol):
-    """A range that has begun."""
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any, /) -> object:
-        """End it."""
-
-
 class Ranges(Protocol):
     """Where ranges are noted: the marks of a recording, or NVTX."""
 
     def around(self, kind: str, name: str, **more: object) -> AbstractContextManager[None]:
         """Note the time inside."""
-
-    def opened(self, kind: str, name: str) -> OpenedRange:
-        """Begin a range; the caller calls its ``__exit__``."""
 
 
 Around = Callable[[], AbstractContextManager[None]]
@@ -149,30 +139,28 @@ def _ledger(ledger: object, marks: Ranges) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _modules(parts: list[nn.Module] | tuple[nn.Module, ...] | object, marks: Ranges) -> Iterator[None]:
+def _modules(parts: Sequence[nn.Module], marks: Ranges) -> Iterator[None]:
     """Mark the forward passes of stages, blocks and their children by hooks, which are removed at the end. Modules
     outside of blocks are marked only at the top level.
     """
-    handles = []
-    opened: dict[int, list[OpenedRange]] = {}
+    with ExitStack() as attached:
+        opened: dict[int, list[ExitStack]] = {}
 
-    def watch(module: nn.Module, name: str) -> None:
-        """Mark each forward call of ``module`` as a range ``name``, also one that ends early. The hooks are added to ``handles``."""
-        ranges = opened.setdefault(id(module), [])
-        # Also a recomputation that is broken off when it has what it needs ends its range.
-        handles.append(
-            module.register_forward_pre_hook(
-                lambda *_: ranges.append(marks.opened("module", name)), prepend=True
-            )
-        )
-        handles.append(
-            module.register_forward_hook(lambda *_: ranges.pop().__exit__(None, None, None), always_call=True)
-        )
+        def watch(module: nn.Module, name: str) -> None:
+            """Mark each forward call of ``module`` as a range ``name``, also one that ends early."""
+            ranges = opened.setdefault(id(module), [])
 
-    stages = cast("list[nn.Module]", parts)
-    try:
-        for number, part in enumerate(stages):
-            watch(part, "loss, head and the rest" if len(stages) == 1 else f"rest of stage part {number}")
+            def begin(*_: object) -> None:
+                ranges.append(ExitStack())
+                ranges[-1].enter_context(marks.around("module", name))
+
+            attached.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
+            # Also a recomputation that is broken off when it has what it needs ends its range.
+            end = module.register_forward_hook(lambda *_: ranges.pop().close(), always_call=True)
+            attached.callback(end.remove)
+
+        for number, part in enumerate(parts):
+            watch(part, "loss, head and the rest" if len(parts) == 1 else f"rest of stage part {number}")
             blocks = {id(block) for block in blocks_of(part)}
             for path, module in part.named_modules():
                 name = _words(path)
@@ -183,9 +171,6 @@ def _modules(parts: list[nn.Module] | tuple[nn.Module, ...] | object, marks: Ran
                 elif path and "." not in path and not isinstance(module, nn.ModuleList | nn.ModuleDict):
                     watch(module, name)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _words(path: str) -> str:
@@ -308,16 +293,6 @@ def _links(links: StageLinks, mesh: Mesh, marks: Ranges) -> Iterator[None]:
 # ``observe.nvtx`` turns them on for a whole attempt. Without the field nothing of them is there. See https://nvidia.github.io/NVTX/ and ``nsys profile --trace=cuda,nvtx,nccl phalanx train RUN``.
 
 
-class _Opened:
-    """A range that has begun on this thread."""
-
-    def __init__(self, pop: Callable[[], object]) -> None:
-        self._pop = pop
-
-    def __exit__(self, kind: object, error: object, traceback: object, /) -> None:
-        self._pop()
-
-
 class NvtxRanges:
     """Ranges by ``push(name)`` and ``pop()``; those of PyTorch's CUDA build if none are given."""
 
@@ -337,11 +312,6 @@ class NvtxRanges:
             yield
         finally:
             self._pop()
-
-    def opened(self, kind: str, name: str) -> _Opened:
-        """Begin a range, which ends with the result's ``__exit__``."""
-        self._push(f"{kind} {name}")
-        return _Opened(self._pop)
 
 
 @contextmanager

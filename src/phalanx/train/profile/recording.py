@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -230,7 +230,7 @@ class _Camera:
 
     def start(self) -> None:
         """Start the profiler, after measuring copies and memory. A failure is printed, and this rank records nothing."""
-        with _Forgiving(self):
+        with _forgiving(self):
             device = self._training.inputs.device
             self._meta = {
                 "device": device.type,
@@ -249,7 +249,7 @@ class _Camera:
         """
         if not self.runs:
             return
-        with _Forgiving(self):
+        with _forgiving(self):
             wait_for_device(self._training.inputs.device)
             self._step.close()
             if number is None:
@@ -264,7 +264,7 @@ class _Camera:
         """Stop the profiler. Return False if there is nothing to write, because it never ran or failed."""
         if not self.runs:
             return False
-        with _Forgiving(self):
+        with _forgiving(self):
             begin_s = time.perf_counter()
             assert self._profiler is not None
             self._profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -276,7 +276,7 @@ class _Camera:
     def drop(self) -> None:
         """End the recording, if any, and discard it, also one not begun. Errors end recording without being raised."""
         was_running, self.runs = self.runs, False
-        with _Forgiving(self):
+        with _forgiving(self):
             self._step.close()
             self._attached.close()
             if was_running and self._profiler is not None:
@@ -285,7 +285,7 @@ class _Camera:
 
     def write(self) -> None:
         """Write the rank's trace into the profile's folder; call it on a thread beside the training. A failure is printed."""
-        with _Forgiving(self):
+        with _forgiving(self):
             assert self._profiler is not None
             mesh = self._training.mesh
             trace = rank_trace(self._profiler, mesh.rank, self.marks.rows, self._meta)
@@ -309,23 +309,13 @@ class _Camera:
         }
 
 
-class _Forgiving:
+@contextmanager
+def _forgiving(camera: _Camera) -> Iterator[None]:
     """Context that keeps errors of a recording from the training: they are printed, and the recording ends."""
-
-    def __init__(self, camera: _Camera) -> None:
-        self._camera = camera
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        """Suppress any ``Exception`` of the body: print it, and drop the recording if it runs. Let through all else."""
-        if error is None or not isinstance(error, Exception):
-            return False
+    try:
+        yield
+    except Exception as error:
         print(f"phalanx: the profile of this rank is lost: {error}", file=sys.stderr, flush=True)
         traceback.print_exception(error, limit=-3)
-        if self._camera.runs:
-            self._camera.drop()
-        return True
+        if camera.runs:
+            camera.drop()
