@@ -116,116 +116,68 @@ def import_first(folder: Path) -> str:
     return f"; a model of Hugging Face has to be made one first: phalanx import {shlex.quote(str(folder))} --out RUN_DIR"
 
 
+class _Inside:
+    """The path of a file or folder in a run directory, by its name there."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, directory: RunDirectory, _owner: type[RunDirectory]) -> Path:
+        return directory.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """The paths in a run directory, and its small records."""
 
     path: Path
 
-    @property
-    def run_file(self) -> Path:
-        """The resolved run file."""
-        return self.path / RUN_FILE
-
-    @property
-    def record(self) -> Path:
-        """Identity and data fingerprint."""
-        return self.path / "record.json"
-
-    @property
-    def events(self) -> Path:
-        """The event stream."""
-        return self.path / "events.jsonl"
-
-    @property
-    def steps(self) -> Path:
-        """The index of the logged steps in the event stream."""
-        return self.path / "steps.bin"
-
-    @property
-    def ranks(self) -> Path:
-        """The stream of the ranks' own numbers."""
-        return self.path / "ranks.bin"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The root of the disk tier."""
-        return self.path / "checkpoints"
-
-    @property
-    def weights_elsewhere(self) -> Path:
-        """The file that replaces ``checkpoints`` if the weights are in a published model's own files."""
-        return self.path / "weights.json"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The copy of the tokenizer."""
-        return self.path / "tokenizer"
-
-    @property
-    def published(self) -> Path:
-        """The publisher's files of the imported model that the run is or started from; exists only for such a run."""
-        return self.path / "published"
-
-    @property
-    def logs(self) -> Path:
-        """The folder of logs: the output of each rank and node."""
-        return self.path / "logs"
-
-    @property
-    def fleet(self) -> Path:
-        """The folder of a fleet's journals, one for each attempt; it exists once a coordinator has run."""
-        return self.path / "fleet"
-
-    @property
-    def targets(self) -> Path:
-        """The folder of files with the addresses at which a fleet's processes serve their metrics (``observe/metrics/endpoint.py``)."""
-        return self.path / "targets"
-
-    @property
-    def curve(self) -> Path:
-        """The loss curve."""
-        return self.path / "loss.svg"
-
-    @property
-    def result(self) -> Path:
-        """The final result; it exists once the run is complete."""
-        return self.path / "result.json"
-
-    @property
-    def code(self) -> Path:
-        """The folder of patches against the code's commit, and of lists of installed packages."""
-        return self.path / "code"
-
-    @property
-    def machines(self) -> Path:
-        """The folder of descriptions of each node's machine."""
-        return self.path / "machines"
-
-    @property
-    def labels(self) -> Path:
-        """Tags and a note by users."""
-        return self.path / "labels.json"
-
-    @property
-    def profiles(self) -> Path:
-        """The folder of profiles of a few steps, each in its own folder; exists once a profile was requested."""
-        return self.path / "profiles"
-
-    @property
-    def packs(self) -> Path:
-        """The folder of packs, weights in the order in which they are read for serving; it exists once a step was packed."""
-        return self.path / "packs"
-
-    @property
-    def serving(self) -> Path:
-        """The folder of status files of servers of the run's weights; exists once one has served (``observe/record/notes.py``)."""
-        return self.path / "serving"
-
-    @property
-    def lock(self) -> Path:
-        """The file that a running start of the run keeps locked."""
-        return self.path / "lock"
+    run_file = _Inside(RUN_FILE)
+    """The resolved run file."""
+    record = _Inside("record.json")
+    """Identity and data fingerprint."""
+    events = _Inside("events.jsonl")
+    """The event stream."""
+    steps = _Inside("steps.bin")
+    """The index of the logged steps in the event stream."""
+    ranks = _Inside("ranks.bin")
+    """The stream of the ranks' own numbers."""
+    checkpoints = _Inside("checkpoints")
+    """The root of the disk tier."""
+    weights_elsewhere = _Inside("weights.json")
+    """The file that replaces ``checkpoints`` if the weights are in a published model's own files."""
+    tokenizer = _Inside("tokenizer")
+    """The copy of the tokenizer."""
+    published = _Inside("published")
+    """The publisher's files of the imported model that the run is or started from; exists only for such a run."""
+    logs = _Inside("logs")
+    """The folder of logs: the output of each rank and node."""
+    fleet = _Inside("fleet")
+    """The folder of a fleet's journals, one for each attempt; it exists once a coordinator has run."""
+    targets = _Inside("targets")
+    """The folder of files with the addresses at which a fleet's processes serve their metrics (``observe/metrics/endpoint.py``)."""
+    curve = _Inside("loss.svg")
+    """The loss curve."""
+    result = _Inside("result.json")
+    """The final result; it exists once the run is complete."""
+    code = _Inside("code")
+    """The folder of patches against the code's commit, and of lists of installed packages."""
+    machines = _Inside("machines")
+    """The folder of descriptions of each node's machine."""
+    labels = _Inside("labels.json")
+    """Tags and a note by users."""
+    profiles = _Inside("profiles")
+    """The folder of profiles of a few steps, each in its own folder; exists once a profile was requested."""
+    packs = _Inside("packs")
+    """The folder of packs, weights in the order in which they are read for serving; it exists once a step was packed."""
+    serving = _Inside("serving")
+    """The folder of status files of servers of the run's weights; exists once one has served (``observe/record/notes.py``)."""
+    lock = _Inside("lock")
+    """The file that a running start of the run keeps locked."""
+    forks = _Inside("forks")
+    """Checkpoints of the children of a fork at a loss spike, until one of them is taken."""
+    tasks = _Inside("tasks")
+    """Copies of the files of the run's tasks."""
 
     def names(self) -> set[str]:
         """Return the names of all files and folders that a run without a fleet may have in its directory."""
@@ -235,16 +187,6 @@ class RunDirectory:
             *(self.labels, self.code, self.machines, self.packs, self.serving, self.tasks, self.forks),
         )
         return {path.name for path in own}
-
-    @property
-    def forks(self) -> Path:
-        """Checkpoints of the children of a fork at a loss spike, until one of them is taken."""
-        return self.path / "forks"
-
-    @property
-    def tasks(self) -> Path:
-        """Copies of the files of the run's tasks."""
-        return self.path / "tasks"
 
     def task(self, name: str) -> Path:
         """Return the copy of the file of the task ``name``."""
