@@ -323,10 +323,7 @@ def _click_type(plain: Any, notes: tuple[Any, ...]) -> Any:
 
 
 def _help(section: type, field: str, option: Option) -> str | None:
-    return _docs(section).get(field, option.text)
-
-
-_docs = functools.cache(field_docs)
+    return field_docs(section).get(field, option.text)
 
 
 class _DocumentedOption(click.Option):

@@ -69,8 +69,8 @@ LANES_LEAVE = {"parallel.tensor", "parallel.expert"}
 TILES_LEAVE = {"parallel.context", "parallel.context_mode", "parallel.expert"}
 """Fields that belong to the run, unless it cuts its sequences into context tiles."""
 LEAVE = {"model.lanes": LANES_LEAVE, "model.context_tiles": TILES_LEAVE}
-RUN_FIELDS = [name for name, entry in ALL.items() if not entry[1].fleet_owned and name != "model.preset"]
-FLEET_FIELDS = [name for name, entry in ALL.items() if entry[1].fleet_owned]
+RUN_FIELDS = [name for name, entry in ALL.items() if entry[1].owner != "fleet" and name != "model.preset"]
+FLEET_FIELDS = [name for name, entry in ALL.items() if entry[1].owner == "fleet"]
 
 
 def with_another(name: str) -> RunSpec:

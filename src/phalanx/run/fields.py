@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import enum
 import functools
 import inspect
 import itertools
@@ -56,27 +57,21 @@ class ValueRange:
         return " and ".join(f"{word} {limit:g}" for word, limit in parts if limit is not None)
 
 
-@dataclass(frozen=True)
-class FleetOwned:
-    """Mark of a field that may change between two starts of a run without changing its bits."""
+class FieldMark(enum.Enum):
+    """Mark of a field of a run file, among the notes of its annotation."""
 
-
-@dataclass(frozen=True)
-class LayoutOwned:
-    """Mark of a field that affects the bits, but may change when a run is continued on request.
+    FLEET = "fleet"
+    """It may change between two starts of a run without changing its bits."""
+    LAYOUT = "layout"
+    """It affects the bits, but may change when a run is continued on request.
 
     Checkpoints load on any layout, so nothing is lost. The weights then depend on this history of layouts.
     """
+    LATER = "later"
+    """It was added after 0.1.0. At its default it is not part of a run's identity, which therefore does not change."""
 
 
-@dataclass(frozen=True)
-class AddedLater:
-    """Mark of a field added after 0.1.0. At its default it is not part of a run's identity, which therefore does not change."""
-
-
-FLEET = FleetOwned()
-LAYOUT = LayoutOwned()
-LATER = AddedLater()
+FLEET, LAYOUT, LATER = FieldMark
 POSITIVE = ValueRange(at_least=1)
 NOT_NEGATIVE = ValueRange(at_least=0)
 FRACTION = ValueRange(at_least=0, at_most=1)
@@ -170,25 +165,16 @@ class FieldType:
     """A field's type, separated from its annotations."""
 
     plain: Any
-    bound: ValueRange | None
-    fleet_owned: bool
-    layout_owned: bool
+    bound: ValueRange | None = None
+    owner: Literal["fleet", "layout", "run"] = "run"
+    """The owner of the field, which may change it between two starts."""
     later: bool = False
     """True if the field is not part of a run's identity at its default."""
 
-    @property
-    def owner(self) -> str:
-        """The owner of the field, which may change it between two starts: "fleet", "layout" or "run"."""
-        return "fleet" if self.fleet_owned else "layout" if self.layout_owned else "run"
-
-
-def field_types(section: type) -> Mapping[str, FieldType]:
-    """Return the type, bound and owner of each field of a section."""
-    return _field_types(section)
-
 
 @functools.cache
-def _field_types(section: type) -> Mapping[str, FieldType]:
+def field_types(section: type) -> Mapping[str, FieldType]:
+    """Return the type, bound and owner of each field of a section."""
     return {name: _take_apart(hint) for name, hint in get_type_hints(section, include_extras=True).items()}
 
 
@@ -216,16 +202,13 @@ def _take_apart(hint: Any) -> FieldType:
     fleet or the layout owns it, and whether it was added later.
     """
     if get_origin(hint) is not Annotated:
-        return FieldType(hint, None, fleet_owned=False, layout_owned=False)
+        return FieldType(hint)
     plain, *notes = get_args(hint)
     bound = next((note for note in notes if isinstance(note, ValueRange)), None)
-    return FieldType(
-        plain,
-        bound,
-        fleet_owned=any(isinstance(note, FleetOwned) for note in notes),
-        layout_owned=any(isinstance(note, LayoutOwned) for note in notes),
-        later=any(isinstance(note, AddedLater) for note in notes),
+    owner: Literal["fleet", "layout", "run"] = (
+        "fleet" if FLEET in notes else "layout" if LAYOUT in notes else "run"
     )
+    return FieldType(plain, bound, owner, LATER in notes)
 
 
 def read_section(

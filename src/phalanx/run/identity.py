@@ -54,7 +54,7 @@ def run_owned(spec: RunSpec) -> dict[str, object]:
         path: value
         for path, value, field, is_default in _walk(spec)
         # The fleet's fields are left out, and later ones at their default.
-        if not (path in silent or field.fleet_owned or (field.later and is_default))
+        if not (path in silent or field.owner == "fleet" or (field.later and is_default))
     }
     # A value left to the data is resolved before a run begins; without data it is false.
     owned["train.document_mask"] = bool(spec.train.document_mask)
@@ -115,11 +115,11 @@ def layout_changes(first: RunSpec, second: RunSpec) -> list[str]:
 def differences(first: RunSpec, second: RunSpec) -> list[str]:
     """Return one line, sorted by path, for each of the run's own fields in which two runs differ."""
     left, right = run_owned(first), run_owned(second)
-    return [
-        f"{path}: {left.get(path)!r} != {right.get(path)!r}"
-        for path in sorted(left.keys() | right.keys())
-        if left.get(path) != right.get(path)
-    ]
+    return [f"{path}: {left.get(path)!r} != {right.get(path)!r}" for path in _differing(left, right)]
+
+
+def _differing(first: Mapping[str, object], second: Mapping[str, object]) -> list[str]:
+    return sorted(path for path in first.keys() | second.keys() if first.get(path) != second.get(path))
 
 
 class FieldDifference(msgspec.Struct, frozen=True):
@@ -171,8 +171,7 @@ def changes_since(record: Mapping[str, Any], spec: RunSpec) -> list[FieldDiffere
     owners = {path: owner for path, (_, owner) in all_fields(spec)}
     return [
         FieldDifference(path, before.get(path), after.get(path), owners.get(path, "run"))
-        for path in sorted(before.keys() | after.keys())
-        if before.get(path) != after.get(path)
+        for path in _differing(before, after)
     ]
 
 
@@ -306,20 +305,18 @@ def taken_over_problems(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
     Both runs are resolved.
     """
     old, new = run_owned(parent), run_owned(child)
-    for path in sorted(old.keys() | new.keys()):
+    for path in _differing(old, new):
         reason = reason_fixed(path)
-        if reason is None or old.get(path) == new.get(path):
-            continue
-        if child.checkpoint.init_with == "training" or path in _OF_OPTIMIZER:
+        if reason and (child.checkpoint.init_with == "training" or path in _OF_OPTIMIZER):
             problem = f"{new.get(path)!r} is not the parent's {old.get(path)!r}: {reason}"
             yield Problem(path, problem, f"leave it as it is, or {_ANEW}")
     if child.checkpoint.init_with == "training":
-        yield from _past_of_data(parent, child)
+        yield from _past_of_data(parent, child, step_of(Path(child.checkpoint.init_from)) or 0)
 
 
-def _past_of_data(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
-    """Yield the fields with which the child's samples before the checkpoint would differ from the parent's; none if
-    neither has sources.
+def _past_of_data(parent: RunSpec, child: RunSpec, step: int) -> Iterator[Problem]:
+    """Yield the fields with which the child's samples in the first ``step`` steps would differ from the parent's; none
+    if neither has sources.
 
     Later stages may differ, and sources without a weight before may be added.
     """
@@ -332,7 +329,6 @@ def _past_of_data(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
     if parent.train.batch_size != child.train.batch_size:
         problem = f"{child.train.batch_size} is not the parent's {parent.train.batch_size}, by which its samples were drawn from data.sources"
         yield Problem("train.batch_size", problem, f"leave it as it is, or {_ANEW}")
-    step = step_of(Path(child.checkpoint.init_from)) or 0
     if _drawn_by(parent, step) != _drawn_by(child, step):
         problem = f"other samples would have been drawn in the first {step:,} steps, which are the parent's"
         remedy = f"change the weights of stages that begin at step {step:,} or later alone, or {_ANEW}"
@@ -341,14 +337,7 @@ def _past_of_data(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
 
 def shares_past(parent: RunSpec, child: RunSpec, step: int) -> bool:
     """Return True if both runs draw the same samples from their sources in the first ``step`` steps, or neither has sources."""
-    if not parent.data.sources and not child.data.sources:
-        return True
-    same_batches = parent.train.batch_size == child.train.batch_size
-    return (
-        bool(parent.data.sources) == bool(child.data.sources)
-        and same_batches
-        and _drawn_by(parent, step) == _drawn_by(child, step)
-    )
+    return not any(_past_of_data(parent, child, step))
 
 
 def _drawn_by(spec: RunSpec, step: int) -> object:

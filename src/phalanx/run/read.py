@@ -12,8 +12,7 @@ import os
 import re
 import textwrap
 import tomllib
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -27,8 +26,8 @@ from phalanx.run.fields import (
     RunFileError,
     TomlTable,
     field_docs,
-    field_types,
     read_section,
+    sections,
     unknown_value,
 )
 from phalanx.run.rules import check
@@ -112,8 +111,7 @@ def read_table(
     """
     table = dict(table)
     problems = [problem for override in overrides for problem in _apply_override(table, override)]
-    _forget_corpus_of_other_data(table, overrides)
-    _settle_overridden(table, overrides)
+    _settle_overridden(table, {override.partition("=")[0].strip() for override in overrides})
     spec, more = spec_from_table(table, presets)
     if problems or spec is None:
         raise RunFileError(path, [*problems, *more])
@@ -206,22 +204,15 @@ def _apply_override(table: JsonObject, override: str) -> list[Problem]:
     return []
 
 
-def _forget_corpus_of_other_data(table: JsonObject, overrides: Sequence[str]) -> None:
-    """Drop ``data.corpus`` if only ``data.path`` is overridden: the file's corpus belongs to the file's own folder.
+def _settle_overridden(table: JsonObject, overridden: Set[str]) -> None:
+    """Drop ``data.corpus`` if only ``data.path`` is overridden, and remove overridden fields from the list ``unfilled`` unless that is.
 
-    Otherwise a misspelled or unprepared folder would be filled with the wrong text.
+    The file's corpus belongs to the file's own folder: a misspelled or unprepared one would be filled with the wrong text.
     """
-    overridden = {override.partition("=")[0].strip() for override in overrides}
-    data = table.get("data")
+    data, unfilled = table.get("data"), table.get("unfilled")
     if "data.path" in overridden and "data.corpus" not in overridden and isinstance(data, dict):
         data.pop("corpus", None)
-
-
-def _settle_overridden(table: JsonObject, overrides: Sequence[str]) -> None:
-    """Remove overridden fields from the list ``unfilled`` in place, unless that is overridden; ``data.corpus`` also if ``data.path`` is."""
-    chosen = {override.partition("=")[0].strip() for override in overrides}
-    chosen |= {"data.corpus"} if "data.path" in chosen else set()
-    unfilled = table.get("unfilled")
+    chosen = overridden | ({"data.corpus"} if "data.path" in overridden else set())
     if isinstance(unfilled, list) and "unfilled" not in chosen:
         table["unfilled"] = [path for path in unfilled if path not in chosen]
 
@@ -268,7 +259,7 @@ def first_run_file(source: str, name: str) -> str:
 
 def _explained(text: str, name: str) -> Iterator[str]:
     """Yield the lines of a run file with each field's documentation as a comment before it, and its name replaced by ``name``."""
-    docs = _docs_of_sections()
+    docs = {section: field_docs(kind) for section, kind, _ in sections(RunSpec)}
     section = ""
     for line in text.splitlines():
         if match := _SECTION.fullmatch(line.strip()):
@@ -278,21 +269,6 @@ def _explained(text: str, name: str) -> Iterator[str]:
                 docs[section][match[1]], 100, initial_indent="# ", subsequent_indent="# "
             )
         yield f"name = {json.dumps(name)}" if not section and line.startswith("name = ") else line
-
-
-def _docs_of_sections() -> dict[str, dict[str, str]]:
-    """Return the documentation of every field of a run file, by the section's dotted name, "" for the top, and field name."""
-    docs: dict[str, dict[str, str]] = {}
-
-    def add(kind: type, name: str) -> None:
-        docs[name] = field_docs(kind)
-        for field, declared in field_types(kind).items():
-            for option in typing.get_args(declared.plain) or (declared.plain,):
-                if is_dataclass(option) and isinstance(option, type):
-                    add(option, f"{name}.{field}".lstrip("."))
-
-    add(RunSpec, "")
-    return docs
 
 
 # Resolve values that depend on the environment: "auto", folders of data, variables of processes.
