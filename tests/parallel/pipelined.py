@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from model.initialized import initialized
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.pipeline import Forward, Pipeline
-from phalanx.parallel.pipeline_schedules import Schedule, ScheduleName, stages_of_rank
+from phalanx.parallel.pipeline_schedules import Schedule, ScheduleName
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx.train.step.loss import summed_cross_entropy
 
@@ -97,7 +97,7 @@ def stages_here(spec: ModelSpec, schedule: Schedule, rank: int) -> list[Transfor
     """The stages of one rank, each with as many layers."""
     layers = spec.layers // schedule.stages
     parts = []
-    for stage in stages_of_rank(schedule.name, schedule.pipeline, rank, schedule.per_rank):
+    for stage in schedule.stages_of(rank):
         part = whole_model(spec)
         kept = range(stage * layers, (stage + 1) * layers)
         part.keep(kept, first=stage == 0, last=stage == schedule.stages - 1)

@@ -22,7 +22,7 @@ from phalanx.parallel.divisions import Deal, in_buckets
 from phalanx.parallel.pipeline_schedules import Action, Schedule
 from phalanx.run.kinds.block import prediction_depths
 from phalanx.run.kinds.operations import HEAD_UNIT, Parameter
-from phalanx.run.layout import Layout, micro_batches_per_slot, stages_per_rank
+from phalanx.run.layout import Layout, micro_batches_per_slot
 from phalanx.run.spec import RunSpec
 
 Calls = Counter[tuple[str, str]]
@@ -55,9 +55,7 @@ class _RankStep:
 
     @cached_property
     def schedule(self) -> Schedule:
-        parallel = self.spec.parallel
-        per_rank = stages_per_rank(parallel) if parallel.pipeline > 1 else 1
-        return Schedule(parallel.pipeline_schedule, parallel.pipeline, per_rank)
+        return Schedule.of(self.spec.parallel)
 
     @cached_property
     def actions(self) -> list[Action]:

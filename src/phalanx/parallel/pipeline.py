@@ -36,7 +36,7 @@ from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.model.layers.dense import Linear
 from phalanx.model.layers.expert_groups import Groups, grouped_product
 from phalanx.model.layers.moe import Experts
-from phalanx.parallel.pipeline_schedules import Action, Schedule, StageMessage, stages_of_rank
+from phalanx.parallel.pipeline_schedules import Action, Schedule, StageMessage
 from phalanx.run.layout import SPLIT_BACKWARD
 
 # Sends activations and their gradients between the ranks of a pipeline.
@@ -341,7 +341,7 @@ class Pipeline:
         """Connect the ranks of the pipeline. A collective.
 
         Args:
-            parts: This rank's stages, in the order of ``stages_of_rank``.
+            parts: This rank's stages, in the order of ``Schedule.stages_of``.
             schedule: Schedule of the full pipeline.
             groups: Two groups of the pipeline's ranks, in order: for messages to higher and to lower ranks. The same group on gloo.
             hidden: Tokens and width ``(s, d)`` of this rank's hidden states between stages.
@@ -353,8 +353,7 @@ class Pipeline:
         self.clock = CommClock.of(device)
         """Time that this rank waited for messages of other stages."""
         self.links = StageLinks(schedule, groups, device, dtype, self.clock)
-        stages = stages_of_rank(schedule.name, schedule.pipeline, self.rank, schedule.per_rank)
-        self.part_of = {stage: part for part, stage in enumerate(stages)}
+        self.part_of = {stage: part for part, stage in enumerate(schedule.stages_of(self.rank))}
         splits_backward = schedule.name in SPLIT_BACKWARD
         self.postponed = [
             postpone_weight_gradients(part) if splits_backward else WeightGradients() for part in parts

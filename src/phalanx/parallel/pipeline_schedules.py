@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from phalanx.run.layout import SPLIT_BACKWARD
+from phalanx.run.layout import SPLIT_BACKWARD, stages_per_rank
+from phalanx.run.spec import ParallelSpec
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
 PassKind = Literal["F", "B", "I", "W"]
@@ -61,6 +62,12 @@ class Schedule:
     pipeline: int
     per_rank: int
 
+    @classmethod
+    def of(cls, parallel: ParallelSpec) -> Schedule:
+        """Return the schedule of a run; without a pipeline, that of one stage."""
+        per_rank = stages_per_rank(parallel) if parallel.pipeline > 1 else 1
+        return cls(parallel.pipeline_schedule, parallel.pipeline, per_rank)
+
     @property
     def stages(self) -> int:
         """Number of stages."""
@@ -70,6 +77,10 @@ class Schedule:
         """Return the rank of ``stage``."""
         turn, place = divmod(stage, self.pipeline)
         return self.pipeline - 1 - place if self.name in SPLIT_BACKWARD and turn else place
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages on ``rank``, ascending: assigned round-robin, or for ``zbv`` and ``dualpipev`` down and up like a V."""
+        return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
     def actions(self, rank: int, micro_batches: int, slots: int = 1) -> list[Action]:
         """Return the actions of ``rank``, in order, for ``micro_batches`` in ``slots`` slots of equal size: forward
@@ -105,8 +116,9 @@ class Schedule:
 
     def forward_only(self, rank: int, micro_batches: int) -> list[Action]:
         """Return the actions of ``rank`` for an evaluation: forward passes only."""
-        stages = stages_of_rank(self.name, self.pipeline, rank, self.per_rank)
-        return [Action("F", stage, number) for stage in stages for number in range(micro_batches)]
+        return [
+            Action("F", stage, number) for stage in self.stages_of(rank) for number in range(micro_batches)
+        ]
 
     def result(self, action: Action) -> StageMessage | None:
         """Return the message with an action's result for another stage; ``None`` if no stage needs it."""
@@ -126,12 +138,6 @@ class Schedule:
         ranks = [self.rank_of(stage) for stage in range(self.stages)]
         down = {pair for pair in pairwise(ranks) if pair[0] != pair[1]}
         return sorted(down | {(target, source) for source, target in down})
-
-
-def stages_of_rank(schedule: ScheduleName, pipeline: int, rank: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Return the stages on ``rank``, ascending: assigned round-robin, or for ``zbv`` and ``dualpipev`` down and up like a V."""
-    placed = Schedule(schedule, pipeline, stages_per_rank)
-    return tuple(stage for stage in range(placed.stages) if placed.rank_of(stage) == rank)
 
 
 def bubble(schedule: ScheduleName, pipeline: int, micro_batches: int, stages_per_rank: int) -> float:
@@ -227,7 +233,7 @@ class _Writer:
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         """Start with no actions, for the two stages of ``rank``."""
-        self.stages = stages_of_rank(schedule.name, schedule.pipeline, rank, schedule.per_rank)
+        self.stages = schedule.stages_of(rank)
         self.actions: list[Action] = []
         self.counts: Counter[str] = Counter()
         """Number of steps written, by step."""

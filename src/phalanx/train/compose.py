@@ -30,11 +30,10 @@ from phalanx.parallel.divisions import LocalSlice, rounds_of
 from phalanx.parallel.expert import apply_experts
 from phalanx.parallel.mesh import Mesh, Partition
 from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.pipeline_schedules import Schedule, stages_of_rank
+from phalanx.parallel.pipeline_schedules import Schedule
 from phalanx.parallel.reduction.data_parallel import DataParallel, named_parameters, spread
 from phalanx.parallel.tensor.apply import apply_tensor, vocabulary_piece
 from phalanx.run.kinds.operations import Parameter
-from phalanx.run.layout import stages_per_rank
 from phalanx.run.spec import ModelSpec, OptimizerSpec, RunSpec
 from phalanx.train.activations import SMALLEST_BYTES, apply_activation_offload, apply_recompute
 from phalanx.train.optimizers.adamw import AdamW, NarrowAdamW
@@ -139,22 +138,12 @@ def divided_parts(
     """
     parts: list[Transformer | Chain] = []
     partitions: dict[str, Partition] = {}
-    for stage in _stages(spec, mesh):
+    for stage in Schedule.of(spec.parallel).stages_of(mesh.pipeline_rank):
         part, divided = _part(spec, mesh, stage, waits, stages)
         apply_activation_offload(part, spec.memory, mesh.device, smallest_offload_bytes)
         parts.append(part)
         partitions |= divided
     return parts, partitions
-
-
-def _stages(spec: RunSpec, mesh: Mesh) -> tuple[int, ...]:
-    """Return the numbers of this rank's pipeline stages; ``(0,)`` without a pipeline."""
-    parallel = spec.parallel
-    if parallel.pipeline == 1:
-        return (0,)
-    return stages_of_rank(
-        parallel.pipeline_schedule, parallel.pipeline, mesh.pipeline_rank, stages_per_rank(parallel)
-    )
 
 
 def _part(
@@ -189,11 +178,10 @@ def _runner(spec: RunSpec, mesh: Mesh, model: DataParallel, waits: dict[Bucket, 
     """
     rows = vocabulary_piece(mesh, spec, waits[Bucket.COMM_EXPOSED_TP])
     losses = Losses(spec, mesh, rows, rank_tiles(spec, mesh, waits[Bucket.COMM_EXPOSED_CP]))
-    parallel = spec.parallel
-    if parallel.pipeline == 1:
+    if spec.parallel.pipeline == 1:
         return LoopRunner(model, losses)
-    schedule = Schedule(parallel.pipeline_schedule, parallel.pipeline, stages_per_rank(parallel))
     shape = spec.train.seq_len // mesh.layout.model_ranks, spec.model.dim
+    schedule = Schedule.of(spec.parallel)
     engine = Pipeline(model.parts, schedule, mesh.pipeline_groups, shape, compute_dtype(spec), mesh.device)
     waits[Bucket.STEP_BUBBLE] = engine.clock
     return PipelineRunner(model, losses, engine)

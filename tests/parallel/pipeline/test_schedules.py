@@ -16,7 +16,6 @@ from phalanx.parallel.pipeline_schedules import (
     ScheduleName,
     StageMessage,
     bubble,
-    stages_of_rank,
 )
 
 UNITS: dict[PassKind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -93,7 +92,7 @@ def test_weight_gradients_come_in_the_order_of_micro_batches(drawn: tuple[Schedu
     schedule, slots, per_slot = drawn
     for rank in range(schedule.pipeline):
         actions = schedule.actions(rank, slots * per_slot, slots)
-        for stage in stages_of_rank(schedule.name, schedule.pipeline, rank, schedule.per_rank):
+        for stage in schedule.stages_of(rank):
             for kinds in ("BI", "BW"):
                 order = [a.micro_batch for a in actions if a.stage == stage and a.kind in kinds]
                 assert order == list(range(slots * per_slot))
@@ -106,7 +105,7 @@ def test_a_stage_completes_a_slots_gradient_before_it_computes_any_of_the_next(
     schedule, slots, per_slot = drawn
     for rank in range(schedule.pipeline):
         actions = schedule.actions(rank, slots * per_slot, slots)
-        for stage in stages_of_rank(schedule.name, schedule.pipeline, rank, schedule.per_rank):
+        for stage in schedule.stages_of(rank):
             order = [a.micro_batch // per_slot for a in actions if a.stage == stage and a.kind in "BIW"]
             assert order == sorted(order)
 
@@ -168,11 +167,11 @@ def test_1f1b_holds_no_more_micro_batches_than_stages_follow(pipeline: int, micr
 
 @pytest.mark.parametrize("name", ["zbv", "dualpipev"])
 def test_v_schedules_hold_the_first_and_the_last_stage_on_one_rank(name: ScheduleName) -> None:
-    assert [stages_of_rank(name, 3, rank, 2) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [Schedule(name, 3, 2).stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
 
 
 def test_interleaved_stages_are_dealt_round_by_round() -> None:
-    assert [stages_of_rank("interleaved", 2, rank, 3) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
+    assert [Schedule("interleaved", 2, 3).stages_of(rank) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
 
 
 def need_of(schedule: Schedule, action: Action) -> StageMessage | None:

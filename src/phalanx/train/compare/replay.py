@@ -28,12 +28,12 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.reading.dataset import RunData, inputs_of
 from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh import Mesh, build_mesh, find_machines
-from phalanx.parallel.pipeline_schedules import stages_of_rank
+from phalanx.parallel.pipeline_schedules import Schedule
 from phalanx.parallel.reduction import reproducible_sums
 from phalanx.parallel.reduction.checksum import piece_checksum
 from phalanx.parallel.reduction.data_parallel import gradients, local
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.layout import SPLIT_BACKWARD, stages_per_rank
+from phalanx.run.layout import SPLIT_BACKWARD
 from phalanx.run.spec import RunSpec
 from phalanx.train.assemble import take_over
 from phalanx.train.compare.observation import (
@@ -222,22 +222,13 @@ class ModuleWitness:
         """The micro-batch whose gradient was last seen."""
         self._followed: dict[int, Tensor] = {}
         """Weights whose gradients are seen, by their identity."""
-        parallel = built.spec.parallel
-        stages = (
-            stages_of_rank(
-                parallel.pipeline_schedule,
-                parallel.pipeline,
-                self._mesh.pipeline_rank,
-                stages_per_rank(parallel),
-            )
-            if parallel.pipeline > 1
-            else (0,)
-        )
-        self._stages = dict(zip(built.model.parts, stages, strict=True))
-        last = parallel.pipeline * stages_per_rank(parallel) - 1 if parallel.pipeline > 1 else 0
+        schedule = Schedule.of(built.spec.parallel)
+        self._stages = dict(zip(built.model.parts, schedule.stages_of(self._mesh.pipeline_rank), strict=True))
         for part, stage in self._stages.items():
             for name, module in part.named_modules():
-                if (name or stage == last) and not (built.spec.runtime.compile and _IN_BLOCK.match(name)):
+                if (name or stage == schedule.stages - 1) and not (
+                    built.spec.runtime.compile and _IN_BLOCK.match(name)
+                ):
                     module.register_forward_hook(self._hook(name or LOSS, name))
         runner = built.runner
         losses = runner.losses
