@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -47,11 +46,11 @@ from phalanx.train.compare.observation import (
 from phalanx.train.compose import build_model
 from phalanx.train.evaluation.scoring import score_sequences
 from phalanx.train.evaluation.tasks import ScoredSequence
-from phalanx.train.lifecycle.progress import TrainProgress
+from phalanx.train.lifecycle.progress import SampleSupply, TrainProgress
 from phalanx.train.start.open_run import check_data
 from phalanx.train.step.slot import Losses, MicroBatch, SlotWork
 from phalanx.train.step.state import Built, fill_initial, state_shards, state_tensors
-from phalanx.train.step.step import Stepper, StepReport, StepStatistics
+from phalanx.train.step.step import StepReport, StepStatistics
 
 # Figures of replayed steps: losses by slot and by token, and gradient norms by layer.
 #
@@ -481,25 +480,9 @@ def replay(
     data = RunData.of_run(spec)
     check_data(directory, data.fingerprint)
     meter = StepMeter(built, data, order.to_step) if order.is_measured else None
-    per_slot, first_sample = spec.train.batch_size // spec.train.slots, progress.next_sample
-    steps = range(progress.step + 1, order.to_step + 1)
-    batches = (
-        data.train_samples(first_sample + done * spec.train.batch_size + current.slot * per_slot, per_slot)
-        for done in range(len(steps))
-        for current in built.rounds
-    )
-    withholds = partial(progress.withholds, spec.train)
-    built.set_wide(wide=progress.wide)
-    stepper = Stepper(
-        built,
-        batches,
-        Ledger(time.monotonic_ns()),
-        progress.updates,
-        withholds,
-        progress.rate_scale,
-        progress.clip_scale,
-    )
-    for step in steps:
+    batches = SampleSupply(data, spec, built.rounds, progress).up_to(order.to_step)
+    stepper = progress.stepper(built, batches, Ledger(time.monotonic_ns()))
+    for step in range(progress.step + 1, order.to_step + 1):
         before_step(step, built)
         if witness is not None:
             witness.step = step

@@ -46,7 +46,7 @@ from phalanx.train.lifecycle.progress import (
     spikes_again,
 )
 from phalanx.train.lifecycle.saving import Saving
-from phalanx.train.step.step import StepFlags, Stepper
+from phalanx.train.step.step import StepFlags
 
 _STEPS = "child_steps"
 """The key of a child's steps in its checkpoint's ``extra``."""
@@ -179,22 +179,12 @@ class Fork:
         training, spec, plan, built = self._training, self._spec, self._plan, self._training.built
         extra = self._restore(DiskTier(training.inputs.directory.checkpoints), plan.base)
         child = begin_child(spec, TrainProgress.from_extra(extra), plan, candidate)
-        built.set_wide(wide=child.wide)
-        supply = SampleSupply(training.data, spec, built.rounds, child)
-        batches = (
-            supply.samples(step, current.slot)
-            for step in range(plan.base + 1, plan.end + 1)
-            for current in built.rounds
-        )
         # Its time is booked as a whole: the seconds of its steps are none of the run's.
-        stepper = Stepper(
+        stepper = child.stepper(
             built,
-            batches,
+            SampleSupply(training.data, spec, built.rounds, child).up_to(plan.end),
             Ledger(time.monotonic_ns()),
-            child.updates,
             lambda _loss, _norm: candidate == "skip" and child.step + 1 == plan.spike,
-            child.rate_scale,
-            child.clip_scale,
         )
         steps: list[ChildStep] = []
         while child.step < plan.end:

@@ -179,19 +179,7 @@ class Trainer:
 
         self._read_from = read_from
 
-        def withholds(loss: float, grad_norm: float) -> bool:
-            return progress.withholds(spec.train, loss, grad_norm)
-
-        training.built.set_wide(wide=progress.wide)
-        self._stepper = Stepper(
-            training.built,
-            read_from(supply),
-            self._ledger,
-            progress.updates,
-            withholds,
-            progress.rate_scale,
-            progress.clip_scale,
-        )
+        self._stepper = progress.stepper(training.built, read_from(supply), self._ledger)
         windows = spec.observe.ranks_every_steps, guardian.window_steps()
         device, meter, links = training.mesh.device, MachineMeter(), LinkMeter()
         machines = MachineTable(

@@ -7,8 +7,9 @@ loss spike follow from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from phalanx.data.reading.cached_shard import fetched_bytes, most_ahead_bytes
 from phalanx.data.reading.dataset import RunData
 from phalanx.data.reading.prefetch import Prefetch
 from phalanx.observe.events import IncidentKind, LossSpike, NonFinite
+from phalanx.observe.ledger import Ledger
 from phalanx.parallel.divisions import Round
 from phalanx.run.directory.paths import step_of
 from phalanx.run.sections.monitoring import Candidate, Preference
 from phalanx.run.spec import RunSpec, TrainSpec
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.step.rules import Spike, SpikeRule
-from phalanx.train.step.step import StepReport
+from phalanx.train.step.state import Built
+from phalanx.train.step.step import Batches, Stepper, StepReport
 
 SPIKES_KEPT = 3
 """So many of the newest spikes keep the checkpoint before them: a run that spikes all day must not fill its disk."""
@@ -80,6 +83,22 @@ class TrainProgress:
         if train.on_spike == "continue":
             return False
         return SpikeRule.of(train).find(self.recent, loss, grad_norm) is not None
+
+    def stepper(
+        self,
+        built: Built,
+        batches: Batches,
+        ledger: Ledger,
+        withholds: Callable[[float, float], bool] | None = None,
+    ) -> Stepper:
+        """Return what computes the steps after this progress, on ``built``, whose products get the progress's format.
+        By default the updates are withheld that the run's rule for spikes withholds.
+        """
+        built.set_wide(wide=self.wide)
+        by_rule = partial(self.withholds, built.spec.train)
+        return Stepper(
+            *(built, batches, ledger, self.updates, withholds or by_rule, self.rate_scale, self.clip_scale)
+        )
 
     def spike(self, report: StepReport, train: TrainSpec) -> Spike | None:
         """The spike that the next step is, if it is one."""
@@ -234,6 +253,11 @@ class SampleSupply:
     def samples(self, step: int, slot: int) -> NDArray[np.int64]:
         """The samples ``(sequences, seq_len + 1)`` of slot ``slot`` in step ``step`` (from 1)."""
         return self._data.train_samples(*self._numbers(step, slot))
+
+    def up_to(self, last_step: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the samples of this rank's rounds, step after step, each when it is taken."""
+        steps = range(self._begun_step + 1, last_step + 1)
+        return (self.samples(step, current.slot) for step in steps for current in self._rounds)
 
     def prefetch(
         self, rank: int, warn: Callable[[str, IncidentKind], None], enough: Callable[[], bool] | None
