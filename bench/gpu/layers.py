@@ -98,13 +98,8 @@ def _memory_of(preset: str, device: torch.device) -> dict[str, object]:
     spec = speed_run(preset, sizes_for(device), device, dist.get_world_size())
     stepper, step = build_stepper(spec, device)
     step()
-    optimizer = stepper.built.optimizer
-    meter = MemoryMeter(
-        stepper.built.model.parts,
-        lambda: [part.tensor for held in optimizer.state().values() for part in held],
-        device,
-        compiled=spec.runtime.compile,
-    )
+    built = stepper.built
+    meter = MemoryMeter(built.model.parts, built.optimizer_tensors, device, compiled=spec.runtime.compile)
     with meter:
         stepper.run(2, before_update=meter.gradients_complete)
     found: dict[str, object] = dataclasses.asdict(meter.result())

@@ -450,9 +450,7 @@ class LayerMeter(StepStatistics):
                 self._figures |= figures
                 if not all(value is None or math.isfinite(value) for value in figures[RMS]):
                     break
-            # Gathering weights and waiting for stages here was no part of the step.
-            for clock in self._stepper.built.waits.values():
-                clock.forget()
+            self._stepper.built.forget_waits()
         self._spent_ns += time.perf_counter_ns() - began_ns
 
     def _add_norms(self, tensors: Mapping[str, Mapping[str, Tensor]], gradient_scale: float) -> None:

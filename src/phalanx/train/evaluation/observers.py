@@ -298,9 +298,7 @@ class Evaluator(Observer):
         """Return the seconds since ``begin_s``. Report to the guardian, and discard the waits that the clocks measured: they are no
         step's."""
         self._training.inputs.guardian.computed()
-        # Gathering weights and waiting for stages here was evaluation, not a step's.
-        for clock in self._training.built.waits.values():
-            clock.forget()
+        self._training.built.forget_waits()
         return time.perf_counter() - begin_s
 
 

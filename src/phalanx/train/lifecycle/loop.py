@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -241,28 +241,18 @@ class Trainer:
         """Run step ``number``; before the update, wait for the checkpoint that copies the weights. In one step of an
         attempt, also measure the memory of each rank and emit it. Raises ``WaitEndedError``, ``DataError``.
         """
-        if number != self._measured_step:
-            return self._stepper.run(
-                number,
-                self._flags(),
-                before_sums=self._training.inputs.stop.join_step,
-                before_update=self._saving.fence,
-                audit=self._audit,
-                statistics=self._layers,
-            )
         built, device = self._training.built, self._training.mesh.device
-        meter = MemoryMeter(
-            built.model.parts,
-            lambda: [part.tensor for parts in built.optimizer.state().values() for part in parts],
-            device,
-            compiled=self._spec.runtime.compile,
-        )
+        meter = None
+        if number == self._measured_step:
+            compiled = self._spec.runtime.compile
+            meter = MemoryMeter(built.model.parts, built.optimizer_tensors, device, compiled=compiled)
 
         def before_update() -> None:
             self._saving.fence()
-            meter.gradients_complete()
+            if meter is not None:
+                meter.gradients_complete()
 
-        with meter:
+        with meter or nullcontext():
             report = self._stepper.run(
                 number,
                 self._flags(),
@@ -271,8 +261,9 @@ class Trainer:
                 audit=self._audit,
                 statistics=self._layers,
             )
-        self._memory_bytes, least = extremes(meter.result(), device)
-        self._reporter.emit(MemoryMeasured(number, self._memory_bytes, least))
+        if meter is not None:
+            self._memory_bytes, least = extremes(meter.result(), device)
+            self._reporter.emit(MemoryMeasured(number, self._memory_bytes, least))
         return report
 
     def _advance(self, report: StepReport) -> StepReport | None:

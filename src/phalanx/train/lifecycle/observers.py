@@ -362,9 +362,7 @@ class NamedObserver(Observer):
             raise ObserverError(
                 f"the observer {self._name!r} failed in {hook}: {cause}; {_REMEDY}", _REMEDY
             ) from error
-        # Gathering weights and waiting for stages here was no step's.
-        for clock in self._training.built.waits.values():
-            clock.forget()
+        self._training.built.forget_waits()
         if self._versions() != before:
             raise ObserverError(
                 f"the observer {self._name!r} changed a weight in {hook}: it may only read them, for example as "

@@ -30,7 +30,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.hardware.local.device import device_of_rank, on_gpu, wait_for_device
@@ -45,6 +44,7 @@ from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.spec import RunSpec
 from phalanx.train.assemble import make_deterministic
 from phalanx.train.compose import build_model
+from phalanx.train.measure.dry_run import random_batches
 from phalanx.train.step.meters import MemoryMeter, extremes
 from phalanx.train.step.state import Built, fill_initial
 from phalanx.train.step.step import Stepper
@@ -446,7 +446,7 @@ def _steps(spec: RunSpec, steps: int) -> MeasuredStep:
     make_deterministic(spec, device)
     built = build_model(spec, build_mesh(spec, dist.get_world_size(), device))
     fill_initial(built.model.parts, built.placement, spec)
-    stepper = Stepper(built, _batches(spec, built), Ledger())
+    stepper = Stepper(built, random_batches(spec), Ledger())
     stepper.run(1)
     memory = _memory(built, stepper, device)
     wall, cpu = [], []
@@ -461,26 +461,10 @@ def _steps(spec: RunSpec, steps: int) -> MeasuredStep:
 
 def _memory(built: Built, stepper: Stepper, device: torch.device) -> dict[str, int]:
     """Run the second step and return its bytes by kind, the most of any rank. A collective."""
-    meter = MemoryMeter(
-        built.model.parts,
-        lambda: [part.tensor for state_parts in built.optimizer.state().values() for part in state_parts],
-        device,
-        compiled=False,
-    )
+    meter = MemoryMeter(built.model.parts, built.optimizer_tensors, device, compiled=False)
     with meter:
         stepper.run(2, before_update=meter.gradients_complete)
     return extremes(meter.result(), device)[0]
-
-
-def _batches(spec: RunSpec, built: Built) -> Iterator[NDArray[np.int64]]:
-    """Yield random token ids ``(batch per slot, seq + 1)`` without end: speed does not depend on their values."""
-    random = np.random.default_rng(0)
-    per_slot = spec.train.batch_size // spec.train.slots
-    while True:
-        for _ in built.rounds:
-            yield random.integers(
-                0, spec.model.vocab_size, (per_slot, spec.train.seq_len + 1), dtype=np.int64
-            )
 
 
 if __name__ == "__main__":

@@ -125,14 +125,15 @@ def counted(spec: RunSpec, mesh: Mesh) -> Calls:
     """Run one optimizer step of a tiny ``spec`` on random tokens, and return the number of its collectives by axis and kind."""
     built = build_model(spec, mesh)
     fill_initial(built.model.parts, built.placement, spec)
-    stepper = Stepper(built, _batches(spec), Ledger(time.monotonic_ns()))
+    stepper = Stepper(built, random_batches(spec), Ledger(time.monotonic_ns()))
     with _Counting(_axes(mesh)) as counting:
         report = stepper.run(1)
     assert report.applied, "nothing in a dry run is infinite"
     return counting.calls
 
 
-def _batches(spec: RunSpec) -> Iterator[NDArray[np.int64]]:
+def random_batches(spec: RunSpec) -> Iterator[NDArray[np.int64]]:
+    """Yield random token ids ``(batch per slot, seq + 1)`` without end: speed and calls do not depend on their values."""
     random = np.random.default_rng(0)
     shape = spec.train.batch_size // spec.train.slots, spec.train.seq_len + 1
     while True:

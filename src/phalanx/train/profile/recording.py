@@ -31,6 +31,7 @@ from phalanx.observe.events import IncidentKind
 from phalanx.observe.profile_request import ProfileRequest, ProfileRequestError
 from phalanx.observe.recorded_step import ORDER_FILE, rank_file, write_rank_trace
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
+from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.directory.files import write_atomically
 from phalanx.train.lifecycle.observers import Observer, StepEnd
 from phalanx.train.profile.capture import Marks, make_profiler, rank_trace
@@ -296,15 +297,12 @@ class _Camera:
     def _held(self) -> dict[str, int]:
         """Return the bytes of parameters, optimizer state and buffers that are allocated before the first step."""
         built, device = self._training.built, self._training.inputs.device
-        state = [part.tensor for state_parts in built.optimizer.state().values() for part in state_parts]
         parameters = [
-            parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
-            for part in built.model.parts
-            for parameter in part.parameters()
+            local(parameter.detach()) for part in built.model.parts for parameter in part.parameters()
         ]
         return {
             "parameters": storage_bytes(parameters, device),
-            "optimizer": storage_bytes(state, device),
+            "optimizer": storage_bytes(built.optimizer_tensors(), device),
             "buffers": storage_bytes((b for part in built.model.parts for b in part.buffers()), device),
         }
 

@@ -170,6 +170,15 @@ class Built:
         for part in self.model.parts:
             apply_precision(part, self.spec, wide=wide)
 
+    def optimizer_tensors(self) -> list[Tensor]:
+        """Return this rank's tensors of the optimizer's state."""
+        return [part.tensor for parts in self.optimizer.state().values() for part in parts]
+
+    def forget_waits(self) -> None:
+        """Discard the waits measured since the last step: gathering weights and waiting for stages there was no step's."""
+        for clock in self.waits.values():
+            clock.forget()
+
 
 _log = logging.getLogger(__name__)
 

@@ -248,8 +248,7 @@ class Stepper:
         with self.ledger.bucket(Bucket.HEALTH_SDC_CHECK):
             yield
             self._wait_for_device()
-            for clock in self.built.waits.values():
-                clock.forget()
+            self.built.forget_waits()
 
     def _computed_ns(self) -> int:
         return self.ledger.totals_ns().get(Bucket.STEP_COMPUTE, 0)
