@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.model.growing_cache import empty_cache
 from torch import Tensor
 
 from model.initialized import initialized
-from phalanx.model.layers.attention.attention import empty_cache
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
@@ -67,7 +67,7 @@ def test_a_text_through_the_cache_in_any_pieces_gives_the_logits_of_the_whole(
     spec: ModelSpec, pieces: list[int]
 ) -> None:
     model, text = initialized(spec), tokens(2, sum(pieces))
-    cache = empty_cache(model.spec, 2, sum(pieces), torch.device("cpu"))
+    cache = empty_cache(model.spec.layers)
     parts = [model(part, cache=cache) for part in text.split(pieces, dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(text), rtol=1e-3, atol=1e-4)
     assert {layer.length for layer in cache} == {sum(pieces)}
@@ -118,28 +118,3 @@ def test_a_model_on_the_meta_device_has_no_data() -> None:
     with torch.device("meta"):
         model = Transformer(resolve(SMALL))
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_a_cache_returns_all_that_was_stored_in_order() -> None:
-    (layer, *_) = empty_cache(resolve(SMALL), 2, 6, torch.device("cpu"))
-    keys, values = torch.randn(2, 2, 2, 6, 8).unbind()
-    for start, stop in ((0, 3), (3, 4), (4, 6)):
-        held = layer.append(keys[:, :, start:stop], values[:, :, start:stop])
-        assert torch.equal(held[0], keys[:, :, :stop])
-        assert torch.equal(held[1], values[:, :, :stop])
-
-
-def test_a_full_cache_refuses_more_and_keeps_what_it_has() -> None:
-    (layer, *_) = empty_cache(resolve(SMALL), 1, 4, torch.device("cpu"))
-    layer.append(torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 8))
-    with pytest.raises(ValueError, match="the cache has room for 4 tokens, not for 5"):
-        layer.append(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8))
-    assert layer.length == 3
-
-
-def test_layers_have_caches_of_their_own_in_the_format_asked_for() -> None:
-    cache = empty_cache(resolve(SMALL), 1, 4, torch.device("cpu"), torch.bfloat16)
-    assert len(cache) == SMALL.layers
-    one = torch.ones(1, 2, 1, 8, dtype=torch.bfloat16)
-    assert cache[0].append(one, one)[0].dtype == torch.bfloat16
-    assert [layer.length for layer in cache] == [1, 0]

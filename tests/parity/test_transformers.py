@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.model.growing_cache import empty_cache
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
 from transformers.modeling_layers import MtpLayer
@@ -31,7 +32,6 @@ from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
 from phalanx.checkpoint.interop.huggingface.names import hf_name
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count, parameters
-from phalanx.model.layers.attention.attention import empty_cache
 from phalanx.model.layers.attention.rotary import rotation
 from phalanx.model.transformer import PredictionAhead
 from phalanx.run.kinds.whole_model import resolve
@@ -80,7 +80,7 @@ def test_decoding_with_the_cache_gives_the_logits_of_transformers(config: Any) -
     theirs = hf_model(config)
     ours = our_model(theirs)
     tokens = random_tokens(ours.spec, batch=2, seq=24)
-    cache = empty_cache(ours.spec, 2, 24, torch.device("cpu"))
+    cache = empty_cache(ours.spec.layers)
     with torch.no_grad():
         pieces = [ours(piece, cache=cache) for piece in tokens.split([13, 1, 1, 5, 4], dim=1)]
         assert difference(torch.cat(pieces, dim=1), theirs(tokens).logits) < TOLERANCE

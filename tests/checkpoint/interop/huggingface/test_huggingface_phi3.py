@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.model.growing_cache import empty_cache
 from transformers import AutoModelForCausalLM, Phi3Config
 
 from checkpoint.huggingface_models import CONFIGS, imported_model, saved_by_transformers
@@ -17,7 +18,6 @@ from phalanx.checkpoint.interop.huggingface.convert import export_hf, import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import rotary_temperature
-from phalanx.model.layers.attention.attention import empty_cache
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_serve.generate import generate
@@ -111,7 +111,7 @@ def test_a_text_that_grows_long_is_generated_as_by_transformers() -> None:
 
 def test_a_cache_of_a_short_text_is_refused_for_a_long_one() -> None:
     ours = our_model(short_until(12))
-    cache, text = empty_cache(ours.spec, 1, 20, torch.device("cpu")), random_tokens(ours.spec, 1, 13)
+    cache, text = empty_cache(ours.spec.layers), random_tokens(ours.spec, 1, 13)
     ours(text[:, :12], cache=cache)
     with pytest.raises(ValueError, match="fill a new cache with the full text"):
         ours(text[:, 12:], cache=cache)

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.model.growing_cache import empty_cache
 from torch import Tensor
 
 from model.initialized import initialized
 from phalanx.model.facts.shape import softmax_temperature
 from phalanx.model.layers.attention.attend import Score, capped_attend, capped_attend_backward
-from phalanx.model.layers.attention.attention import Attention, CausalCore, Documents, empty_cache
+from phalanx.model.layers.attention.attention import Attention, CausalCore, Documents
 from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.layers.attention.rotary import rotate, rotation
 from phalanx.run.kinds.whole_model import resolve
@@ -221,6 +222,6 @@ def test_yarns_temperature_sharpens_latent_attention_and_no_other() -> None:
 
 def test_a_cache_and_documents_do_not_go_together() -> None:
     model, text = initialized(GROUPED), tokens(1, 5)
-    cache = empty_cache(model.spec, 1, 5, torch.device("cpu"))
+    cache = empty_cache(model.spec.layers)
     with pytest.raises(ValueError, match="give either a cache or documents"):
         model(text, documents=Documents.numbered(text), cache=cache)

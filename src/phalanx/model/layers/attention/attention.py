@@ -22,7 +22,6 @@ from phalanx.model.autograd import uncompiled
 from phalanx.model.layers.attention.attend import Score, attend_whole_rows
 from phalanx.model.layers.attention.rotary import rotate
 from phalanx.model.layers.dense import Linear, RMSNorm
-from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.grouped_attention import attention_of, window_of
 from phalanx.run.spec import ModelSpec
 
@@ -67,67 +66,6 @@ class Cache(Protocol):
     ) -> Tensor:
         """Append the keys and values ``(b, k, s, .)`` of new tokens; return the attention of queries ``(b, h, s, e)`` to all tokens."""
         ...
-
-
-class LayerCache:
-    """Keys and values of one layer, in buffers of fixed capacity ``(batch, kv_heads, max_len, width)``."""
-
-    takes_any_form = False
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self._keys, self._values = keys, values
-        self.length = 0
-
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values ``(batch, kv_heads, new, width)`` after the cached ones; return all as views of the
-        buffers.
-
-        Raises ``ValueError`` if they do not fit; nothing is stored then.
-        """
-        end = self.length + key.shape[2]
-        if end > self._keys.shape[2]:
-            raise ValueError(
-                f"the cache has room for {self._keys.shape[2]} tokens, not for {end}: allocate a longer cache"
-            )
-        self._keys[:, :, self.length : end] = key
-        self._values[:, :, self.length : end] = value
-        self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
-
-    def mix(
-        self,
-        core: Mixing,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None = None,
-        expand: Expand | None = None,
-    ) -> Tensor:
-        """Append keys and values ``(b, k, s, .)``, and return the attention of queries ``(b, h, s, e)`` to all cached
-        tokens, ``(b, h, s, v)``.
-
-        ``expand``, if given, computes the keys and values of attention from the cached ones. Raises ``ValueError``, and
-        appends nothing, if the buffer has no room for the new tokens.
-        """
-        key, value = self.append(key, value)
-        if expand is not None:
-            key, value = expand(key, value)
-        return core(query, key, value, None, sinks)
-
-
-def empty_cache(
-    spec: ModelSpec, batch: int, max_len: int, device: torch.device, dtype: torch.dtype = torch.float32
-) -> list[LayerCache]:
-    """Return one empty cache for each layer of a resolved model.
-
-    It has room for ``max_len`` tokens of ``batch`` sequences, all allocated now.
-    """
-    heads, key_width, value_width = attention_kind(spec).cache_row(spec)
-
-    def buffer(width: int) -> Tensor:
-        return torch.zeros(batch, heads, max_len, width, device=device, dtype=dtype)
-
-    return [LayerCache(buffer(key_width), buffer(value_width)) for _ in range(spec.layers)]
 
 
 # Attention within the documents of packed sequences, one document after the other.
