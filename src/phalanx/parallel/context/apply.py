@@ -37,8 +37,8 @@ from phalanx.parallel.tensor.lanes.shares import (
     RoutedInPieces,
     ScoresInPieces,
     SharedParameter,
-    Shares,
     replace_method,
+    shared_parameters,
 )
 from phalanx.run.spec import ModelSpec, RunSpec
 
@@ -156,16 +156,8 @@ def _shared(unit: nn.Module, names: Iterable[str], tiles: RankTiles) -> dict[str
 
     Return the shared parameters by name. Empty without names.
     """
-    param_names = list(names)
-    if not param_names:
-        return {}
-    shares = Shares({name: LaneLeaves(len(tiles.tile_numbers)) for name in param_names}, tiles.share_of_total)
-    shares.install(unit)
-    parameters = {}
-    for name in param_names:
-        owner, _, attribute = name.rpartition(".")
-        parameters[name] = SharedParameter(unit.get_submodule(owner), attribute, shares, name)
-    return parameters
+    leaves = dict.fromkeys(names, LaneLeaves(len(tiles.tile_numbers)))
+    return shared_parameters(unit, leaves, tiles.share_of_total) if leaves else {}
 
 
 def _inside(shared: Mapping[str, SharedParameter], path: str) -> list[SharedParameter]:

@@ -15,7 +15,7 @@ Routed experts are left unchanged (``phalanx.parallel.expert``); each rank route
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +26,15 @@ from phalanx.hardware.local.device import CommClock
 from phalanx.model.facts.shape import parameters
 from phalanx.model.layers.dense import Linear, note_derived_weights
 from phalanx.model.layers.moe import Experts, routers
-from phalanx.model.transformer import Block, PredictionAhead, Transformer
+from phalanx.model.transformer import Transformer
 from phalanx.parallel.context.fixed_tiles import RankTiles
 from phalanx.parallel.mesh import DimSplit, Mesh, Partition, piece
 from phalanx.parallel.tensor.lanes.apply import RankLanes, apply_lanes
+from phalanx.parallel.tensor.lanes.shares import by_unit
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.parallel.torch_compat import overlap_with_products
 from phalanx.run.kinds.operations import Parameter, by_name
 from phalanx.run.spec import RunSpec
-
-_UNITS = (Transformer, PredictionAhead, Block)
 
 
 @dataclass(frozen=True)
@@ -173,13 +172,12 @@ def apply_tensor(
     if spec.parallel.async_tensor:
         overlap_with_products(mesh.tensor_group)
     _communicate(module, rows, comm, partitions)
-    for unit, names in _by_unit(
-        module, (name for name, partition in partitions.items() if not partition.splits)
-    ):
+    undivided = (name for name, partition in partitions.items() if not partition.splits)
+    for _, unit, names in by_unit(module, undivided):
         _SummedGradients(names, comm).install(unit)
     if mesh.key_group is not None:
         copied = (name for name, partition in partitions.items() if partition.splits and partition.copies > 1)
-        for unit, names in _by_unit(module, copied):
+        for _, unit, names in by_unit(module, copied):
             _SummedGradients(names, SequenceComm(mesh.key_group, clock, "ranks")).install(unit)
     return partitions
 
@@ -225,15 +223,3 @@ def _communicate(
             setattr(layer, last, RowLinear(getattr(layer, last), comm))
     if module.embedding is not None:
         module.embedding = VocabularyEmbedding(module.embedding, rows.start, comm)
-
-
-def _by_unit(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-    """Return each module that FSDP may treat as a unit with those of ``names`` that are in it and in no nested unit,
-    relative to the module. Modules without any are left out.
-    """
-    units = {name: part for name, part in module.named_modules() if isinstance(part, _UNITS)}
-    inside: dict[str, list[str]] = {name: [] for name in units}
-    for name in names:
-        unit = max((unit for unit in units if not unit or name.startswith(f"{unit}.")), key=len)
-        inside[unit].append(name.removeprefix(f"{unit}."))
-    return ((units[unit], tuple(own_names)) for unit, own_names in inside.items() if own_names)

@@ -37,7 +37,7 @@ from phalanx.model.layers.attention.attention import Attention, CausalCore
 from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.layers.dense import FeedForward, Linear, RMSNorm
 from phalanx.model.layers.moe import Experts, MoE, Router
-from phalanx.model.transformer import Block, PredictionAhead, Transformer
+from phalanx.model.transformer import Transformer
 from phalanx.parallel.context.fixed_tiles import RankTiles, TiledCore, TiledHeads
 from phalanx.parallel.tensor.lanes import layers
 from phalanx.parallel.tensor.lanes.shares import (
@@ -46,13 +46,13 @@ from phalanx.parallel.tensor.lanes.shares import (
     RoutedInPieces,
     ScoresInPieces,
     SharedParameter,
-    Shares,
+    by_unit,
     replace_method,
+    shared_parameters,
 )
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.run.kinds.operations import Parameter
 
-_UNITS = (Transformer, PredictionAhead, Block)
 _LAYERS = (Attention, MlaAttention, FeedForward)
 _Layer = Attention | MlaAttention | FeedForward
 
@@ -154,8 +154,7 @@ def _shared(
 
     ``by_lane`` are the parameters of layers in lanes, of which each lane uses a part, or all.
     """
-    units = {name: part for name, part in module.named_modules() if isinstance(part, _UNITS)}
-    leaves: dict[str, dict[str, LaneLeaves]] = {}
+    leaves: dict[str, LaneLeaves] = {}
     for owner_name, owner in module.named_modules():
         # The output projection has no forward call of its own; its shares are made in the loss.
         if isinstance(owner, Experts) or owner is module.head:
@@ -166,17 +165,12 @@ def _shared(
             in_pieces = row.parts_over(lanes.lanes) == 1 and path not in by_lane
             if in_pieces or lanes.tiles is not None or sharers > 1 or comm is not None:
                 runs = 1 if in_pieces else lanes.local_tiles
-                unit = max((unit for unit in units if not unit or path.startswith(f"{unit}.")), key=len)
-                leaves.setdefault(unit, {})[path] = LaneLeaves(lanes.local_tiles * sharers, comm, runs)
+                leaves[path] = LaneLeaves(lanes.local_tiles * sharers, comm, runs)
+    report = None if lanes.tiles is None else lanes.tiles.share_of_total
     parameters = {}
-    for unit, parts in leaves.items():
-        inside = {path: path.removeprefix(f"{unit}.") if unit else path for path in parts}
-        report = None if lanes.tiles is None else lanes.tiles.share_of_total
-        shares = Shares({inside[path]: part for path, part in parts.items()}, report)
-        shares.install(units[unit])
-        for path, name in inside.items():
-            owner, _, attribute = path.rpartition(".")
-            parameters[path] = SharedParameter(module.get_submodule(owner), attribute, shares, name)
+    for prefix, unit, names in by_unit(module, leaves):
+        shared = shared_parameters(unit, {name: leaves[prefix + name] for name in names}, report)
+        parameters |= {prefix + name: parameter for name, parameter in shared.items()}
     return parameters
 
 

@@ -10,7 +10,8 @@ tile's lanes are added first, also across tensor ranks (``LaneLeaves.runs``), th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from phalanx.model.autograd import FunctionContext, apply_function_of_many
 from phalanx.model.layers.dense import note_derived_weights
 from phalanx.model.layers.moe import MoE, Router
+from phalanx.model.transformer import Block, PredictionAhead, Transformer
 from phalanx.parallel.tensor.sequence_comm import SequenceComm, add_in_tree, dense
 
 Report = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -145,6 +147,35 @@ class SharedParameter:
     def now(self) -> tuple[Tensor, ...]:
         """Return its current shares."""
         return self.shares.of(self.name)
+
+
+def shared_parameters(
+    unit: nn.Module, leaves: Mapping[str, LaneLeaves], report: Report | None
+) -> dict[str, SharedParameter]:
+    """Give parameters of an FSDP unit, by their names in it, as many shares as leaves whenever it runs."""
+    shares = Shares(leaves, report)
+    shares.install(unit)
+    parameters = {}
+    for name in leaves:
+        owner, _, attribute = name.rpartition(".")
+        parameters[name] = SharedParameter(unit.get_submodule(owner), attribute, shares, name)
+    return parameters
+
+
+def by_unit(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
+    """Yield each module that FSDP may treat as a unit with those of ``names`` that are in it and in no nested unit,
+    relative to the module, and the prefix that makes them names in ``module``. Modules without any are left out.
+    """
+    units = {
+        f"{name}." if name else "": part
+        for name, part in module.named_modules()
+        if isinstance(part, (Transformer, PredictionAhead, Block))
+    }
+    inside: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        prefix = max((prefix for prefix in units if name.startswith(prefix)), key=len)
+        inside[prefix].append(name.removeprefix(prefix))
+    return ((prefix, units[prefix], tuple(own_names)) for prefix, own_names in inside.items())
 
 
 Owners = Sequence[tuple[nn.Module, str]]
