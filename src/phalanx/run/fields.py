@@ -172,9 +172,13 @@ class FieldType:
     """True if the field is not part of a run's identity at its default."""
 
 
-@functools.cache
 def field_types(section: type) -> Mapping[str, FieldType]:
     """Return the type, bound and owner of each field of a section."""
+    return _field_types(section)
+
+
+@functools.cache
+def _field_types(section: type) -> Mapping[str, FieldType]:
     return {name: _take_apart(hint) for name, hint in get_type_hints(section, include_extras=True).items()}
 
 
