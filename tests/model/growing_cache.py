@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.model.layers.attention.attention import Expand, Mixing
+from phalanx.model.layers.attention.attention import Core, Expand
 
 
 class GrowingCache:
@@ -23,7 +23,7 @@ class GrowingCache:
 
     def mix(
         self,
-        core: Mixing,
+        core: Core,
         query: Tensor,
         key: Tensor,
         value: Tensor,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from phalanx.checkpoint.snapshot.segments import total_memory_bytes
 from phalanx.hardware.local.device import brought, fetched
-from phalanx.model.layers.attention.attention import CausalCore, Expand, Mixing
+from phalanx.model.layers.attention.attention import CausalCore, Core, Expand
 from phalanx.model.layers.attention.mla import LatentExpansion, attend_together, latents_as_keys
 from phalanx.model.narrow import SHARING, Quantized, dequantize, quantize
 from phalanx.run.kinds.attention import attention_kind
@@ -426,7 +426,7 @@ class LayerKVCache:
 
     def mix(
         self,
-        core: Mixing,
+        core: Core,
         query: Tensor,
         key: Tensor,
         value: Tensor,

@@ -24,7 +24,7 @@ from phalanx.hardware.local.detect import set_for_rank
 from phalanx.observe.logs.capture import capture_output
 from phalanx.process.child import die_with_parent
 from phalanx.process.this_process import StopRequest, host_name
-from phalanx.train.lifecycle.ending import report_failure
+from phalanx.train.lifecycle.ending import RunFailedError, report_failure
 
 if TYPE_CHECKING:
     from phalanx.run.directory.paths import RunDirectory, RunResult
@@ -197,12 +197,7 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.factory import FactoryError
     from phalanx.run.rules import NotPortableError
-    from phalanx.train.lifecycle.fork import ForkFailedError
-    from phalanx.train.lifecycle.loop import UnsavedError
-    from phalanx.train.lifecycle.observers import ObserverError
-    from phalanx.train.lifecycle.progress import LossSpikeError, NonFiniteError
     from phalanx.train.measure.numerics import MixedMachinesError
-    from phalanx.train.start.memory import MemoryShortError
     from phalanx.train.step.state import NoGoodCheckpointError
 
     return (
@@ -211,19 +206,14 @@ def known_errors() -> tuple[type[Exception], ...]:
         DataError,
         EventLogError,
         FactoryError,
-        ForkFailedError,
         LayoutError,
-        LossSpikeError,
-        MemoryShortError,
         MixedMachinesError,
         NoGoodCheckpointError,
-        NonFiniteError,
         NotPortableError,
-        ObserverError,
         RendezvousError,
         RunDirectoryError,
+        RunFailedError,
         SinkError,
-        UnsavedError,
     )
 
 

@@ -34,14 +34,6 @@ Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function from cache entries of latent attention to keys and values."""
 
 
-class Mixing(Protocol):
-    """Attention of queries to keys and values: a ``Core`` without documents."""
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: None = None, sinks: Tensor | None = None
-    ) -> Tensor: ...
-
-
 class Cache(Protocol):
     """KV cache of one layer for one text, or for several texts whose rows are computed together."""
 
@@ -57,7 +49,7 @@ class Cache(Protocol):
 
     def mix(
         self,
-        core: Mixing,
+        core: Core,
         query: Tensor,
         key: Tensor,
         value: Tensor,
