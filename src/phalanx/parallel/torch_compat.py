@@ -35,29 +35,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint
 from phalanx.hardware.local.device import current_gpu
 from phalanx.parallel.divisions import LocalSlice
 
-__all__ = [
-    "AllGather",
-    "ReduceScatter",
-    "abort_nccl",
-    "all_gather_single",
-    "cuda_stream",
-    "device_of_messages",
-    "exchange_along",
-    "finish_backward",
-    "flight_record",
-    "gather_along",
-    "group_of",
-    "group_shapes",
-    "group_sizes",
-    "join_fake",
-    "local_slice_of",
-    "measure_waits",
-    "overlap_with_products",
-    "reduce_scatter_single",
-    "set_gradient",
-    "sum_over",
-    "sum_scatter_along",
-]
+__all__ = ["AllGather", "ReduceScatter"]  # imported here for others; all that is defined here is public too
 
 
 def all_gather_single(output: Tensor, piece: Tensor, group: dist.ProcessGroup | None) -> None:

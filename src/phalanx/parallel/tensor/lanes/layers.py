@@ -107,10 +107,6 @@ class LaneRows:
         return apply_function(_RowsProduct, x, rows, self._gradient, self.lane)
 
 
-class _ColumnsContext(FunctionContext, Protocol):
-    pass
-
-
 class _ColumnProduct(torch.autograd.Function):
     """``x W^T`` for some columns of a wider matrix.
 
@@ -118,12 +114,12 @@ class _ColumnProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: _ColumnsContext, x: Tensor, columns: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, x: Tensor, columns: Tensor) -> Tensor:
         ctx.save_for_backward(x, columns)
         return torch.mm(x.flatten(0, -2), aligned(columns).t()).view(*x.shape[:-1], -1)  # (..., outputs)
 
     @staticmethod
-    def backward(ctx: _ColumnsContext, *upstream: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: FunctionContext, *upstream: Tensor) -> tuple[Tensor, Tensor]:
         x, columns = ctx.saved_tensors
         # (tokens, outputs), (tokens, inputs of the lane)
         gradient, rows = upstream[0].flatten(0, -2), x.flatten(0, -2)
