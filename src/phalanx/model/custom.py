@@ -459,19 +459,10 @@ class _Operations(DispatchMode):
 
 
 _VIEWS = frozenset(
-    [
-        "t",
-        "transpose",
-        "permute",
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "alias",
-        "detach",
-    ]
+    (
+        *("t", "transpose", "permute", "view", "_unsafe_view", "reshape"),
+        *("expand", "unsqueeze", "squeeze", "alias", "detach"),
+    )
 )
 
 

@@ -25,31 +25,23 @@ class RankMessageError(RuntimeError):
     """The message of a rank cannot be decoded, or is too long; the text names the rank."""
 
 
-def gather_typed(
-    value: _T,
-    kind: type[_T],
-    group: dist.ProcessGroup | None = None,
-    *,
-    max_message_bytes: int = LONGEST_MESSAGE_BYTES,
-) -> list[_T]:
-    """Return every rank's ``value``, by rank. A collective, with the same result on every rank of ``group`` (``None``: all ranks).
+def gather_typed(value: _T, kind: type[_T], *, max_message_bytes: int = LONGEST_MESSAGE_BYTES) -> list[_T]:
+    """Return every rank's ``value``, by rank. A collective of the default group, with the same result on every rank.
 
     Args:
         value: Of type ``kind``, which msgspec must be able to encode.
         kind: Numbers, text, bytes, lists, tuples, dicts, dataclasses and named tuples of such.
-        group: A group of any backend; CPU messages are used if the backend supports them.
         max_message_bytes: Limit of each rank's message; the same on every rank.
 
     Raises:
         RankMessageError: A rank's message is longer than ``max_message_bytes`` (every rank raises), or is not of type ``kind``.
     """
-    group = group or _default_group()
+    group = _default_group()
     body, device = _encoder.encode(value), device_of_messages(group)
     sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
     all_gather_single(sizes, torch.tensor([len(body)], dtype=torch.int64, device=device), group)
     lengths = [
-        _checked(length, _global_rank(group, rank), max_message_bytes)
-        for rank, length in enumerate(map(int, sizes.tolist()))
+        _checked(length, rank, max_message_bytes) for rank, length in enumerate(map(int, sizes.tolist()))
     ]
     longest = max(lengths)
     piece = torch.zeros(longest, dtype=torch.uint8)
@@ -58,7 +50,7 @@ def gather_typed(
     all_gather_single(gathered, piece.to(device), group)
     rows = gathered.cpu().view(group.size(), longest)
     return [
-        _decoded(row[:length], kind, _global_rank(group, rank))
+        _decoded(row[:length], kind, rank)
         for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))
     ]
 
@@ -87,10 +79,6 @@ def _default_group() -> dist.ProcessGroup:
     if group is None:
         raise RuntimeError("this process has not joined the other ranks yet")
     return group
-
-
-def _global_rank(group: dist.ProcessGroup, rank: int) -> int:
-    return dist.get_global_rank(group, rank)
 
 
 def _checked(nbytes: int, rank: int, max_bytes: int) -> int:

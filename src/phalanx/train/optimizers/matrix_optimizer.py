@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -306,18 +307,14 @@ class MatrixOptimizer(Optimizer):
 
 
 def _runs(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
-    """Yield runs of consecutive matrices that are neighbors in one stack. A matrix outside of stacks is a run of its own."""
-    run: list[Matrix] = []
-    for matrix in matrices:
-        follows = run and matrix.index is not None and run[-1].index is not None
-        if follows and (run[-1].parameter, run[-1].index) == (matrix.parameter, (matrix.index or 0) - 1):
-            run.append(matrix)
-            continue
-        if run:
-            yield run
-        run = [matrix]
-    if run:
-        yield run
+    """Return runs of consecutive matrices that are neighbors in one stack. A matrix outside of stacks is a run of its own."""
+
+    def run_of(numbered: tuple[int, Matrix]) -> tuple[str, int]:
+        """Return what the matrices of a run have in common: in it, the place in the stack grows as the number does."""
+        number, matrix = numbered
+        return matrix.parameter, (matrix.index or 0) - number
+
+    return ([matrix for _, matrix in run] for _, run in groupby(enumerate(matrices), run_of))
 
 
 # The holders of every matrix, as arrays over ranks and not as objects for each.

@@ -78,39 +78,11 @@ _ITEM_BYTES = {
 _VIEWS = frozenset(
     f"aten::{name}"
     for name in (
-        *(
-            "view",
-            "as_strided",
-            "t",
-            "transpose",
-            "reshape",
-            "expand",
-            "slice",
-            "select",
-            "detach",
-            "permute",
-        ),
-        *(
-            "unsqueeze",
-            "squeeze",
-            "empty",
-            "empty_like",
-            "empty_strided",
-            "resolve_conj",
-            "resolve_neg",
-            "split",
-        ),
-        *("narrow", "alias", "chunk", "unbind", "split_with_sizes", "_unsafe_view", "lift_fresh", "item"),
-        *(
-            "_local_scalar_dense",
-            "is_nonzero",
-            "resize_",
-            "view_as",
-            "movedim",
-            "flatten",
-            "unflatten",
-            "new_empty",
-        ),
+        *("view", "as_strided", "t", "transpose", "reshape", "expand", "slice", "select", "detach"),
+        *("permute", "unsqueeze", "squeeze", "empty", "empty_like", "empty_strided", "resolve_conj"),
+        *("resolve_neg", "split", "narrow", "alias", "chunk", "unbind", "split_with_sizes"),
+        *("_unsafe_view", "lift_fresh", "item", "_local_scalar_dense", "is_nonzero", "resize_"),
+        *("view_as", "movedim", "flatten", "unflatten", "new_empty"),
     )
 )
 """Operations that move nothing."""
