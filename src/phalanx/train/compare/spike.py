@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
@@ -97,8 +97,8 @@ class SpikeFindings:
     """The layers, the one whose norm rose most first."""
     in_fp32: WideStep | None
     """``None`` if the run computes in fp32."""
-    cause: Cause
-    sentence: str
+    cause: Cause = "no spike"
+    sentence: str = "loss and gradient norm are as usual, by the run's rule (train.spike_deviations)"
     """The reasons of the verdict, for people."""
 
 
@@ -134,35 +134,14 @@ def judge_spike_replay(
         (_layer(name, norm, before) for name, norm in measures.layer_norms.items()),
         key=lambda layer: -_or_infinite(layer.norm if layer.rise is None else layer.rise),
     )
-    usual = median(losses) if losses else None
-    cause, sentence = _cause(
-        loss,
-        grad_norm,
-        is_spike=_is_spike(train, scores.history, loss, grad_norm),
-        is_spike_of_loss=spike is not None and spike.figure == "loss",
-        losses=losses,
-        untrained=_untrained_loss(step, losses, vocab_size),
-        batch_before=scores.batch_before,
-        slots=slots,
-        layers=layers,
-        wide=wide,
+    findings = SpikeFindings(
+        *(loss, grad_norm, measures.lr, measures.is_applied, spike, median(losses) if losses else None),
+        *(usual_slot, slot_steps, scores.batch_before, tuple(slots), tuple(layers), wide),
     )
-    return SpikeFindings(
-        loss,
-        grad_norm,
-        measures.lr,
-        measures.is_applied,
-        spike,
-        usual,
-        usual_slot,
-        slot_steps,
-        scores.batch_before,
-        tuple(slots),
-        tuple(layers),
-        wide,
-        cause,
-        sentence,
-    )
+    if not _is_spike(train, scores.history, loss, grad_norm):
+        return findings
+    cause, sentence = _cause(findings, losses, _untrained_loss(step, losses, vocab_size))
+    return replace(findings, cause=cause, sentence=sentence)
 
 
 def _untrained_loss(step: int, losses: Sequence[float], vocab_size: int) -> float:
@@ -237,27 +216,15 @@ def _or_infinite(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _cause(
-    loss: float,
-    grad_norm: float,
-    *,
-    is_spike: bool,
-    is_spike_of_loss: bool,
-    losses: Sequence[float],
-    untrained: float,
-    batch_before: float | None,
-    slots: Sequence[SlotLoss],
-    layers: Sequence[LayerNorm],
-    wide: WideStep | None,
-) -> tuple[Cause, str]:
-    """Return the likeliest cause of a spike, and a sentence with its evidence. The first of these that holds:
+def _cause(findings: SpikeFindings, losses: Sequence[float], untrained: float) -> tuple[Cause, str]:
+    """Return the likeliest cause of a spike after the ``losses`` of the steps before, and a sentence with its evidence.
+    The first of these that holds:
 
-    "no spike"; "format" if fp32 does not spike; "rate" if the run had diverged before, or other batches have risen too;
+    "format" if fp32 does not spike; "rate" if the run had diverged before, or other batches have risen too;
     "bad batch" if some slots stand out, or all beside a usual batch before; "rate" if the loss has risen in all slots
     and no batch before is known; "layer" if the norm of one rose far more than the median. Otherwise "rate".
     """
-    if not is_spike:
-        return "no spike", "loss and gradient norm are as usual, by the run's rule (train.spike_deviations)"
+    loss, spike, batch_before, wide = findings.loss, findings.spike, findings.batch_before, findings.in_fp32
     if wide is not None and not wide.is_spike:
         return "format", (
             f"in fp32 the step has loss {wide.loss:.4g} and gradient norm {wide.grad_norm:.4g}, which are as usual: only the narrow format spikes"
@@ -267,12 +234,12 @@ def _cause(
             f"the run had diverged before: under the same weights the batch of the step before has loss {batch_before:.4g}, and an "
             f"untrained model has {untrained:.4g}"
         )
-    out = [slot for slot in slots if slot.stands_out]
-    usual = median(losses) if losses else math.nan
+    out = [slot for slot in findings.slots if slot.stands_out]
+    usual = math.nan if findings.usual_loss is None else findings.usual_loss
     is_finite = math.isfinite(loss)
     has_risen = (
         not is_finite
-        or is_spike_of_loss
+        or (spike is not None and spike.figure == "loss")
         or len(losses) < 2
         or deviations_above(losses, loss, LEAST_LOSS_DEVIATION)[1] > _LOSS_DEVIATIONS
     )
@@ -286,25 +253,28 @@ def _cause(
         if batch_before is None
         else f"; under the same weights the batch of the step before has loss {batch_before:.4g}, as usual"
     )
-    if out and len(out) < len(slots):
+    if out and len(out) < len(findings.slots):
         numbers = ", ".join(str(slot.slot) for slot in out[:8])
         return (
             "bad batch",
-            f"slot{'s' * (len(out) > 1)} {numbers} of {len(slots)} stand{'s' * (len(out) == 1)} out{before}",
+            f"slot{'s' * (len(out) > 1)} {numbers} of {len(findings.slots)} stand{'s' * (len(out) == 1)} out{before}",
         )
     if has_risen and batch_before is not None:
         return "bad batch", f"all slots of this batch have a high loss{before}"
     if has_risen and is_finite:
         return "rate", "all slots have risen alike, and no batch before is known to compare them with"
-    rises = [layer.rise for layer in layers if layer.rise is not None and math.isfinite(layer.rise)]
-    top = layers[0] if layers else None
+    rises = [layer.rise for layer in findings.layers if layer.rise is not None and math.isfinite(layer.rise)]
+    top = findings.layers[0] if findings.layers else None
     top_rise = None if top is None or top.rise is None else _or_infinite(top.rise)
     if top is not None and top_rise is not None and rises and top_rise > _LAYER_RISE * median(rises):
         return "layer", (
             f"the losses are as usual, and the gradient norm of {top.layer} rose {top_rise:.3g} times; the median layer rose "
             f"{median(rises):.3g} times"
         )
-    return "rate", f"the gradient norm {grad_norm:.4g} rose in all layers alike, and no slot stands out"
+    return (
+        "rate",
+        f"the gradient norm {findings.grad_norm:.4g} rose in all layers alike, and no slot stands out",
+    )
 
 
 def _shares_the_rise(batch_before: float, usual: float, loss: float) -> bool:

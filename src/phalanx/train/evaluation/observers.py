@@ -181,10 +181,7 @@ class Evaluator(Observer):
         ``EvaluationStoppedError``."""
         training, inputs, built = self._training, self._training.inputs, self._training.built
         begin_s, report = time.perf_counter(), self._progress(step)
-        evaluation = evaluate(
-            *(built.model, built.runner, training.data, inputs.spec, sequences, report),
-            lambda: inputs.stop.made,
-        )
+        evaluation = evaluate(built, training.data, sequences, report, lambda: inputs.stop.made)
         seconds = self._ended(begin_s)
         if evaluation is not None:
             by_source = dict(evaluation.sources)
@@ -234,9 +231,7 @@ class Evaluator(Observer):
             texts = self._continue(encoded.prompts, report)
             results = generation_figures(generated_answers(task, texts, training.data.tokenizer))
         else:
-            scores = score_sequences(
-                *(built.model, built.runner, inputs.spec, sequences, report), lambda: inputs.stop.made
-            )
+            scores = score_sequences(built, sequences, report, lambda: inputs.stop.made)
             results = figures(task, scores_by_item(task, sequences, scores))
         training.reporter.emit(
             TaskEvaluated(
@@ -260,9 +255,7 @@ class Evaluator(Observer):
         spec = inputs.spec
 
         def score(sequences: Sequence[ScoredSequence], noise: Tensor | None) -> list[SequenceScore]:
-            return score_sequences(
-                *(built.model, built.runner, spec, sequences), stops=lambda: inputs.stop.made, noise=noise
-            )
+            return score_sequences(built, sequences, stops=lambda: inputs.stop.made, noise=noise)
 
         return continue_prompts(
             *(prompts, score, tokenizer, spec.train.seq_len, spec.model.vocab_size), on_progress
