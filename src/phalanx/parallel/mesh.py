@@ -403,25 +403,3 @@ class Partition:
         begin, _ = self.part
         offset, shape = local_slice_of(tensor)
         return LocalSlice(tuple(a + b for a, b in zip(begin, offset, strict=True)), shape)
-
-    def gather(self, part: Tensor) -> Tensor:
-        """Return the full parameter, all-gathered from the ranks' parts, which FSDP has not sharded. Of several
-        copies of a part, the first is taken. A collective of the splits' groups.
-        """
-        for split in self.splits:
-            size = self.full_shape[split.dim]
-            longest = -(-size // split.count)
-            shape = list(part.shape)
-            shape[split.dim] = longest
-            padded = part.new_zeros(shape)
-            padded.narrow(split.dim, 0, part.shape[split.dim]).copy_(part)
-            pieces = [torch.empty_like(padded) for _ in range(split.count * split.copies)]
-            dist.all_gather(pieces, padded, group=split.group)
-            part = torch.cat(
-                [
-                    other.narrow(split.dim, 0, len(piece(size, index, split.count)))
-                    for index, other in enumerate(pieces[:: split.copies])
-                ],
-                split.dim,
-            )
-        return part

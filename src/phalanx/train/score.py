@@ -95,17 +95,6 @@ class ScoreError(ValueError):
     """A text that cannot be scored: which, why, and what to do."""
 
 
-def score(
-    run_dir: Path, texts: Sequence[Sequence[int]], step: int | None = None, dtype: Compute | None = None
-) -> list[Tensor]:
-    """Return for each text the log-probabilities ``(n - 1,)``, fp32, nats, of its tokens behind the first.
-
-    The weights are those of ``step``, else of the newest that can be read, computed in ``dtype``, else in the run's
-    own format. Raises as ``Scorer.of_run`` and ``Scorer.score`` do.
-    """
-    return Scorer.of_run(run_dir, step, dtype).score(texts)
-
-
 class Scorer:
     """A run's model, ready to score texts."""
 

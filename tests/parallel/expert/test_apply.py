@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from tests.parallel.full_parameters import full_parameter
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -249,7 +250,11 @@ def wholes(model: ModelSpec, ranks: int, parallel: dict[str, int]) -> dict[str, 
     parts = dict(module.named_parameters())
     for name, partition in partitions.items():
         assert partition.part[1] == parts[name].shape
-    return {name: partitions[name].gather(parts[name].detach()) for name in partitions if ".experts." in name}
+    return {
+        name: full_parameter(partitions[name], parts[name].detach())
+        for name in partitions
+        if ".experts." in name
+    }
 
 
 def test_the_parts_of_all_ranks_make_the_whole(ranks: Ranks) -> None:

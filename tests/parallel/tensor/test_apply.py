@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 import torch
+from tests.parallel.full_parameters import full_parameter
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -147,7 +148,9 @@ def gathered(
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, name
         whole = (
-            partitions[name].gather(parameter.grad) if name in partitions else rows.comm.total(parameter.grad)
+            full_parameter(partitions[name], parameter.grad)
+            if name in partitions
+            else rows.comm.total(parameter.grad)
         )
         gradients[name] = whole
     return gradients
@@ -277,7 +280,7 @@ def on_fsdp_and_tensor_ranks(model: ModelSpec) -> Result:
     assert rows is not None
     loss = learn(module, rows)
     gradients = {
-        name: partitions[name].gather(cast(DTensor, parameter.grad).full_tensor())
+        name: full_parameter(partitions[name], cast(DTensor, parameter.grad).full_tensor())
         for name, parameter in module.named_parameters()
     }
     return Result(loss, gradients)

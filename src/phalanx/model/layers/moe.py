@@ -425,13 +425,10 @@ Measured in fp32 with MKL 2024.2, from an inner width of 128 on: 4 to 12 rows di
 """
 
 
-def padding(rows: int) -> int:
-    """Return the number of rows to add to ``rows`` (> 0), so that each row's bits do not depend on the others."""
-    return max(LEAST - rows, -rows % ROWS)
-
-
 def _paddings(counts: Tensor) -> Tensor:
-    """Return ``padding`` of each of ``counts``; 0 for a group without rows."""
+    """Return the number of rows to add to each of ``counts``, so that each row's bits do not depend on the others; 0 for
+    a group without rows.
+    """
     return torch.maximum(LEAST - counts, -counts % ROWS).masked_fill(counts == 0, 0)
 
 

@@ -19,7 +19,6 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.committed.digest import OPTIMIZER, WEIGHTS, TensorDigest, combine
 from phalanx.checkpoint.committed.restore import Copies, Shard, dtype_name, restore
@@ -132,11 +131,6 @@ class Placement:
             part.tensor,
             Copies(holders.index(self.mesh.rank), len(holders), holders),
         )
-
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the full tensor of one that is divided like parameter ``name``. A collective of a replica's ranks of a stage."""
-        part = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return self.partition(name).gather(part)
 
 
 def _ascending(ranks: Tensor) -> tuple[int, ...]:
