@@ -167,7 +167,7 @@ def _shared(
                 runs = 1 if in_pieces else lanes.local_tiles
                 leaves[path] = LaneLeaves(lanes.local_tiles * sharers, comm, runs)
     report = None if lanes.tiles is None else lanes.tiles.share_of_total
-    parameters = {}
+    parameters: dict[str, SharedParameter] = {}
     for prefix, unit, names in by_unit(module, leaves):
         shared = shared_parameters(unit, {name: leaves[prefix + name] for name in names}, report)
         parameters |= {prefix + name: parameter for name, parameter in shared.items()}
