@@ -109,8 +109,6 @@ class ModelCounts:
     embedding_parameters: int
     active_parameters: int
     """Parameters of the main model that one token uses."""
-    expert_parameters: int
-    """Parameters of all routed experts."""
     matmul_parameters: int
     """Weights in products with a token (a tied embedding counts once, for the projection)."""
     attention_flops_per_token_full: int
@@ -145,12 +143,11 @@ def count(spec: ModelSpec, seq_len: int) -> ModelCounts:
     """Return the numbers of parameters and the attention FLOP of a resolved model at ``seq_len`` tokens, predictions
     ahead included, but not in the active parameters. Raises ``FactoryError`` for a user's model.
     """
-    total = embedding = active = experts = matmul = 0
+    total = embedding = active = matmul = 0
     for parameter, number in numbered_parameters(spec):
         total += number * parameter.numel
         active += 0 if parameter.section == "ahead" else number * parameter.met
         embedding += parameter.numel if parameter.kind == "embedding" else 0
-        experts += number * parameter.numel if parameter.stacked else 0
         matmul += number * parameter.met * parameter.products
     core = attention_kind(spec).core(spec)
     full = round((spec.layers + block.prediction_depths(spec)) * _attention_flops(core, core.keys(seq_len)))
@@ -158,7 +155,6 @@ def count(spec: ModelSpec, seq_len: int) -> ModelCounts:
         parameters=total,
         embedding_parameters=embedding,
         active_parameters=active,
-        expert_parameters=experts,
         matmul_parameters=matmul,
         attention_flops_per_token_full=full,
         attention_flops_per_token_causal=full // 2,

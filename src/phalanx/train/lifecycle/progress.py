@@ -355,20 +355,14 @@ class ChildStep:
     is_applied: bool
 
     def report(self, of_spike: StepReport) -> StepReport:
-        """Return the report of this step: its loss, norm, rate, and whether it was applied, not withheld, without
-        losses of slots. Requests, tokens and all other figures are those of the step of the spike.
+        """Return the report of this step: its loss, norm, rate, and whether it was applied, without losses of
+        slots. Requests, tokens and all other figures are those of the step of the spike.
 
         A loss or norm that was not finite becomes NaN.
         """
         loss, norm = (math.nan if value is None else value for value in (self.loss, self.grad_norm))
         return replace(
-            of_spike,
-            loss=loss,
-            grad_norm=norm,
-            lr=self.lr,
-            applied=self.is_applied,
-            withheld=False,
-            slot_losses=(),
+            of_spike, loss=loss, grad_norm=norm, lr=self.lr, applied=self.is_applied, slot_losses=()
         )
 
 

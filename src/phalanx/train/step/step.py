@@ -109,8 +109,6 @@ class StepReport:
     nonfinite_parameters: tuple[str, ...] = ()
     nonfinite_ranks: tuple[int, ...] = ()
     """If the step was not applied: the ranks whose own losses were not finite."""
-    withheld: bool = False
-    """True if all was finite and the update was not applied all the same, because of ``Stepper.withholds``."""
     slot_losses: tuple[float, ...] = ()
     """The mean loss of each slot, in nats a token; 0 for a slot without targets."""
 
@@ -205,8 +203,7 @@ class Stepper:
         lr = spec.optimizer.lr * multiplier(spec.schedule, number, spec.train.steps) * self.rate_scale
         finite = math.isfinite(loss) and math.isfinite(norm)
         sources = _NonFiniteSources() if finite else self._nonfinite_sources(losses)
-        withheld = finite and self.withholds(loss, norm)
-        applied = finite and not withheld
+        applied = finite and not self.withholds(loss, norm)
         measured = False
         if statistics is not None:
             with self.ledger.bucket(Bucket.EVAL):
@@ -238,7 +235,6 @@ class Stepper:
             nonfinite_slots=sources.slots,
             nonfinite_parameters=sources.parameters,
             nonfinite_ranks=sources.ranks,
-            withheld=withheld,
             slot_losses=slot_losses,
         )
 
