@@ -32,7 +32,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.rules import NotPortableError
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.compose import compute_dtype, whole_model
-from phalanx.train.evaluation.scoring import micro_batch, micro_batch_rows, scores_of_sequences
+from phalanx.train.evaluation.scoring import micro_batch, micro_batch_rows, padded_noise, scores_of_sequences
 from phalanx.train.evaluation.tasks import ScoredSequence, SequenceScore
 from phalanx.train.step.loss import IGNORE, token_scores
 
@@ -184,10 +184,7 @@ class Scorer:
             for first in range(0, len(sequences), together):
                 own = sequences[first : first + together]
                 samples, targets = micro_batch(own, rows, self.length)
-                added = None
-                if noise is not None:
-                    added = torch.zeros(rows, noise.shape[1])  # a batch of few sequences is padded
-                    added[: len(own)] = noise[first : first + len(own)]
+                added = None if noise is None else padded_noise(noise, first, len(own), rows)
                 scores = self._token_scores(samples[:, :-1], targets, added)  # (2, rows, seq)
                 results += scores_of_sequences(own, scores[:, targets != IGNORE])
                 if progress is not None:

@@ -173,16 +173,14 @@ class DataParallel(ABC):
     def before_backward(self, part: int, current: Round, *, last: bool) -> None:
         """Hook before gradients of a part are computed."""
 
-    @abstractmethod
-    def after_weights(self, part: int) -> None:
+    def after_weights(self, part: int) -> None:  # noqa: B027
         """Hook after postponed weight gradients of a part were added, outside of any backward pass."""
 
     @abstractmethod
     def close(self, part: int, current: Round) -> None:
         """Hook after the gradient of a round's slot is complete in a part."""
 
-    @abstractmethod
-    def end(self, current: Round) -> None:
+    def end(self, current: Round) -> None:  # noqa: B027
         """Hook after a round is closed in all parts."""
 
     def abandon(self) -> None:
@@ -190,10 +188,6 @@ class DataParallel(ABC):
         for part in self.parts:
             part.zero_grad(set_to_none=True)
         self.summation.clear()
-
-    def loss_weight(self, current: Round) -> float:
-        """Return the factor on a rank's loss: 0 if a result that must not count would be added."""
-        return self.summation.loss_weight(current)
 
 
 class Sharded(DataParallel):
@@ -236,9 +230,6 @@ class Sharded(DataParallel):
             # The trees have this round's gradients; the output that FSDP would accumulate is meaningless until the last round.
             _drop(self._shares[part])
 
-    def end(self, current: Round) -> None:
-        """Do nothing: FSDP has exchanged all gradients."""
-
     def abandon(self) -> None:
         """Drop all gradients and partial sums of the step."""
         super().abandon()
@@ -261,9 +252,6 @@ class Unsharded(DataParallel):
         self.summation.intake.slot_complete = last
         if last:
             self.summation.add_to_siblings()
-
-    def after_weights(self, part: int) -> None:
-        """Do nothing: ``close`` takes in the added gradients."""
 
     def close(self, part: int, current: Round) -> None:  # noqa: ARG002
         # A split backward pass accumulates some gradients without calling PyTorch's hooks.

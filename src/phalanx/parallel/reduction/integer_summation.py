@@ -104,9 +104,6 @@ class IntegerSummation(Summation):
             self._unsharded[parameter] = self._reducer(name, leaves, leaves.count, [parameter.shape], 1, 0)
             parameter.register_post_accumulate_grad_hook(weakly(push))  # type: ignore[no-untyped-call]
 
-    def add_to_siblings(self) -> None:
-        """Do nothing: integer sums have no tree."""
-
     def _push(self, tensor: Tensor) -> None:
         """Add the parameter's gradient to its sum and clear it. Does nothing before the slot is complete, or without a gradient."""
         parameter = cast(nn.Parameter, tensor)
@@ -137,9 +134,6 @@ class IntegerSummation(Summation):
     def clear(self) -> None:
         for reducer in (*self._unsharded.values(), *self._reducers):
             reducer.clear()
-
-    def loss_weight(self, current: Round) -> float:  # noqa: ARG002  results that do not count are not added
-        return 1.0
 
 
 @dataclass

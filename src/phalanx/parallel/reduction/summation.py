@@ -40,7 +40,10 @@ from phalanx.parallel.reduction.tree import (
 
 
 class Summation(ABC):
-    """Sum over all slots of a step. One object serves one model, which is either sharded or unsharded."""
+    """Sum over all slots of a step. One object serves one model, which is either sharded or unsharded.
+
+    Hooks that a kind of sum has no use for do nothing: fast sums accumulate in ``grad``, and integers have no tree.
+    """
 
     slot_by_slot: ClassVar[bool]
     """True if each slot's gradient must be reduced separately; else gradients may accumulate on a rank first."""
@@ -49,32 +52,28 @@ class Summation(ABC):
         self.mesh, self.clock = mesh, clock
         self.intake = Intake()
 
-    @abstractmethod
-    def loss_weight(self, current: Round) -> float:
+    def loss_weight(self, current: Round) -> float:  # noqa: ARG002  results that do not count are left out of most sums
         """Return the factor on a rank's loss: 0 if the gradient of a result that must not count would be added."""
+        return 1.0
 
     @abstractmethod
     def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
         """Set how FSDP2 reduces the gradient of each parameter group of a sharded model. Called once, first."""
 
-    @abstractmethod
-    def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:  # noqa: B027
         """Prepare for the gradients of unsharded parameters, by name. Called once, first."""
 
-    @abstractmethod
-    def add_to_siblings(self) -> None:
+    def add_to_siblings(self) -> None:  # noqa: B027
         """Hook before a slot's last backward pass: may make it accumulate into an earlier sum."""
 
-    @abstractmethod
-    def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+    def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027
         """Take in the ``grad`` of unsharded parameters when it is complete for a slot."""
 
     @abstractmethod
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         """Set the ``grad`` of unsharded parameters to the sum of all slots, after the last round."""
 
-    @abstractmethod
-    def clear(self) -> None:
+    def clear(self) -> None:  # noqa: B027
         """Discard the sum of a finished or aborted step."""
 
 
@@ -216,9 +215,6 @@ class TreeSummation(Summation):
         for reducer in self._reducers:
             reducer.clear()
 
-    def loss_weight(self, current: Round) -> float:  # noqa: ARG002  the tree leaves out results that do not count
-        return 1.0
-
 
 class FastSummation(Summation):
     """Adds gradients in the order of accumulation and of the library's collectives."""
@@ -232,15 +228,6 @@ class FastSummation(Summation):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
-    def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Do nothing: gradients accumulate in ``grad``."""
-
-    def add_to_siblings(self) -> None:
-        """Do nothing: backward passes accumulate already."""
-
-    def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Do nothing: the next slot's gradients are added to them."""
-
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         """All-reduce the gradients of ``parameters`` over the replicas, in buckets. Does nothing with one replica."""
         if self.mesh.replicas == 1:
@@ -250,9 +237,6 @@ class FastSummation(Summation):
             with self.clock.measure():
                 dist.all_reduce(flat, group=self.mesh.replicate_group)
             _hand_out(flat, bucket)
-
-    def clear(self) -> None:
-        """Do nothing: the sum is only in ``grad``."""
 
     def loss_weight(self, current: Round) -> float:
         return 1.0 if current.counts else 0.0

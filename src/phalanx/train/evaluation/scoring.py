@@ -130,10 +130,8 @@ def score_sequences(
         samples, targets = micro_batch(own, rows, seq_len)
         batch = losses.cut(samples, targets)
         if noise is not None:
-            first = (number or 0) * rows
-            full = torch.zeros(rows, noise.shape[1])  # a batch of few sequences is padded
-            full[: len(own)] = noise[first : first + len(own)]
-            batch = replace(batch, noise=brought(full, mesh.device))
+            added = padded_noise(noise, (number or 0) * rows, len(own), rows)
+            batch = replace(batch, noise=brought(added, mesh.device))
         scores = runner.score(batch)  # (2, rows, this rank's part of the sequence)
         if number is not None and runner.reports:
             first = begins[number * rows]
@@ -141,6 +139,11 @@ def score_sequences(
             results[:, places[places >= 0]] = scores[:, places >= 0]
     dist.all_reduce(results)
     return scores_of_sequences(sequences, results)
+
+
+def padded_noise(noise: Tensor, first: int, count: int, rows: int) -> Tensor:
+    """Return ``count`` rows of ``noise`` ``(sequences, vocab)`` from ``first`` on, and zeros up to ``rows`` rows: those of one batch."""
+    return F.pad(noise[first : first + count], (0, 0, 0, rows - count))
 
 
 def _places(targets: Tensor, first: int) -> Tensor:

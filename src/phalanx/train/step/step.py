@@ -322,7 +322,7 @@ class Stepper:
         model = self.built.model
 
         def scale(current: Round) -> float:
-            return model.loss_weight(current) / self._slot_tokens
+            return model.summation.loss_weight(current) / self._slot_tokens
 
         def turn_to(current: Round) -> None:
             for router in self._routers.values():
