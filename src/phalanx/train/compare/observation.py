@@ -191,7 +191,6 @@ def compare_replays(first: Replay, other: Replay) -> Compared:
     places = _places(min(first, other, key=lambda replay: replay.layout.get("pipeline", 1)))
     keys = sorted(tables[0].keys() | tables[1].keys(), key=lambda key: _place(key, places))
     left_out: dict[str, None] = {}
-    partings: list[Parting] = []
     compared = 0
     for key in keys:
         left, right = (table.get(key) for table in tables)
@@ -216,9 +215,9 @@ def compare_replays(first: Replay, other: Replay) -> Compared:
         compared += 1
         if differs or any(odd):
             step, moment, slot, micro_batch, name = key
-            partings.append(Parting(step, moment, name, slot, micro_batch, ranks, odd))
-            break
-    return Compared(partings[0] if partings else None, compared, tuple(left_out))
+            parting = Parting(step, moment, name, slot, micro_batch, ranks, odd)
+            return Compared(parting, compared, tuple(left_out))
+    return Compared(None, compared, tuple(left_out))
 
 
 def _key(observation: Observation) -> _Key:

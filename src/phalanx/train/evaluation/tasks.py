@@ -333,24 +333,14 @@ def _figures(task: Task, scores: Sequence[Sequence[ContinuationScore]]) -> dict[
         return results
     if task.kind == "completion":
         return share_of_right("accuracy", (score.is_greedy for _, score in right)) | results
-    per_character = share_of_right(
-        "accuracy",
-        (
-            item.answer
-            == _best(
-                [
-                    score.log_probability / len(text)
-                    for text, score in zip(item.continuations, of_item, strict=True)
-                ]
-            )
-            for item, of_item in pairs
-        ),
-    )["accuracy"]
-    plain = share_of_right(
-        "accuracy",
-        (item.answer == _best([score.log_probability for score in of_item]) for item, of_item in pairs),
-    )
-    return plain | {"accuracy_per_character": per_character} | results
+    plain = [item.answer == _best([score.log_probability for score in of_item]) for item, of_item in pairs]
+    per_character = [
+        item.answer
+        == _best([s.log_probability / len(text) for text, s in zip(item.continuations, of_item, strict=True)])
+        for item, of_item in pairs
+    ]
+    share = sum(per_character) / len(per_character)
+    return share_of_right("accuracy", plain) | {"accuracy_per_character": share} | results
 
 
 def _best(values: Sequence[float]) -> int:
