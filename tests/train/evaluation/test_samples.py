@@ -57,7 +57,7 @@ def score_by_initial_weights(spec: RunSpec) -> Score:
     mesh = build_mesh(spec, dist.get_world_size(), device)
     built = build_model(spec, mesh)
     fill_initial(built.model.parts, built.placement, spec)
-    return lambda sequences, noise: score_sequences(built, sequences, noise=noise)
+    return lambda sequences, noise: score_sequences(built.model, built.runner, spec, sequences, noise=noise)
 
 
 def texts_on_this_rank(spec: RunSpec) -> list[list[int]]:

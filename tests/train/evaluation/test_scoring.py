@@ -60,7 +60,7 @@ def scores_on_this_rank(spec: RunSpec) -> list[SequenceScore]:
     mesh = build_mesh(spec, dist.get_world_size(), device)
     built = build_model(spec, mesh)
     fill_initial(built.model.parts, built.placement, spec)
-    return score_sequences(built, sequences(spec))
+    return score_sequences(built.model, built.runner, spec, sequences(spec))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -162,7 +162,7 @@ class StepMeter(StepStatistics):
         sequences = [
             ScoredSequence(tuple(row), train.seq_len, number, 0) for number, row in enumerate(tokens.tolist())
         ]
-        scores = score_sequences(built, sequences)
+        scores = score_sequences(built.model, built.runner, built.spec, sequences)
         return [
             np.ma.array(-np.array(score.log_probabilities), mask=~mask)
             for score, mask in zip(scores, is_target, strict=True)

@@ -231,7 +231,9 @@ class Evaluator(Observer):
             texts = self._continue(encoded.prompts, report)
             results = generation_figures(generated_answers(task, texts, training.data.tokenizer))
         else:
-            scores = score_sequences(built, sequences, report, lambda: inputs.stop.made)
+            scores = score_sequences(
+                *(built.model, built.runner, inputs.spec, sequences, report), lambda: inputs.stop.made
+            )
             results = figures(task, scores_by_item(task, sequences, scores))
         training.reporter.emit(
             TaskEvaluated(
@@ -255,7 +257,9 @@ class Evaluator(Observer):
         spec = inputs.spec
 
         def score(sequences: Sequence[ScoredSequence], noise: Tensor | None) -> list[SequenceScore]:
-            return score_sequences(built, sequences, stops=lambda: inputs.stop.made, noise=noise)
+            return score_sequences(
+                *(built.model, built.runner, spec, sequences), stops=lambda: inputs.stop.made, noise=noise
+            )
 
         return continue_prompts(
             *(prompts, score, tokenizer, spec.train.seq_len, spec.model.vocab_size), on_progress

@@ -29,6 +29,7 @@ from phalanx.parallel.reduction.data_parallel import DataParallel, reshard
 from phalanx.run.spec import RunSpec
 from phalanx.train.evaluation.tasks import Continuation, Prompt, ScoredSequence, SequenceScore
 from phalanx.train.step.loss import IGNORE
+from phalanx.train.step.slot import SlotRunner
 from phalanx.train.step.state import Built
 
 Batch = TypeVar("Batch")
@@ -102,7 +103,9 @@ def scores_of_sequences(sequences: Sequence[ScoredSequence], scores: Tensor) -> 
 
 @torch.no_grad()
 def score_sequences(
-    built: Built,
+    model: DataParallel,
+    runner: SlotRunner,
+    spec: RunSpec,
     sequences: Sequence[ScoredSequence],
     on_progress: Callable[[int, int], None] = lambda _done, _sequences: None,
     stops: Callable[[], bool] = lambda: False,
@@ -114,8 +117,7 @@ def score_sequences(
     ``on_progress`` is called after each round of micro-batches with the number of sequences that all ranks have scored, and of all. If
     ``stops()`` is true on some rank after a round, ``EvaluationStoppedError`` is raised.
     """
-    spec, runner, mesh = built.spec, built.runner, built.model.mesh
-    rows, seq_len = micro_batch_rows(spec), spec.train.seq_len
+    mesh, rows, seq_len = model.mesh, micro_batch_rows(spec), spec.train.seq_len
     batches = [sequences[first : first + rows] for first in range(0, len(sequences), rows)]
     begins = list(itertools.accumulate((sequence.scored for sequence in sequences), initial=0))
     results = torch.zeros(2, begins[-1], device=mesh.device)
@@ -126,7 +128,7 @@ def score_sequences(
     def report(computed: int) -> None:
         on_progress(min(computed * rows, len(sequences)), len(sequences))
 
-    for number, own in rounds(built.model, batches, report, stops):
+    for number, own in rounds(model, batches, report, stops):
         samples, targets = micro_batch(own, rows, seq_len)
         batch = losses.cut(samples, targets)
         if noise is not None:
