@@ -16,7 +16,7 @@ from phalanx.run.factory import is_factory_name
 from phalanx.run.fields import Problem, divisors_near
 from phalanx.run.kinds import latent_attention, whole_model
 from phalanx.run.peers import AddressError, read_host
-from phalanx.run.sections.monitoring import NAME, evaluation_problems, fork_problems
+from phalanx.run.sections.monitoring import NAME, evaluation_problems
 from phalanx.run.smaller_degrees import problems_on, smaller_degree_problems
 from phalanx.run.spec import (
     CheckpointSpec,
@@ -46,7 +46,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *mixture_problems(spec.data),
         *evaluation_problems(spec.evaluation, spec.train.seq_len),
         *_train(spec.train),
-        *fork_problems(spec.spike, spec.train, spec.optimizer, spec.precision, spec.runtime, spec.fleet),
+        *_fork(spec),
         *_checkpoint(spec.checkpoint, spec.fleet),
         *_metrics_host(spec.observe.metrics_host),
         *fleet,
@@ -230,6 +230,49 @@ def _train(train: TrainSpec) -> Iterator[Problem]:
             f"a slot of {per_slot} sequences cannot be divided into micro-batches of {train.micro_batch_size}",
             f"{divisors_near(per_slot, train.micro_batch_size)} divide {per_slot}",
             ("train.slots", "train.batch_size"),
+        )
+
+
+def _fork(spec: RunSpec) -> Iterator[Problem]:
+    """Yield the reasons for which a run cannot fork at its spikes; none if it does not. They are no or repeated
+    candidates, "clip" or "wide" without effect, "wide" with compilation, and audits.
+    """
+    if spec.train.on_spike != "fork":
+        return
+    candidates = spec.spike.candidates
+    if not candidates or len(set(candidates)) < len(candidates):
+        yield Problem(
+            "spike.candidates",
+            "has a candidate twice" if candidates else "is empty, so that a fork has nothing to try",
+            'name each once, as in ["skip", "rate"]',
+        )
+    if "clip" in candidates and not spec.optimizer.clip_norm:
+        yield Problem(
+            "spike.candidates",
+            '"clip" lowers optimizer.clip_norm, and 0 is no clipping',
+            'set optimizer.clip_norm, or leave "clip" out',
+            ("optimizer.clip_norm",),
+        )
+    if "wide" in candidates and spec.precision.matmul == "compute":
+        yield Problem(
+            "spike.candidates",
+            '"wide" computes products in precision.compute, as they are already; a run cannot change precision.compute, for which its model is built',
+            'leave "wide" out; phalanx spike repeats a spike in fp32, and phalanx train RUN_DIR --from STEP --set precision.compute=fp32 goes on in it',
+            ("precision.matmul",),
+        )
+    if "wide" in candidates and spec.runtime.compile:
+        yield Problem(
+            "spike.candidates",
+            '"wide" changes products that runtime.compile = true has compiled into the blocks',
+            'set runtime.compile = false, or leave "wide" out',
+            ("runtime.compile",),
+        )
+    if spec.fleet.audit_every_steps:
+        yield Problem(
+            "train.on_spike",
+            f"the steps of a fork are not audited, and fleet.audit_every_steps = {spec.fleet.audit_every_steps} asks for all steps to be",
+            'set fleet.audit_every_steps = 0, or train.on_spike = "skip"',
+            ("fleet.audit_every_steps",),
         )
 
 

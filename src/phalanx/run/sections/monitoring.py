@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from phalanx.run.fields import FLEET, LATER, NOT_NEGATIVE, POSITIVE, Problem, ValueRange, unknown_value
-from phalanx.run.sections.fleet import FleetSpec
-from phalanx.run.sections.training import OptimizerSpec, PrecisionSpec, RuntimeSpec, TrainSpec
 
 
 @dataclass(frozen=True)
@@ -204,52 +202,3 @@ class SpikeSpec:
     """Factor of optimizer.clip_norm of "clip"."""
     most_forks: Annotated[int, LATER, POSITIVE] = 8
     """Forks of a run; one spike more stops it, as train.on_spike = "stop" does."""
-
-
-def fork_problems(
-    spike: SpikeSpec,
-    train: TrainSpec,
-    optimizer: OptimizerSpec,
-    precision: PrecisionSpec,
-    runtime: RuntimeSpec,
-    fleet: FleetSpec,
-) -> Iterator[Problem]:
-    """Yield the reasons for which a run cannot fork at its spikes; none if it does not. They are no or repeated
-    candidates, "clip" or "wide" without effect, "wide" with compilation, and audits.
-    """
-    if train.on_spike != "fork":
-        return
-    if not spike.candidates or len(set(spike.candidates)) < len(spike.candidates):
-        yield Problem(
-            "spike.candidates",
-            "has a candidate twice" if spike.candidates else "is empty, so that a fork has nothing to try",
-            'name each once, as in ["skip", "rate"]',
-        )
-    if "clip" in spike.candidates and not optimizer.clip_norm:
-        yield Problem(
-            "spike.candidates",
-            '"clip" lowers optimizer.clip_norm, and 0 is no clipping',
-            'set optimizer.clip_norm, or leave "clip" out',
-            ("optimizer.clip_norm",),
-        )
-    if "wide" in spike.candidates and precision.matmul == "compute":
-        yield Problem(
-            "spike.candidates",
-            '"wide" computes products in precision.compute, as they are already; a run cannot change precision.compute, for which its model is built',
-            'leave "wide" out; phalanx spike repeats a spike in fp32, and phalanx train RUN_DIR --from STEP --set precision.compute=fp32 goes on in it',
-            ("precision.matmul",),
-        )
-    if "wide" in spike.candidates and runtime.compile:
-        yield Problem(
-            "spike.candidates",
-            '"wide" changes products that runtime.compile = true has compiled into the blocks',
-            'set runtime.compile = false, or leave "wide" out',
-            ("runtime.compile",),
-        )
-    if fleet.audit_every_steps:
-        yield Problem(
-            "train.on_spike",
-            f"the steps of a fork are not audited, and fleet.audit_every_steps = {fleet.audit_every_steps} asks for all steps to be",
-            'set fleet.audit_every_steps = 0, or train.on_spike = "skip"',
-            ("fleet.audit_every_steps",),
-        )
