@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -39,6 +40,7 @@ from phalanx.parallel.reduction.reproducible_sums import norms
 from phalanx.parallel.torch_compat import gather_along
 from phalanx.run.kinds.operations import Parameter
 from phalanx.train.lifecycle.progress import is_due
+from phalanx.train.profile.instruments import replaced
 from phalanx.train.step.slot import MicroBatch
 from phalanx.train.step.state import Built
 from phalanx.train.step.step import Stepper, StepReport, StepStatistics
@@ -212,7 +214,9 @@ class _LayerProbe:
             if isinstance(self._block, Block):
                 if isinstance(self._block.ffn, FeedForward):
                     attached.callback(self._block.ffn.down.register_forward_pre_hook(self._hidden).remove)
-                attached.enter_context(_method(self._block.attention, "projected", self._projected))
+                attention = self._block.attention
+                projected = partial(self._projected, attention.projected)
+                attached.enter_context(replaced(attention, "projected", projected))
             yield
 
     def _begins(self, _block: nn.Module, args: tuple[Any, ...]) -> None:
@@ -296,17 +300,6 @@ class _LayerProbe:
         everywhere[self._mesh.tensor_rank] = own
         dist.all_reduce(everywhere, dist.ReduceOp.MAX, self._mesh.sequence_group)
         return int((everywhere < DEAD).sum()) / everywhere.numel()
-
-
-@contextmanager
-def _method(module: nn.Module, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Context in which ``module`` calls ``replacement(method, ...)`` in place of its method ``name``."""
-    method = getattr(module, name)
-    setattr(module, name, lambda *args: replacement(method, *args))
-    try:
-        yield
-    finally:
-        delattr(module, name)
 
 
 def largest_logit(
