@@ -106,7 +106,7 @@ class Reason:
 STALL_STEPS = 10
 """Usual step times without a new step; the fleet's own hang detection starts there too (``fleet.stall_s``)."""
 RETRANSMISSIONS = 5
-"""Of one segment, without an answer: they take six seconds and more (RFC 6298), and a link that loses packets delivers one of them."""
+"""Number for one segment without an answer: they take six seconds and more (RFC 6298), and a link that loses packets delivers one of them."""
 ADDRESS_SPACE = 0.95
 """Used share of a process's limit of address space from which a thread, whose stack takes megabytes, may find no room."""
 STALL_LEAST_S = 30.0
