@@ -73,7 +73,7 @@ def straggler(observed: o.Observed) -> Iterator[o.Reason]:
             doing="it was quarantined, and a spare took its place"
             if replaced
             else "training continues at its pace",
-            next="look at that machine; when it is well: phalanx fleet add {observed.run} {node}; where machines have neighbors: "
+            next=f"look at that machine; when it is well: phalanx fleet add {observed.run} {node}; where machines have neighbors: "
             "fleet.straggler_window_steps = 0"
             if replaced
             else f"add a node (phalanx agent), then: phalanx fleet drain {observed.run} {node}",

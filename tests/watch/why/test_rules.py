@@ -521,10 +521,14 @@ def test_a_node_that_was_lost_and_is_sent_away_by_its_operator_is_not_called_bac
     ("kind", "severity"),
     [(IncidentKind.STRAGGLER, "info"), (IncidentKind.SLOW_WITHOUT_SPARE, "warning")],
 )
-def test_a_node_that_the_fleet_found_slow_is_named(run: Watched, kind: IncidentKind, severity: str) -> None:
+def test_a_node_that_the_fleet_found_slow_is_named_with_the_command_that_puts_it_back_or_away(
+    run: Watched, kind: IncidentKind, severity: str
+) -> None:
     incidents = (happening(run.t - 9, "node-1", "any words: 31 %", kind),)
-    found = only(run.reasons(spec=FLEET, fleet=fleet_file(run.t, happenings=incidents)))
-    assert (found.code, found.severity, found.where) == ("straggler", severity, "node node-1")
+    reason = only(run.reasons(spec=FLEET, fleet=fleet_file(run.t, happenings=incidents)))
+    assert (reason.code, reason.severity, reason.where) == ("straggler", severity, "node node-1")
+    command = "add" if kind is IncidentKind.STRAGGLER else "drain"
+    assert f"phalanx fleet {command} {run.directory.path} node-1" in reason.next
 
 
 def test_a_rank_that_computes_longer_than_its_peers_is_named(run: Watched) -> None:
