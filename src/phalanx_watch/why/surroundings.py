@@ -55,7 +55,7 @@ def failed_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
 def _is_in_store(observed: o.Observed, path: str) -> bool:
     """Return True if a failed checkpoint was to be written to the run's store."""
     store = observed.spec.checkpoint.store if observed.spec else ""
-    return _URL in path or (bool(store) and path.startswith(store))
+    return _URL in path or path == store
 
 
 def _failing(

@@ -403,6 +403,15 @@ def test_copies_that_fail_are_counted_since_the_newest_copy_also_once_the_run_ha
         assert reason.evidence[1] == "the newest copy is step 30; the newest checkpoint on disk is step 50"
 
 
+def test_saves_that_fail_in_a_run_directory_below_the_folder_of_copies_are_no_copies(tmp_path: Path) -> None:
+    store = dataclasses.replace(NOTHING_DUE.checkpoint, store=str(tmp_path))
+    run = Watched(tmp_path / "run", dataclasses.replace(NOTHING_DUE, checkpoint=store))
+    failure = CheckpointFailed(20, str(run.directory.checkpoints), "read-only")
+    run.write([*steps(1, 20), failure, *steps(21, 10)])
+    reason = only(run.reasons())
+    assert (reason.severity, reason.title) == ("critical", "Checkpoints fail: 1 since the last good one")
+
+
 def saves_that_delay(run: Watched, stall_s: float) -> None:
     for number in range(40, 100, 10):
         run.write(steps(number - 9, number))
