@@ -98,6 +98,18 @@ def test_a_link_that_changes_a_byte_is_found() -> None:
         assert probe_link(listener.getsockname(), MIB).status == "bad"
 
 
+def test_each_megabyte_over_a_slow_link_has_the_whole_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    send, sizes = socket.socket.sendall, list[int]()
+
+    def recorded(connection: socket.socket, data: bytes) -> None:
+        sizes.append(len(data))
+        send(connection, data)
+
+    monkeypatch.setattr(socket.socket, "sendall", recorded)
+    assert loopback(3 * MIB).status == "good"
+    assert max(sizes) == MIB
+
+
 def test_a_link_to_nobody_and_a_folder_that_is_not_there_are_bad_and_say_why() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()

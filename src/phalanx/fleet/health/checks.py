@@ -251,7 +251,12 @@ def _there_and_back(connection: socket.socket, nbytes: int) -> bool:
     """
     block = os.urandom(1 << 20)
     sent = (block * -(-nbytes // len(block)))[:nbytes]
-    sender = threading.Thread(target=connection.sendall, args=(sent,), daemon=True)
+
+    def send() -> None:
+        for first in range(0, nbytes, len(block)):  # The socket's timeout is that of one call.
+            connection.sendall(sent[first : first + len(block)])
+
+    sender = threading.Thread(target=send, daemon=True)
     sender.start()
     received = bytearray()
     while len(received) < nbytes:
