@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from shutil import which
@@ -20,7 +22,7 @@ from launch.engines.bare_runs import processes_of, wait_until
 from phalanx.cli.launch import submit
 from phalanx.cli.launch.joining_hosts import hosts_in, verified_hosts
 from phalanx.fleet.control.fleet_file import write_fleet_file
-from phalanx.launch.engines.bare import Started, end, on_host, preflight, start, started_on
+from phalanx.launch.engines.bare import Started, end, on_all, on_host, preflight, start, started_on
 from phalanx.launch.engines.engine import engine_named, problems_of, wait_until_ended
 from phalanx.launch.engines.hosts import HERE, Host, network_of, read_hosts, start_script, unreachable
 from phalanx.launch.engines.order import EngineError, LaunchOrder
@@ -116,6 +118,29 @@ def test_a_run_of_which_nothing_could_be_noted_is_not_left_running(
     # A killed session takes a while to end on a busy machine. One that nobody kills waits for its start for two minutes, twice as long as this.
     wait_until(lambda: not processes_of(tmp_path / "run"), "something runs", tmp_path / "run", timeout_s=60.0)
     assert read_record(tmp_path / "run") == (None if unwritable == "submitted.json" else earlier)
+
+
+def test_hosts_that_were_not_reached_yet_are_left_alone_after_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts = [Host(f"node-{number}", HERE, 0, "127.0.0.1") for number in range(100)]
+    reached, is_over = list[str](), threading.Event()
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def ended(pool: ThreadPoolExecutor, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        is_over.set()
+        shutdown(pool, wait, cancel_futures=cancel_futures)
+
+    def reach(host: Host) -> None:
+        reached.append(host.name)
+        if host is hosts[0]:
+            raise KeyboardInterrupt
+        is_over.wait()
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", ended)
+    with pytest.raises(KeyboardInterrupt):
+        on_all(hosts, reach)
+    assert len(reached) < len(hosts)
 
 
 def test_hosts_are_read_with_their_ports_names_and_domains() -> None:

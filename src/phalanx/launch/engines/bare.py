@@ -87,13 +87,19 @@ def on_all(hosts: list[Host], act: Callable[[Host], T]) -> tuple[dict[str, T], l
     """
     done: dict[str, T] = {}
     wrong: list[str] = []
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        calls = [(host, pool.submit(act, host)) for host in hosts]
-    for host, call in calls:
+
+    def call(host: Host) -> T | EngineError:
         try:
-            done[host.name] = call.result()
+            return act(host)
         except EngineError as error:
-            wrong.append(str(error))
+            return error
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for host, result in zip(hosts, pool.map(call, hosts), strict=True):
+            if isinstance(result, EngineError):
+                wrong.append(str(result))
+            else:
+                done[host.name] = result
     return done, wrong
 
 
