@@ -214,7 +214,7 @@ class FleetSampler:
         slow = _stragglers(fleet)
         present = [(self._node(member.name), member) for member in fleet.members if member.role != GIVEN_BACK]
         return [
-            *collect(FLEET_METRICS, fleet, self._run, lambda _metric, _error: None),
+            *collect(FLEET_METRICS, fleet, self._run),
             *(Sample(ATTACHED, labels, int(member.attached)) for labels, member in present),
             *(Sample(SILENT, labels, member.silent_s) for labels, member in present),
             *(Sample(RANKS, labels, len(member.ranks)) for labels, member in present),
