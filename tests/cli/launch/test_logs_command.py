@@ -163,6 +163,12 @@ def test_a_choice_that_no_line_fits_is_reported(tmp_path: Path) -> None:
         assert (result.exit_code, "fits the options" in result.stderr) == (0, is_reported)
 
 
+def test_logs_without_a_line_blame_no_option_where_none_is_given(tmp_path: Path) -> None:
+    RunDirectory(tmp_path).logs.mkdir()
+    result = CliRunner().invoke(logs_command.command, [str(tmp_path)])
+    assert (result.exit_code, result.stderr) == (0, f"no line in {tmp_path / 'logs'} yet\n")
+
+
 def test_times_and_ranks_are_read_as_people_write_them() -> None:
     assert [moment(words, 1e6) for words in ("90s", "10m", "1.5h", "1d")] == [
         999_910,

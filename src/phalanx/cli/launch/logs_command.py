@@ -108,7 +108,8 @@ def print_lines(options: LogsOptions) -> None:
         read_lines(directory, query, options.last) if options.last else all_lines(directory, query), options
     )
     if not printed and follower is None:
-        click.echo(f"no line in {directory.logs} fits the options; without them all lines do", err=True)
+        remedy = "fits the options; without them all lines do"
+        click.echo(f"no line in {directory.logs} {'yet' if query == LogQuery() else remedy}", err=True)
     while follower is not None:
         complete = directory.finished_result() is not None
         new = follower.look()
