@@ -301,6 +301,8 @@ class CheckpointFailed:
     """The folder or URL that was written to."""
     reason: str
     """The error, for people."""
+    is_held: bool = False
+    """True if the save was not at fault: the node has no coordinator, and saves once it has one."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phalanx.observe.event_log import EventLog
-from phalanx.observe.events import Message
+from phalanx.checkpoint.format.errors import CheckpointError, SavesHeldError
+from phalanx.checkpoint.save.saver import SaveOutcome
+from phalanx.observe.event_log import EventLog, read_events
+from phalanx.observe.events import CheckpointFailed, Message
 from phalanx.observe.record.notes import leave_machine, read_machines
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.train.lifecycle.reporter import Reporter, leave_own_machine, report_differences, watch_machines
@@ -100,6 +102,18 @@ def test_an_epoch_that_ends_while_machines_are_compared_leaves_the_report_to_the
     told = Told()
     report_differences(directory, told.warn)
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("error", [SavesHeldError("no coordinator"), CheckpointError("Input/output error")])
+def test_a_save_that_waits_for_a_coordinator_is_recorded_as_no_fault_of_the_disk(
+    directory: RunDirectory, error: CheckpointError
+) -> None:
+    with EventLog(directory.events, 0) as log:
+        Reporter(log).saved([SaveOutcome(40, "failed", 0, 1.0, error)], {}, "run/checkpoints")
+    (event,) = read_events(directory.events)
+    assert event.body == CheckpointFailed(
+        40, "run/checkpoints", str(error), is_held=isinstance(error, SavesHeldError)
+    )
 
 
 def test_a_record_that_cannot_be_written_stops_nothing(

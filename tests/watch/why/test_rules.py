@@ -412,6 +412,15 @@ def test_saves_that_fail_in_a_run_directory_below_the_folder_of_copies_are_no_co
     assert (reason.severity, reason.title) == ("critical", "Checkpoints fail: 1 since the last good one")
 
 
+def test_a_save_that_waits_for_a_coordinator_is_no_matter_of_the_disk(run: Watched) -> None:
+    run.write([CheckpointSaved(30, "c", 1000, 1.0), *steps(31, 40)])
+    run.write([CheckpointFailed(40, "/runs/x/checkpoints", "this node has no coordinator", is_held=True)])
+    reason = only(run.reasons())
+    assert reason.code == "checkpoint-failed"
+    assert "phalanx status" in reason.next
+    assert "df" not in reason.next
+
+
 def saves_that_delay(run: Watched, stall_s: float) -> None:
     for number in range(40, 100, 10):
         run.write(steps(number - 9, number))

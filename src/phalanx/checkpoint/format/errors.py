@@ -49,3 +49,7 @@ class StorageError(CheckpointError):
 
 class AbandonedError(CheckpointError):
     """A save was abandoned before its commit: a rank failed or was too late, or the save was cancelled."""
+
+
+class SavesHeldError(CheckpointError):
+    """The fleet holds saves back: without a coordinator, a node cannot determine whether its epoch is the newest."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from phalanx.checkpoint.format.errors import SavesHeldError
 from phalanx.checkpoint.save.saver import SaveOutcome
 from phalanx.data.origin import provenance
 from phalanx.data.reading.sources import DataIndex
@@ -88,7 +89,8 @@ class Reporter:
         """
         for outcome in outcomes:
             if outcome.status == "failed":
-                self.emit(CheckpointFailed(outcome.step, root, str(outcome.error)))
+                is_held = isinstance(outcome.error, SavesHeldError)
+                self.emit(CheckpointFailed(outcome.step, root, str(outcome.error), is_held))
             elif outcome.status == "committed":
                 stall_s = stalls_s.get(outcome.step, 0.0)
                 self.emit(CheckpointSaved(outcome.step, root, outcome.nbytes, outcome.seconds, stall_s))

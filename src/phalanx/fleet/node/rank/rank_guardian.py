@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from phalanx.checkpoint.committed.restore import Shard
-from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.format.errors import CheckpointError, SavesHeldError
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.snapshot.segments import NO_STEP, Segment
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, describe, restore_from_holders
@@ -417,11 +417,11 @@ class RankGuardian(Guardian):
     def authorize(self) -> None:
         """Raise unless this epoch may commit a checkpoint, by the claims in the run directory.
 
-        Raises CheckpointError if the node has had no coordinator for ``fleet.lease_s`` or a claim cannot be read, and
+        Raises SavesHeldError if the node has had no coordinator for ``fleet.lease_s``, CheckpointError if a claim cannot be read, and
         EpochSupersededError if a newer epoch has begun, or the run was started again or is over.
         """
         if self._orders.saves_held:
-            raise CheckpointError(
+            raise SavesHeldError(
                 "this node has had no coordinator for fleet.lease_s, and saves once it has one"
             )
         try:
