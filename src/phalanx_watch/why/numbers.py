@@ -12,6 +12,7 @@ from phalanx.observe.events import Evaluated, LayerStatistics, LossSpike, NonFin
 from phalanx_watch.why import observed as o
 from phalanx_watch.why.changes import Change, change_before
 from phalanx_watch.why.layers import vanished_weights
+from phalanx_watch.why.skipped import suspect_of_nonfinite
 
 
 def spike(observed: o.Observed) -> Iterator[o.Reason]:
@@ -499,17 +500,20 @@ def not_finite(observed: o.Observed) -> Iterator[o.Reason]:
     )
     often = (f"{len(by_step)} steps since step {min(by_step):,} were not finite",) if len(by_step) > 1 else ()
     shown = f" --slot {last.slots[0]}" if last.slots else ""
+    suspect = suspect_of_nonfinite(observed) if last.skipped else None
     yield o.Reason(
         code="not-finite",
         severity="warning" if last.skipped else "critical",
         title=f"Step {last.step:,} is not finite: NaN or infinity",
         where=", ".join(places),
         since=since,
-        evidence=(last.problem, *batch, *often, *layer),
+        evidence=(last.problem, *batch, *often, *((suspect.evidence,) if suspect else ()), *layer),
         doing="the step was skipped, and changed no weight (train.on_nonfinite)"
         if last.skipped
         else "the run ended before it, with the weights of the step before saved (train.on_nonfinite)",
-        next=f"phalanx data show {observed.run} --step {last.step}{shown}; then lower optimizer.lr, lengthen schedule.warmup_steps"
+        next=suspect.next
+        if suspect
+        else f"phalanx data show {observed.run} --step {last.step}{shown}; then lower optimizer.lr, lengthen schedule.warmup_steps"
         + (
             ""
             if last.skipped

@@ -7,8 +7,8 @@ costs more than an alarm a minute later.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 from typing import Literal, TypeVar, get_args
@@ -32,6 +32,7 @@ Code = Literal[
     "silent",
     "failed",
     "not-finite",
+    "skipped-steps",
     "loss-spike",
     "diverged",
     "raised-loss",
@@ -178,6 +179,12 @@ NEWS_S = 600.0
 _USUAL_WINDOW = 128
 BACK = 0.1
 """The loss is back if it exceeds its level before the spike by at most this share."""
+SKIPPED_SHARE = 0.02
+"""Share of an attempt's steps that were thrown away. At the default of 8 deviations a spike is one step in thousands; each costs its batch."""
+SKIPPED_LEAST = 10
+"""Thrown-away steps that count: as many in a row end a run by default (``train.max_skipped``), and one damaged file may cost a few."""
+ONE_RANK_STEPS = 10
+"""Steps that were not finite on the same rank alone. By chance all are one rank's of two in one of 500 runs."""
 RISEN = 0.5
 """Share by which the loss must exceed the run's best for a window of steps to count as diverged. Another rule
 covers single spikes.
@@ -343,6 +350,16 @@ class SlowRankSeen:
 
 
 @dataclass(frozen=True)
+class SuspectRanks:
+    """Ranks that errors come from, and from no others."""
+
+    place: str
+    evidence: str
+    next: str
+    """Recommended next step."""
+
+
+@dataclass(frozen=True)
 class MemorySeen:
     """The rank whose memory has grown most, from the rank stream: at the end of each of ``MEMORY_PARTS`` even parts of the attempt."""
 
@@ -412,6 +429,8 @@ class Observed:
     disk: DiskSeen | None = None
     load: LoadSeen | None = None
     """Load of this machine while processes of the run are on it."""
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """Node of each rank of a fleet; empty if unknown."""
     slow_ranks: tuple[SlowRankSeen, ...] = ()
     memory: MemorySeen | None = None
     metrics_address: str = ""

@@ -53,7 +53,7 @@ from phalanx.store.store import StoreError
 from phalanx.train.lifecycle.ending import read_failure
 from phalanx_watch import ranks as comparison
 from phalanx_watch.runs.probe import KernelLocks
-from phalanx_watch.why import fleet, layers, numbers, progress, speed, surroundings
+from phalanx_watch.why import fleet, layers, numbers, progress, skipped, speed, surroundings
 from phalanx_watch.why import observed as o
 from phalanx_watch.why.processes import processes_of
 
@@ -70,6 +70,7 @@ RULES: tuple[Rule, ...] = (
     *(
         numbers.not_finite,
         numbers.evaluation_not_finite,
+        skipped.skipped_steps,
         numbers.spike,
         numbers.diverged,
         numbers.raised_loss,
@@ -298,6 +299,7 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
     )
     return replace(
         observed,
+        nodes=comparison.nodes_of_ranks(directory, observed.started.ranks) if observed.started else {},
         slow_ranks=tuple(slow_ranks(directory, observed.attempt)),
         memory=most_grown_memory(directory, observed.attempt),
     )

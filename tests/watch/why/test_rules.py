@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,74 @@ def test_a_step_that_is_not_finite_is_named_with_slot_parameter_and_rank(run: Wa
     assert found.where == "step 31, slot 5, gradient of blocks.3.ffn.w1, rank 2"
     assert "samples 480 to 495" in found.evidence[1]
     assert "--step 31 --slot 5" in found.next
+
+
+def skipped(number: int, rank: int) -> NonFinite:
+    return NonFinite(number, "loss nan", skipped=True, samples=16, ranks=[rank], slots=[number % 4])
+
+
+@pytest.mark.parametrize(("apart", "codes_then"), [(51, []), (50, ["skipped-steps"])])
+def test_steps_that_are_thrown_away_are_named_from_a_fiftieth_on_also_once_the_run_has_finished(
+    tmp_path: Path, apart: int, codes_then: list[str]
+) -> None:
+    run = Watched(tmp_path / "run", NOTHING_DUE)
+    for number in range(apart, 12 * apart + 1, apart):
+        run.write([*steps(number - apart + 1, number - 1), spike(number, "skip"), step(number)])
+    assert [code for code in run.codes() if code != "loss-spike"] == codes_then
+    assert run.codes(finished=True, is_held=False) == codes_then
+
+
+def test_thrown_away_spikes_are_named_with_their_share_the_newest_and_a_limit_that_is_too_low(
+    tmp_path: Path,
+) -> None:
+    run = Watched(tmp_path / "run", NOTHING_DUE)
+    for number in range(10, 201, 10):
+        run.write([*steps(number - 9, number - 1), spike(number, "skip"), step(number)])
+    strict = dataclasses.replace(run.spec.train, spike_deviations=2.5)
+    reason = only(run.reasons(finished=True, spec=dataclasses.replace(run.spec, train=strict)))
+    assert reason.title == "20 of 200 steps were thrown away (10.0%)"
+    assert "train.spike_deviations = 2.5" in reason.evidence[0]
+    assert "the newest is step 200" in reason.evidence[0]
+    assert reason.next.endswith("--set train.spike_deviations=8")
+    usual = only(run.reasons(finished=True))
+    assert "optimizer.lr" in usual.next
+
+
+def nonfinite_run(path: Path, layout: dict[str, int], ranks: int, rank_of: Callable[[int], int]) -> Watched:
+    """A run that has skipped every tenth of 200 steps."""
+    run = Watched(path, NOTHING_DUE)
+    run.write([RunStarted("r", 100_000, ranks=ranks, layout=layout)])
+    for number in range(10, 201, 10):
+        run.write([*steps(number - 9, number - 1), skipped(number, rank_of(number)), step(number)])
+    return run
+
+
+def test_a_rank_that_alone_has_all_steps_that_are_not_finite_is_the_suspect(tmp_path: Path) -> None:
+    run = nonfinite_run(tmp_path / "run", {"replicate": 4}, 4, lambda _: 3)
+    for reason in run.reasons(nodes={3: "node-1"}):
+        assert reason.code in ("not-finite", "skipped-steps")
+        assert "rank 3" in reason.where
+        assert reason.next.startswith("check the machine of rank 3 on node-1 (there: phalanx health)")
+    assert run.codes(finished=True) == ["skipped-steps"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank_of"),
+    [
+        ({"replicate": 4}, lambda number: number % 4),
+        ({"replicate": 4}, lambda number: 2 if number == 150 else 3),
+        ({"pipeline": 4}, lambda _: 3),
+    ],
+    ids=["several ranks", "another rank once", "the only rank with losses"],
+)
+def test_no_rank_is_the_suspect_if_others_have_such_steps_or_none_could_have(
+    tmp_path: Path, layout: dict[str, int], rank_of: Callable[[int], int]
+) -> None:
+    run = nonfinite_run(tmp_path / "run", layout, 4, rank_of)
+    reason = only(run.reasons(finished=True))
+    assert reason.code == "skipped-steps"
+    assert "health" not in reason.next
+    assert "phalanx data show" in reason.next
 
 
 def test_experts_that_are_not_used_are_named_once_the_router_has_had_time(run: Watched) -> None:
