@@ -166,6 +166,10 @@ CHECKPOINT_LEAST_S = 120.0
 """For checkpoints that are due every few seconds and written to a slow disk."""
 HELD_OUT_SHARE = 0.1
 """Share of the held-out documents that are also trained on. Web text repeats a few percent of its documents (arXiv 2107.06499)."""
+EQUAL_ENDS = 3
+"""Newest starts that ended after the same step. Two may be chance where a start makes few steps; kills and lost machines come at any step."""
+REPEATED_XZ = 0.5
+"""Bits per byte that ``xz -9`` leaves. Prose keeps about 2, and the sources of Linux 6.6, which are as regular as real text gets, 0.8."""
 LOST_STARTS = 2
 """Earlier starts without a checkpoint: one may be an attempt that was given up."""
 SAVES = 5
@@ -533,13 +537,28 @@ class Observed:
         return bool(self.events) and not self.over and self.is_held is not False
 
     @cached_property
+    def data_changed(self) -> bool:
+        """True if the data are readable, and another version than those that the run was started with."""
+        return "" not in (self.data_now, self.data_fingerprint) and self.data_now != self.data_fingerprint
+
+    @cached_property
+    def starts_refused(self) -> str:
+        """The remedy without which a start of the run is refused; empty if nothing prevents one."""
+        if self.changed_fields:
+            return f"put {self.run}/run.toml back"
+        if self.data_error or self.data_changed:
+            return "put the data right (data.path)"
+        return ""
+
+    @cached_property
     def after_end(self) -> str:
         """Sentence on an ended run, never empty: it has finished, resumes from a saved step, or has no checkpoint to restore."""
         if self.finished:
             return "nothing: it has finished"
         step = self.saved_step
         none = "no checkpoint can be restored" if self.damaged_checkpoints else "no checkpoint was saved"
-        kept = f"step {step:,} is saved, and it goes on from there" if step else none
+        goes_on = ", but a start is refused" if self.starts_refused else ", and it goes on from there"
+        kept = f"step {step:,} is saved{goes_on}" if step else none
         return f"nothing: it has ended; {kept}"
 
     def doing(self, while_running: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe import events as run_events
@@ -49,11 +50,12 @@ def failed(observed: o.Observed) -> Iterator[o.Reason]:
         failure = "the fleet has given up"
     else:
         failure = f"{logged.who}: {logged.text}"
+    ends, batch = _equal_ends(observed)
     remedy = (
         f"{first.remedy}; then"
         if first and first.remedy
-        else "put the data right (data.path); then"
-        if observed.data_error
+        else f"{observed.starts_refused}; then"
+        if observed.starts_refused
         else "copy the checkpoints' files back; then"
         if observed.damaged_checkpoints and not observed.saved_step
         else f"see phalanx logs {observed.run}, and the kernel's log (dmesg) if a process was killed; then"
@@ -64,9 +66,9 @@ def failed(observed: o.Observed) -> Iterator[o.Reason]:
         title=f"The run has failed{', and its data cannot be read' * bool(observed.data_error)}: {failure}",
         where=first.who if first else logged.who if logged else "the fleet",
         since=first.at if first else logged.at if logged else observed.last_t or None,
-        evidence=(*evidence, *_unsaved(observed)),
+        evidence=(*evidence, *ends, *_unsaved(observed)),
         doing=observed.after_end,
-        next=f"{remedy} phalanx train {observed.run}{_save_sooner(observed)}",
+        next=f"{batch}{remedy} phalanx train {observed.run}{_save_sooner(observed)}",
     )
 
 
@@ -79,6 +81,33 @@ def _unsaved(observed: o.Observed) -> tuple[str, ...]:
     return (
         f"no checkpoint was ever saved{starts}, so all steps are lost: the newest start ended after step {observed.last_step[1].step:,}, and "
         f"the first checkpoint is due at step {every:,} (checkpoint.every_steps)",
+    )
+
+
+def _equal_ends(observed: o.Observed) -> tuple[tuple[str, ...], str]:
+    """Return (a sentence, a command that shows the batch of the next step) if the newest ``EQUAL_ENDS`` starts or more ended after the
+    same logged step, without a word; else empty ones.
+
+    The command is empty if that step is followed by an evaluation or a save, which a batch is not the cause of.
+    """
+    ends: dict[int, int] = {}  # by attempt, the oldest first
+    for event in observed.events:
+        if isinstance(event.body, run_events.RunStarted | run_events.Stopped):
+            ends[event.attempt] = 0
+        elif isinstance(event.body, run_events.Step):
+            ends[event.attempt] = event.body.step
+    last = observed.steps[-1][1].step if observed.steps else 0
+    count = sum(1 for _ in takewhile(lambda step: step == last, reversed(ends.values())))
+    if not last or count < o.EQUAL_ENDS:
+        return (), ""
+    doing = _after_step(observed)
+    return (
+        (
+            f"the newest {count:,} starts all ended after step {last:,}, while {doing.activity}: another start may well too",
+        ),
+        f"phalanx data show {observed.run} --step {last + 1} (the batch that ended them all); "
+        if doing.is_step
+        else "",
     )
 
 
@@ -116,6 +145,8 @@ def gone(observed: o.Observed) -> Iterator[o.Reason]:
     if observed.over or (observed.job is not None and observed.job.is_waiting) or any(failed(observed)):
         return
     silent_s = max(0.0, observed.now - observed.last_t)
+    ends, batch = _equal_ends(observed)
+    refused = f"{observed.starts_refused}; then " if observed.starts_refused else ""
     if not observed.events:
         yield from _gone_at_start(observed)
     elif observed.is_held is False:
@@ -128,10 +159,11 @@ def gone(observed: o.Observed) -> Iterator[o.Reason]:
             evidence=(
                 "no process holds the run directory (its file lock)",
                 f"the newest event is {format_duration(silent_s)} old and is no end of the run: killed, out of memory, or the machine was switched off",
+                *ends,
                 *_unsaved(observed),
             ),
             doing=observed.after_end,
-            next=f"phalanx train {observed.run}{_save_sooner(observed)} (see {observed.run}/logs and the kernel's log, dmesg, for what killed it)",
+            next=f"{batch}{refused}phalanx train {observed.run}{_save_sooner(observed)} (see {observed.run}/logs and the kernel's log, dmesg, for what killed it)",
         )
     elif observed.is_held is None and silent_s > max(o.SILENT_ELSEWHERE_S, o.STALL_STEPS * observed.step_s):
         yield o.Reason(
@@ -238,6 +270,7 @@ class _Doing:
     patience_s: float
     code: o.Code = "stalled"
     next: str = ""
+    is_step: bool = False
 
 
 def standstill(observed: o.Observed) -> Iterator[o.Reason]:
@@ -353,6 +386,12 @@ def _doing(observed: o.Observed) -> _Doing:
         return _Doing("starting (restoring, compiling, reading data)", o.START_PATIENCE_S)
     if (waiting := _data(observed)) is not None:
         return waiting
+    return _after_step(observed)
+
+
+def _after_step(observed: o.Observed) -> _Doing:
+    """Return the activity after the newest step of the newest attempt, and its timeout: ending, evaluating, saving or computing a step."""
+    stepping_s = max(o.STALL_LEAST_S, o.STALL_STEPS * observed.step_s)
     _, step = observed.steps[-1]
     early = observed.newest(run_events.EndedEarly)
     if step.step >= step.steps or (early is not None and early[1].step == step.step):
@@ -370,7 +409,7 @@ def _doing(observed: o.Observed) -> _Doing:
         saved = observed.newest(run_events.CheckpointSaved)
         patience = o.WORK_TIMES * saved[1].seconds + stepping_s if saved else spec.checkpoint.timeout_s
         return _Doing("saving a checkpoint", patience)
-    return _Doing("computing a step", stepping_s)
+    return _Doing("computing a step", stepping_s, is_step=True)
 
 
 def _of_fleet(observed: o.Observed, stepping_s: float) -> _Doing:

@@ -113,12 +113,21 @@ RULES: tuple[Rule, ...] = (
 )
 """Rules in the order in which reasons of equal severity are listed."""
 _ORDER = ("critical", "warning", "info")
+_REFUSALS = ("changed-run-file", "other-data", "data-gone")
+"""Reasons for which a start of the run is refused."""
 
 
 def judge(observed: o.Observed) -> list[o.Reason]:
-    """Return all reasons, worst first."""
+    """Return all reasons, worst first; of a run that does not run, those for which a start is refused are first of their severity."""
     results = [reason for rule in RULES for reason in rule(observed)]
-    return sorted(results, key=lambda reason: (_ORDER.index(reason.severity), reason.since or math.inf))
+    return sorted(
+        results,
+        key=lambda reason: (
+            _ORDER.index(reason.severity),
+            observed.running or reason.code not in _REFUSALS,
+            reason.since or math.inf,
+        ),
+    )
 
 
 # The observation.

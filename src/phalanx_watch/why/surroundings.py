@@ -333,6 +333,7 @@ def other_data(observed: o.Observed) -> Iterator[o.Reason]:
     if observed.data_error:
         yield o.Reason(
             code="data-gone",
+            severity="warning" if observed.running or observed.over else "critical",
             title="The run's data cannot be opened",
             where=_data_path(observed),
             evidence=(observed.data_error,),
@@ -340,7 +341,7 @@ def other_data(observed: o.Observed) -> Iterator[o.Reason]:
             next="put the dataset back, or a copy of it (phalanx data copy), and name it: data.path",
         )
         return
-    if not observed.data_now or observed.data_now == observed.data_fingerprint:
+    if not observed.data_changed:
         return
     yield o.Reason(
         code="other-data",

@@ -33,7 +33,15 @@ from phalanx.observe.record.notes import Throttling
 from phalanx.run.spec import CheckpointSpec, EvalSpec, FleetSpec, MoeSpec, ObserveSpec, RunSpec
 from phalanx.train.lifecycle.ending import RunFailedError, report_failure
 from phalanx.train.step.machines import MACHINE_FIGURES, machines_used
-from phalanx_watch.why.observed import DiskSeen, LoadSeen, MemorySeen, ProcessSeen, Reason, SlowRankSeen
+from phalanx_watch.why.observed import (
+    DiskSeen,
+    FirstFailureSeen,
+    LoadSeen,
+    MemorySeen,
+    ProcessSeen,
+    Reason,
+    SlowRankSeen,
+)
 from watch.why.watched import STEP_S, T0, Watched, fleet_file, happening, member, step, steps
 
 NOTHING_DUE = RunSpec(checkpoint=CheckpointSpec(every_steps=1000), evaluation=EvalSpec(every_steps=0))
@@ -151,6 +159,46 @@ def test_a_run_whose_starts_all_end_before_a_checkpoint_is_due_has_to_save_soone
     saved = only(run.reasons(is_held=False, starts=2, checkpoints=((20, T0),)))
     assert not any("no checkpoint" in line for line in saved.evidence)
     assert "--set" not in saved.next
+
+
+def ended(run: Watched, attempt: int, last: int) -> None:
+    run.write([RunStarted("r", 100_000, ranks=4), *steps(21, last)], attempt)
+
+
+def test_starts_that_all_end_after_the_same_step_lead_to_the_batch_of_the_next(run: Watched) -> None:
+    ended(run, 1, 37)
+    ended(run, 2, 37)
+    twice = only(run.reasons(is_held=False))
+    assert "data show" not in twice.next
+    ended(run, 3, 37)
+    gone = only(run.reasons(is_held=False))
+    assert "the newest 3 starts all ended after step 37" in gone.evidence[-2]
+    assert gone.next.startswith(f"phalanx data show {run.directory.path} --step 38 ")
+    failure = FirstFailureSeen("rank 0", "Segmentation fault", run.t)
+    failed = only(run.reasons(is_held=False, first_failure=failure))
+    assert failed.code == "failed"
+    assert failed.next.startswith(f"phalanx data show {run.directory.path} --step 38 ")
+
+
+def test_starts_that_all_end_at_a_save_do_not_lead_to_a_batch(run: Watched) -> None:
+    for attempt in (1, 2, 3):
+        ended(run, attempt, 40)
+    run.spec = dataclasses.replace(run.spec, checkpoint=CheckpointSpec(every_steps=40))
+    gone = only(run.reasons(is_held=False))
+    assert "after step 40, while saving a checkpoint" in gone.evidence[2]
+    assert "data show" not in gone.next
+
+
+def test_starts_that_were_stopped_on_request_or_end_at_other_steps_do_not_count(run: Watched) -> None:
+    ended(run, 1, 37)
+    ended(run, 2, 37)
+    run.write([Stopped(37, "stopped")], attempt=2)
+    ended(run, 3, 37)
+    ended(run, 4, 37)
+    assert "data show" not in only(run.reasons(is_held=False)).next
+    ended(run, 5, 38)
+    ended(run, 6, 37)
+    assert "data show" not in only(run.reasons(is_held=False)).next
 
 
 def test_a_run_on_another_machine_is_silent_not_gone(run: Watched) -> None:
