@@ -293,6 +293,19 @@ class FirstFailureSeen:
 
 
 @dataclass(frozen=True)
+class UnreadableLine:
+    """A line of the event stream that is no event, and not the unfinished last line of a start."""
+
+    offset: int
+    """Offset of its first byte in the file."""
+    nbytes: int
+    after: int | None
+    """The step logged before it; None if that was not read."""
+    before: int | None
+    """The step logged after it; None if there is none yet."""
+
+
+@dataclass(frozen=True)
 class DeadLinkSeen:
     """A TCP connection of a process whose bytes are not acknowledged though they were sent again and again."""
 
@@ -405,6 +418,8 @@ class Observed:
     """Newest events, in the order written; all of them if the stream is short."""
     past: tuple[run_events.Event, ...] = ()
     """Samples of the stream before ``events``, with the first start."""
+    unreadable: tuple[UnreadableLine, ...] = ()
+    """Lines in the parts of the stream that were read."""
     is_held: bool | None = None
     """True if a process holds the run directory, False if none does, None if unknown from this machine."""
     starts: int = 0

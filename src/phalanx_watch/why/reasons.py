@@ -12,9 +12,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, BinaryIO
@@ -30,7 +30,7 @@ from phalanx.data.stored.index import SPLITS
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.launch.engines.engine import JobStanding
 from phalanx.observe.event_log import EventLogError
-from phalanx.observe.events import Event, decode
+from phalanx.observe.events import FROM_OUTSIDE, Event, RunStarted, Step, decode
 from phalanx.observe.logs.line import what_happened, who
 from phalanx.observe.logs.read_lines import first_logged_failure, read_lines
 from phalanx.observe.metrics.endpoint import coordinator_address
@@ -79,6 +79,7 @@ RULES: tuple[Rule, ...] = (
         numbers.loss_too_low,
         numbers.growing_norm,
         surroundings.unreadable_events,
+        surroundings.unreadable_lines,
         surroundings.changed_run_file,
         surroundings.other_data,
         surroundings.held_out_leak,
@@ -258,9 +259,10 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
     """
     past: list[Event] = []
     events: list[Event] = []
+    unreadable: list[o.UnreadableLine] = []
     events_error = ""
     try:
-        past, events = read_ends(directory.events)
+        past, events, unreadable = read_ends(directory.events)
     except OSError as error:
         events_error = error.strerror or str(error)
     spec: RunSpec | None = None
@@ -281,6 +283,7 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         spec=spec,
         events=tuple(events),
         past=tuple(past),
+        unreadable=tuple(unreadable),
         is_held=is_held,
         starts=starts if isinstance(starts := record.get("attempts"), int) else 0,
         last_line="" if events or is_held is not False else last_line(directory),
@@ -317,11 +320,11 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
 # --- events ---------------------------------------------------------------------------------------
 
 
-def read_ends(path: Path) -> tuple[list[Event], list[Event]]:
-    """Return (samples, newest events): the beginning and evenly spaced parts of the stream, and its last
+def read_ends(path: Path) -> tuple[list[Event], list[Event], list[o.UnreadableLine]]:
+    """Return (samples, newest events, unreadable lines among both): the beginning and evenly spaced parts of the stream, and its last
     ``_TAIL_BYTES``.
 
-    Both are empty if there is no such file. Raises ``OSError``.
+    All are empty if there is no such file. Raises ``OSError``.
     """
     try:
         with open_regular(path) as file:
@@ -329,23 +332,69 @@ def read_ends(path: Path) -> tuple[list[Event], list[Event]]:
             tail = max(0, size - _TAIL_BYTES)
             starts = [(0, min(_HEAD_BYTES, tail))] if tail else []
             starts += [(at, _SAMPLE_BYTES) for at in range(tail // _SAMPLES, tail, max(1, tail // _SAMPLES))]
-            past = [
-                event
-                for start, length in starts
-                for event in _between(file, start, min(start + length, tail))
-            ]
-            return past, list(_between(file, tail, size))
+            parts = [list(_between(file, start, min(start + length, tail))) for start, length in starts]
+            newest = list(_between(file, tail, size))
     except FileNotFoundError:
-        return [], []
+        return [], [], []
+    past = [line for part in parts for line in part if isinstance(line, Event)]
+    events = [line for line in newest if isinstance(line, Event)]
+    # Parts overlap in short streams.
+    unreadable = {line.offset: line for part in (*parts, newest) for line in _unreadable(part)}
+    return past, events, [unreadable[offset] for offset in sorted(unreadable)]
 
 
-def _between(file: BinaryIO, start: int, end: int) -> Iterator[Event]:
-    """Yield the events between two offsets; lines that are cut at either end, or cannot be decoded, are left out."""
+@dataclass(frozen=True)
+class _UndecodedLine:
+    """A line of the stream that is no event."""
+
+    offset: int
+    text: bytes
+
+    @property
+    def is_cut(self) -> bool:
+        """True if it may be the beginning of an event; a file system fills blocks that it has lost with zeros."""
+        return self.text.startswith(b"{") and b"\0" not in self.text
+
+
+def _between(file: BinaryIO, start: int, end: int) -> Iterator[Event | _UndecodedLine]:
+    """Yield the events between two offsets, and the lines that cannot be decoded; lines that are cut at either end are left out.
+
+    A last line without its newline counts only if it is an event.
+    """
     file.seek(start)
-    lines = file.read(end - start).split(b"\n")
-    for line in lines[1:] if start else lines:
-        with suppress(ValueError, RecursionError):
-            yield decode(line)
+    *lines, rest = file.read(end - start).split(b"\n")
+    offset = start
+    for number, line in enumerate(lines):
+        if line.strip() and not (start and not number):
+            try:
+                yield decode(line)
+            except (ValueError, RecursionError):
+                yield _UndecodedLine(offset, line)
+        offset += len(line) + 1
+    with suppress(ValueError, RecursionError):
+        yield decode(rest)
+
+
+def _unreadable(lines: Iterable[Event | _UndecodedLine]) -> Iterator[o.UnreadableLine]:
+    """Yield the undecoded lines, with the steps around each, without those that a kill leaves: an unfinished one is the last of its start."""
+    gap: list[
+        tuple[_UndecodedLine, int | None]
+    ] = []  # since the newest event of a rank, with the step before
+    waiting: list[tuple[_UndecodedLine, int | None]] = []  # before it, and since the newest step
+    step: int | None = None
+    for line in lines:
+        if isinstance(line, _UndecodedLine):
+            gap.append((line, step))
+        elif not isinstance(line.body, FROM_OUTSIDE):
+            waiting += gap[:-1] if gap and gap[-1][0].is_cut and isinstance(line.body, RunStarted) else gap
+            gap = []
+            if isinstance(line.body, Step):
+                step = line.body.step
+                for cut, after in waiting:
+                    yield o.UnreadableLine(cut.offset, len(cut.text), after, step)
+                waiting = []
+    for cut, after in [*waiting, *(gap[:-1] if gap and gap[-1][0].is_cut else gap)]:
+        yield o.UnreadableLine(cut.offset, len(cut.text), after, None)
 
 
 # --- processes ------------------------------------------------------------------------------------

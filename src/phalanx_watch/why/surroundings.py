@@ -307,6 +307,33 @@ def unreadable_events(observed: o.Observed) -> Iterator[o.Reason]:
         )
 
 
+def unreadable_lines(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if lines of the event stream are no events: what they recorded is lost. Also of a finished run."""
+    if not observed.unreadable:
+        return
+    first, last = observed.unreadable[0], observed.unreadable[-1]
+    count = len(observed.unreadable)
+    yield o.Reason(
+        code="events-unreadable",
+        title=f"{count:,} line{'s' if count > 1 else ''} of the run's events cannot be read, {_steps_around(first.after, last.before)}",
+        where=f"{observed.run}/events.jsonl, byte {first.offset:,}",
+        evidence=tuple(
+            f"{line.nbytes:,} bytes from byte {line.offset:,} are no event, {_steps_around(line.after, line.before)}"
+            for line in observed.unreadable[:_NAMED]
+        ),
+        doing=observed.doing("training continues; curves and reports lack what these lines recorded"),
+        next="a full disk or a power cut leaves such lines, and so does a failing disk: look at its errors (dmesg, smartctl), and at the "
+        f"checkpoints on it: phalanx checkpoint list {observed.run}",
+    )
+
+
+def _steps_around(after: int | None, before: int | None) -> str:
+    """Describe a place in the stream by the steps around it, as far as there are any."""
+    if after is None or before is None:
+        return f"after step {after:,}" if after is not None else f"before step {before or 1:,}"
+    return f"between steps {after:,} and {before:,}"
+
+
 def changed_run_file(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a critical reason if the run file in the run directory is no longer that of the run, with up to ``_NAMED`` fields."""
     if not observed.changed_fields:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from phalanx.observe.event_log import read_events
+from phalanx.observe.events import Message, RunStarted
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankFrame, RankStreamWriter
 from phalanx.observe.record.notes import Machine
 from phalanx.run.directory.paths import RunDirectory
@@ -21,7 +22,7 @@ from watch.why.watched import Watched, step, steps
 def test_of_a_short_stream_all_is_read(tmp_path: Path) -> None:
     run = Watched(tmp_path)
     run.write(steps(1, 50))
-    assert read_ends(run.directory.events) == ([], list(read_events(run.directory.events)))
+    assert read_ends(run.directory.events) == ([], list(read_events(run.directory.events)), [])
 
 
 def test_of_a_long_stream_the_end_is_read_and_samples_of_the_past_in_their_order(
@@ -32,9 +33,10 @@ def test_of_a_long_stream_the_end_is_read_and_samples_of_the_past_in_their_order
     run = Watched(tmp_path)
     run.write(steps(1, 500))
     everything = list(read_events(run.directory.events))
-    past, newest = read_ends(run.directory.events)
+    past, newest, unreadable = read_ends(run.directory.events)
     assert newest == everything[-len(newest) :]
     assert len(newest) < 100
+    assert not unreadable
     assert past[0] == everything[0]
     numbers = [getattr(event.body, "step", 0) for event in past]
     assert numbers == sorted(numbers)
@@ -78,6 +80,52 @@ def test_a_stream_that_cannot_be_read_is_a_reason_and_one_that_is_not_there_yet_
     ]
     assert reason.severity == "critical"
     assert reason.evidence == ("it is no file",)
+
+
+def damage(run: Watched, first: int, content: bytes) -> int:
+    """Overwrites the stream from the line of a step on; returns the offset."""
+    stream = bytearray(run.directory.events.read_bytes())
+    offset = stream.index(f'"kind":"Step","step":{first},'.encode()) - 20
+    stream[offset : offset + len(content)] = content
+    run.directory.events.write_bytes(stream)
+    return offset
+
+
+def test_lines_that_cannot_be_read_are_named_with_the_steps_around_them(tmp_path: Path) -> None:
+    run = Watched(tmp_path)
+    run.write(steps(1, 60))
+    damage(run, 20, bytes(900))  # a block that a power cut has lost, with more than two lines
+    damage(run, 40, b"#")
+    for changes in ({}, {"finished": True, "is_held": False}):
+        (reason,) = run.reasons(**changes)
+        assert (reason.code, reason.severity) == ("events-unreadable", "warning")
+        assert "2 lines" in reason.title
+        assert reason.evidence[0].endswith("between steps 19 and 23")
+        assert reason.evidence[1].endswith("between steps 39 and 41")
+
+
+def test_an_unfinished_last_line_is_no_reason_also_once_a_later_start_has_closed_it(tmp_path: Path) -> None:
+    run = Watched(tmp_path)
+    run.write(steps(1, 30))
+    stream = run.directory.events.read_bytes()
+    run.directory.events.write_bytes(stream[:-40])
+    assert run.codes() == []
+    run.write([Message("warning", "a process beside the ranks")], attempt=7)
+    assert run.codes() == []
+    run.write([RunStarted("r", 100_000, ranks=4), *steps(21, 40)], attempt=1)
+    assert run.codes() == []
+
+
+def test_lost_blocks_at_the_end_of_a_start_are_named(tmp_path: Path) -> None:
+    run = Watched(tmp_path)
+    run.write(steps(1, 30))
+    with run.directory.events.open("ab") as file:
+        file.write(bytes(512))
+    run.write([RunStarted("r", 100_000, ranks=4), *steps(21, 40)], attempt=1)
+    (reason,) = run.reasons()
+    assert reason.evidence == (
+        f"512 bytes from byte {run.directory.events.read_bytes().index(bytes(512)):,} are no event, between steps 30 and 21",
+    )
 
 
 def test_nested_and_endless_lines_are_passed_over(tmp_path: Path) -> None:
