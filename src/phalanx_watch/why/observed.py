@@ -48,6 +48,8 @@ Code = Literal[
     "other-data",
     "data-gone",
     "held-out-leak",
+    "twin-sources",
+    "repeated-text",
     "checkpoint-failed",
     "checkpoint-old",
     "slow-checkpoints",

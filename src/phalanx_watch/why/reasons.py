@@ -83,6 +83,8 @@ RULES: tuple[Rule, ...] = (
         surroundings.changed_run_file,
         surroundings.other_data,
         surroundings.held_out_leak,
+        surroundings.twin_sources,
+        surroundings.repeated_text,
         fleet.no_coordinator,
     ),
     *(

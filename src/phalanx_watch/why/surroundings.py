@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from statistics import median
 
+from phalanx.data.reading.sources import same_datasets
 from phalanx.observe.events import (
     CheckpointCopied,
     CheckpointFailed,
@@ -387,11 +388,9 @@ def other_data(observed: o.Observed) -> Iterator[o.Reason]:
 
 def held_out_leak(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if many held-out documents are also in the training split: the held-out loss measures memory. Also of a finished run."""
-    datasets = observed.started.environment.get("data") if observed.started else None
     shared = {
         name: (source.get("held_out_in_training"), source.get("held_out_documents"))
-        for name, source in (datasets.items() if isinstance(datasets, dict) else ())
-        if isinstance(source, dict)
+        for name, source in _datasets(observed).items()
     }
     leaks = {
         name: (copies, documents)
@@ -412,6 +411,56 @@ def held_out_leak(observed: o.Observed) -> Iterator[o.Reason]:
             "training continues; its weights are as good as its data, its held-out loss is lower than on new text"
         ),
         next="score the weights on text of your own (phalanx eval), and prepare the data again with another --out and --hold-out-by text, or [dedup]",
+    )
+
+
+def twin_sources(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if sources of the mixture are one dataset: its text is repeated, and their held-out losses are one. Also of a finished run."""
+    fingerprints = {name: str(source.get("fingerprint", "")) for name, source in _datasets(observed).items()}
+    twins = same_datasets(fingerprints)
+    if not twins:
+        return
+    yield o.Reason(
+        code="twin-sources",
+        title=f"Sources {' and '.join(twins[0])} are one dataset",
+        where=", ".join(f"source {name}" for name in twins[0][:_NAMED]),
+        evidence=tuple(
+            f"{', '.join(names)}: fingerprint {fingerprints[names[0]][:16]}" for names in twins[:_NAMED]
+        ),
+        doing=observed.doing("training continues, and reads this text as often as all of them together"),
+        next="see whether data.path of one of them is a mistake (phalanx data show PATH); if not, one source with the sum of the weights says the "
+        "same, in a run of its own",
+    )
+
+
+def _datasets(observed: o.Observed) -> dict[str, dict[str, object]]:
+    """Return the record of each dataset at the newest start, by the name of its source; empty without a record."""
+    datasets = observed.started.environment.get("data") if observed.started else None
+    return {
+        str(name): source
+        for name, source in (datasets.items() if isinstance(datasets, dict) else ())
+        if isinstance(source, dict)
+    }
+
+
+def repeated_text(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield an "info" reason if ``xz -9`` leaves less of the held-out text than of any prose or source code: most of it is repeated.
+
+    Also of a finished run.
+    """
+    xz = observed.started.xz_bits_per_byte if observed.started else None
+    if xz is None or xz >= o.REPEATED_XZ:
+        return
+    yield o.Reason(
+        code="repeated-text",
+        severity="info",
+        title=f"Most of the text is repeated: xz -9 leaves {xz:.2g} bits per byte of it",
+        where=_data_path(observed),
+        evidence=(
+            "of prose it leaves about 2 bits per byte, of source code about 1; the held-out loss is as low, and compares with no other text",
+        ),
+        doing=observed.doing("training continues"),
+        next=f"phalanx data show {observed.run} --step 1 (notices, headers, near copies?); [dedup] of a recipe removes documents that are nearly the same",
     )
 
 

@@ -44,6 +44,16 @@ def test_a_run_that_goes_many_times_over_its_text_is_told_how_often() -> None:
     assert told[1] == []
 
 
+def test_sources_that_are_one_dataset_are_named_at_the_start() -> None:
+    other = replace(INDEX, train=Split((ShardFile("0", 10**12, ""),), 10, 10**12, "another text"))
+    index = MixtureIndex({"web": INDEX, "code": other, "prose": INDEX})
+    (note,) = [note for note in start_notes(RunSpec(), index) if "one dataset" in note]
+    assert note.startswith("data.sources web and prose are one dataset")
+    assert not any(
+        "one dataset" in note for note in start_notes(RunSpec(), MixtureIndex({"a": INDEX, "b": other}))
+    )
+
+
 def held_out(tokens: int, packed_seq_len: int = 0) -> DatasetIndex:
     recipe = replace(INDEX.recipe, packed_seq_len=packed_seq_len)
     return replace(INDEX, held_out=Split((ShardFile("1", tokens, ""),), 1, tokens, ""), recipe=recipe)

@@ -829,6 +829,45 @@ def test_other_data_than_at_the_start_are_named(run: Watched) -> None:
     assert (found.code, found.severity) == ("other-data", "critical")
 
 
+@pytest.mark.parametrize(
+    ("refusal", "code"),
+    [
+        ({"data_fingerprint": "a" * 64, "data_now": "b" * 64}, "other-data"),
+        ({"data_fingerprint": "a" * 64, "data_error": "no such folder"}, "data-gone"),
+        ({"changed_fields": ("model.rope_theta: 10000.0 -> 3.0",)}, "changed-run-file"),
+    ],
+)
+def test_of_an_ended_run_the_reason_for_which_a_start_is_refused_comes_first(
+    run: Watched, refusal: dict[str, Any], code: str
+) -> None:
+    first, gone = run.reasons(is_held=False, **refusal)
+    assert (first.code, first.severity, gone.code) == (code, "critical", "gone")
+    assert gone.next.startswith("put ")
+    assert "; then phalanx train" in gone.next
+
+
+def test_sources_that_are_one_dataset_are_named_also_once_the_run_has_finished(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run", NOTHING_DUE)
+    sources = {"web": "a" * 64, "code": "b" * 64, "prose": "a" * 64}
+    data = {name: {"address": f"data/{name}", "fingerprint": same} for name, same in sources.items()}
+    run.write([RunStarted("r", 100_000, environment={"data": data}), *steps(1, 30)])
+    reason = only(run.reasons(finished=True))
+    assert (reason.code, reason.severity) == ("twin-sources", "warning")
+    assert reason.where == "source web, source prose"
+    data["prose"]["fingerprint"] = "c" * 64
+    run.write([RunStarted("r", 100_000, environment={"data": data}), *steps(1, 30)])
+    assert run.codes(finished=True) == []
+
+
+@pytest.mark.parametrize(("bits", "codes_then"), [(0.43, ["repeated-text"]), (0.8, []), (None, [])])
+def test_text_that_is_mostly_repeated_is_named(
+    tmp_path: Path, bits: float | None, codes_then: list[str]
+) -> None:
+    run = Watched(tmp_path / "run", NOTHING_DUE)
+    run.write([RunStarted("r", 100_000, xz_bits_per_byte=bits), *steps(1, 30)])
+    assert run.codes() == codes_then
+
+
 @pytest.mark.parametrize(("copies", "codes_then"), [(0, []), (9, []), (10, ["held-out-leak"])])
 def test_held_out_documents_that_are_trained_on_are_named_also_once_the_run_has_finished(
     tmp_path: Path, copies: int, codes_then: list[str]

@@ -287,3 +287,11 @@ def epoch_problems(spec: RunSpec, mixture: Mixture) -> Iterator[Problem]:
                 f"lower its weight, raise epochs (0 is no limit){end}",
                 ("train.steps",),
             )
+
+
+def same_datasets(fingerprints: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Return the names of the sources that are one dataset, in their order, from the fingerprint of each; those without one are left out."""
+    names: dict[str, list[str]] = {}
+    for name, fingerprint in fingerprints.items():
+        names.setdefault(fingerprint, []).append(name)
+    return [tuple(same) for fingerprint, same in names.items() if fingerprint and len(same) > 1]

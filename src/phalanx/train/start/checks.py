@@ -23,6 +23,7 @@ from phalanx.data.reading.sources import (
     epoch_problems,
     index_of_places,
     mixture_of,
+    same_datasets,
     tokenizer_folder,
 )
 from phalanx.data.stored.index import HELD_OUT
@@ -133,14 +134,20 @@ def thread_notes(spec: RunSpec, ranks: int, cores: int) -> Iterator[str]:
 
 
 def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
-    """Yield sentences on what the user may not have meant: many epochs, no export, attention across packed documents, no held-out
-    loss."""
+    """Yield sentences on what the user may not have meant: many epochs, sources that are one dataset, no export, attention across packed
+    documents, no held-out loss."""
     tokens = spec.train.steps * spec.train.batch_size * spec.train.seq_len
     epochs = tokens / max(index.train_tokens, 1)
     if epochs > _MANY_EPOCHS and not spec.data.sources:  # of sources, data.sources.epochs says how often
         yield (
             f"the run goes {epochs:,.0f} times over its {index.train_tokens:,} training tokens; beyond {_MANY_EPOCHS} epochs "
             "more of the same text helps little"
+        )
+    sources = index.sources if isinstance(index, MixtureIndex) else {}
+    for names in same_datasets({name: source.fingerprint for name, source in sources.items()}):
+        yield (
+            f"data.sources {' and '.join(names)} are one dataset: its text is read as often as all of them together, and their held-out losses are "
+            "one; see whether the path of one is a mistake"
         )
     if not spec.model.factory and (missing := unsayable(model := resolve(spec.model), family_for(model))):
         yield f"this model cannot be exported as a Hugging Face model: {'; '.join(missing)}"
