@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.model.growing_cache import empty_cache
 from torch import Tensor
 
+from model.growing_cache import empty_cache
 from model.initialized import initialized
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.model.growing_cache import empty_cache
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
 from transformers.modeling_layers import MtpLayer
@@ -18,6 +17,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
 )
 
+from model.growing_cache import empty_cache
 from parity.hf_models import (
     CONFIGS,
     DEEPSEEK,

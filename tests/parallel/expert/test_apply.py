@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.parallel.full_parameters import full_parameter
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from parallel.full_parameters import full_parameter
 from phalanx.hardware.local.device import CommClock
 from phalanx.model.layers.moe import Experts, routers
 from phalanx.model.transformer import Transformer

@@ -9,12 +9,12 @@ from typing import cast
 
 import pytest
 import torch
-from tests.parallel.full_parameters import full_parameter
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from parallel.full_parameters import full_parameter
 from phalanx.hardware.local.device import CommClock
 from phalanx.model.facts.shape import parameters
 from phalanx.model.layers.dense import Linear

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.model.growing_cache import empty_cache
 from transformers import AutoModelForCausalLM, Phi3Config
 
 from checkpoint.huggingface_models import CONFIGS, imported_model, saved_by_transformers
+from model.growing_cache import empty_cache
 from parity.hf_models import LONGROPE, PHI3, hf_model, our_model, random_tokens
 from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError, spec_of
 from phalanx.checkpoint.interop.huggingface.convert import export_hf, import_hf

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.model.growing_cache import empty_cache
 from torch import Tensor
 
+from model.growing_cache import empty_cache
 from model.initialized import initialized
 from phalanx.model.facts.shape import softmax_temperature
 from phalanx.model.layers.attention.attend import Score, capped_attend, capped_attend_backward
