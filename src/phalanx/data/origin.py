@@ -290,7 +290,7 @@ def provenance(index: DataIndex, addresses: Mapping[str, str]) -> dict[str, dict
     """Return the address, hashes, sizes and recipe of each dataset, by the name of its source.
 
     ``addresses`` are by the same names, and "" is the name in a run without ``[[data.sources]]``. Recipe fields that
-    are None, empty or 0 are left out, and so are held-out documents if none of them is in the training split. Empty for another kind of index.
+    are None, empty or 0 are left out, and so are held-out documents if none of them is in the training split.
     """
     indices = index.sources if isinstance(index, MixtureIndex) else {ONLY: index}
     return {
