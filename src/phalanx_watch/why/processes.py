@@ -31,13 +31,14 @@ def processes_of(directory: RunDirectory, proc: Path = Path("/proc")) -> Iterato
     siblings = _children(proc / stat[1]) if stat else []
     ranks = [pid for pid in siblings if pid != holder and _writes_in(directory, proc / str(pid))]
     waiting = [*ranks, holder]
+    dead_sockets: dict[str, dict[str, o.DeadLinkSeen]] = {}
     for _ in range(_MOST):
         if not waiting:
             return
         pid = waiting.pop()
         if stat := _stat(proc / str(pid)):
             process = proc / str(pid)
-            space, dead = _address_space(process, stat), tuple(_dead_links(process))
+            space, dead = _address_space(process, stat), tuple(_dead_links(process, dead_sockets))
             yield o.ProcessSeen(pid, stat[0], _rank(process), space, dead)
         waiting += _children(proc / str(pid))
 
@@ -66,22 +67,37 @@ def _address_space(process: Path, stat: list[str]) -> float:
 _ESTABLISHED = "01"
 
 
-def _dead_links(process: Path) -> Iterator[o.DeadLinkSeen]:
-    """Yield the process's established TCP connections with unsent bytes after ``RETRANSMISSIONS`` of one segment."""
+def _dead_links(process: Path, by_namespace: dict[str, dict[str, o.DeadLinkSeen]]) -> list[o.DeadLinkSeen]:
+    """Return the dead links among the process's descriptors.
+
+    ``by_namespace`` caches ``_dead_sockets`` by network namespace: the kernel's tables have the sockets of all its processes.
+    """
     own: set[str] = set()
+    dead: dict[str, o.DeadLinkSeen] = {}
     with suppress(OSError):
-        for descriptor in (process / "fd").iterdir():
+        namespace = os.readlink(process / "ns" / "net")
+        if namespace not in by_namespace:
+            by_namespace[namespace] = _dead_sockets(process)
+        dead = by_namespace[namespace]
+        for descriptor in (process / "fd").iterdir() if dead else ():
             with suppress(OSError):  # closed since it was listed
                 own.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    return [link for inode, link in dead.items() if inode in own]
+
+
+def _dead_sockets(process: Path) -> dict[str, o.DeadLinkSeen]:
+    """Return the established TCP connections with unsent bytes after ``RETRANSMISSIONS`` of one segment, by inode, in the network namespace of
+    the process.
+    """
+    dead: dict[str, o.DeadLinkSeen] = {}
     for name in ("tcp", "tcp6"):
         with suppress(OSError, ValueError, IndexError):
             for line in (process / "net" / name).read_text().splitlines()[1:]:
                 _, _, peer, state, queues, _, retransmissions, _, _, inode, *_ = line.split()
-                waiting_bytes = int(queues.partition(":")[0], 16)
-                if state == _ESTABLISHED and inode in own and waiting_bytes:
-                    count = int(retransmissions, 16)
-                    if count >= o.RETRANSMISSIONS:
-                        yield o.DeadLinkSeen(_address(peer), waiting_bytes, count)
+                waiting_bytes, count = int(queues.partition(":")[0], 16), int(retransmissions, 16)
+                if state == _ESTABLISHED and waiting_bytes and count >= o.RETRANSMISSIONS:
+                    dead[inode] = o.DeadLinkSeen(_address(peer), waiting_bytes, count)
+    return dead
 
 
 def _address(text: str) -> str:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -356,26 +357,46 @@ TCP6 = """  sl  local_address                         remote_address            
 """
 
 
+def process_in(proc: Path, pid: int, sockets: Iterable[int]) -> Path:
+    """Make the folder of a process in the host's network namespace, with descriptors of the sockets with these inodes."""
+    process = proc / str(pid)
+    for folder in ("fd", "ns"):
+        (process / folder).mkdir(parents=True)
+    (process / "stat").write_text(f"{pid} (phalanx) S 1 {pid} {pid} 0")
+    (process / "ns" / "net").symlink_to("net:[4026531840]")
+    for inode in sockets:
+        (process / "fd" / str(inode)).symlink_to(f"socket:[{inode}]")
+    return process
+
+
 @pytest.mark.skipif(sys.byteorder != "little", reason="the rows are those of a little-endian machine")
 def test_connections_that_wait_for_an_answer_after_many_retransmissions_are_read_from_the_kernel(
     tmp_path: Path,
 ) -> None:
     run = Watched(tmp_path / "run")
     run.directory.lock.write_text(f"process 71 on {os.uname().nodename}\n")
-    process = tmp_path / "proc" / "71"
-    (process / "fd").mkdir(parents=True)
+    process = process_in(tmp_path / "proc", 71, range(501, 505))
     (process / "net").mkdir()
-    (process / "stat").write_text("71 (phalanx) S 1 71 71 0")
-    (process / "environ").write_bytes(b"RANK=2\0")
     (process / "net" / "tcp").write_text(TCP)
     (process / "net" / "tcp6").write_text(TCP6)
-    for inode in range(501, 505):
-        (process / "fd" / str(inode)).symlink_to(f"socket:[{inode}]")
     (seen,) = processes_of(run.directory, tmp_path / "proc")
     assert seen.dead_links == (
         DeadLinkSeen("10.77.0.2:41234", 0x10000, 9),
         DeadLinkSeen("10.77.0.2:41236", 0x200, 6),
     )
+
+
+def test_the_connections_of_a_network_namespace_are_read_once_for_all_its_processes(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run")
+    run.directory.lock.write_text(f"process 71 on {os.uname().nodename}\n")
+    holder = process_in(tmp_path / "proc", 71, [])
+    (holder / "net").mkdir()
+    (holder / "net" / "tcp").write_text(TCP)
+    (holder / "task" / "71").mkdir(parents=True)
+    (holder / "task" / "71" / "children").write_text("72")
+    process_in(tmp_path / "proc", 72, [503])  # without a table of its own
+    links = {seen.pid: seen.dead_links for seen in processes_of(run.directory, tmp_path / "proc")}
+    assert (len(links[71]), len(links[72])) == (0, 1)
 
 
 def test_the_used_share_of_a_limit_of_address_space_is_read_from_the_process(tmp_path: Path) -> None:
