@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from phalanx.parallel.process_group.sockets import LinkMeter
+from phalanx.parallel.process_group.sockets import LinkMeter, duplicate_connection
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the counters are Linux's")
 MANY = bytes(8 << 20)
@@ -60,3 +62,10 @@ def test_a_connection_that_is_new_since_the_last_reading_has_no_rate_yet() -> No
         for _ in range(20):
             client.sendall(MANY)
         assert meter.read() == {}
+
+
+def test_a_number_that_belongs_to_a_file_by_now_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        assert duplicate_connection(file.fileno(), os.fstat(file.fileno()).st_ino) is None
+        opened = [fd for fd in Path("/proc/self/fd").iterdir() if fd.exists() and fd.samefile(file.name)]
+        assert [fd.name for fd in opened] == [str(file.fileno())]

@@ -39,10 +39,15 @@ def open_sockets() -> list[tuple[int, int]]:
 def duplicate_connection(number: int, inode: int) -> socket.socket | None:
     """Return a duplicate of a descriptor; ``None`` if it is not an open Internet connection with this inode."""
     try:
-        connection = socket.socket(fileno=os.dup(number))
+        duplicate = os.dup(number)
     except OSError:
         return None
     # The number may belong to another file by now.
+    try:
+        connection = socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        return None
     is_same = os.fstat(connection.fileno()).st_ino == inode
     if (
         not is_same
