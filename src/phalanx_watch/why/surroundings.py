@@ -21,6 +21,7 @@ from phalanx.observe.events import (
     Step,
 )
 from phalanx.observe.throughput import format_duration
+from phalanx.store.open_store import joined
 from phalanx_watch.why import observed as o
 
 # Checkpoints: they fail, they are too old, or the disk that they go to is nearly full.
@@ -56,7 +57,7 @@ def failed_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
 def _is_in_store(observed: o.Observed, path: str) -> bool:
     """Return True if a failed checkpoint was to be written to the run's store."""
     store = observed.spec.checkpoint.store if observed.spec else ""
-    return _URL in path or path == store
+    return _URL in path or path == joined(store)
 
 
 def _failing(

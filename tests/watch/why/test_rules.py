@@ -503,10 +503,11 @@ def test_a_disk_that_fails_is_named_with_its_error_and_what_is_still_good(run: W
     assert run.codes() == []
 
 
+@pytest.mark.parametrize("name", ["/store/x", "/store/x/"])
 def test_copies_that_fail_are_counted_since_the_newest_copy_also_once_the_run_has_finished(
-    tmp_path: Path,
+    tmp_path: Path, name: str
 ) -> None:
-    store = dataclasses.replace(NOTHING_DUE.checkpoint, store="/store/x")
+    store = dataclasses.replace(NOTHING_DUE.checkpoint, store=name)
     run = Watched(tmp_path / "run", dataclasses.replace(NOTHING_DUE, checkpoint=store))
     run.write([*steps(1, 30), CheckpointSaved(30, "c", 1000, 1.0), CheckpointCopied(30, "/store/x")])
     for number in (40, 50):

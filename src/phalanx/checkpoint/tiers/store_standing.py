@@ -9,6 +9,7 @@ from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Event, Restored
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
+from phalanx.store.open_store import joined
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ def store_standing(spec: RunSpec, directory: RunDirectory) -> StoreStanding | No
     read.
     """
     checkpoint = spec.checkpoint
-    url = checkpoint.store
-    if not url:
+    if not checkpoint.store:
         return None
+    url = joined(checkpoint.store)  # as the events have it, without a slash at its end
     last_copy = _newest(directory, url, copied=True)
     newest = (
         last_copy.body.step if last_copy and isinstance(last_copy.body, CheckpointCopied | Restored) else None
