@@ -171,7 +171,7 @@ HELD_OUT_SHARE = 0.1
 EQUAL_ENDS = 3
 """Newest starts that ended after the same step. Two may be chance where a start makes few steps; kills and lost machines come at any step."""
 REPEATED_XZ = 0.5
-"""Bits per byte that ``xz -9`` leaves. Prose keeps about 2, and the sources of Linux 6.6, which are as regular as real text gets, 0.8."""
+"""Bits per byte that ``xz -9`` leaves. Prose keeps about 2, and all sources of Python's standard library, which repeat much, 1.2."""
 LOST_STARTS = 2
 """Earlier starts without a checkpoint: one may be an attempt that was given up."""
 SAVES = 5
