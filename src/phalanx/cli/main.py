@@ -264,6 +264,9 @@ def _exit_code(words: Sequence[str]) -> int:
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
+    except PluginError as error:
+        click.echo(f"Error: {error}", err=True)
+        return 1
     except RuntimeError as error:
         # Before Python 3.12, what a signal raises while a class with descriptors is made, as in an import, is only the cause.
         if isinstance(error.__cause__, KeyboardInterrupt):
@@ -276,9 +279,6 @@ def _exit_code(words: Sequence[str]) -> int:
         if not remedy:
             raise
         click.echo(f"Error: {error.name} is not installed: pip install {remedy}", err=True)
-        return 1
-    except PluginError as error:
-        click.echo(f"Error: {error}", err=True)
         return 1
     except BrokenPipeError:
         return 0
