@@ -12,7 +12,6 @@ from null_gpu import counters
 from null_gpu.steps import CUDA, waits
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.engine.model_runner import batched_attention
-from phalanx_serve.kv_cache import decode_attention
 from phalanx_serve.traffic.events import Ended, Request, Token
 from phalanx_serve.traffic.scheduler import PAGE
 
@@ -72,7 +71,7 @@ def test_a_full_page_is_copied_out_of_all_layers_in_a_launch_for_keys_and_one_fo
 def test_texts_are_attended_one_by_one_with_a_warning_where_the_programs_fail(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(decode_attention, "differences", lambda *_: ["attention"])
+    monkeypatch.setattr("phalanx_serve.kv_cache.decode_attention.differences", lambda *_: ["attention"])
     batched_attention.cache_clear()
     try:
         kernels = launches(decoding(torch.bfloat16))
