@@ -30,9 +30,8 @@ integers = 1
 
 def pretend(*, fused: bool = True) -> None:
     """Let the host read ones from the device. ``fused`` = False leaves the Triton programs out, which PyTorch's dispatcher does not see."""
-    from phalanx_serve.kv_cache import (
-        decode_attention,
-    )  # which needs Triton; these tests are collected also without it
+    # It needs Triton, and these tests are collected also without that.
+    from phalanx_serve.kv_cache import decode_attention
 
     torch.backends.cuda.enable_cudnn_sdp(False)
     for name in ("item", "tolist"):
