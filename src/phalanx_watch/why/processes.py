@@ -18,11 +18,13 @@ _RANK = (b"PHALANX_RANK", b"RANK", b"SLURM_PROCID")
 """Environment variables with the rank: of our own launcher, of torchrun, and of srun."""
 
 
-def processes_of(directory: RunDirectory, proc: Path = Path("/proc")) -> Iterator[o.ProcessSeen]:
+def processes_of(
+    directory: RunDirectory, proc: Path = Path("/proc"), *, with_links: bool = True
+) -> Iterator[o.ProcessSeen]:
     """Yield the process that holds the run directory, its siblings that write there, and the descendants of them all, at most ``_MOST``.
 
     The siblings are the ranks that torchrun or srun has started beside rank 0. Processes that this user may not read
-    are left out.
+    are left out. Dead links are looked for ``with_links`` only: with thousands of connections on a machine that takes tenths of a second.
     """
     holder = holder_of(directory)
     if holder is None:
@@ -38,8 +40,8 @@ def processes_of(directory: RunDirectory, proc: Path = Path("/proc")) -> Iterato
         pid = waiting.pop()
         if stat := _stat(proc / str(pid)):
             process = proc / str(pid)
-            space, dead = _address_space(process, stat), tuple(_dead_links(process, dead_sockets))
-            yield o.ProcessSeen(pid, stat[0], _rank(process), space, dead)
+            dead = tuple(_dead_links(process, dead_sockets)) if with_links else ()
+            yield o.ProcessSeen(pid, stat[0], _rank(process), _address_space(process, stat), dead)
         waiting += _children(proc / str(pid))
 
 

@@ -293,7 +293,6 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         fleet=_fleet(directory),
         failures=tuple(failures),
         first_failure=failed_first(directory) if failures or is_held is False else None,
-        processes=tuple(processes_of(directory)) if is_held else (),
         job=job,
         damaged_checkpoints=tuple(_damaged_checkpoints(directory)) if needs_files else (),
         checkpoint_bytes=checkpoint_bytes,
@@ -311,8 +310,10 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         data_error=data_error,
         events_error=events_error,
     )
+    is_silent = now - observed.last_t >= o.STALL_LEAST_S  # without that, no rule asks for dead links
     return replace(
         observed,
+        processes=tuple(processes_of(directory, with_links=is_silent)) if is_held else (),
         nodes=comparison.nodes_of_ranks(directory, observed.started.ranks) if observed.started else {},
         slow_ranks=tuple(slow_ranks(directory, observed.attempt)),
         memory=most_grown_memory(directory, observed.attempt),

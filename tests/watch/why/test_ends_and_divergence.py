@@ -384,6 +384,8 @@ def test_connections_that_wait_for_an_answer_after_many_retransmissions_are_read
         DeadLinkSeen("10.77.0.2:41234", 0x10000, 9),
         DeadLinkSeen("10.77.0.2:41236", 0x200, 6),
     )
+    (seen,) = processes_of(run.directory, tmp_path / "proc", with_links=False)
+    assert seen.dead_links == ()
 
 
 def test_the_connections_of_a_network_namespace_are_read_once_for_all_its_processes(tmp_path: Path) -> None:
