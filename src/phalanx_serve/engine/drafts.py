@@ -27,7 +27,8 @@ from phalanx.model.transformer import PredictionAhead, Transformer
 from phalanx.run.kinds.grouped_attention import window_of
 from phalanx_serve.engine.model_runner import batched_attention
 from phalanx_serve.engine.sampler import LogitsError, draw_rows
-from phalanx_serve.kv_cache.memory import LayerKVCache, RowSpan, Rule, TextKV
+from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule
+from phalanx_serve.kv_cache.memory import RowSpan, TextKV
 from phalanx_serve.traffic.events import Sampling
 
 _RULE = Rule(exact=False)

@@ -26,6 +26,7 @@ from phalanx_serve.engine import model_runner
 from phalanx_serve.engine.drafts import Drafter, DraftInput
 from phalanx_serve.engine.sampler import SampledToken, SamplerOutput, require_sampling
 from phalanx_serve.kv_cache import memory
+from phalanx_serve.kv_cache.layer_cache import Rule
 from phalanx_serve.kv_cache.manager import Batch, InFlightBatch, KVCacheManager, RunningText, build_batch
 from phalanx_serve.numerics import Numerics, begin_exact, computing_on, numerics_id, require_device
 from phalanx_serve.traffic import events
@@ -128,7 +129,7 @@ class Engine:
         if exact:
             begin_exact()
         self._spec, self._rows, self._texts, self._far = spec, rows, texts, far
-        self._rule = memory.Rule(exact, form if kept != "compute" else None)
+        self._rule = Rule(exact, form if kept != "compute" else None)
         self._runner = self._computing(model)
         self.context = min(context or pages * PAGE, pages * PAGE)
         layers = range(len(model.blocks))

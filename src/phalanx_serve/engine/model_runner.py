@@ -36,7 +36,8 @@ from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.run.spec import ModelSpec
 from phalanx.train.step.loss import log_probabilities
 from phalanx_serve.engine.sampler import SamplerOutput, SamplingRequest, sample_rows
-from phalanx_serve.kv_cache.memory import LayerKVCache, PageBox, PageBytes, RowSpan, Rule, SpanAttention
+from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule, SpanAttention
+from phalanx_serve.kv_cache.memory import PageBox, PageBytes, RowSpan
 from phalanx_serve.traffic.events import GenerationRequestError, Request, ServeError
 
 # Models that an engine can serve, and requests that it can compute.

@@ -16,7 +16,8 @@ from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec
 from phalanx.wire.messages import WireError
 from phalanx_serve.engine.model_runner import ModelRunner, RunnerOutput, require_supported
-from phalanx_serve.kv_cache.memory import PageMemory, RowSpan, Rule, TextKV, kv_format
+from phalanx_serve.kv_cache.layer_cache import Rule
+from phalanx_serve.kv_cache.memory import PageMemory, RowSpan, TextKV, kv_format
 from phalanx_serve.numerics import begin_exact, numerics_id
 from phalanx_serve.stages import messages as m
 from phalanx_serve.stages import shares

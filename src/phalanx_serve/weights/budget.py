@@ -18,7 +18,8 @@ from phalanx.checkpoint.format.boxes import ITEMSIZE
 from phalanx.checkpoint.pack.layout import PackError, PackIndex, Section, padded_bytes
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
-from phalanx_serve.kv_cache.memory import BLOCK, TOGETHER
+from phalanx_serve.kv_cache.layer_cache import TOGETHER
+from phalanx_serve.kv_cache.memory import BLOCK
 
 # Weights: what stays in memory, and what is streamed.
 

@@ -27,7 +27,8 @@ from phalanx.run.spec import ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
 from phalanx.train.score import Scorer
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.engine.sampler import BatchedSamplerOutput, LazySamplerOutput, SamplingRequest, sample_rows
-from phalanx_serve.kv_cache.memory import LayerKVCache, RowSpan, Rule, TextKV
+from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule
+from phalanx_serve.kv_cache.memory import RowSpan, TextKV
 from phalanx_serve.traffic.events import Request, Sampling, ServeError, Token
 from phalanx_serve.traffic.scheduler import page_names
 from serve.engine.test_engine import DENSE, KINDS, MLA, prompt, run

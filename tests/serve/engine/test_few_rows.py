@@ -16,7 +16,8 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.engine.model_runner import ModelRunner, few_rows, use_fast_products
-from phalanx_serve.kv_cache.memory import RowSpan, Rule, TextKV
+from phalanx_serve.kv_cache.layer_cache import Rule
+from phalanx_serve.kv_cache.memory import RowSpan, TextKV
 from phalanx_serve.traffic.events import PromptScored, Request, Sampling
 from serve.engine.test_engine import prompt, run, trained
 

@@ -19,7 +19,8 @@ from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec
 from phalanx_serve.kv_cache.decode_attention import SHORT_SPAN, SPLIT, DecodeAttention
-from phalanx_serve.kv_cache.memory import KVFormat, LayerKVCache, RowSpan, Rule, TextKV, kv_format
+from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule
+from phalanx_serve.kv_cache.memory import KVFormat, RowSpan, TextKV, kv_format
 
 _patch_tensor = interpreter._patch_lang_tensor
 

@@ -15,7 +15,8 @@ from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.attention.mla import latents_as_keys
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec
-from phalanx_serve.kv_cache.memory import LayerKVCache, RowSpan, Rule, TextKV
+from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule
+from phalanx_serve.kv_cache.memory import RowSpan, TextKV
 
 pytestmark = pytest.mark.usefixtures("portable_kernels")
 SPEC = resolve(ModelSpec(layers=1, dim=64, heads=4, kv_heads=2, head_dim=18, vocab_size=32))
