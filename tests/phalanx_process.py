@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -162,9 +163,13 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 
 
 def alive(pid: int) -> bool:
-    """True if a process is there and no zombie."""
-    status = Path(f"/proc/{pid}/stat")
+    """Return True if a process is there and has not ended.
+
+    A process whose first thread is a zombie still holds its files and sockets until its other threads have ended too.
+    """
+    process = Path(f"/proc/{pid}")
     try:
-        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        return state not in "ZX" or len(os.listdir(process / "task")) > 1
     except (FileNotFoundError, ProcessLookupError):
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from launch.engines.slurm_cluster import missing, slurm_cluster
 from manual.blocks import ROOT, Block, blocks, pages, phalanx_commands
 from manual.working_folder import make_working_folder, run_blocks
-from phalanx_process import ENVIRONMENT
+from phalanx_process import ENVIRONMENT, alive
 
 QUICK = "data goodput hardware hash logs models new ranks runs show spec status why"
 """Commands that take a second or two. Pages that call others are among the tests of servers."""
@@ -117,5 +118,23 @@ def test_what_a_block_leaves_in_the_background_ends_with_its_page(tmp_path: Path
 
 def test_what_a_block_leaves_in_the_background_has_ended_when_its_page_has(tmp_path: Path) -> None:
     run_blocks([_block("sleep 3600 &\necho $! > number\n")], tmp_path)
-    status = Path(f"/proc/{(tmp_path / 'number').read_text().strip()}/stat")
-    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert not alive(int((tmp_path / "number").read_text()))
+
+
+_SERVER = """
+import os, socket, threading, time
+memory = bytearray(200 << 20)  # the last thread that ends gives it back before it closes the socket
+server = socket.create_server(("127.0.0.1", 0))
+for _ in range(200):
+    threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+print(server.getsockname()[1], file=open("port.new", "w"), flush=True)
+os.rename("port.new", "port")
+time.sleep(3600)
+"""
+
+
+def test_no_server_with_threads_takes_connections_when_its_page_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(_SERVER)
+    run_blocks([_block("python server.py &\nuntil [ -e port ]; do sleep 0.01; done\n")], tmp_path)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int((tmp_path / "port").read_text())))

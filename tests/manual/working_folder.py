@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from manual.blocks import ROOT, Block
-from phalanx_process import ENVIRONMENT, run
+from phalanx_process import ENVIRONMENT, alive, run
 
 _CHECKOUT = ("bench", "deploy", "docs", "examples", "src", "validation", "README.md")
 _EXPECTED_CODE = re.compile(r"^(.*\S)\s+# exit code (\d+)\b.*$", re.MULTILINE)
@@ -97,14 +97,15 @@ def end_group(group: int) -> None:
     """
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    while any(_is_of(group, stat) for stat in Path("/proc").glob("[0-9]*/stat")):
+    while any(
+        _group(stat) == group and alive(int(stat.parent.name)) for stat in Path("/proc").glob("[0-9]*/stat")
+    ):
         time.sleep(0.05)
 
 
-def _is_of(group: int, stat: Path) -> bool:
-    """Return True for a process of ``group`` that is no zombie; ``stat`` is its file of proc(5)."""
+def _group(stat: Path) -> int | None:
+    """Return the group of a process; ``stat`` is its file of proc(5). None if it has gone."""
     try:
-        state, _parent, own_group = stat.read_text().rpartition(")")[2].split()[:3]
+        return int(stat.read_text().rpartition(")")[2].split()[2])
     except OSError:
-        return False
-    return int(own_group) == group and state not in "ZX"
+        return None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench.beside import goodput as bench
+from phalanx_process import alive
 
 LOAD = bench.Load(rate=1.0, requests=4, ttft_s=1.0, tpot_s=0.1)
 
@@ -56,14 +57,6 @@ def test_answers_of_another_length_than_was_asked_for_end_the_bench() -> None:
             bench.of_guidellm(guidellm(32, length, 32))
 
 
-def runs(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_a_servers_own_processes_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = tmp_path / "child"
     program = (
@@ -73,8 +66,8 @@ def test_a_servers_own_processes_end_with_it(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(bench, "is_healthy", lambda _: told.exists() and told.read_text().endswith(" "))
     with bench.server("a server", [sys.executable, "-c", program], 1, tmp_path / "log", 1):
         child = int(told.read_text())
-        assert runs(child)
+        assert alive(child)
     deadline = time.monotonic() + 20
-    while runs(child) and time.monotonic() < deadline:
+    while alive(child) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not runs(child)
+    assert not alive(child)

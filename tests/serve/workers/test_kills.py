@@ -18,6 +18,7 @@ from openai import OpenAI
 
 from parity.llama3_folder import save_llama3
 from phalanx.checkpoint.interop.huggingface.convert import import_hf
+from phalanx_process import alive
 from serve.workers.services import PATIENCE_S, Service, service, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -148,19 +149,6 @@ def test_a_worker_that_is_asked_to_end_hands_its_texts_over(whole: Service) -> N
     assert (ended[0]["worker"], ended[0]["how"]) == (worker, "ended with code 0")
 
 
-def alive(pids: list[int]) -> list[int]:
-    """Those of the processes that still run."""
-    running = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state != "Z":
-            running.append(pid)
-    return running
-
-
 def test_sigterm_finishes_what_goes_on_and_leaves_no_process(run_dir: Path) -> None:
     with service(run_dir, "--workers", "2", "--threads", "1", "--context", "1000") as served:
         stream = ask(served, seed=9, tokens=100)
@@ -168,7 +156,7 @@ def test_sigterm_finishes_what_goes_on_and_leaves_no_process(run_dir: Path) -> N
         served.process.send_signal(signal.SIGTERM)
         assert len([first, *stream]) >= 100
         assert served.process.wait(PATIENCE_S) == 0
-        assert alive(list(served.pids.values())) == []
+        assert not any(map(alive, served.pids.values()))
 
 
 def test_when_the_gateway_is_killed_clients_hear_it_and_no_process_stays(run_dir: Path) -> None:
@@ -178,7 +166,7 @@ def test_when_the_gateway_is_killed_clients_hear_it_and_no_process_stays(run_dir
         served.process.kill()
         with pytest.raises((openai.APIConnectionError, httpx.RemoteProtocolError)):
             list(stream)
-        until(lambda: not alive(list(served.pids.values())))
+        until(lambda: not any(map(alive, served.pids.values())))
 
 
 def test_a_model_that_no_worker_can_open_is_told_at_once(tmp_path: Path, run_dir: Path) -> None:

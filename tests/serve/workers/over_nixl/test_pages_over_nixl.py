@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from phalanx_process import alive
 from phalanx_serve.traffic.events import WorkerIdentity
 from phalanx_serve.workers.nixl_agent import NixlAgent
 from phalanx_serve.workers.nixl_client import AgentProcess, Laying, StagingRange
@@ -245,9 +246,4 @@ def test_a_source_that_is_killed_in_the_middle_leaves_whole_pages_and_no_process
     assert got.failure
     assert 1 <= len(got.pages) < len(NAMES)
     assert list(got.pages.values()) == [bytes([number]) * PAGE_BYTES for number in range(len(got.pages))]
-    until(lambda: not os.path.exists(f"/proc/{agent}") or _is_dead(agent))
-
-
-def _is_dead(pid: int) -> bool:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "Z"
+    until(lambda: not alive(agent))
