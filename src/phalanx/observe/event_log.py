@@ -142,7 +142,7 @@ def follow(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterato
     tail = FileTail(path, most_line_bytes=MOST_LINE_BYTES, instead_of_long=_NO_EVENT)
     number, last = 0, Event(0.0, 0, Unknown("", {}))
     while True:
-        stopping = stop()  # asked before reading: what was written before it came true is not lost
+        stopping = stop()  # read before the file, so that no event that was written before the stop is lost
         before = tail.read_bytes
         lines = _next_lines(tail, missing_is_error=stopping)
         over = tail.read_bytes == before
@@ -210,14 +210,16 @@ def next_attempt(path: Path) -> int:
     return max((event.attempt + 1 for event in read_events(path)), default=0)
 
 
-# ``steps.bin``: the numbers of logged steps beside the event stream, so that nobody has to parse its text to draw a curve.
+# ``steps.bin``: an index of the logged steps beside the event stream, so that a curve can be drawn without parsing the stream.
 #
-# A line of the event stream about a step takes 0.7 kB and some microseconds to parse; forty runs of 100,000 steps are 3 GB. The index has a record of
-# 96 bytes for each such line: where the line begins, how long it is, and the numbers that are drawn. It is only a cache: the stream stays the truth,
-# a reader holds records against their lines (``phalanx_watch/series/indexed.py``) and parses what has no record, and the file may be deleted at any time.
+# A step's line in the event stream has 0.7 kB and takes some microseconds to parse; forty runs of 100,000 steps are 3 GB. The
+# index has a record of 96 bytes for each such line: its offset, its length, and the numbers that are drawn. It is only a cache
+# of the stream. A reader compares records with their lines (``phalanx_watch/series/indexed.py``) and parses lines without a
+# record. The file may be deleted at any time.
 #
-# The records are of one size, each with a checksum over its own words. They are written in groups, when the newest group is full and at the end; a kill
-# costs the group, whose lines are then parsed. What cannot be written is left out: an index never costs a run anything.
+# Records have one size, and each has a checksum over its own words. They are written in groups, when the newest group is full
+# and at the end. A kill loses the group, whose lines are then parsed. Write errors are ignored: the index never stops or slows
+# a run.
 #
 #     0   u8  offset of the line in events.jsonl        28  i4  attempt
 #     8   f8  t, unix seconds                           32  f8  tokens

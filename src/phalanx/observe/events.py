@@ -626,8 +626,9 @@ def decode(line: bytes) -> Event:
         raise ValueError(f"t = {envelope.t} is no time")
     content = {name: value for name, value in record.items() if name not in ENVELOPE}
     try:
-        # Converted leniently: a float may be written as a whole number or as "NaN". Inside a table of free form (such as ``result``)
-        # no type declares a number, so there the three words always mean numbers. Fields that the class lacks are left out.
+        # Converted leniently: a float may be written as an integer or as "NaN". Inside a table of free form (such as
+        # ``result``) no type declares a number, so there the three words always mean numbers. Fields that the class lacks are
+        # left out.
         values = {
             name: _revived(value) if isinstance(value, dict) else value for name, value in content.items()
         }

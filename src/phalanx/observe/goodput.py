@@ -150,7 +150,7 @@ def attempt_accounts(events: Iterable[run_events.Event]) -> list[AttemptAccount]
     lived = 0
     for event in events:
         match event.body:
-            case run_events.EpochLeft(reason=reason):  # told by the coordinator, under an attempt of its own
+            case run_events.EpochLeft(reason=reason):  # logged by the coordinator, under an attempt of its own
                 reasons.setdefault(lived, reason)
             case run_events.Stopped(reason=reason):
                 reasons[event.attempt] = reason
@@ -303,7 +303,7 @@ def _in_steps(ledger: Mapping[str, float]) -> _InSteps | None:
 
 
 def _with_rest(buckets: Mapping[str, int], rest_ns: int) -> dict[str, int]:
-    # A wall clock that was set back makes the rest negative; time held cannot be.
+    # If the wall clock was set back, the remainder is negative; allocated time cannot be.
     return add([buckets, {Bucket.UNATTRIBUTED.value: rest_ns}]) if rest_ns > 0 else add([buckets])
 
 
@@ -312,7 +312,7 @@ def _ns(seconds: float) -> int:
     return round(seconds * NS_PER_S) if abs(seconds) < _LONGEST_S else 0
 
 
-# --- what became of the steps -------------------------------------------------------------------
+# --- outcomes of the steps -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ def _cut(pieces: Sequence[_Piece], step: int) -> tuple[list[_Piece], list[_Piece
     return before, after
 
 
-# --- for people ---------------------------------------------------------------------------------
+# --- text ----------------------------------------------------------------------------------------
 
 
 def format_goodput(result: Goodput) -> str:
@@ -411,15 +411,17 @@ def format_goodput(result: Goodput) -> str:
     return "\n".join(lines)
 
 
-# What others call goodput, computed from our ledger, so that a figure can be held against one that was published elsewhere.
+# Goodput by the definitions of Google and Meta, computed from our ledger, for comparison with published figures.
 #
-# * Google (ml-goodput-measurement 0.2.3): productive step time over the job's elapsed time, from its first start to its end; everything else
-#   is badput of a named type. Exposed communication, bubbles and waiting for stragglers count as productive there.
-# * Meta (Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025, arXiv:2410.21680): ETTR,
-#   productive runtime over wall time. Not productive are steps computed again after the last checkpoint, the overhead of starts and restarts,
-#   and the time between two attempts; writing a checkpoint and scoring held-out text are.
+# * Google (ml-goodput-measurement 0.2.3): productive step time over the job's elapsed time, from its first start to its end.
+#   All other
+# time is badput of a named type. Exposed communication, bubbles and waits for stragglers count as productive.
+# * Meta (Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025,
+#   arXiv:2410.21680):
+# ETTR, productive runtime over wall time. Steps computed again after the last checkpoint, the overhead of starts and restarts,
+# and the time between two attempts are not productive. Writing a checkpoint and scoring held-out text are productive.
 #
-# All times are integer nanoseconds, and the parts of each account sum to its whole exactly.
+# All times are integer nanoseconds, so the parts of each account sum exactly to its total.
 
 
 STEP = "step."

@@ -108,7 +108,7 @@ class Ledger:
         """Add the time since the last switch to the open bucket, and open ``bucket``. A clock that goes back counts
         as standing.
         """
-        # A clock that steps back would break the sum: time then stands still until it catches up.
+        # If the clock steps back, the sum would be wrong, so time is frozen until the clock catches up.
         now_ns = max(self._clock(), self._since_ns)
         self._closed[self._open] += now_ns - self._since_ns
         self._open, self._since_ns = bucket, now_ns
@@ -173,7 +173,7 @@ def _position(name: str) -> int:
     return order.index(name) if name in order else len(order)
 
 
-# --- for people ---------------------------------------------------------------------------------
+# --- text ----------------------------------------------------------------------------------------
 
 
 def format_ledger(seconds: Mapping[str, float], bar_width: int = 24) -> str:
@@ -196,10 +196,10 @@ def _row(name: str, value: float, total: float, width: int, bar_width: int) -> s
     return f"{name:<{width}}  {value:>12,.3f} s  {100 * share:>5.1f} %  {bar}".rstrip()
 
 
-# The cost of each recovery of a run, read from its events.
+# Cost of each recovery of a run, from its events.
 #
-# Every epoch of a fleet's membership writes its events as an attempt of its own, whose ledger begins where the last one's
-# ended. What that ledger holds by its first step, beside the step itself, is what the recovery took, phase by phase.
+# Each epoch of a fleet logs its events as an attempt of its own, whose ledger begins at the end of the previous attempt's. At
+# the attempt's first step, that ledger has the recovery's time by phase, in addition to the step's own.
 
 
 PHASES = (

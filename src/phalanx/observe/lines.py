@@ -208,10 +208,11 @@ def bisect_lines(file: BinaryIO, is_before: Callable[[bytes], bool], near_bytes:
     return low, high
 
 
-# Appends whole lines to a file that others read meanwhile.
+# Append complete lines to a file that other processes read meanwhile.
 #
-# A line is one ``write`` on a file opened for appending, with nothing buffered, so what was appended survives a kill of the process. A kill or a full
-# disk in the middle of it leaves at most one torn line, which the next line closes first, so that it costs nobody else's.
+# Each line is one unbuffered ``write`` to a file opened for appending, so a kill of the process loses no appended line. A kill
+# or a full disk during the write leaves at most one torn line. The next append ends it with a newline first, so that it damages
+# no other line.
 
 
 class AppendedFile:
@@ -239,7 +240,7 @@ class AppendedFile:
         append, on a file system that appends atomically; over NFS it may not be.
         """
         block = b"\n" + line if self._torn and self._ends_torn() else line
-        self._torn = True  # unless all of it is written; of what was before an error, the file tells
+        self._torn = True  # until all of it is written; after an error, _ends_torn reads the file's last byte
         written = os.write(self._descriptor, block)
         self.size_bytes = os.lseek(self._descriptor, 0, os.SEEK_CUR)
         self._torn = written < len(block)

@@ -122,7 +122,7 @@ def _ranks(value: object) -> tuple[int, ...] | str:
     return tuple(sorted(set(value)))
 
 
-# Rank 0's look-out for requests for a profile: one ``stat`` a second, and all that is wrong with a request said once.
+# Rank 0's polling for profile requests: at most one ``stat`` a second, and one warning for each refused request.
 
 
 _LOOK_EVERY_S = 1.0

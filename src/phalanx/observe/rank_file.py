@@ -156,11 +156,12 @@ def decode_column(name: str, codes: Codes) -> NDArray[np.float32]:
     return np.where((codes < 0) | ~np.isfinite(values), np.float32(np.nan), values * np.float32(UNITS[name]))
 
 
-# Finds the frames of a file of ranks' numbers, without reading more of it than their heads.
+# Index the frames of a file of ranks' numbers, reading little more than their heads.
 #
-# The file may grow while it is read, may end in the middle of a frame, and may be damaged anywhere: where no head stands, the next one is looked
-# for. It is read by ``pread``, not through a memory map: a map of a file that somebody cuts short, or that a network file system has lost, ends
-# the process that looks at it. Whatever the file claims, the memory taken is bounded by what is really there.
+# The file may grow while it is read, may end in the middle of a frame, and may be damaged anywhere. Where no head is, the
+# reader searches for the next one. It uses ``pread`` instead of a memory map: if a mapped file is truncated, or lost by a
+# network file system, the reading process is killed (SIGBUS). Memory is bounded by the file's real size, not by sizes stated in
+# it.
 
 
 MOST_FILE_BYTES = 4 << 30

@@ -110,7 +110,7 @@ class RankStreamWriter:
         except rank_file.RankStreamError:
             if self._descriptor < 0:
                 raise
-            self.close()  # what is there is no stream; it may be worth something to somebody
+            self.close()  # it is no stream, but may be valuable, so it is renamed
             self.path.replace(self.path.with_name(f"{self.path.name}.damaged"))
             self._open_as_it_is()
 
@@ -161,7 +161,8 @@ class RankStreamWriter:
             size = os.fstat(self._descriptor).st_size
         except OSError as error:
             raise self._unwritten(error.strerror or "") from error
-        # Of a frame whose head is there the rest is owed; a part of a head is no frame.
+        # If the frame's head was written, the next write begins after the full frame; without a complete head there is no
+        # frame.
         self._next = begin + len(data) if size >= begin + rank_file.HEAD_BYTES else max(begin, _whole(size))
         if size < begin + len(data):
             raise self._unwritten("the disk is full")
@@ -246,10 +247,10 @@ def _whole(position: int) -> int:
     return -(-position // 8) * 8
 
 
-# Writes the ranks' numbers from a thread of its own, so that no disk can hold a step up.
+# Write the ranks' numbers from a thread of its own, so that no disk can delay a step.
 #
-# A write to a shared file system may take seconds, and so does coarsening a file at its full size. Frames wait in a short queue meanwhile; when
-# that is full they are dropped, and whoever records the next one is told.
+# A write to a shared file system, or the coarsening of a full file, may take seconds. Meanwhile frames wait in a short queue.
+# If it is full, frames are dropped, and the next call of ``record`` returns a warning.
 
 
 _QUEUE_FRAMES = 32

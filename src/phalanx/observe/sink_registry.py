@@ -21,10 +21,11 @@ from phalanx.plugins import PluginError, load_plugin, plugin_names
 from phalanx.run.directory.files import open_regular
 from phalanx.run.fields import unknown_value
 
-# The points of a run's event stream that a tracker lacks: a process that is killed takes with it what its tracker had not sent.
+# Points of a run's event stream that a tracker has not received, because the process was killed before its tracker had sent
+# them.
 #
-# The stream is the truth and lies in the run directory, so each start sends what is missing. A tracker takes points in order; all before the
-# newest step that it holds is there, unless its queue was full, which ``phalanx sinks fill`` mends.
+# The stream in the run directory is complete, so each start sends the missing points. A tracker receives points in order, so it
+# has all points before its newest step, unless its queue was full. ``phalanx sinks fill`` sends those.
 
 _BLOCK_BYTES = 1 << 16
 _MOST_LINES = 20_000

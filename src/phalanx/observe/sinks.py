@@ -185,15 +185,13 @@ def step_of(event: run_events.Event) -> int | None:
     return event.body.step if isinstance(event.body, points) else None
 
 
-# Feeds a tracker (TensorBoard, W&B, MLflow) from a thread of its own, so that it can never hold training up.
+# Feed a tracker (TensorBoard, W&B, MLflow) from a thread of its own, so that it can never delay training.
 #
-# Trackers hang at login, throttle, and upload for hours at exit. A sink therefore lives on a thread of its
-# own behind a bounded queue: ``offer`` only appends to the queue, and when that is full the event is dropped
-# and counted. A sink that raises is tried again with the next event and given up after a few failures in
-# a row; one that hangs is left behind at ``close`` after a bounded wait, which is a minute where a run ends and seconds where
-# a fleet must recover. Nothing is lost by it: the event file has everything, and ``phalanx sinks fill`` sends it again.
-#
-# Even opening a sink happens on its thread.
+# Trackers hang at login, throttle, and upload for hours at exit. So each sink, including its opening, runs on its own thread
+# behind a bounded queue. ``offer`` only appends to the queue; if it is full, the event is dropped and counted. A sink that
+# raises is tried again with the next event, and given up after a few failures in a row. ``close`` waits for a hanging sink for
+# a bounded time: a minute at a run's end, seconds before a fleet's recovery. No event is lost, because ``phalanx sinks fill``
+# sends all of the event file again.
 
 
 QUEUE_EVENTS = 4096

@@ -90,10 +90,10 @@ def _three_digits(number: float) -> str:
     return f"{number:.0f}" if size >= 99.95 else f"{number:.1f}" if size >= 9.995 else f"{number:.2f}"
 
 
-# How far numbers usually are from the middle of them, by a measure that a few wild ones do not move.
+# Robust standard deviation: a few outliers do not change it.
 #
-# 1.4826 times the median absolute deviation estimates the standard deviation of normal noise (Rousseeuw and Croux, "Alternatives to the Median Absolute
-# Deviation", JASA 88, 1993). Loss spikes, stragglers and throughput are all judged by it.
+# 1.4826 times the median absolute deviation estimates the standard deviation of normal noise (Rousseeuw and Croux,
+# "Alternatives to the Median Absolute Deviation", JASA 88, 1993). Loss spikes, stragglers and throughput are all judged by it.
 
 
 MAD_TO_DEVIATION = 1.4826

@@ -27,12 +27,12 @@ from phalanx.observe.events import Evaluated, Event, Restored, RunStarted, Step
 from phalanx.observe.throughput import format_count, smooth
 from phalanx.run.directory.files import write_atomically
 
-# The parts of a chart written as SVG by hand: scales, round ticks, and the marks that are drawn on them.
+# Charts as hand-written SVG: scales, round ticks, and marks.
 #
-# A chart is text: it needs no plotting library and loads nothing, so it can be mailed, and read in ten years. A mark is the
-# text of one element. Its ``look`` is the attributes that color it: a class (``look_of``) where a style sheet gives light
-# and dark colors, as in the loss curve; or plain attributes (``fill="#4e79a7"``), as in a plan's report. A ``title`` is shown
-# by browsers as a tooltip.
+# A chart is text, needs no plotting library and loads nothing, so it can be mailed and still opens after years. A mark is the
+# text of one SVG element. Its ``look`` is the attributes that color it: a class (``look_of``) if a style sheet has light and
+# dark colors, as for the loss curve, or plain attributes (``fill="#4e79a7"``), as in a plan's report. Browsers show a ``title``
+# as a tooltip.
 
 PlotPoint: TypeAlias = tuple[float, float]
 """x and y, as values or as pixels."""
@@ -250,7 +250,7 @@ def _finite(points: Mapping[int, float]) -> list[PlotPoint]:
     return [(step, loss) for step, loss in sorted(points.items()) if abs(loss) < LOSS_MAX]
 
 
-# --- from numbers to places ---------------------------------------------------------------------
+# --- from numbers to pixels ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def _smoothed(train: Sequence[PlotPoint]) -> list[PlotPoint]:
     return points[:-1:every] + points[-1:]
 
 
-# --- from places to SVG -------------------------------------------------------------------------
+# --- from pixels to SVG --------------------------------------------------------------------------
 
 
 def _document(series: Series) -> str:
@@ -455,10 +455,10 @@ def _colors(palette: Mapping[str, str]) -> str:
     return rules.format_map(palette)
 
 
-# Keeps the loss curve of a run up to date while its events are shown, at a small share of one processor.
+# Redraw a run's loss curve while its events are shown, within a small share of one processor.
 #
-# A drawing reads all events from the file, so that it costs more the longer a run is; the pause to the next is a multiple of what the
-# last one took. It happens in the process that shows the run and not in one that trains.
+# A drawing reads all events from the file, so its cost grows with the run. The pause before the next one is a multiple of the
+# time that the last one took. The process that shows the run draws; ranks do not.
 
 
 EVERY_S = 30.0

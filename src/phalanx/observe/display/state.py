@@ -90,7 +90,7 @@ class State:
         if len(self.recent_t) < 2 or self.recent_t[-1] <= self.recent_t[0]:
             return 1.0
         share = sum(self.recent_step_s[1:]) / (self.recent_t[-1] - self.recent_t[0])
-        # Below a tenth, one event stands for many steps: the share says nothing then.
+        # If less than a tenth of the steps is logged, one event represents many steps, and the share is not reliable.
         return min(1.0, share) if share > 0.1 else 1.0
 
 
@@ -103,7 +103,7 @@ def reduce(state: State, event: run_events.Event) -> State:
     """
     new = notes(state, event)
     if isinstance(event.body, run_events.FROM_OUTSIDE):
-        # Their attempt is the coordinator's own, whichever the ranks are in.
+        # The coordinator logs them under an attempt of its own, which is not the ranks' attempt.
         explained = state.explained or isinstance(event.body, run_events.EpochLeft)
         return replace(state, t=event.t, notes=(*state.notes, *new)[-NOTES_KEPT:], explained=explained)
     if event.attempt != state.attempt:
@@ -297,7 +297,7 @@ def describe_checkpoint(body: run_events.CheckpointSaved) -> str:
     return ", ".join(part for part in (text, blocked) if part)
 
 
-# Reading statistics of layers: the first layer that was not finite, the layer with the largest value of a figure, one line for a log.
+# Summaries of layer statistics: the first non-finite layer, the layer with the largest value of a figure, one line for a log.
 
 _BACKWARD = (".gradient_norm", ".update_norm", ".update_ratio")
 """Figures that are not finite in all earlier layers too, since gradients pass from the last layer to the first."""

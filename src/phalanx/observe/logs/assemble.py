@@ -197,7 +197,6 @@ class Assembler:
 
         The innermost frames come last and matter most.
         """
-        # The innermost frames come last and say most: of what is too long the middle is left out when it is given.
         self._open_lines.append(line)
         self._held_characters += len(line) + 1
         if self._held_characters > 4 * MOST:

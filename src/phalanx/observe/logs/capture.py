@@ -118,7 +118,7 @@ class Capture:
                 print(f"warning: {words}", file=sys.__stderr__, flush=True)
 
     def _after_fork(self) -> None:
-        # Two processes would set the file aside, each by its own count. Another thread may have held the lock.
+        # Two processes would each rotate the file by their own count. Another thread may have had the lock.
         self._forked, self._lock = True, threading.RLock()
 
     def _catch_errors(self) -> None:

@@ -49,7 +49,7 @@ class ChildOutput:
         descriptor left.
         """
         with suppress(FileExistsError):
-            order.path.parent.mkdir()  # somebody may have removed it
+            order.path.parent.mkdir()  # the folder may have been removed
         with ExitStack() as opened:
             self._reading, self.descriptor = _pipe(opened)
             self._wake_reading, self._wake = _pipe(opened)

@@ -150,7 +150,7 @@ def level_of(text: str) -> Level:
     if _OWN_WARNING.search(head):
         return "warning"
     if _ERROR.search(head):
-        # A line that calls itself a warning is one, whatever error it warns of.
+        # A line that names itself a warning is one, even if it mentions an error.
         own = _WARNING.search(head[:80])
         return "warning" if own and not head.startswith("Traceback") else "error"
     if _WARNING.search(head):
@@ -158,14 +158,15 @@ def level_of(text: str) -> Level:
     return "debug" if _DEBUG.search(head) else "info"
 
 
-# Tells the failure that came first from those that came of it, by what the processes of a run said.
+# Find the failure that came first, from the error lines of all processes of a run.
 #
-# When a rank fails, all others fail too: their collectives break, connections are reset, the launcher ends them. Each of them says so as an
-# error, and clocks of machines differ by more than that takes. So what an error *says* counts before its time: one that speaks of a lost peer, a
-# timeout of a collective, or an order to end, comes of another failure; any other is a cause. Among causes, and if there is none among the
-# others, the earliest came first. Of a chain of exceptions the first decides: it is what happened, the others came while it was handled.
+# If a rank fails, all others fail too: their collectives break, connections are reset, the launcher ends them. Each logs an
+# error, and the clocks of machines differ by more than the time between these errors. So the text of an error counts before its
+# time. An error about a lost peer, a collective's timeout or a request to end is a consequence; any other is a cause. The
+# earliest cause is the first failure, or without causes the earliest consequence. Of a chain of exceptions, the first one
+# decides, because the others were raised while it was handled.
 #
-# Only the newest burst of failures is looked at, since a fleet survives many: the failures before which nothing failed for a minute.
+# A fleet survives many failures, so only the newest burst counts: the failures since the last minute in which nothing failed.
 
 
 _QUIET_S = 60.0
@@ -246,7 +247,8 @@ def first_failure(lines: Iterable[LogLine]) -> FirstFailure | None:
     own: dict[str, LogLine] = {}
     for line in failures:
         key = line.process or who(line)
-        # Of one process its earliest failure, unless that came of another and a later one did not. How it ended only says that it did.
+        # Of each process, keep its earliest failure, unless that is a consequence and a later one is not. An exit line has no
+        # cause.
         if key not in own or (
             _guilt(own[key]) == _INNOCENT and not says_its_end(line) and _guilt(line) < _INNOCENT
         ):

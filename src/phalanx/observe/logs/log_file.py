@@ -123,7 +123,7 @@ class LogFile:
         file.append(line)
 
     def _open(self) -> AppendedFile:
-        self.path.parent.mkdir(exist_ok=True)  # somebody may have removed it
+        self.path.parent.mkdir(exist_ok=True)  # the folder may have been removed
         self._file = AppendedFile(self.path)
         return self._file
 
@@ -135,7 +135,7 @@ class LogFile:
             before = set_aside(self.path)
             self._number = before[-1][0] + 1 if before else 0
         self.close()
-        with suppress(FileNotFoundError):  # somebody has removed it
+        with suppress(FileNotFoundError):  # the file may have been removed
             os.rename(self.path, aside(self.path, self._number))
         self._number += 1
         full_files = set_aside(self.path)
@@ -146,7 +146,7 @@ class LogFile:
         return self._open()
 
 
-# The end of a log: what a process said last, from its own file and from that of its descriptors, in the order of time.
+# The end of a process's log: the newest lines of its own file and of its captured descriptors, in the order of time.
 
 
 _BLOCK = 64 << 10
@@ -188,7 +188,8 @@ def last_text(path: Path, lines: int) -> list[str]:
     return [text for line in tail for text in line.text.splitlines()][-lines:]
 
 
-# What a process is told about its log: where it lies, whose it is, how much is kept. A parent gives it to a child in one environment variable.
+# The settings of a process's log: path, process, attempt, node, bounds. A parent passes them to a child in one environment
+# variable.
 
 
 VARIABLE = "PHALANX_LOG"
@@ -249,9 +250,7 @@ def taken_from(environment: MutableMapping[str, str]) -> LogOrder | None:
         return None
 
 
-# Write records into a process's log: with time and place, without secrets, and no more of them than a process may write.
-#
-# Below: the bound on output, and the process's place in its run (rank, epoch, step), in memory that its parent reads too.
+# Write records into a process's log, with time and place, with secrets masked, and within the process's rate limit.
 
 _TOKEN_FILES = ("fleet.token", "fleet.operator-token")
 _TOKEN = re.compile(r"[0-9A-Za-z_-]{16,}")
@@ -352,9 +351,10 @@ class Recorder:
                     self._mask.add(*_TOKEN.findall(read_small(path).decode(errors="replace")))
 
 
-# Bounds what a process that says too much costs: a bucket of bytes that fills again with time.
+# Rate limit of a process's output: a token bucket of bytes.
 #
-# A process may say much at once (a start, a listing), and little for ever. What goes beyond is left out and counted; errors never are.
+# A process may write much at once (a start, a listing), but little on average. Lines beyond the limit are left out and counted.
+# Errors have a reserve of their own (``Recorder``).
 
 
 PER_LINE = 200
@@ -386,10 +386,11 @@ class LineBucket:
         return self._left >= nbytes
 
 
-# Where a process is in its run, for the lines of its log: rank, epoch and step, in memory that its parent sees too.
+# A process's place in its run, for the lines of its log: rank, epoch and step, in memory that its parent can read.
 #
-# A rank sets its step with one store. The launcher or agent that reads what native code in it prints looks here for the rank and step of
-# those lines, and finds them also after the rank was killed. The descriptor is inherited; a process without one has a place of its own.
+# A rank sets its step with one store. Its launcher or agent, which captures the output of native code in the rank, reads the
+# rank and step of those lines here, even after the rank was killed. The child inherits the memory's descriptor; a process
+# without one has private memory.
 
 
 _BYTES = 3 * 8

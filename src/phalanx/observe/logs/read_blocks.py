@@ -281,7 +281,7 @@ def _decoded(block: bytes, span: LineBounds) -> list[LogLine]:
     if span.at_least not in ("warning", "error"):
         return _whole(block)
     *lines, last = block.rstrip(b"\n").split(b"\n")
-    # The last one is kept, whatever its level: it tells how far the block goes.
+    # The last one is kept at any level, because it marks the end of the block.
     kept = [raw for raw in lines if b'"level":"info"' not in raw[:_LEVEL_STANDS]]
     return _whole(b"\n".join([*kept, last]))
 

@@ -31,12 +31,12 @@ from phalanx.run.directory.files import read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ObserveSpec
 
-# A small HTTP server for metrics, on threads of its own, that no client can make expensive.
+# A small HTTP server for metrics on threads of its own, with bounds on the cost of every client.
 #
-# It answers GET and HEAD of a few fixed paths, one request a connection. Everything about a client is bounded: so many connections at once (``_THREADS``
-# are served, ``_MOST_READY`` and ``_MOST_SILENT`` wait), so many bytes of a request, so many seconds for the whole of it, from the first byte to the
-# last of the answer, and a pause after each connection, so that thousands of requests a second cannot take the interpreter's lock away from whoever
-# shares the process. ``http.server`` bounds none of these but the silence between two bytes.
+# It answers GET and HEAD of a few fixed paths, one request per connection. It bounds the number of connections (``_THREADS``
+# are served, ``_MOST_READY`` and ``_MOST_SILENT`` wait), the bytes of a request, and the seconds of a request and of its
+# response. After each connection it pauses, so that thousands of requests a second cannot keep the interpreter's lock from the
+# other threads of the process. ``http.server`` bounds only the time between two bytes.
 
 _THREADS = 4
 _WAITING = 128
@@ -336,11 +336,12 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-# Where a run's endpoints are: a small file of each in the run directory, in the form of Prometheus' file service discovery.
+# Addresses of a run's endpoints: one small file for each in the run directory, in the format of Prometheus' file service
+# discovery.
 #
-# ``RUN/targets/NAME.json`` is written by the process that listens and removed when it ends in good order; one that was killed leaves its file behind, and
-# Prometheus then says that the target is down, which is true. So ``file_sd_configs`` can read the folder of any number of runs as it is, and the coordinator
-# and ``phalanx ui`` serve the same lists over HTTP.
+# The listening process writes ``RUN/targets/NAME.json`` and removes it at an orderly end. If it is killed, the file stays, and
+# Prometheus correctly reports the target as down. So ``file_sd_configs`` can read the folders of any number of runs directly.
+# The coordinator and ``phalanx ui`` serve the same lists over HTTP.
 
 
 COORDINATOR = "coordinator"

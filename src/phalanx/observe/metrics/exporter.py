@@ -181,10 +181,11 @@ class Exporter:
         self._complaints[name] = reason
 
 
-# The samples of a run directory: its event stream is followed from where the last look ended.
+# Samples of a run directory, from its event stream, which is read from where the last call ended.
 #
-# A look reads what was appended since, and no more than a given time of it: the first look at a run of months says what its first part says, and the
-# next looks catch up. Nothing is ever written, and nothing that stands in the stream can do more than be counted as torn.
+# A call reads the events appended since then, for a bounded time. So the first call on a run of months reports the state after
+# the part that was read, and later calls catch up. Nothing is written. A line that is no event only increases the count of torn
+# lines.
 
 
 _BLOCK_BYTES = 1 << 16

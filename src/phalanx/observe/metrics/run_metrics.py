@@ -19,11 +19,12 @@ from phalanx.observe.metrics.samples import Derived, Found, Kind, Metric
 from phalanx.observe.throughput import typical
 from phalanx.run.sections.monitoring import MOST_TASKS
 
-# What a run's event stream says so far, kept small while the stream grows: a fold of its lines, one at a time.
+# The state of a run as a fold over the lines of its event stream, in bounded memory.
 #
-# A stream of a hundred thousand steps is read in a fraction of a second: of a line about a step only what sums need is decoded (``_Line``), the rest
-# of it only once somebody asks for the newest ones. Memory is bounded: the ledgers that goodput is computed from are thinned where they are old
-# (``_MOST_LEDGERS``), and then a rollback into the thinned past is divided evenly among the steps between two that are left.
+# A stream of a hundred thousand steps is read in a fraction of a second, because only the fields that sums need are decoded of
+# a step's line (``_Line``). The newest lines are decoded in full at the first request for them. The older ledgers for goodput
+# are thinned (``_MOST_LEDGERS``). A rollback into the thinned part is divided evenly among the steps between the two nearest
+# kept ones.
 
 
 _WINDOW = 64
@@ -94,7 +95,7 @@ class RunFacts:
     _most_ledgers: int = _MOST_LEDGERS
     _goodput: Goodput | None = None
 
-    # --- asked -----------------------------------------------------------------------------------
+    # --- summaries ------------------------------------------------------------------------------------
 
     @property
     def recent(self) -> tuple[run_events.Step, ...]:
@@ -126,7 +127,7 @@ class RunFacts:
         """Seconds by bucket of all attempts."""
         return dict(self.ended_buckets + Counter(self.buckets))
 
-    # --- told ------------------------------------------------------------------------------------
+    # --- updates --------------------------------------------------------------------------------------
 
     def take(self, line: bytes) -> None:
         """Take the next line of the stream, without its newline; one that is no event is counted as torn."""

@@ -97,11 +97,11 @@ def _samples(derived: Derived[Facts], facts: Facts, labels: Labels) -> list[Samp
     return [Sample(derived.metric, labels | more, value) for more, value in computed]
 
 
-# Samples as Prometheus' text format 0.0.4, and as OpenMetrics 1.0.0 for those who ask for it.
+# Samples in Prometheus' text format 0.0.4, or in OpenMetrics 1.0.0 for clients that accept it.
 #
-# Written by hand because it is hot: a coordinator of 12,500 nodes has 100,000 series, and its processor has better things to do. A series costs one
-# entry of a dictionary and one line; ``prometheus_client`` builds a family, a sample object and an escaped line of each, and takes about seven times as
-# long. Its parsers are the reference in the tests.
+# Written by hand because it is hot: a coordinator of 12,500 nodes has 100,000 series. A series costs one dictionary entry and
+# one line here. ``prometheus_client`` builds a family, a sample object and an escaped line for each, which takes about seven
+# times as long. Its parsers are the reference in the tests.
 #
 # Formats: prometheus.io/docs/instrumenting/exposition_formats; the OpenMetrics specification of 2020.
 

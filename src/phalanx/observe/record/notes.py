@@ -27,13 +27,15 @@ from phalanx.process.this_process import host_name
 from phalanx.run.directory.files import create_once, read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory
 
-# The machines of a run: hardware, driver and libraries of every node, and in what they differ.
+# The machines of a run: hardware, driver and libraries of each node, and their differences.
 #
-# Machines of one run that differ in a library or a driver may round differently, and then the bits depend on who computed what; probes refuse
-# the kernels that do (``train.measure.numerics``), and this module compares what lies behind it, and names the machines whose difference no probe has seen.
+# Machines with different libraries or drivers may round differently, so that the bits depend on the machine that computed them.
+# Probes refuse kernels that do (``train.measure.numerics``). The comparison here names the machines with other software or
+# hardware, also where no probe found a difference.
 #
-# Each node leaves a small file in the run directory, ``machines/NODE.json``, when its processes start; nobody gathers anything while a run forms.
-# The list of all installed packages is long and nearly always the same: it is kept once for each content, ``code/packages-HASH.txt``.
+# Each node writes a small file into the run directory, ``machines/NODE.json``, when its processes start, so a run's start needs
+# no exchange for it. The list of all installed packages is long and nearly always the same, so it is stored once per content,
+# as ``code/packages-HASH.txt``.
 
 _NAMED = 6
 _DRIVER = re.compile(r"Kernel Module\S*(?: for \S+)?\s+(\d[\w.]*)|\s(\d+\.\d+(?:\.\d+)?)\s")
@@ -363,10 +365,10 @@ def read_serving(directory: RunDirectory) -> list[Serving]:
     return sorted(servers, key=lambda note: note.seen_s, reverse=True)
 
 
-# Nodes whose processors are slowed down while a run trains: each leaves a note in the run directory for as long as it lasts.
+# Notes of nodes whose processors are throttled during a run.
 #
-# One process of a node looks every ten seconds, on a thread of its own, and writes ``machines/NODE.throttled`` when there is something to say; the note is
-# removed when there has been nothing for a while. Nothing is exchanged, and no step waits for it. ``phalanx why`` names the node by its note.
+# A thread in one process of each node checks every ten seconds, and writes ``machines/NODE.throttled`` while there is a reason.
+# It removes the note after a minute without one. Nodes exchange nothing, and no step waits. ``phalanx why`` reads the notes.
 
 
 LOOK_S = 10.0

@@ -158,7 +158,7 @@ def git(directory: Path, *arguments: str) -> str | None:
             capture_output=True,
             text=True,
             encoding="utf-8",
-            errors="surrogateescape",  # a diff holds whatever bytes files hold
+            errors="surrogateescape",  # a diff may contain any bytes
             timeout=GIT_TIMEOUT_S,
             check=True,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
@@ -242,11 +242,11 @@ def process_age_ns() -> int:
     return max(0, time.clock_gettime_ns(time.CLOCK_BOOTTIME) - started_ns)
 
 
-# What of a checkout a commit does not say: the changes of tracked files as a patch, and the names of files that nobody has added.
+# The state of a checkout beyond its commit: the changes of tracked files as a patch, and the names of untracked files.
 #
-# A run from a checkout with changes cannot be repeated from its commit; with the patch it can. Files are kept out whose names say that they hold
-# secrets, what looks like a secret in the rest is masked, and untracked files are named, not copied: they may be data, or anything else. The
-# patch is bounded, and says when it was cut.
+# A run from a checkout with changes can be repeated only with the patch. Files with names of secrets are left out, and text
+# that looks like a secret is masked. Untracked files are only named, because they may be data or private. The patch is bounded,
+# and marked if it was cut.
 
 
 MOST_BYTES = 4 << 20
