@@ -150,7 +150,7 @@ def attempt_accounts(events: Iterable[run_events.Event]) -> list[AttemptAccount]
     lived = 0
     for event in events:
         match event.body:
-            case run_events.EpochLeft(reason=reason):  # logged by the coordinator, under an attempt of its own
+            case run_events.EpochLeft(reason=reason):  # logged under the coordinator's own attempt
                 reasons.setdefault(lived, reason)
             case run_events.Stopped(reason=reason):
                 reasons[event.attempt] = reason
