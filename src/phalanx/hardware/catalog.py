@@ -31,11 +31,11 @@ from phalanx.hardware.cluster import (
 from phalanx.run.directory.files import home
 from phalanx.run.fields import Problem, field_types, listing, unknown_field, unknown_value
 
-# Turns the catalog's TOML tables into accelerators and systems.
+# Convert the catalog's TOML tables into accelerators and systems.
 #
-# A table is written for people: a figure may be a plain number, which has the source and date of its table, and an entry that
-# is ``like`` another states only what differs. ``spelled_out`` makes of it a table with every figure in full, along the
-# fields' types, which ``read_entry`` reads.
+# A table is short for its author: a figure may be a plain number, which has the source and date of its table, and an entry that
+# is ``like`` another has only the differing fields. ``spelled_out`` expands it to a table with every figure in full, and
+# ``read_entry`` reads that.
 
 _ORIGIN = ("source", "date")
 

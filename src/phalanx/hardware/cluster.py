@@ -18,9 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 from phalanx.run.directory.files import read_named
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, Problem, ValueRange, listing, read_section
 
-# Reading from TOML: all that is wrong with a description is reported in one ``HardwareError``.
-
-# The one error of this package.
+# Reading from TOML: one ``HardwareError`` lists all mistakes of a description.
 
 
 class HardwareError(ValueError):
@@ -210,7 +208,7 @@ class System:
         )
 
 
-# A cluster with one figure replaced: by the user, or to see what moves an estimate.
+# A cluster with one figure replaced, by the user or for a sensitivity analysis.
 
 
 _MAY_BE_ZERO = ("price_per_hour", "power_w")

@@ -204,7 +204,7 @@ def _read_constants(file: Values, path: Path) -> Constants:
     """
     place = f"{path}, [profile]"
     shared = {name: file[name] for name in ("source", "date") if name in file}
-    # The time scalars of a software stack stand in the same table; whoever plans for one reads them.
+    # The table also has the time scalars of a software stack, which the planner reads separately.
     values = {name: value for name, value in table_of(file, "profile", str(path)).items() if name != "stack"}
     for name in (*_FITS, *_FITS_BY_NAME):
         fit = values.get(name)

@@ -23,10 +23,11 @@ from phalanx.hardware.kernels.compiler import NoHostKernelsError, compiled
 from phalanx.hardware.kernels.reference import REFERENCE, Kernels, SpanRun, UpdateFactors
 from phalanx.hardware.local.device import on_gpu
 
-# The kernels of ``host.c`` and ``bins.c`` on a CPU, called through ctypes; compiled once for each user and machine.
+# The kernels of ``host.c`` and ``bins.c`` on a CPU, called through ctypes, compiled once for each user and machine.
 #
-# Threads are Python's, each calling into C with a share of the elements while the interpreter's lock is released: an OpenMP runtime of
-# our own would fight with PyTorch's for the processors. They are started anew for each call, since a process may have forked in between.
+# They run in Python threads, each of which calls C for a share of the elements, without the interpreter's lock. A second OpenMP
+# runtime would compete with PyTorch's for the processors. Threads are started for each call, since the process may have forked
+# in between.
 
 SOURCE = Path(__file__).with_name("host.c")
 _CHUNK = 1 << 26
@@ -163,9 +164,10 @@ def _on_threads(work: Callable[[Share], T], tensors: Sequence[Tensor]) -> list[T
         return list(pool.map(work, shares))
 
 
-# The kernel of ``bins.c``: add a gradient to an integer sum (``phalanx.parallel.reduction.reproducible_sums``) in one pass over memory.
+# The kernel of ``bins.c``: add a gradient to an integer sum (``phalanx.parallel.reduction.reproducible_sums``) in one pass over
+# memory.
 #
-# As a chain of PyTorch operations the same is nine passes over pieces that stay in the cache.
+# PyTorch's operations need nine passes for it, over pieces that stay in the cache.
 
 
 _SOURCE = Path(__file__).with_name("bins.c")
@@ -269,7 +271,7 @@ def fused_kernels(device: torch.device) -> Kernels:
         try:
             kernels = make()
             differing = differences(kernels, device)
-        except Exception as error:  # a compiler that fails in whatever way is as good as none
+        except Exception as error:  # any failure of a compiler means that these kernels are missing
             failures.append(f"{type(error).__name__}: {error}")
             continue
         if not differing:

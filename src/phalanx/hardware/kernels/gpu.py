@@ -139,7 +139,7 @@ def _extract_program(
     tl.store(sums + tl.program_id(0) * 2 + 1, tl.sum(seconds, 0))
 
 
-# No program of its own for a table of one row, or of sixteen.
+# ``rows`` is not specialized: Triton would compile separate programs for tables of one row and of multiples of sixteen.
 _adamw = triton.jit(_adamw_program, do_not_specialize=["rows"])
 _peak = triton.jit(_peak_program, do_not_specialize=["rows"])
 _extract = triton.jit(_extract_program, do_not_specialize=["rows"])
@@ -237,7 +237,7 @@ def _launches(columns: Sequence[Sequence[Tensor]], device: torch.device) -> Iter
 
 # Addition of a gradient to an integer sum in bins (``phalanx.parallel.reduction.reproducible_sums``), in one pass over memory.
 #
-# The same operations as in ``bins.c``. A program takes some spans of one size, which is a power of two.
+# The operations are those of ``bins.c``. A program takes several spans of one size, which is a power of two.
 
 _TILE = 1024
 """Elements of one program."""

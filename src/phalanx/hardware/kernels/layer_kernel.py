@@ -16,9 +16,7 @@ from torch import Tensor
 
 from phalanx.hardware.kernels.compiler import NoHostKernelsError, compiled
 
-# PyTorch's thread team, among which C kernels divide their work.
-#
-# Kernels use the OpenMP runtime that PyTorch has loaded, which waits for its threads anyway; a second runtime would compete with it.
+# PyTorch's OpenMP threads, among which C kernels divide their work. A second OpenMP runtime would compete with them.
 
 _TEAM_LEAST_SHARE = 1 << 16
 """Elements of a matrix for which another thread is woken."""
@@ -123,7 +121,7 @@ class HostLayerKernels(LayerKernels):
         """Rotate the halves of ``x`` ``(b, h, s, e)`` by tables ``(s, e)``, in one pass, into a new tensor; other
         shapes by the reference. ``back`` is the transposed rotation.
         """
-        if x.dim() != 4 or cos.dim() != 2:  # not a layer's heads: whoever looks at one of them
+        if x.dim() != 4 or cos.dim() != 2:  # a single head, or another shape that no layer uses
             return super().turned(x, cos, sin, back=back)
         if x.stride(-1) != 1:
             x = x.contiguous()

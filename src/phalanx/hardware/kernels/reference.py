@@ -20,9 +20,9 @@ from torch import Tensor
 SpanRun = tuple[int, int, int, int]
 """Consecutive spans of one size in a share of a gradient: the first one's first element, its number, how many there are, elements of each."""
 
-# Elements worked on at once. On a CPU, per thread: six fp32 arrays of them, or two in fp64, fit into a core's second-level cache.
-# On a GPU: for an update, enough to fill it, few enough that temporaries (three arrays) stay small beside the model; for a sum,
-# so that two fp64 arrays (32 MiB) stay in the cache.
+# Elements processed at once. On a CPU, per thread: six fp32 arrays of them, or two in fp64, fit into a core's second-level
+# cache. On a GPU: for an update, enough to fill it, and few enough that the three temporary arrays are small beside the model;
+# for a sum, few enough that two fp64 arrays (32 MiB) stay in the cache.
 _CPU_CHUNK = 1 << 15
 _GPU_UPDATE_CHUNK = 1 << 26
 _GPU_SUM_CHUNK = 1 << 21

@@ -97,11 +97,13 @@ def _entry_named(device_name: str) -> Accelerator | None:
 
 # Throttling of GPUs and processors: heat, a hardware slowdown, a power brake, a quota.
 #
-# A GPU's driver tells the reasons why its clocks are low at this moment (NVML, package ``nvidia-ml-py``, optional; meanings of the bits: nvml.h). The kernel
-# counts how often a processor's clocks were lowered for heat, of each core and each package
-# (``/sys/devices/system/cpu/cpuN/thermal_throttle``; Linux, Documentation/ABI/testing/sysfs-devices-system-cpu); machines whose kernel
-# does not say, such as most virtual ones, say nothing here. It also counts the periods in which the processes of a control group had used up
-# their quota of processor time, such as the CPU limit of a container, and were stopped until the next (Documentation/scheduler/sched-bwc.rst).
+# * GPUs: the driver reports the current reasons for low clocks (NVML, optional package ``nvidia-ml-py``; bits: nvml.h).
+# * Heat of processors: the kernel counts how often it lowered the clocks of each core and package
+# (``/sys/devices/system/cpu/cpuN/thermal_throttle``; Linux, Documentation/ABI/testing/sysfs-devices-system-cpu). Most virtual
+# machines have no such counters, and then nothing is reported.
+# * Quota: the kernel counts the periods in which a control group, such as a container with a CPU limit, had used up its
+#   processor time
+# and was stopped until the next period (Documentation/scheduler/sched-bwc.rst).
 
 
 THROTTLED = {
@@ -137,7 +139,7 @@ def throttled_gpus() -> list[str]:
     reasons = []
     try:
         for number in range(nvml.nvmlDeviceGetCount()):
-            with suppress(Exception):  # this GPU does not say
+            with suppress(Exception):  # this GPU does not support the query
                 gpu = nvml.nvmlDeviceGetHandleByIndex(number)
                 words = reasons_in_words(int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)))
                 if words:
@@ -248,8 +250,8 @@ def _spans(numbers: set[int]) -> str:
 
 # Environment variables that CUDA, cuBLAS and NCCL read once, at their first use. None affects a CPU.
 #
-# ``set_for_rank`` is for the main function of every process that may hold a rank, before anything starts CUDA. What the user has set
-# stays.
+# The main function of every process that may run a rank calls ``set_for_rank`` before anything initializes CUDA. Variables that
+# the user has set are not changed.
 
 
 RANK = {
@@ -269,7 +271,7 @@ SURVIVING_RANK = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     # The monitor would end the process when the watchdog hangs, as it may while communicators are aborted.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # The agent asks for the flight record; written at a timeout too, it would only delay the abort.
+    # The agent requests the flight record itself; a dump at a timeout would only delay the abort.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 """For a rank that outlives its process groups, besides."""

@@ -180,11 +180,11 @@ def fetched(tensor: Tensor) -> NDArray[Any]:
     return tensor.cpu().numpy()
 
 
-# Memory that a CPU rank keeps between steps, instead of mapping it again.
+# Freed memory that a CPU rank keeps for later steps.
 #
-# A step allocates and frees the same gigabytes of activations, logits and gradients again and again. The C library (glibc) gives large blocks back to the
-# system at once, which fills them with zeros before it gives them out anew, page by page: for a block of 64 MB that took eight times as long as writing it once.
-# A GPU's memory stays with PyTorch's allocator anyhow.
+# A step allocates and frees the same gigabytes of activations, logits and gradients repeatedly. The C library (glibc) returns
+# large blocks to the system at once. The system fills each page with zeros before it maps it again: for a block of 64 MB that
+# took eight times as long as writing it once. On a GPU, PyTorch's allocator keeps freed memory anyway.
 
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
@@ -207,10 +207,11 @@ def keep_freed_memory(device: torch.device) -> bool:
     return all(done)
 
 
-# Time that a device's queue waits in parts of a step, read after the step without blocking the host.
+# Time that a device's queue spends in parts of a step, read after the step without blocking the host.
 #
-# A GPU runs behind the host, which queues a wait for a collective in microseconds and goes on. What the wait took is known to the GPU alone: two
-# events around it in the queue (https://docs.pytorch.org/docs/2.11/generated/torch.cuda.Event.html, ``enable_timing``) are read when all is done.
+# The host queues work, such as a wait for a collective, in microseconds, and the GPU executes it later. So the time is measured
+# by two events in the GPU's queue, around the work (https://docs.pytorch.org/docs/2.11/generated/torch.cuda.Event.html,
+# ``enable_timing``). They are read when all work is done.
 
 
 _NS_PER_MS = 1e6
@@ -287,10 +288,10 @@ def queue_times(device: torch.device) -> QueueTimes | None:
     return QueueTimes(lambda: torch.cuda.current_stream(device), event)
 
 
-# The measured peak of matrix products.
+# The measured peak of matrix products, with the library, format and thread count of the training step.
 #
-# A peak from a data sheet says what the silicon could do; a peak that was measured with the same library, format and
-# thread count says what a training step is up against. MFU on a CPU is stated against the latter.
+# A data sheet's peak is the limit of the silicon; the measured one is the practical limit of a step. MFU on a CPU refers to the
+# measured one.
 
 
 _BUDGET_S = 0.4
@@ -337,10 +338,10 @@ def _best_s(device: torch.device, dtype: torch.dtype, size: int, budget_s: float
     return best
 
 
-# The measured rate at which memory is moved: the limit of operations that compute little.
+# The measured rate of memory copies: the limit of operations that compute little.
 #
-# A copy reads and writes every byte once, as STREAM's does (McCalpin, 1995). The arrays are larger than the last caches, and not much larger: on a
-# GPU that a run has filled, more would not fit, or would make the allocator give up the blocks that the next step needs.
+# A copy reads and writes every byte once, as STREAM's does (McCalpin, 1995). The arrays are somewhat larger than the last-level
+# caches. On a GPU that a run has filled, more would not fit, or the allocator would release blocks that the next step needs.
 
 
 _ROUNDS = 4

@@ -46,7 +46,7 @@ def library_file() -> Path:
     return compiled(_SOURCE, options, beside=_BESIDE, linked=linked, notice=_NOTICE)
 
 
-# The processors that can have portable numerics.
+# Processors that support portable numerics.
 
 
 def unfit_processor() -> str:

@@ -150,7 +150,7 @@ class LayerKernel:
             "gate": inner,
             "up": inner,
         }
-        # whatever the process's defaults are
+        # dtype and device are explicit, because the process may have other defaults
         self._memory = {
             name: torch.empty(rows, width, dtype=torch.float32, device="cpu")
             for name, width in widths.items()

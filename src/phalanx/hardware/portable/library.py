@@ -101,11 +101,12 @@ def power(base: Tensor, exponent: Tensor) -> Tensor:
     return out
 
 
-# Operations that take a scalar, which PyTorch's stable C interface does not have: composed of other operations.
+# Operations with a scalar argument, which PyTorch's stable C interface does not support, composed of other operations.
 #
-# Each is a sequence of operations whose bits are stated: products and functions of ``registered.cpp``, and additions, multiplications and divisions, which every
-# processor rounds alike. PyTorch's own kernels of these operations round once or twice as the compiler of each instruction set chose.
-# bf16 and fp16 are computed in fp32 and rounded once. The sources of the formulas are PyTorch's documentation of each operation.
+# Each is a sequence of operations with defined bits: products and functions of ``registered.cpp``, and additions,
+# multiplications and divisions, which every processor rounds in the same way. PyTorch's own kernels of these operations round
+# once or twice, depending on the compiler and the instruction set. bf16 and fp16 are computed in fp32 and rounded once. The
+# formulas are from PyTorch's documentation of each operation.
 
 
 _MAXIMUM_BITS = 63

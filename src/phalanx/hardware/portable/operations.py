@@ -97,10 +97,11 @@ def prepare() -> None:
         ) from error
 
 
-# Bits of known results, by which each process is checked at its start.
+# Digests of known results, with which each process checks its kernels at its start.
 #
-# Inputs are whole numbers times powers of two, made in integers, so that they are the same everywhere. What is computed from them are the functions that
-# models, losses and optimizers are made of, forward and backward. The digests hold for every processor, number of threads and release of PyTorch.
+# Inputs are integers times powers of two, so they are the same everywhere. The computations are the forward and backward
+# functions of which models, losses and optimizers consist. The digests are the same for every processor, number of threads and
+# release of PyTorch.
 
 
 DIGESTS = {
