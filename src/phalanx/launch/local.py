@@ -156,7 +156,7 @@ class _Ranks:
         self.orders.tell_new()
         codes = self.codes()
         if self.first_failure is None:
-            # A rank that had not yet set up its handler ends by the signal itself: it was asked to.
+            # After a request to stop, a rank without its handler yet is ended by the signal itself, which is no failure.
             is_stopping = self.orders.made > 0
             fine = {None, *_FINE} | ({-signal.SIGTERM, -signal.SIGKILL} if is_stopping else set())
             if is_stopping and self._deadline_s is None:
@@ -205,7 +205,7 @@ def _ending(run: OpenRun, processes: _Ranks) -> Ending:
         culprit is None and run.directory.finished_result() is not None
     ):
         return Ending("finished")
-    if culprit is None:  # asked to stop, perhaps before all were started
+    if culprit is None:  # stopped on request, perhaps before all had started
         return Ending("stopped", exit_code=EXIT_STOPPED, unsaved=processes.orders.made > 1)
     log, code = run.directory.log(run.attempt, culprit), codes[culprit]
     assert code is not None
@@ -216,7 +216,7 @@ def _ending(run: OpenRun, processes: _Ranks) -> Ending:
     return Ending("failed", culprit, code, words, failure.kind if failure else "")
 
 
-# The number of ranks on this machine of a run whose file leaves it open.
+# The number of ranks on this machine for a run file without one.
 
 
 def ranks_on_this_machine(spec: RunSpec, run_file: Path) -> int:
@@ -240,9 +240,9 @@ def ranks_on_this_machine(spec: RunSpec, run_file: Path) -> int:
     return ranks
 
 
-# Replay of a run's steps on this machine's ranks, in a directory of their own.
+# Replay steps of a run on this machine's ranks, in a separate directory.
 #
-# The ranks are started as those of a training are; the run itself is only read.
+# Ranks are started as for training. The run itself is only read.
 
 _PROGRAM = "phalanx.train.compare.replay_worker"
 

@@ -141,12 +141,12 @@ def from_domains(domains: Mapping[str, Domains], source: str = "") -> Topology:
     return Topology(levels, filled, source=source)
 
 
-# Seats of a run, and the orders in which they can be laid along a network.
+# Seats of a run, and their orders along a network.
 #
-# A *seat* is a node's block of consecutive ranks, and the mesh is ``pipeline x replicate x shard x context x tensor``, tensor fastest.
-# Seats that share the inner axes (tensor, context, a team of experts) are a *block* and stay together. Blocks are laid along the tree
-# either by data (all blocks of a stage side by side) or by pipeline (the stages of a replica side by side), and a unit is one or more
-# blocks that follow each other so.
+# A *seat* is a node's block of consecutive ranks, and the mesh is ``pipeline x replicate x shard x context x tensor``, tensor
+# fastest. Seats that share the inner axes (tensor, context, a team of experts) are a *block* and stay together. Blocks are laid
+# along the tree either by data (all blocks of a stage side by side) or by pipeline (the stages of a replica side by side). A
+# unit is one or more consecutive blocks in this order.
 
 Order = Literal["data", "pipeline"]
 
@@ -213,13 +213,14 @@ class Shape:
         yield from sorted(span for span in spans if self.seats % span == 0 and span <= self.seats)
 
 
-# Choice of nodes: whole units under the lowest switches, spares spread, units in the order of the tree.
+# Choice of nodes: complete units under the lowest switches, spares spread, units in the order of the tree.
 #
-# A *unit* is a number of nodes with most traffic among them. The algorithm is greedy, and leaves as many units whole at *every* level at
-# once as there can be: in every domain as many units are cut as its free nodes give, the lowest domains first, and what remains is joined
-# one level up, the biggest fragments first. No unit is lost so, since ``floor(a/u) + floor(b/u) + floor((a mod u + b mod u)/u) = floor((a +
-# b)/u)`` (tests compare with mixed-integer programs). If fewer units are requested, those that are whole lowest are kept, in the fullest
-# domains. A node that belongs to no unit is a spare, so spares are where fragments are: all over the fleet, and near what they replace.
+# A *unit* is a number of nodes with most traffic among them. The algorithm is greedy. Each domain, lowest first, gives as many
+# units as its free nodes suffice for. The remainders are joined one level up, largest first. This leaves the most units
+# undivided at *every* level at once, since ``floor(a/u) + floor(b/u) + floor((a mod u + b mod u)/u) = floor((a + b)/u)`` (tests
+# compare with mixed-integer programs). If fewer units are requested, those in the lowest domains are kept, in the fullest
+# domains. Nodes without a unit are spares, so spares are where remainders are: all over the fleet, and near the nodes that they
+# replace.
 
 
 class Unit(NamedTuple):

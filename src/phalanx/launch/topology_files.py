@@ -73,7 +73,7 @@ def _of_slurm(partition: str, *, free_only: bool) -> Topology:
         raise EngineError(
             f"Slurm has no nodes{f' in a partition {partition!r}' if partition else ''}: `sinfo` lists what there is"
         )
-    # A star marks a node that does not respond; other marks say what is about to happen to it.
+    # A star marks a node that does not respond; other marks announce a change of its state.
     taken = frozenset(name for name, state in states.items() if state not in usable)
     try:
         switches = from_slurm(run_tool(["scontrol", "show", "topology"]), "scontrol show topology")

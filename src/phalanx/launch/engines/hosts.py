@@ -156,7 +156,7 @@ def check_script(order: LaunchOrder, word: str) -> str:
         [
             *_preamble_lines(order),
             f'[ "$(cat {nonce} 2>/dev/null)" = {word} ] || {{ echo {not_shared} >&2; exit 65; }}',
-            # A prologue may have said `set -e`.
+            # The prologue may contain `set -e`.
             f'probe={nonce}-"$HOSTNAME-$$"; printf %s {word} 2>/dev/null > "$probe" || true',
             f'[ "$(cat "$probe" 2>/dev/null; rm -f "$probe")" = {word} ] || {{ echo {unwritten} >&2; exit 67; }}',
             f"{shlex.quote(order.python)} -c {shlex.quote(_CHECK)}",
@@ -237,7 +237,7 @@ def signal_script(run_dir: str, pids: list[int], number: int) -> str:
         does = [
             "begun=$(sed 's/.*) //' /proc/$pid/stat | cut -d ' ' -f 20)",
             f"asked={mark}",
-            # Where it cannot be made, as on a full disk, nobody can say whether the signal was sent.
+            # If the folder cannot be made, as on a full disk, it is unknown whether the signal was sent, so it is sent again.
             f'if mkdir "$asked" 2>/dev/null || [ ! -d "$asked" ]; then {does[0]}; fi',
         ]
     return "\n".join(

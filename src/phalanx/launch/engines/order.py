@@ -22,13 +22,14 @@ from phalanx.run.directory.files import open_regular
 from phalanx.run.read import launch_variables
 from phalanx.run.spec import LaunchSpec
 
-# The TCP port of a run's coordinator, outside the range from which the kernel takes the ports of outgoing connections.
+# The TCP port of a run's coordinator, outside the range that the kernel uses for outgoing connections.
 #
-# A coordinator that is started, or started again after a death, needs one port that all agents know. Any program's outgoing connection may
-# use a port of the kernel's range at that moment, for as long as it lives (``ip_local_port_range``, by default 32768 to 60999: Linux,
-# Documentation/networking/ip-sysctl.rst). So the port is taken from those from 20,000 to 39,999 that the machine's range leaves, by a
-# number that is the run's own. Where it leaves fewer than a thousand, as on machines that give nearly all ports to connections, any of them
-# is taken, as runs would come to share ports otherwise; ``fleet.port`` names one. The address of a running fleet is in its ``fleet.json``.
+# A coordinator needs a port that all agents know, also after a restart. Any program's outgoing connection may occupy a port of
+# the kernel's range for as long as it is open (``ip_local_port_range``, by default 32768 to 60999: Linux,
+# Documentation/networking/ip-sysctl.rst). So the port is one of 20,000 to 39,999 outside that range, computed from a number of
+# the run. If fewer than a thousand of these remain, as on machines that give nearly all ports to connections, runs would often
+# share a port. Then any port of 20,000 to 39,999 may be chosen; ``fleet.port`` sets another one. The address of a running fleet
+# is in its ``fleet.json``.
 
 _FIRST, _END = 20_000, 40_000
 _LEAST = 1_000
@@ -77,7 +78,7 @@ def port_in_shell(number: str, path: Path = RANGE_FILE) -> Iterator[str]:
     yield f"port=$(( place < below ? {_FIRST} + place : resumes + place - below ))"
 
 
-# The order to an engine.
+# A launch order, from which an engine starts a run.
 
 FOLDER = "launch"
 """The folder's name in a run directory."""
@@ -189,10 +190,11 @@ def slurm_time(seconds: float) -> str:
     return f"{total // 86_400}-{total % 86_400 // 3_600:02d}:{total % 3_600 // 60:02d}:{total % 60:02d}"
 
 
-# Private variables: values that no file of a run may contain, those that the run file only names and those of ``launch.secrets``.
+# Private variables: values that must be in no file of a run. They are those that the run file only names, and those of
+# ``launch.secrets``.
 #
-# They are read where the run is submitted. Slurm gets them in sbatch's environment and hosts on the standard input of their shell, so they
-# are in no script, no command line and no file of the run directory.
+# They are read on the submitting machine. Slurm gets them in sbatch's environment, and hosts on the standard input of their
+# shell. So they are in no script, command line or file of the run directory.
 
 _MOST_BYTES = 1 << 20
 
@@ -333,7 +335,7 @@ def run_tool(
     return done.stdout + (done.stderr if errors_too else "")
 
 
-# Launchers that are not ours (torchrun or srun), by the environment: whether this process is a rank, and the domains of its node.
+# Other launchers (torchrun, srun), detected by the environment: whether this process is a rank, and the domains of its node.
 
 
 def in_slurm_step(environ: Mapping[str, str]) -> bool:

@@ -216,11 +216,11 @@ def without_overrulers(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in VARIABLES}
 
 
-# Limits of accounts and QOS under which a job would wait for ever: sbatch queues such a job without an error.
+# Limits of accounts and QOS that would keep a job waiting for ever: sbatch queues such a job without an error.
 #
-# A job counts against its user's association, its account's, those of all accounts above it, and its QOS
-# (https://slurm.schedmd.com/resource_limits.html). Only a request that is larger than a whole limit is a problem; one that others have used
-# up is a matter of waiting, which ``phalanx status`` explains by the job's reason.
+# The limits of the user's association, of its account, of all parent accounts and of the QOS apply to a job
+# (https://slurm.schedmd.com/resource_limits.html). Only a request above a full limit is a problem. If others use up a limit,
+# the job waits, and ``phalanx status`` shows its reason.
 
 _MOST_PARENTS = 32
 """Accounts above one another that are followed: a damaged table may name a circle."""

@@ -164,7 +164,7 @@ def _environment(order: LaunchOrder) -> Iterator[str]:
     for name, value in launch_variables(launch):
         if (
             value is None
-        ):  # sbatch hands on what phalanx submit has put into its environment, unless it is told not to
+        ):  # sbatch exports the variables that phalanx submit has set, unless --export prevents it
             yield f': "${{{name}:?launch.environment names it, and sbatch has not handed it on (--export)}}"'
     for line in launch.prologue:
         if line.lstrip().startswith("#SBATCH"):
@@ -207,7 +207,7 @@ def _body(order: LaunchOrder) -> Iterator[str]:
         yield ')"'
     yield f"nonce={folder}/nonce"
     yield f"rm -rf {folder}/at-work {folder}/concluded"
-    # Who cancels a run at the moment at which its job queues itself again finds it here.
+    # The run may be cancelled at the moment at which its job is queued again.
     yield f'if [ -n "${{SLURM_RESTART_COUNT:-}}" ] && [ -e {folder}/stopped ]; then'
     yield '  echo "the run was cancelled: it does not go on"'
     yield from (f"  {line}" for line in _given_back(order))
@@ -244,7 +244,7 @@ def _queued_again(order: LaunchOrder) -> Iterator[str]:
     error and 67.
     """
     folder, checkpoints = shlex.quote(str(order.folder)), shlex.quote(str(order.run_dir / "checkpoints"))
-    # Of a job that was cancelled the state is another; phalanx cancel and phalanx fleet stop leave the file.
+    # A cancelled job is not in state RUNNING; phalanx cancel and phalanx fleet stop write the file ``stopped``.
     yield f'if [ "$(cat {folder}/lead-exit 2>/dev/null)" = {_STOPPED} ] && [ ! -e {folder}/stopped ] &&'
     yield '    [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then'
     yield "  in_vain="
@@ -260,10 +260,11 @@ def _queued_again(order: LaunchOrder) -> Iterator[str]:
             f'{order.launch.time_limit} leaves beside launch.grace_s = {order.launch.grace_s:g}; submit it again with a longer --time" >&2; in_vain=1; code=67'
         )
         yield "  fi"
-    # Whoever has borrowed nodes gives them back below.
+    # If the job ends here, borrowed nodes are returned below.
     yield '  if [ -z "$in_vain" ]; then'
     yield '    echo "the run has saved; it is queued again"'
-    # It goes on: what it has borrowed it keeps. The signal that Slurm then sends would end scontrol before it hears that it is done; it ends the sleep.
+    # If the job is queued again, it keeps its borrowed nodes. Slurm then sends SIGTERM, which scontrol ignores until its
+    # request is done, and which ends the sleep.
     yield '    ( trap "" TERM; exec scontrol requeue "$SLURM_JOB_ID" ) && { sleep 60; exit "$code"; }'
     yield "  fi"
     yield "fi"

@@ -65,7 +65,7 @@ def with_run_dir(spec: RunSpec, working_dir: Path) -> RunSpec:
 
 def default_name(spec: RunSpec) -> str:
     """The name of the run directory of a run that names none: NAME-DIGEST, by the digest of the run file."""
-    # What is asked of the engine may change from one start to the next.
+    # Fields of the engine and the fleet may change from one start to the next.
     same = to_table(replace(spec, fleet=RunSpec().fleet, launch=RunSpec().launch))
     return f"{spec.name}-{hashlib.sha256(tomli_w.dumps(same).encode()).hexdigest()[:8]}"
 
@@ -248,7 +248,7 @@ def mark_stopped(run_dir: Path) -> None:
     Does nothing for a run that was never submitted or is marked already. Raises ``EngineError``.
     """
     folder = run_dir / FOLDER
-    # Whoever made it before may be another user, whose file nobody else may write.
+    # An existing mark may belong to another user, and then cannot be opened for writing.
     if not folder.is_dir() or (folder / STOPPED).is_file():
         return
     try:

@@ -177,10 +177,10 @@ def print_logs(job: ClusterJob, *, index: int, follow: bool, last: int) -> int:
     return subprocess.call(["kubectl", *where, "logs", pod, "-c", manifests.CONTAINER, *shown])
 
 
-# State of jobs and pods, read with kubectl, whose errors name the remedy where it reaches no cluster, or the cluster lacks a kind.
+# State of jobs and pods, read with kubectl. Errors name the remedy if it reaches no cluster, or if the cluster lacks a kind.
 #
-# The reason for which a job waits comes from what keeps it waiting: its own conditions, its queue (the Workload of Kueue), the scheduler
-# of a pod, or the kubelet that cannot start a container.
+# The reason for which a job waits comes from its own conditions, its queue (Kueue's Workload), the scheduler of a pod, or the
+# kubelet that cannot start a container.
 
 JOB_SETS, VOLCANO_JOBS = "jobsets.jobset.x-k8s.io", "jobs.batch.volcano.sh"
 """The kinds of a run's job, as kubectl names them."""

@@ -104,9 +104,9 @@ def _dry_run(
     return SubmitReport({"manifests": manifests, "run_dir": pods.run_dir}, text)
 
 
-# A pod beside its agent: liveness, the domains of its node, and the exit code that decides whether it is started again.
+# Inside an agent's pod: liveness, the domains of its node, and the exit code that decides whether the pod is restarted.
 #
-# Kubernetes never starts a pod again that has ended with code 0, so only a finished run ends with 0.
+# Kubernetes never restarts a pod that ended with code 0, so only a finished run ends with 0.
 
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

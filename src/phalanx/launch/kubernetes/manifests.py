@@ -200,7 +200,7 @@ def _indexed_job(request: PodRequest, submission: str) -> Json:
         "template": pod_template(request, submission),
     }
     if launch.time_limit:
-        # Then the pods are asked to end, and have their grace.
+        # At this deadline the pods get SIGTERM and their grace period.
         spec["activeDeadlineSeconds"] = max(1, math.floor(seconds_of(launch.time_limit) - launch.grace_s))
     return spec
 
@@ -245,8 +245,8 @@ def _volcano_job(request: PodRequest, submission: str) -> Json:
 
 # The pod that runs the agent of one node: its command, probes, volumes and environment.
 #
-# All pods of a run have one template. They differ by their index, which a replacement keeps: the index is the node's name in the fleet, and index 0
-# leads. Sources: kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle (probes, termination),
+# All pods of a run have one template. They differ by their index, which a replacement keeps: it is the node's name in the
+# fleet, and index 0 leads. Sources: kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle (probes, termination),
 # /docs/concepts/workloads/controllers/job (completion index, restart policy), /docs/concepts/workloads/pods/downward-api.
 
 
@@ -399,7 +399,7 @@ def _environment(request: PodRequest) -> list[Json]:
     if request.launch.run_as:
         variables.append({"name": "HOME", "value": "/tmp"})  # of a user that the image does not know
     for name, value in launch_variables(request.launch):
-        # $(NAME) would be another variable's value: a run file means what it says.
+        # Kubernetes would replace $(NAME) by another variable's value; values of a run file are literal.
         variables.append(
             {"name": name, "valueFrom": {"secretKeyRef": {"name": request.launch.secrets, "key": name}}}
             if value is None
@@ -430,7 +430,7 @@ def _pod_security(request: PodRequest) -> Json:
     own: Json = {"runAsUser": user[0], "runAsGroup": user[1]} if user else {}
     return {
         **own,
-        # What the Pod Security Standard "restricted" demands.
+        # Required by the Pod Security Standard "restricted".
         "runAsNonRoot": user is None or user[0] != 0,
         "seccompProfile": {"type": "RuntimeDefault"},
         "fsGroup": group,

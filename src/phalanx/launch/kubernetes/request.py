@@ -280,12 +280,12 @@ def user_of(launch: LaunchSpec) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2] or match[1]))
 
 
-# Pod patch: a file of a user's own fields that is merged into the pod template, such as annotations, volumes, a runtime class, limits of
-# CPU.
+# Pod patch: a file with the user's fields, merged into the pod template, such as annotations, volumes, a runtime class, CPU
+# limits.
 #
-# Tables are merged field by field, and null removes a field (RFC 7386, JSON merge patch). Of lists whose entries have a ``name``, such as
-# containers, volumes and env, entries of one name are merged, as kubectl's strategic merge does; other lists are appended. Fields without
-# which a fleet cannot form are refused.
+# Tables are merged field by field, and null removes a field (RFC 7386, JSON merge patch). In lists of entries with a ``name``,
+# such as containers, volumes and env, entries of one name are merged, as in kubectl's strategic merge; other lists are
+# appended. A patch of fields that a fleet depends on is refused.
 
 _LAUNCHERS = object()
 _OWNED: dict[str, object] = {
