@@ -307,7 +307,7 @@ def describe_exit(code: int) -> str:
     return f"was killed by signal {-code}"
 
 
-# In the child: it ends when its parent dies, however the parent dies.
+# In the child: end when the parent dies, for any reason.
 
 
 PARENT_VARIABLE = "PHALANX_LAUNCHER"

@@ -168,9 +168,9 @@ def on_stop_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# The limit on open files: raised as far as the system allows, by every process that holds many connections.
+# The limit on open files: every process with many connections raises it as far as the system allows.
 #
-# The usual soft limit (1,024) is below what a coordinator of a thousand nodes or a busy server needs; the hard limit seldom is.
+# The usual soft limit (1,024) is too low for a coordinator of a thousand nodes or a busy server; the hard limit seldom is.
 
 
 RESERVE = 256

@@ -125,7 +125,7 @@ class RemoteStore:
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
         """As ``Store.ranges``; near spans are fetched by one request, and empty ones are not requested."""
         store.require_key(key, self.url)
-        # Joined here: the library panics where it has joined spans of which one lies behind the object's end.
+        # Joined here: the library panics if one of the spans that it joins begins after the object's end.
         starts, stops = joined_spans(spans)
         if not starts:
             return [memoryview(b"") for _ in spans]
@@ -203,7 +203,8 @@ class RemoteStore:
     def list(self, prefix: str = "") -> Iterator[store.Info]:
         """As ``Store.list``; all is fetched before the first object, so that a repetition cannot list one twice."""
         store.require_prefix(prefix, self.url)
-        # As a whole, so that a repetition cannot list an object twice; the library repeats single pages by itself.
+        # Listed in full before the first is yielded, so that a retry cannot yield an object twice. The library retries single
+        # pages itself.
         listed = self._repeated(lambda: self._listed(prefix), prefix, "list")
         for meta in listed:
             yield _info(meta)
@@ -417,11 +418,11 @@ def _profile() -> Any:
     return Boto3CredentialProvider()
 
 
-# The source of credentials of a store's client, so that a refusal can name whose credentials were refused.
+# The source of a store client's credentials, for messages about refused credentials.
 #
-# The order is that of the client library (Rust ``object_store`` 0.13: ``aws/builder.rs``, ``gcp/builder.rs``, ``azure/builder.rs``), which
-# reads the environment itself. AWS profiles it does not know; they go through boto3, where that is installed. No value is ever read
-# here, only whether there is one.
+# The order is that of the client library (Rust ``object_store`` 0.13: ``aws/builder.rs``, ``gcp/builder.rs``,
+# ``azure/builder.rs``), which reads the environment itself. It does not support AWS profiles; they are read by boto3, if that
+# is installed. Only the existence of a value is checked here; no value is read.
 
 
 PROFILE = "AWS profile"

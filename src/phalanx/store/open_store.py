@@ -17,11 +17,12 @@ from urllib.parse import unquote, urlsplit
 from phalanx.run.directory.files import files_below, sync
 from phalanx.store import store
 
-# A folder as an object store: atomic and durable, so that a path can stand wherever a store's URL can.
+# A folder as an object store, atomic and durable, so that a path can be used wherever a store's URL can.
 #
-# An object is a file. It is written under a temporary name, fsynced, and then renamed over its key, or linked to it for ``create``: a
-# link fails if the name is taken, on every POSIX file system that has links, NFS too. The folder is fsynced last, so that what was
-# reported as written is there after a power cut. (Rust ``object_store`` has a local store with the same calls; it does not fsync.)
+# An object is a file. It is written under a temporary name, fsynced, and then renamed to its key, or linked to it for
+# ``create``: a link fails if the name exists, on every POSIX file system with links, including NFS. The folder is fsynced last,
+# so that an object that was reported as written survives a power cut. (Rust ``object_store`` has a local store with the same
+# calls; it does not fsync.)
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.writing")
 _MOST_RACES = 1_000  # with deletes that remove the folder that an object is to be written to
@@ -192,8 +193,8 @@ class LocalFolder:
                     temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
                 ), temporary
             except (FileNotFoundError, FileExistsError):
-                # A delete removed the empty folder between two system calls; if it is always so, the working folder is gone, or a
-                # file stands where a folder should be.
+                # A delete removed the empty folder between two system calls. If it happens every time, the working folder was
+                # removed, or a file has the name of a folder.
                 races += 1
                 if races > _MOST_RACES:
                     raise
@@ -296,7 +297,7 @@ def check_url(url: str) -> str:
             raise store.BadUrlError("an empty path names no store; give a folder or a URL", url, "open")
         return url.rstrip("/") or "/"
     parts = urlsplit(url)
-    # What follows "@" or "?" may be a secret, so the message shows none of it.
+    # The part before "@" and the part after "?" may be secrets, so the message shows neither.
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     if parts.username is not None or parts.query or parts.fragment:
         raise store.BadUrlError(

@@ -103,7 +103,7 @@ def require_create(store: Store, probe_key: str) -> None:
         refused = True
     else:
         refused = False
-    with suppress(StoreError):  # whoever may only add objects can commit all the same
+    with suppress(StoreError):  # a client that may only create objects can commit all the same
         store.delete([probe_key])
     if not refused:
         raise UnconditionalStoreError(
@@ -113,8 +113,8 @@ def require_create(store: Store, probe_key: str) -> None:
         )
 
 
-# Errors of object stores. Each names the URL, the operation and the remedy. None repeats the full text of a server or
-# library: such texts can hold signatures and keys.
+# Errors of object stores. Each names the URL, the operation and the remedy. None has the full text of a server or library,
+# which can contain signatures and keys.
 
 
 class StoreError(Exception):
@@ -170,7 +170,7 @@ class MissingSupportError(StoreError):
     """A package is not installed that this URL or these credentials need."""
 
 
-# Keys: relative paths that mean the same in every store and on a file system.
+# Keys: relative paths that are valid in every store and on a file system.
 
 
 def require_key(key: str, url: str) -> None:
@@ -205,11 +205,12 @@ class RetryPolicy:
     timeout_s: float = 180.0
 
 
-# Hedged reads: a read that takes far longer than usual is sent a second time, and the first answer counts.
+# Hedged reads: a read that is much slower than usual is sent a second time, and the first response is used.
 #
-# Of many thousand requests some take a hundred times as long as the median, for no reason of their own, and whoever reads them all waits for the last.
-# A second request at such a moment is mostly answered at once (Dean and Barroso 2013, "The Tail at Scale", CACM 56(2)). It is sent only after three times the 99th percentile of
-# the latest reads, and for at most one read in twenty, so that a store that is slow as a whole is not asked twice for everything.
+# Of many thousand requests a few take a hundred times the median, by chance, and a reader of all of them waits for the slowest.
+# A second request is then usually answered at once (Dean and Barroso 2013, "The Tail at Scale", CACM 56(2)). It is sent after
+# three times the 99th percentile of the latest reads, and for at most one read in twenty, so that a slow store does not get
+# twice the load.
 
 
 _LATEST = 256
@@ -247,7 +248,7 @@ class HedgedReads:
         with self._lock:
             self.reads += 1
         begun_s = time.monotonic()
-        # Daemon threads: the slower of two may never be answered, and nobody waits for it.
+        # Daemon threads: the slower call may never return, and the process does not wait for it.
         answers: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()
         in_background(call, _THREAD).add_done_callback(answers.put)
         try:

@@ -87,15 +87,16 @@ def _require_short(nbytes: int, longest_bytes: int) -> None:
         raise MessageError(f"a message of {nbytes:,} bytes, more than the {longest_bytes:,} allowed")
 
 
-# Mutual proof that both ends of a connection know a run's token, and seals on later messages.
+# Mutual proof that both ends of a connection have a run's token, and seals on later messages.
 #
-# Challenge and response (ISO/IEC 9798-4, mutual authentication with a keyed hash): each side sends random bytes, and proves itself by
-# the HMAC-SHA256 (RFC 2104) of both sides' under the token, with its role and what the connection is for. The token never leaves the
-# process, and a proof is worth nothing on another connection. From the same random bytes both sides derive a key for each direction,
-# and every later message of a control connection carries a seal, the HMAC of its number and content: someone in between can cut
-# the connection, and read it, but can neither alter, add, repeat nor swap a message.
+# Challenge and response (ISO/IEC 9798-4, mutual authentication with a keyed hash): each side sends random bytes. It proves
+# itself by the HMAC-SHA256 (RFC 2104), keyed with the token, of both sides' random bytes, its role and the connection's
+# purpose. The token is never sent, and a proof is worthless on another connection. Both sides derive a key for each direction
+# from the same random bytes. Every later message of a control connection has a seal, the HMAC of its number and content. An
+# attacker in between can cut or read the connection, but cannot change, add, repeat or reorder a message.
 #
-# No I/O here: ``handshake`` yields the bytes to send and the number of bytes to receive, and the owner of the connection carries that out.
+# No I/O here: ``handshake`` yields the bytes to send and the number of bytes to receive, and the owner of the connection does
+# the I/O.
 
 
 Role = Literal["client", "server"]
@@ -189,7 +190,7 @@ def token_mac(token: str, *parts: bytes) -> bytes:
     return hmac.digest(token.encode(), framed, "sha256")
 
 
-# The asyncio side of a connection: the handshake over any stream of messages, and sealed messages over asyncio's own streams.
+# The handshake over any asynchronous stream of messages, and sealed messages over asyncio's streams.
 
 
 async def authenticate(

@@ -163,7 +163,7 @@ class ProvenPort:
         while not self._closed.is_set():
             try:
                 connection, address = self._listener.accept()
-            except OSError as error:  # no descriptor is left, say: others may be closed in a moment
+            except OSError as error:  # for example no free descriptor: others may be closed in a moment
                 if not self._closed.wait(_PAUSE_S):
                     _log.warning("%s: cannot accept connections: %s", self._name, error)
                 continue
@@ -215,7 +215,7 @@ class ProvenPort:
                 newcomer.connection, server_side=True, do_handshake_on_connect=False
             )
             newcomer.connection = secured
-            secured.do_handshake()  # its timeout is for the whole of it
+            secured.do_handshake()  # its timeout covers the complete handshake
         return newcomer.connection
 
     @contextmanager

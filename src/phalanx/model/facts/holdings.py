@@ -27,9 +27,11 @@ from phalanx.run.kinds.operations import HEAD_UNIT, Parameter
 from phalanx.run.layout import SPLIT_BACKWARD, Layout, micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec
 
-# Whole sums of a rank that adds its own, contiguous slots first (ZeRO-1): those that it holds at once, and those that it exchanges.
+# Complete sums of a rank that adds its own contiguous slots first (ZeRO-1): the number in memory at once, and the number
+# exchanged.
 #
-# A rank's slots are a complete subtree only if their number is a power of two. Of three, one is added to nothing before the exchange.
+# A rank's slots are a complete subtree only if their number is a power of two. Otherwise several nodes remain: of three slots,
+# one is exchanged as a leaf.
 
 _RANKS = 8
 """Ranks whose slots are looked at: those of more ranks are in the same places of their subtrees, or in better ones."""
