@@ -67,6 +67,17 @@ def test_a_gradient_that_only_one_rank_holds_becomes_the_sum_in_its_own_buffer()
     assert not reducer.tree.nodes
 
 
+def test_a_gradient_that_only_one_rank_holds_enters_the_tree_without_a_copy() -> None:
+    leaves = Leaves(Deal(2, 1, 1), 1)
+    reducer = TreeReducer("group", of_replica(0, 1), leaves, Intake())
+    (first, _) = rounds_of(leaves.deal, 0, 0)
+    reducer.intake.round = first
+    gradient = torch.ones(3)
+    reducer.take_alone(gradient)
+    (node,) = reducer.tree.nodes.values()
+    assert node.data_ptr() == gradient.data_ptr()
+
+
 def test_a_gradient_that_is_not_admitted_is_left_out_of_the_tree() -> None:
     asked = []
 
