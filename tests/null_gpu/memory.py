@@ -1,4 +1,4 @@
-"""Peaks of PyTorch's allocator in forty-seven layouts, beside the memory that the planner predicts for rank 0.
+"""Peaks of PyTorch's allocator in forty-eight layouts, beside the memory that the planner predicts for rank 0.
 
 ``python -m null_gpu.memory`` prints a table of all, or ``python -m null_gpu.memory NAME [LIMIT]`` the figures of one in JSON. ``LIMIT`` is the
 memory that the allocator may hold, as a factor on the prediction: beyond it, PyTorch reports that memory is exhausted. Each layout runs in
@@ -117,6 +117,7 @@ FITTED = {
 """By name: a run, and its ranks."""
 JUDGING = {
     "8b, tensor 2 of 8 ranks": _run(DENSE_8B, 8, slots=4, each=2, tensor=2, sharding="zero2"),
+    "llama3-8b, 8 ranks ZeRO-1, 8 slots": _run(PRESETS["llama3-8b"], 8, slots=8, sharding="zero1"),
     "8b, 2 slots of 2": _run(DENSE_8B, slots=2, each=2),
     "wide, recompute selective": _with(_run(WIDE, each=2, at_once=2), "memory", recompute="selective"),
     "wide": _run(WIDE),

@@ -176,6 +176,7 @@ ROWS = {
     "llama-3b, 1 slot, compiled": _run("llama-3b", 1, 1, 4, each=16, compiled=True),
     "llama-3b, 8 slots, compiled": _run("llama-3b", 1, 8, 2, each=2, compiled=True),
     "llama3-8b on 8 ranks, 1 slot, compiled": _run("llama3-8b", 8, 1, 1, each=8, compiled=True),
+    "llama3-8b on 8 ranks, 8 slots, compiled": _run("llama3-8b", 8, 8, 1, each=1, compiled=True),
     "llama3-8b on 8 ranks, 8 slots, ZeRO-1, compiled": _run(
         "llama3-8b", 8, 8, 1, each=1, sharding="zero1", compiled=True
     ),
