@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -25,26 +25,45 @@ from phalanx.model.facts.shape import count
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import RunSpec
 
-Contender = Callable[[RunSpec, torch.device], Step]
+StepBuilder = Callable[[RunSpec, torch.device], Step]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A step whose speed is measured, and the kernels of its attention: ``None`` leaves them to PyTorch."""
+
+    name: str
+    build: StepBuilder
+    attention: SDPBackend | None = None
+
+
+def contenders(*, on_gpu: bool) -> tuple[Contender, ...]:
+    """Return our step and the bare loop.
+
+    On a GPU the loop runs twice. PyTorch prefers cuDNN's attention on some GPUs. It is not deterministic, so ours is
+    FlashAttention: the loop with the same attention shows what our step costs, the one with cuDNN's what determinism costs.
+    """
+    own = Contender("ours", ours)
+    if not on_gpu:
+        return own, Contender("bare PyTorch", bare)
+    return (
+        own,
+        Contender("bare PyTorch, FlashAttention", bare, SDPBackend.FLASH_ATTENTION),
+        Contender("bare PyTorch, cuDNN's attention", bare, SDPBackend.CUDNN_ATTENTION),
+    )
 
 
 def speed(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
-    """Tokens per second and MFU of our step and of the bare loop, one after the other, for each model.
-
-    PyTorch chooses cuDNN's attention for the bare loop on some GPUs. It is not deterministic, so ours is FlashAttention: the loop is timed with both.
-    """
+    """Tokens per second and MFU of our step and of the bare loop, one after the other, for each model."""
     sizes, ranks = sizes_for(device), dist.get_world_size()
     peak = measure_matmul_flops(device, torch.bfloat16)
     tell("measured matrix product, FLOP/s", peak)
     for preset in presets or sizes.presets:
         spec = speed_run(preset, sizes, device, ranks)
-        for name, build in (("ours", ours), ("bare PyTorch", bare)):
-            find = partial(timed, build, spec, device, sizes, peak * ranks)
-            attempt(tell, f"{preset}, {name}", device, find)
-        if on_gpu(device):
-            with attention_by(SDPBackend.FLASH_ATTENTION):
-                find = partial(timed, bare, spec, device, sizes, peak * ranks)
-                attempt(tell, f"{preset}, bare PyTorch, FlashAttention", device, find)
+        for contender in contenders(on_gpu=on_gpu(device)):
+            with nullcontext() if contender.attention is None else attention_by(contender.attention):
+                find = partial(timed, contender.build, spec, device, sizes, peak * ranks)
+                attempt(tell, f"{preset}, {contender.name}", device, find)
 
 
 def variants(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
@@ -99,7 +118,7 @@ def not_deterministic() -> Iterator[None]:
 
 
 def timed(
-    build: Contender, spec: RunSpec, device: torch.device, sizes: Sizes, peak_flops_per_s: float
+    build: StepBuilder, spec: RunSpec, device: torch.device, sizes: Sizes, peak_flops_per_s: float
 ) -> dict[str, float]:
     """Median time of a step, and what follows from it, after two steps to warm up."""
     step = build(spec, device)

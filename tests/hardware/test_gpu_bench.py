@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from bench.gpu.__main__ import Part, limit_of, parts_for
 from bench.gpu.processes import run_processes
 from bench.gpu.report import PartResult, page, verdicts
+from bench.gpu.speed import contenders
 from bench.gpu.trace import kernel_class, summary
 from ranks import Ranks
 
@@ -177,6 +179,22 @@ def test_kernels_have_classes() -> None:
     assert kernel_class("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTT") == "matrix product"
     assert kernel_class("triton_poi_fused_mul_silu_1") == "compiled pointwise"
     assert kernel_class("void at::native::multi_tensor_apply_kernel") == "optimizer and norm"
+
+
+def test_on_a_gpu_the_bare_loop_runs_with_the_attention_of_our_step_and_with_cudnns() -> None:
+    attention = {contender.name: contender.attention for contender in contenders(on_gpu=True)}
+    assert attention == {
+        "ours": None,
+        "bare PyTorch, FlashAttention": SDPBackend.FLASH_ATTENTION,
+        "bare PyTorch, cuDNN's attention": SDPBackend.CUDNN_ATTENTION,
+    }
+
+
+def test_a_cpu_has_one_kind_of_attention_for_the_bare_loop() -> None:
+    assert [(contender.name, contender.attention) for contender in contenders(on_gpu=False)] == [
+        ("ours", None),
+        ("bare PyTorch", None),
+    ]
 
 
 def test_parts_that_are_wanted_most_come_first_and_fit_into_the_ranks() -> None:
