@@ -403,16 +403,16 @@ def offload_activations(module: nn.Module, store: Store, smallest: int = SMALLES
 
 # Recomputation of activations in the backward pass.
 #
-# Without it a block keeps some dozen tensors for backward, each as wide as the model or wider. ``full`` keeps a block's
-# input alone and computes the block twice. ``selective`` keeps the results that cost much time per byte, and recomputes only the
-# cheap rest (Korthikanti et al., arXiv 2205.05198); ``budget`` leaves the choice to the compiler, which solves a knapsack
-# problem for each block.
+# Without it, a block keeps some dozen tensors for backward, each at least as wide as the model. ``full`` keeps only a block's
+# input and computes the block twice. ``selective`` keeps the results with the most time per byte and recomputes the cheap
+# others (Korthikanti et al., arXiv 2205.05198). ``budget`` leaves the choice to the compiler, which solves a knapsack problem
+# for each block.
 #
-# Recomputation does the same operations on the same numbers, so no bit changes: that includes the choices of a router, and
-# collectives, which all ranks of a group run again in the same order. PyTorch's non-reentrant checkpoint is put around a
-# block's ``forward`` rather than around the block, so that parameters keep their names, and so that whatever hooks the block
-# has (FSDP's gathering of weights) run once and stay outside. A compiled ``forward`` is recomputed as it is: one program, with or
-# without. ``selective`` cannot look into it, so ``phalanx.run.layout`` refuses the two together; ``budget`` is for compiled blocks.
+# Recomputation repeats the same operations on the same numbers, so no bit changes. This includes a router's choices, and
+# collectives, which all ranks of a group repeat in the same order. PyTorch's non-reentrant checkpoint is put around a block's
+# ``forward``, not around the block. So parameters keep their names, and the block's hooks, such as FSDP's gathering of weights,
+# stay outside and run once. A compiled ``forward`` is recomputed as the same program. ``selective`` cannot select inside it, so
+# ``phalanx.run.layout`` refuses the two together; ``budget`` is for compiled blocks.
 
 
 ATTENTION = frozenset(

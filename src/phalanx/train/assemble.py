@@ -284,10 +284,11 @@ def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> f
     return measure_matmul_flops(device, dtype, _PEAK_BUDGET_S)
 
 
-# The start of a run from a checkpoint of another one, on all ranks together, with its lineage.
+# Start a run from another run's checkpoint, on all ranks together, and record its lineage.
 #
-# ``checkpoint.init_with`` in the run file chooses what is loaded: the weights, the optimizer's state with them, or all of the training
-# state. The checkpoint is read in place and not copied. The run needs it until it has saved a checkpoint of its own.
+# ``checkpoint.init_with`` in the run file selects the loaded part: the weights, the weights and the optimizer's state, or all
+# of the training state. The checkpoint is read in place and not copied. The run needs it until it has saved a checkpoint of its
+# own.
 
 
 def take_over(
@@ -331,7 +332,7 @@ def take_over(
     if checkpoint.init_with == "weights":
         return None
     if checkpoint.init_with == "optimizer":
-        # Adam's bias correction goes by the updates that its moments have seen; all else begins anew.
+        # Adam's bias correction depends on the number of updates in its moments; all other progress starts from zero.
         extra = asdict(TrainProgress(updates=TrainProgress.from_extra(extra).updates))
     progress = TrainProgress.from_extra(extra)
     seconds = time.monotonic() - began_s

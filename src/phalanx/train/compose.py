@@ -44,9 +44,9 @@ from phalanx.train.precision import apply_precision
 from phalanx.train.step.slot import LoopRunner, Losses, PipelineRunner, SlotRunner
 from phalanx.train.step.state import Built, Placement
 
-# The facts of the whole model: names, shapes, stages, FLOP.
+# Facts of the full model: names, shapes, stages, FLOP.
 #
-# For the transformer they are derived from the run file alone (``phalanx.model.facts``). For a user's own model they come from
+# For the transformer they follow from the run file alone (``phalanx.model.facts``). For a user's own model they come from
 # building it once on the meta device (``phalanx.model.custom``). Every rank derives the same facts.
 
 
@@ -158,7 +158,7 @@ def _part(
     if len(stages) > 1:
         part.keep(stages[stage], first=stage == 0, last=stage == len(stages) - 1)
     partitions: dict[str, Partition] = {}
-    if isinstance(part, Transformer):  # what is in a user's own blocks is not known, and they stay whole
+    if isinstance(part, Transformer):  # a user's own blocks have unknown contents, so they are not divided
         tiles = rank_tiles(spec, mesh, waits[Bucket.COMM_EXPOSED_CP])
         partitions |= apply_tensor(part, mesh, spec, waits[Bucket.COMM_EXPOSED_TP], tiles)
         partitions |= apply_experts(part, mesh, spec, waits[Bucket.COMM_EXPOSED_EP])
@@ -189,9 +189,9 @@ def _runner(spec: RunSpec, mesh: Mesh, model: DataParallel, waits: dict[Bucket, 
 
 # Compilation of the transformer's blocks, one program for all of them.
 #
-# A block's ``forward`` is compiled before anything is put around it. So recomputation and offload, which belong to the fleet, get
-# the same program inside, and FSDP's hooks stay outside. Compiling the code around it would change the bits: Dynamo makes no
-# graph of a checkpointed block, and eager kernels round at other places than compiled ones.
+# A block's ``forward`` is compiled before recomputation, offload and FSDP's hooks are put around it. Recomputation and offload
+# belong to the fleet, so they must not change the program. If the code around the block were compiled too, the bits would
+# change: Dynamo makes no graph of a checkpointed block, and eager kernels round at other places than compiled ones.
 
 
 def compile_blocks(module: nn.Module) -> None:
@@ -200,7 +200,7 @@ def compile_blocks(module: nn.Module) -> None:
         block.forward = torch.compile(block.forward, dynamic=False)  # shapes are the run's, never the fleet's
 
 
-# The optimizer that a run file names, with parameters assigned to it or to AdamW.
+# The optimizer of a run file: each parameter is assigned to it or to AdamW.
 
 
 def make_optimizer(

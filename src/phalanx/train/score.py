@@ -36,7 +36,7 @@ from phalanx.train.evaluation.scoring import micro_batch, micro_batch_rows, padd
 from phalanx.train.evaluation.tasks import ScoredSequence, SequenceScore
 from phalanx.train.step.loss import IGNORE, token_scores
 
-# A run's model with the weights of a step, for code that computes with it and does not train it.
+# A run's model with the weights of a step, for code that computes with it without training.
 
 
 def restored_model(
@@ -81,7 +81,7 @@ def restored_model(
             parts = cut(model)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
     for _, router in routers(model):
-        # fp32 like all of the choice of experts, whatever the rest computes in.
+        # fp32, like all of the choice of experts, in every compute dtype.
         router.bias = None if router.bias is None else router.bias.float()
     return model, spec, restore_weights(tier, run_dir, model, step, parts)
 
@@ -255,7 +255,7 @@ def _as_trained(spec: RunSpec) -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic)
 
 
-# The reasons for which scores differ by roundings from what the run's own steps computed, in one sentence.
+# Reasons why scores differ by roundings from the numbers of the run's own steps, in one sentence.
 
 
 def other_arithmetic(spec: RunSpec, compute: str, *, on_gpu: bool = False) -> str:

@@ -47,8 +47,8 @@ from phalanx.train.step.step import Stepper, StepReport, StepStatistics
 
 # Layers and groups of parameters, by which norms are reported, and the figures of statistics.
 #
-# A layer is a block of the model, the embedding, the final norm, the output projection or a prediction ahead. A group is what a layer's
-# parameters belong to: "attention", "feed_forward", "experts", "router", "norms", or the layer's own name where it has one matrix.
+# A layer is a block of the model, the embedding, the final norm, the output projection or a prediction ahead. A group is a part
+# of a layer: "attention", "feed_forward", "experts", "router", "norms", or the layer's own name if it has one matrix.
 
 RMS, KURTOSIS, LARGEST_LOGIT, DEAD_UNITS = (
     "residual.rms",
@@ -122,12 +122,13 @@ def parameter_groups(kinds: Mapping[str, Parameter]) -> list[ParameterGroup]:
 
 # Statistics of activations, from one forward pass of a micro-batch beside the training step.
 #
-# The pass is an evaluation of the first micro-batch of a slot, with the weights before the update. So training's own passes have no hook, are
-# never recompiled, and keep their memory. Blocks run uncompiled here; every layout measures the same numbers.
+# The pass evaluates the first micro-batch of a slot, with the weights before the update. So training's own passes have no
+# hooks, are never recompiled, and need no more memory. Blocks run uncompiled here, and every layout measures the same numbers.
 #
-# Sums over the ranks that share a sequence are exact (``phalanx.parallel.reduction.reproducible_sums``), and all else is a maximum, so the figures do not
-# depend on the layout. For the largest attention logit the ranks that share a sequence gather its keys once more. Each tile's queries
-# are multiplied with them alone, so that these products have the same shapes on any number of ranks.
+# Sums over the ranks that share a sequence are exact (``phalanx.parallel.reduction.reproducible_sums``), and all other figures
+# are maxima, so they do not depend on the layout. For the largest attention logit, the ranks that share a sequence gather its
+# keys once more. The queries of each tile are multiplied with them separately, so that these products have the same shapes on
+# any number of ranks.
 
 DEAD = 1e-6
 """A hidden unit is dead if its magnitude stays below this for every token of the micro-batch."""

@@ -54,8 +54,8 @@ from phalanx.train.step.step import StepReport, StepStatistics
 
 # Figures of replayed steps: losses by slot and by token, and gradient norms by layer.
 #
-# Norms are exact sums (``phalanx.parallel.reduction.reproducible_sums``) and losses are those of the step and of a forward pass, so all figures have
-# the same bits on every layout that promises one hash of the weights.
+# Norms are exact sums (``phalanx.parallel.reduction.reproducible_sums``), and losses come from the step and from a forward
+# pass. So all figures have the same bits on every layout that gives the run's hash of the weights.
 
 _LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)*?\d+(?=\.|$)|\w+")
 """The layer of a parameter: "blocks.3" of "blocks.3.ffn.up.weight", "head" of "head.weight"."""
@@ -104,7 +104,7 @@ class StepMeter(StepStatistics):
         placement = self._built.placement
         own = gradients(self._built.model.parts)
         layers: dict[str, list[Tensor]] = {}
-        for name, kind in placement.kinds.items():  # of the whole model, in the same order on every rank
+        for name, kind in placement.kinds.items():  # all of the model's, in the same order on every rank
             if kind.kind != "balance":
                 of_layer = layers.setdefault(layer_of(name), [])
                 if name in own and placement.owns(name):
@@ -175,12 +175,12 @@ def _mean(losses: list[TokenLosses]) -> float:
     return float(values.mean()) if len(values) else 0.0
 
 
-# The witness of a step: checksums of the output of each module, forward and backward, and of weights and their gradients.
+# The witness of a step: checksums of each module's output, forward and backward, and of weights and their gradients.
 #
-# Hooks attach it to a built model from outside; it changes no bit. Tensor and context ranks hold pieces of the hidden states. The place of
-# each piece in the full tensor is known, so their checksums add up to that of the undivided tensor. What is divided inside attention and
-# feed-forward layers is compared only between equal layouts. Compiled blocks are observed from outside only: hooks inside would change
-# what is compiled.
+# Hooks attach it to a built model from outside, and it changes no bit. Tensor and context ranks have pieces of the hidden
+# states. Each piece's position in the full tensor is known, so the pieces' checksums add up to that of the full tensor. Tensors
+# that are divided inside attention and feed-forward layers are compared only between equal layouts. Compiled blocks are
+# observed only from outside: hooks inside would change the compiled program.
 
 _HIDDEN = re.compile(
     r"embedding|norm|blocks\.\d+(\.(attention|attention_norm|attention_post_norm|ffn|ffn_norm|ffn_post_norm))?"

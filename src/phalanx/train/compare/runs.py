@@ -27,10 +27,10 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_re
 from phalanx.run.identity import FieldDifference, field_differences, identity
 from phalanx.train.compare.observation import Compared, Replay, compare_replays
 
-# The numbers that a run has logged, step by step, and the first step at which two runs differ.
+# The logged numbers of a run by step, and the first step at which two runs differ.
 #
-# A run of 100,000 steps has as many lines, and only a few numbers of each are needed. Only these are decoded, which takes a tenth of the time
-# of decoding whole events.
+# A run of 100,000 steps has as many lines, and only a few numbers of each are needed. Decoding only these takes a tenth of the
+# time of decoding complete events.
 
 _OF_STEP = ("lr", "tokens", "loss", "grad_norm", "balance")
 """Fields of ``Step`` that belong to the run, in the order in which a step comes by them."""
@@ -333,10 +333,10 @@ def _checkpoints(
     return None, tuple(read)
 
 
-# The verdict after replaying both runs: the module in which they part, or the run whose log its own replay does not confirm.
+# The verdict after replaying both runs: the module at which they diverge, or the run whose replay does not reproduce its log.
 #
-# If the replays differ, the cause is still there: another layout, kernel, version or collective. If they agree, but one run logged
-# something else, its cause is gone: memory, a device, or code that has changed since.
+# If the replays differ, the cause still exists: another layout, kernel, version or collective. If they agree, but one run
+# logged other numbers, its cause is gone: memory, a device, or code that has changed since.
 
 
 class NothingToReplayError(RuntimeError):

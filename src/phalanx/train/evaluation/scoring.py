@@ -121,7 +121,7 @@ def score_sequences(
     batches = [sequences[first : first + rows] for first in range(0, len(sequences), rows)]
     begins = list(itertools.accumulate((sequence.scored for sequence in sequences), initial=0))
     results = torch.zeros(2, begins[-1], device=mesh.device)
-    # Each sequence is one document, whatever tokens it has.
+    # Each sequence is one document, also if it contains end-of-document tokens.
     one_document = replace(spec.train, targets_within_documents=False, document_mask=False)
     losses = replace(runner.losses, spec=replace(runner.losses.spec, train=one_document))
 
@@ -167,8 +167,8 @@ def any_rank(here: bool, mesh: Mesh) -> bool:
 
 # The loss on held-out text, the same number on any fleet.
 #
-# The held-out sequences are cut into batches of a fixed shape, each of one source where the run has several. Batches are dealt to the
-# data-parallel ranks in turn. The losses are added in the order of batches, and of context ranks within a batch.
+# The held-out sequences are cut into batches of a fixed shape, each from one source of a mixture. Data-parallel ranks take
+# batches in turn. Losses are added in the order of batches, and of context ranks within a batch.
 
 
 @dataclass(frozen=True)
@@ -258,14 +258,14 @@ def evaluate(
     return HeldOutLoss(nats / _targets(data, numbers), bits_per_byte, by_source)
 
 
-# Text that a run writes after given prompts, by its own forward pass, token by token.
+# Generate text after given prompts by the run's own forward pass, token by token.
 #
-# Each token costs one forward pass of all texts that are still being written, as sequences whose last token is unknown
-# (``score_sequences``). So a text has the bits of the scores: layouts with one hash of the weights write the same text. There is
-# no cache of keys and values, whose products have other shapes and other bits.
+# Each token costs one forward pass over all unfinished texts, as sequences whose last token is to be determined
+# (``score_sequences``). So tokens follow from the same bits as scores: layouts with one hash of the weights generate the same
+# text. There is no KV cache, because its products have other shapes and other bits.
 #
-# A sample at a temperature T is the token with the largest sum of its logit and T times Gumbel noise (Maddison et al., arXiv 1411.0030). The
-# noise comes of the prompt's seed, so that a text differs from that of another step by the weights alone.
+# A sample at temperature T is the token with the largest sum of its logit and T times Gumbel noise (Maddison et al., arXiv
+# 1411.0030). The noise depends only on the prompt's seed, so texts of different steps differ only by the weights.
 
 Score = Callable[[Sequence[ScoredSequence], Tensor | None], Sequence[SequenceScore]]
 """Scores sequences with noise ``(sequences, vocab)`` on the logits, or none, as ``phalanx.train.evaluation.scoring.score_sequences`` does."""
@@ -324,7 +324,7 @@ def _has_stop(prompt: Prompt, tokens: Sequence[int], tokenizer: Tokenizer) -> bo
         return False
     text = tokenizer.decode(
         tokens, at_start=False
-    )  # as a whole: a string may begin in one token and end in another
+    )  # in full, because a string may begin in one token and end in another
     return any(stop in text for stop in prompt.until)
 
 

@@ -354,7 +354,7 @@ def share_of_right(figure: str, right: Iterable[bool]) -> dict[str, float]:
     return {figure: share, f"{figure}_error": math.sqrt(share * (1 - share) / max(1, len(flags) - 1))}
 
 
-# Prompts that a run continues: those of its samples, and the contexts of its tasks by generation.
+# Prompts that the run's model continues: those of its samples, and the contexts of generation tasks.
 
 
 @dataclass(frozen=True)
@@ -396,10 +396,10 @@ def prompt_tokens(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 # Tasks of kind ``generation``: greedy text after each context, compared with the accepted answers (exact match).
 #
-# The text is written as the samples of a run are (``phalanx.train.evaluation.scoring``), so layouts with one hash of the weights have one score.
-# Compared is the text before the first string of ``until``, or all of it, without white space at both ends (``str.strip``). Answers are
-# stripped alike, and nothing else is changed. Items share micro-batches: each costs at most ``max_tokens`` sequences of a forward pass, but for
-# the padding of the last micro-batch.
+# The text is generated like a run's samples (``phalanx.train.evaluation.scoring``), so layouts with one hash of the weights
+# have the same score. The text before the first string of ``until``, or all of it, is compared. White space at both ends of
+# texts and answers is removed (``str.strip``), and nothing else is changed. Items share micro-batches: each costs at most
+# ``max_tokens`` sequences of a forward pass, plus its share of the padding of the last micro-batch.
 #
 # ``encode_task`` encodes tasks of every kind.
 

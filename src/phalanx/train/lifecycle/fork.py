@@ -179,7 +179,7 @@ class Fork:
         training, spec, plan, built = self._training, self._spec, self._plan, self._training.built
         extra = self._restore(DiskTier(training.inputs.directory.checkpoints), plan.base)
         child = begin_child(spec, TrainProgress.from_extra(extra), plan, candidate)
-        # Its time is booked as a whole: the seconds of its steps are none of the run's.
+        # The fork's time is accounted for as one bucket, because a child's steps are not steps of the run.
         stepper = child.stepper(
             built,
             SampleSupply(training.data, spec, built.rounds, child).up_to(plan.end),

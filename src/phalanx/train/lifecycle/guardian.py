@@ -55,7 +55,7 @@ class Guardian:
         """True if this rank wants the epoch to end at the next step boundary."""
         return False
 
-    def audit(self, stepper: Stepper, samples: Samples) -> Audit | None:  # noqa: ARG002  nobody audits
+    def audit(self, stepper: Stepper, samples: Samples) -> Audit | None:  # noqa: ARG002  no audits here
         """Return the audit of the steps of ``stepper``; ``None`` if they are not audited."""
         return None
 

@@ -131,7 +131,7 @@ class Trainer:
                     self._stop()
                     return None
                 except DataError:
-                    # The state is that of the step before, and on a single rank nobody waits in a collective.
+                    # The state is that of the previous step. A single rank can save it: no other rank waits in a collective.
                     if progress.step > self._at_start.step and training.mesh.ranks == 1:
                         self._saving.save(progress)
                         self._saving.settle()
@@ -161,7 +161,7 @@ class Trainer:
         guardian, rounds = self._guardian, training.built.rounds
         supply = SampleSupply(training.data, spec, rounds, self._at_start)
         guardian.reads(training.data)
-        # Of several ranks the others may be in a collective, and cannot save. Agents call their workers back themselves.
+        # With several ranks, the others may be in a collective and could not save. Agents recall their workers themselves.
         alone = training.mesh.ranks == 1 and training.inputs.warm is None
         self._batches = opened.enter_context(ExitStack())
 

@@ -273,9 +273,9 @@ def _changed_numerics(training: Training) -> list[str]:
     )
 
 
-# Observers of other packages: tasks, statistics and alerts of a user's own, by entry points of the group ``phalanx.observers``.
+# Observers of other packages: a user's own tasks, statistics and alerts, by entry points of the group ``phalanx.observers``.
 #
-# Only a rank that trains imports their code. An observer that fails ends the run, since the other ranks may be in a collective of
+# Only training ranks import their code. An observer that fails ends the run, since the other ranks may be in a collective of
 # its hook. So does one that changes a weight in place.
 
 GROUP = "phalanx.observers"

@@ -136,7 +136,7 @@ class TrainProgress:
             self.left_out = [*self.left_out, [first_sample, samples]][-_LEFT_OUT_KEPT:]
 
 
-# Bad steps: a step that was not finite, or a spike, is skipped, taken, or ends the run. All ranks decide alike, by the same numbers.
+# Bad steps: a non-finite step or a spike is skipped, taken, or ends the run. All ranks decide by the same numbers.
 
 
 class NonFiniteError(RunFailedError):
@@ -238,7 +238,7 @@ def judge_spike(
     return BadStep(event, problem, remedy)
 
 
-# Samples: a run's order of samples is fixed, and ``TrainProgress.next_sample`` is the place in it.
+# Samples: the order of a run's samples is fixed, and ``TrainProgress.next_sample`` is the position in it.
 
 
 class SampleSupply:
@@ -323,11 +323,12 @@ class SampleSupply:
         return first + slot * per_slot, per_slot
 
 
-# Decisions of a fork at a loss spike: the state that its children begin with, their steps, and the child that is taken.
+# Decisions of a fork at a loss spike: the state from which its children begin, their steps, and the child that is taken.
 #
-# All of it follows from the run file and from recorded numbers, never from times, so every fleet decides alike. The *base* is the newest state
-# that is at least two steps older than the spike, on the grid of ``spike.base_every_steps``: the update just before a spike may be its cause. States
-# that an earlier fork has left behind are none. Without such a state the base is the state just before the spike.
+# All of this follows from the run file and from recorded numbers, never from times, so every fleet decides in the same way. The
+# *base* is the newest saved state that is at least two steps older than the spike, on the grid of ``spike.base_every_steps``,
+# because the update just before a spike may be its cause. States that an earlier fork has abandoned do not count. Without such
+# a state, the base is the state just before the spike.
 
 
 @dataclass(frozen=True)

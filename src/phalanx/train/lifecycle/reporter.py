@@ -106,7 +106,7 @@ class Reporter:
 
         ``ended``: The run has ended or was stopped, so that no next attempt waits. The time limit is longer then.
         """
-        sinks, self.sinks = self.sinks, ()  # what is told from here on is no news for them
+        sinks, self.sinks = self.sinks, ()  # messages from here on are not sent to the closing sinks
         timeout_s = END_TIMEOUT_S if ended else CLOSE_TIMEOUT_S
         for health in close_sinks(sinks, timeout_s, lambda text: self.emit(Message("info", text))):
             missed = health.dropped + health.failed
@@ -124,8 +124,9 @@ class Reporter:
 
 # The record of a start: code with its changes, packages, machine, command, data, and the differences between machines.
 #
-# Rank 0 writes it into the first event of each attempt, and puts what is too long for an event into files of the run directory. Each node
-# records its own machine (``observe.record.machines``). A thread compares the machines, so that a step never waits for it.
+# Rank 0 writes it into the first event of each attempt, and parts that are too long for an event into files of the run
+# directory. Each node records its own machine (``observe.record.notes``). A thread compares the machines, so that no step waits
+# for it.
 
 _LATE_S = 60.0
 """By then a network file system shows what other machines have written into a folder."""

@@ -96,8 +96,8 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
     try:
         training = assemble(inputs, reporter)
         if inputs.warm is None:
-            # Only in a process of one epoch: what is frozen is never collected, and in a worker that goes on to the
-            # next epoch, reference cycles would keep this epoch's model in memory.
+            # Only in a process of one epoch: frozen objects are never collected, and in a worker that continues with the next
+            # epoch, reference cycles would keep this epoch's model in memory.
             freeze_gc()
         inputs.guardian.assembled(training.built, training.saver)
         inputs.stop.listen(partial(_end_before_a_step, training))

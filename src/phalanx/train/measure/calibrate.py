@@ -326,7 +326,7 @@ def main() -> None:
     die_with_parent()
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=_RankJob)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of libraries: nobody who calibrates can act on them
+    warnings.simplefilter("ignore")  # warnings of libraries, on which a user of calibrate cannot act
     folder = Path(job.folder)
     device = device_of_rank(job.rank)
     place = RankEnvironment(job.rank, job.ranks, job.rank, (folder / "store").as_uri(), "phalanx")

@@ -158,7 +158,7 @@ def _probes(spec: RunSpec, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[
             f"product {rows}x{inputs}x{outputs}",
             lambda outputs=outputs, inputs=inputs: _product(rows, inputs, outputs, dtype),  # type: ignore[misc]
         )
-    long = _numbers(33, 513, salt=1, dtype=dtype)  # with a tail in whatever vectors a processor has
+    long = _numbers(33, 513, salt=1, dtype=dtype)  # lengths that leave a tail in vectors of any width
     for name, function in _ELEMENTWISE.items():
         yield name, lambda function=function: (function(long), function(long.float()))  # type: ignore[misc]
     yield (

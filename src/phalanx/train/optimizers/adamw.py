@@ -151,20 +151,20 @@ def adamw_update(
 
 # AdamW with moments in bf16 or in eight bits.
 #
-# A few rows at a time, moments are widened to fp32, updated by the operations of ``AdamW``, and rounded again. That
-# saves 4 (bf16) or nearly 6 (int8) of the 8 bytes per parameter that the moments take.
+# For a few rows at a time, moments are widened to fp32, updated by the operations of ``AdamW``, and rounded again. This saves 4
+# (bf16) or nearly 6 (int8) of the 8 bytes per parameter of fp32 moments.
 
 
-# Narrow formats for AdamW's moments, whose rounding no layout can change.
+# Narrow formats of AdamW's moments, with rounding that does not depend on the layout.
 #
-# ``bf16`` is rounded stochastically: up or down with probabilities that make the rounding right on average, because an
-# ordinary rounding would swallow the small change that a step makes to a running mean. The random bits are a function of
-# (seed, name, step, element), see ``phalanx.model.init``.
+# ``bf16`` is rounded stochastically, with probabilities of up and down that are right on average. Ordinary rounding would lose
+# the small change of a running mean in a step. The random bits are a function of (seed, name, step, element), see
+# ``phalanx.model.init``.
 #
-# ``int8`` (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861) keeps a code of one byte per
-# element and the largest magnitude of every block. Blocks run along the last dimension of the whole parameter, so that they
-# do not move with the shards. The codes are the paper's dynamic ones, dense near zero; a second moment that is not zero is
-# never rounded to zero, or an element would be divided by epsilon alone.
+# ``int8`` (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861) has a code of one byte per
+# element and the largest magnitude of every block. Blocks are parts of the last dimension of the full parameter, so they do not
+# depend on the shards. The codes are the paper's dynamic ones, dense near zero. A non-zero second moment is never rounded to
+# zero, because the element would be divided by epsilon alone.
 
 
 class Moments(Protocol):

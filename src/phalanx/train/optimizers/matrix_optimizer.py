@@ -34,17 +34,17 @@ from phalanx.train.optimizers.optimizer import (
     gradient_of,
 )
 
-# Whole matrices for optimizers that need them, though every rank holds only a share of each.
+# Complete matrices for optimizers that need them, although each rank has only a share of each.
 #
-# Orthogonalizing a matrix, or taking roots of its statistics, is not the sum of doing so to its shards; and a product that is
-# computed in pieces rounds as it is divided. So each matrix has one *owner* among the ranks that hold it between them. In a
-# step, all shares of its gradient go to the owner, who works on the whole in a fixed order of operations, and the owner
-# sends each rank its share of the change: a matrix crosses the wire twice, whatever is done to it, and its result has the
-# same bits on any number of ranks. State lives with the owner alone, so it is sharded as well as gradients are.
+# The orthogonalized matrix, or the roots of its statistics, cannot be computed from its shards, and a product that is computed
+# in pieces rounds differently. So each matrix has one *owner* among the ranks that share it. In a step, all shares of its
+# gradient are sent to the owner. The owner computes the change of the full matrix in a fixed order of operations, and sends
+# each rank its share of the change. So a matrix is sent twice per step, and the result has the same bits on any number of
+# ranks. Only the owner has the matrix's state, so the state is sharded like the gradients.
 #
-# Who owns what follows from costs (``phalanx.model.facts.holdings``): a matrix that some rank holds whole (experts, mostly)
-# stays there and never crosses; the others are dealt, the costliest first, to whoever has least to do (Graham 1969). Ranks that
-# hold equal parts need not be told apart: one of them sends, all of them receive.
+# Owners follow from costs (``phalanx.model.facts.holdings``). A matrix that is complete on some rank (usually an expert) stays
+# there and is never sent. The others are assigned greedily, most expensive first, to the least loaded rank (Graham 1969). Of
+# ranks with equal parts, one sends and all receive.
 
 BATCH_ELEMENTS = 1 << 27
 """Elements of matrices that an owner receives at once: what bounds the buffers (512 MiB in fp32)."""
@@ -317,11 +317,11 @@ def _runs(matrices: list[Matrix]) -> Iterator[list[Matrix]]:
     return ([matrix for _, matrix in run] for _, run in groupby(enumerate(matrices), run_of))
 
 
-# The holders of every matrix, as arrays over ranks and not as objects for each.
+# The holders of every matrix, as arrays over ranks instead of objects.
 #
-# A stage of a mixture has tens of thousands of matrices and can have thousands of ranks, so nothing here is made for each pair of
-# them. A parameter has one table with a row for every rank: where its part begins and where it ends. The ranks that hold something of
-# one matrix of a stack are found by sorting the pairs of rank and matrix that there are, not by asking every rank about every matrix.
+# A stage of a mixture has tens of thousands of matrices and can have thousands of ranks, so nothing is stored for each pair of
+# them. A parameter has one table with a row for every rank: the begin and extent of its part. The ranks with a part of one
+# matrix of a stack are found by sorting the existing pairs of rank and matrix, instead of testing every rank for every matrix.
 
 
 Ranks = NDArray[np.int64]

@@ -62,9 +62,9 @@ def aligned(view: Tensor) -> Tensor:
 # Shampoo (Gupta et al., arXiv 1802.09568): the gradient between roots of the covariances of its rows and columns.
 #
 # With ``L`` the running mean of ``G G^T`` and ``R`` that of ``G^T G``, the step is ``L^-1/4 M R^-1/4`` for the gradient's
-# running mean ``M``: Adagrad with a full matrix, were that the product of the two. The roots are computed again every
-# ``precondition_every`` steps from eigenvalues in fp64. Each block's step is then given the length that Adam's would have,
-# called grafting, so that AdamW's learning rate carries over (Distributed Shampoo, Shi et al., arXiv 2309.06497).
+# running mean ``M``. It approximates Adagrad with a full matrix by a Kronecker product of ``L`` and ``R``. The roots are
+# computed again every ``precondition_every`` steps, from eigenvalues in fp64. Each block's step then gets the length of Adam's
+# step (grafting), so that AdamW's learning rate applies (Distributed Shampoo, Shi et al., arXiv 2309.06497).
 
 
 _RIDGE = 1e-6
@@ -120,14 +120,15 @@ def inverse_fourth_root(statistics: Tensor) -> Tensor:
 
 # SOAP (Vyas et al., arXiv 2409.11321): Adam in the eigenbasis of Shampoo's statistics.
 #
-# The eigenvectors of the covariances of a gradient's rows and columns are the directions in which it mostly moves. In their basis
-# the second moment of single elements is more informative than in the original one, so Adam runs there: the first moment is
-# turned into the basis, divided by the root of a second moment that is kept in the basis, and turned back. The basis follows the
-# statistics by one step of orthogonal iteration and a QR decomposition every ``precondition_every`` steps (algorithm 4).
+# The eigenvectors of the covariances of a gradient's rows and columns are the directions in which it mostly moves. In their
+# basis, the second moment of single elements is more informative than in the original one, so Adam runs there. The first moment
+# is rotated into the basis, divided by the root of a second moment that is stored in the basis, and rotated back. The basis
+# follows the statistics by one step of orthogonal iteration and a QR decomposition every ``precondition_every`` steps
+# (algorithm 4).
 #
-# In the eigenbasis of its own statistics the first gradient is diagonal, and Adam would make full steps of the rounding errors
-# beside the diagonal. So, as in the authors' implementation, a gradient enters the basis only after it has been used, and
-# the first one does nothing else.
+# In the eigenbasis of its own statistics the first gradient is diagonal, and Adam would take full steps along the rounding
+# errors beside the diagonal. So, as in the authors' implementation, a gradient enters the basis only after it was used, and the
+# first gradient only starts the statistics.
 
 
 class Soap(MatrixRule):
@@ -183,14 +184,13 @@ class Soap(MatrixRule):
 
 # Adafactor: the second moment of a matrix from its row and column means (Shazeer and Stern, arXiv 1804.04235).
 #
-# AdamW keeps a running mean of every squared gradient. Here only the means of rows and of columns are kept, and the rest is
-# taken for their outer product: the memory of a matrix's second moment is that of its edges. A change that is larger than
-# usual is scaled down (section 6 of the paper). The running mean begins as an ordinary one, with a decay of ``1 - t^-0.8``,
-# until ``beta2`` is reached.
+# AdamW stores a running mean of every squared gradient. Here only the means of rows and of columns are stored, and their outer
+# product estimates the full second moment. A change that is larger than usual is scaled down (section 6 of the paper). The
+# decay of the running mean is ``1 - t^-0.8`` until it reaches ``beta2``.
 #
-# Of the variants, this is the one of Zhai et al. (arXiv 2106.04560, section 3.4): the learning rate is not multiplied by the
-# size of the weights, so that AdamW's carries over; and with ``beta1 > 0`` changes are averaged, which costs as much memory as
-# AdamW's first moment. With ``beta1 = 0`` it is the memory-saving optimizer of the paper.
+# This is the variant of Zhai et al. (arXiv 2106.04560, section 3.4). The learning rate is not multiplied by the size of the
+# weights, so AdamW's applies. With ``beta1 > 0`` changes are averaged, which costs as much memory as AdamW's first moment. With
+# ``beta1 = 0`` it is the memory-saving optimizer of the paper.
 
 
 _DECAY_EXPONENT = 0.8
@@ -223,12 +223,12 @@ class Adafactor(MatrixRule):
         return state["exp_avg"].lerp_(change, 1 - self.spec.beta1).clone()
 
 
-# Muon: momentum made orthogonal (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+# Muon: orthogonalized momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 #
-# Nesterov momentum is replaced by the nearest matrix with all singular values near one: a step in all directions of the
-# matrix, not just in the few that dominate its gradient. A Newton-Schulz iteration finds it with matrix products alone. Its
-# change is scaled by ``0.2 sqrt(max(rows, columns))`` so that its elements are as large as AdamW's usually are, and AdamW's
-# learning rate and decay carry over (Moonlight, arXiv 2502.16982, section 2.2).
+# Nesterov momentum is replaced by the nearest matrix with all singular values near one: a step in all directions of the matrix
+# instead of the few that dominate its gradient. A Newton-Schulz iteration computes it with matrix products alone. The change is
+# scaled by ``0.2 sqrt(max(rows, columns))``, so that its elements are about as large as AdamW's, and AdamW's learning rate and
+# decay apply (Moonlight, arXiv 2502.16982, section 2.2).
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -106,12 +106,12 @@ def gradient_of(name: str, parameter: nn.Parameter) -> Tensor:
     return local(parameter.grad)
 
 
-# An optimizer's state that lives in host memory or in a file, and visits the accelerator a piece at a time.
+# Optimizer state in host memory or in a file, moved to the accelerator piece by piece.
 #
-# Optimizers work through their state in pieces in any case (``phalanx.train.optimizers.adamw``). ``MomentStore.zeros`` gives
-# them memory elsewhere, and ``MomentStore.visiting`` moves pieces to the device and back while their neighbors are computed.
-# The numbers, and so the bits, are those of a state that stays on the device. On a CPU a state in a file is mapped into
-# memory and updated in place; the operating system writes it out and reads it in.
+# Optimizers process their state in pieces (``phalanx.train.optimizers.adamw``). ``MomentStore.zeros`` allocates the state
+# elsewhere, and ``MomentStore.visiting`` moves pieces to the device and back while other pieces are computed. The numbers, and
+# so the bits, are those of state on the device. On a CPU, a file is mapped into memory and updated in place; the operating
+# system reads and writes it.
 
 
 VISITING_ELEMENTS = 1 << 26

@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from torch._C._autograd import _KinetoEvent
 
 
-# Marks: each range of the profiler carries the number of a mark.
+# Marks: each range of the profiler has the number of a mark.
 #
-# PyTorch's ``record_function`` takes a name. A list beside it holds what the range is (the axis, the ranks, the bytes, the sequence number of
-# a collective in its group), and the name is the index in that list. So a range costs a few microseconds, and all times come from one clock.
+# PyTorch's ``record_function`` takes a name. The name is an index into a list of the ranges' descriptions (the axis, the ranks,
+# the bytes, the sequence number of a collective in its group). So a range costs a few microseconds, and all times come from one
+# clock.
 
 PREFIX = "phalanx|"
 
@@ -201,7 +202,7 @@ def _work(event: _KinetoEvent, name: str) -> tuple[float, float]:
     shapes = [shape for shape in event.shapes() if isinstance(shape, list)]
     dtypes = event.dtypes()
     if name == "aten::embedding" and len(shapes) >= 2 and len(shapes[0]) == 2:
-        # The rows that are looked up, not the whole table.
+        # The rows that are looked up, not the complete table.
         return 0.0, 2.0 * math.prod(shapes[1]) * shapes[0][1] * _ITEM_BYTES.get(dtypes[0], 4)
     sizes = [
         math.prod(shape) * _ITEM_BYTES.get(dtype, 0)
@@ -209,7 +210,7 @@ def _work(event: _KinetoEvent, name: str) -> tuple[float, float]:
         if all(isinstance(length, int) for length in shape)
     ]
     moved = float(sum(sizes) + max(sizes, default=0))
-    if name in _PICKS and sizes:  # what is picked from the largest argument is as much as the others say
+    if name in _PICKS and sizes:  # as much is read from the largest argument as the others have
         moved = 3.0 * (sum(sizes) - max(sizes))
     flops = float(event.flops())
     tensors = [shape for shape in shapes if len(shape) >= 2]

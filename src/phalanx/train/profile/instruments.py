@@ -86,7 +86,7 @@ def instruments(training: Training, stepper: Stepper, marks: Ranges) -> Iterator
             put(built.runner, "_slot", "work", "slot")
         if isinstance(built.runner, PipelineRunner):
             undo.enter_context(_links(built.runner.engine.links, training.mesh, marks))
-        if not inputs.spec.runtime.compile:  # a hook would have the blocks compiled anew
+        if not inputs.spec.runtime.compile:  # a hook would make the blocks compile again
             undo.enter_context(_modules(built.model.parts, marks))
         undo.enter_context(_collectives(training.mesh, marks))
         yield
@@ -290,7 +290,8 @@ def _links(links: StageLinks, mesh: Mesh, marks: Ranges) -> Iterator[None]:
 
 # NVTX ranges for NVIDIA's profilers: steps, slots, layers and collectives appear by name on the time line of Nsight Systems.
 #
-# ``observe.nvtx`` turns them on for a whole attempt. Without the field nothing of them is there. See https://nvidia.github.io/NVTX/ and ``nsys profile --trace=cuda,nvtx,nccl phalanx train RUN``.
+# ``observe.nvtx`` turns them on for a complete attempt; otherwise nothing is installed. See https://nvidia.github.io/NVTX/ and
+# ``nsys profile --trace=cuda,nvtx,nccl phalanx train RUN``.
 
 
 class NvtxRanges:

@@ -138,7 +138,7 @@ def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
     documents, no held-out loss."""
     tokens = spec.train.steps * spec.train.batch_size * spec.train.seq_len
     epochs = tokens / max(index.train_tokens, 1)
-    if epochs > _MANY_EPOCHS and not spec.data.sources:  # of sources, data.sources.epochs says how often
+    if epochs > _MANY_EPOCHS and not spec.data.sources:  # for sources, data.sources.epochs is the limit
         yield (
             f"the run goes {epochs:,.0f} times over its {index.train_tokens:,} training tokens; beyond {_MANY_EPOCHS} epochs "
             "more of the same text helps little"
@@ -300,7 +300,7 @@ def _misfits(model: ModelSpec, start: str) -> Iterator[str]:
             yield f"{parameter.name} is {tuple(shape)}, and [model] makes it {parameter.shape}"
 
 
-# Checks before the first step that the disk has room for the checkpoints that the run will keep.
+# Check before the first step that the disk has room for the checkpoints that the run will keep.
 
 
 def disk_notes(spec: RunSpec, directory: RunDirectory) -> Iterator[str]:
@@ -314,7 +314,7 @@ def disk_notes(spec: RunSpec, directory: RunDirectory) -> Iterator[str]:
         count = most_on_disk(spec) - len(directory.committed_steps())
     except (OSError, FactoryError):
         return
-    # Some file systems of networks do not say how large they are.
+    # Some network file systems report a size of zero.
     if disk.total and (note := lack_of_room(place, disk.free, count, size)):
         yield note
 

@@ -51,11 +51,11 @@ from phalanx.store.open_store import open_store
 from phalanx.store.store import MissingObjectError, StoreError, UnavailableError
 from phalanx.train.evaluation.tasks import task_file
 
-# Makes sure whose the checkpoints in a store are, before a rank is started that could restore them or add to them.
+# Check which run the checkpoints in a store belong to, before a rank starts that could restore them or add to them.
 #
-# A run writes down in ``ROOT/run.json`` who it is: the resolved run file and the fingerprint of its data, by an object that is created
-# only if absent. Whoever comes later compares. So a run that has lost its disk goes on from the store under the same URL, and another run
-# that names the same URL by mistake is refused. The store is probed first: it must refuse to create what is there.
+# A run writes its resolved run file and the fingerprint of its data to ``ROOT/run.json``, an object that is created only if
+# absent. A later start compares it with its own. So a run that has lost its disk resumes from the store under the same URL, and
+# another run with the same URL by mistake is refused. The store is probed first: it must refuse to create an existing object.
 
 _log = logging.getLogger(__name__)
 
@@ -384,10 +384,10 @@ def _take_over_template(source: Path, folder: Path) -> None:
     take_over_template(source, folder)
 
 
-# The arithmetic of a run whose file leaves it open.
+# Numerics of a run whose file leaves them open.
 #
-# A run that has saved keeps its arithmetic, and a run that goes on from another one as training takes over that one's. Else it is portable wherever
-# it can be: the bits then belong to the run and not to a kind of processor.
+# A run that has saved keeps its numerics, and a run that continues another one's training takes over its numerics. Otherwise
+# they are portable if possible, so that the bits do not depend on the kind of processor.
 
 
 def with_numerics(spec: RunSpec, fingerprint: str) -> RunSpec:
@@ -422,7 +422,7 @@ def _earlier(portable: RunSpec, native: RunSpec, fingerprint: str) -> Iterator[R
             try:
                 recorded = read_resolved(RunDirectory(place)).runtime.numerics
             except RunDirectoryError:
-                continue  # it has not begun, or whoever opens it says what is wrong
+                continue  # it has not begun, or opening it will report the error
             yield portable if recorded == "portable" else native
         return
     for candidate in (portable, native):

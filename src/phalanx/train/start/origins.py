@@ -123,10 +123,10 @@ def changes_from_parent(parent: RunSpec, child: RunSpec, step: int) -> Iterator[
     yield text
 
 
-# Continued pretraining: a run that starts from the weights of an imported model, on text of the user's own.
+# Continued pretraining: a run that starts from the weights of an imported model, on the user's own text.
 #
-# Two paths determine four parts of a run file: the model's shape, its weights, its tokenizer, and the text. Without a run file, the other
-# fields get values that do not undo a trained model in its first steps.
+# Two paths determine four parts of a run file: the model's shape, its weights, its tokenizer, and the text. Without a run file,
+# the other fields get values that do not destroy a trained model in its first steps.
 
 
 LEARNING_RATE, SEQ_LEN = 1e-5, 1024
@@ -190,10 +190,11 @@ def _text_of(data: Path, model: RunDirectory, name: str) -> Iterator[tuple[str, 
     yield "data.tokenizer", str(tokenizer)
 
 
-# A note for a run file that began a run before and begins another one now, because its dataset was prepared again since.
+# A note for a run file that now begins a second run, because its dataset was prepared again since.
 #
-# A run's identity is its run file and its data's fingerprint. So other tokens are another run, in a folder of its own, which begins at step 0.
-# That is right, but a user who only packed a dataset again reads the note first, with the way to resume the old run.
+# A run's identity is its run file and its data's fingerprint. So other tokens are another run, in a directory of its own, which
+# begins at step 0. That is right, but may surprise a user who only packed a dataset again. So the note has the way to resume
+# the old run.
 
 
 _ASKED_FOR_BY_DATASETS = ("train.document_mask", "train.targets_within_documents")

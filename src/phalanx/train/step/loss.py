@@ -401,7 +401,7 @@ def _scores_and_losses(
         numbers.append(torch.stack((largest, scores.exp().sum(1), picked)))  # (3, n)
     here = torch.stack(numbers)  # (parts of this rank, 3, n)
     gathered = here if rows.comm is None else rows.comm.stack(here).flatten(0, 1)  # (parts, 3, n)
-    # 2. The logarithm of the whole sum of exponentials is top + total.
+    # 2. The logarithm of the complete sum of exponentials is top + total.
     top = gathered[:, 0].amax(0)  # (n,)
     total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0).log()  # (n,)
     # 3. Log-probabilities. The scores are relative to a part's largest already, so ``total`` is added to the difference of the two

@@ -19,7 +19,7 @@ from phalanx.observe.events import MachineUsed
 from phalanx.parallel.mesh import RankMachines
 
 # Use of this machine by all of its processes: processors, memory and network, from the counters of Linux. Reading them takes a
-# fraction of a millisecond. Elsewhere there are none.
+# fraction of a millisecond. Other systems have no such counters.
 
 _KIB = 1024
 _IDLE = (3, 4)

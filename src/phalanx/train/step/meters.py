@@ -127,7 +127,7 @@ class MemoryMeter:
         """Return the bytes in use, minus gathered weights: of PyTorch's CUDA allocator, or on a CPU of the tensors
         that the watch has seen.
         """
-        # While it is gathered, a module shows the whole weight in place of this rank's share.
+        # While a weight is gathered, its module has the full weight in place of this rank's share.
         allocated = [
             share for share in self._shares() if share.untyped_storage().data_ptr() not in self._storages
         ]
@@ -229,7 +229,7 @@ class _Watch(DispatchMode):
 def _tensors(result: object) -> Iterator[Tensor]:
     """Yield this rank's tensors in a result, at any depth of lists and tuples."""
     if isinstance(result, Tensor):
-        yield local(result)  # a DTensor's own storage is that of the whole, and no memory at all
+        yield local(result)  # a DTensor's own storage has the full tensor's size but no memory
     elif isinstance(result, (tuple, list)):
         for item in result:
             yield from _tensors(item)
@@ -245,11 +245,11 @@ def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     return sum(storages.values())
 
 
-# The times of ranks: each measures its own part of a step, and all exchange their numbers once a window.
+# Times of ranks: each rank measures its part of a step, and all exchange their numbers once per window.
 #
-# Everything that compares ranks uses this one exchange: the stream ``ranks.bin``, the use of machines and, in a fleet, the search for
-# stragglers. It is an all-reduce of a table in which each rank fills its own row. That is more bytes than gathering rows, but a tree passes it through 100,000
-# ranks in tens of hops where a ring needs 100,000. Nothing here reaches the weights.
+# All comparisons of ranks use this one exchange: the stream ``ranks.bin``, the use of machines and, in a fleet, the search for
+# stragglers. It is an all-reduce of a table in which each rank fills its own row. That is more bytes than gathering rows, but a
+# tree passes it through 100,000 ranks in tens of hops where a ring needs 100,000. These numbers do not affect the weights.
 
 
 _UNKNOWN = -1.0
@@ -312,11 +312,11 @@ class RankTimes:
         """Return this rank's row in the order of ``RANK_COLUMNS``: mean compute seconds a slot, mean wait seconds a
         step, bytes in use, degrees Celsius. -1 if unknown.
         """
-        # A rank without a slot of its own computes another's again, or nothing: that says nothing about its speed.
-        # The mean, since its peers wait for every step: a median hides a rank that stops in one step of ten.
+        # A rank without slots of its own computes another rank's slot again, or nothing, so its time is no measure of its
+        # speed. The mean, since its peers wait for every step: a median hides a rank that stops in one step of ten.
         compute_s = statistics.fmean(self._compute_s) / self._slots if self._slots else _UNKNOWN
         heat_c = temperature_c(self._mesh.device) if self._has_temperature else None
-        self._has_temperature = heat_c is not None  # what did not answer once is not asked again
+        self._has_temperature = heat_c is not None  # a sensor without a value is not read again
         return [
             compute_s,
             statistics.fmean(self._waited_s),

@@ -137,7 +137,7 @@ def _ascending(ranks: Tensor) -> tuple[int, ...]:
     return tuple(sorted(int(rank) for rank in ranks.flatten().tolist()))
 
 
-# A rank's model, with everything that is needed to run steps on it.
+# A rank's model, with everything that its steps need.
 
 
 @dataclass(frozen=True)
@@ -312,10 +312,10 @@ def _steps(tier: KeepingTier, tiers: Sequence[KeepingTier]) -> list[int]:
 
 # The hash of all weights of a model in training, the same on any mesh and from any checkpoint.
 #
-# A tensor's SHA-256 reads its elements in order (``phalanx.checkpoint.committed.digest``), and they are distributed over many ranks. One
-# rank receives the tensor in pieces, so that no rank needs memory for all of it. For each piece, every rank writes its elements into
-# zeros, and the bytes are summed; all but one are zero. Replicas divide the tensors among them, and the ranks of a replica hash
-# different tensors at the same time.
+# A tensor's SHA-256 needs its elements in order (``phalanx.checkpoint.committed.digest``), and they are distributed over many
+# ranks. One rank receives the tensor in pieces, so that no rank needs memory for all of it. For each piece, every rank writes
+# its elements into zeros, and the bytes are summed: each element comes from one rank, and the other summands are zero. Replicas
+# divide the tensors among them, and the ranks of a replica hash different tensors at the same time.
 
 
 _PIECE_BYTES = 64 << 20
