@@ -133,7 +133,7 @@ def listing(place: str, problems: Sequence[Problem]) -> str:
 
 def divisors_near(number: int, target: int) -> str:
     """Return the up to four divisors of ``number`` closest to ``target``, in increasing order, as text with commas."""
-    # For numbers too large to search, only the divisors found through small ones.
+    # For numbers that are too large to search, only small divisors and their cofactors.
     small = [d for d in range(1, min(math.isqrt(number), 1 << 16) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)})
     return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - target))[:4])))
@@ -381,7 +381,7 @@ def _scalar(kind: Any, raw: object, path: str, problems: list[Problem]) -> objec
     if kind is int and isinstance(raw, float) and raw.is_integer() and abs(raw) <= _MOST_EXACT:
         return int(raw)  # TOML reads 1e6 and 132.0 as floats
     if kind is float and isinstance(raw, int | float) and not isinstance(raw, bool):
-        # A whole number can be too large to be a float at all.
+        # An integer can be too large for a float.
         if abs(raw) <= sys.float_info.max:
             return float(raw)
         return _ill_typed(path, raw, "a finite number", problems)

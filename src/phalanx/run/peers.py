@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 # Names by which only processes of this machine reach a server.
 #
-# A web page that a browser here shows can make its own host name point at 127.0.0.1 ("DNS rebinding"). Then the browser counts a server on a
-# loopback address as the page's own, but sends the page's host name. A server without keys therefore answers its own names alone.
+# A web page in a browser on this machine can make its own host name resolve to 127.0.0.1 ("DNS rebinding"). The browser then
+# treats a server on a loopback address as the page's own, but sends the page's host name. So a server without keys answers only
+# requests for its own names.
 
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::\d{1,5})?")
 _NAMES = ("localhost", "127.0.0.1", "::1")
@@ -79,9 +80,9 @@ def _is_ip_address(text: str) -> bool:
     return True
 
 
-# Wrong clocks: if one machine's clock differs from all others by the same time, that machine's clock is wrong.
+# Wrong clocks: if one machine's clock differs from several others by the same time, its own clock is wrong.
 #
-# Clocks go wrong one by one; that several do by the same seconds, and none stays right, has one cause far more often than several.
+# Clocks usually fail one by one. Several clocks with the same wrong offset are far less likely than a single wrong clock.
 
 
 ALIKE_S = 15.0

@@ -200,7 +200,7 @@ def _apply_override(table: JsonObject, override: str) -> list[Problem]:
         # Further keys come of further lines: then the text is no value of TOML either.
         place[last] = document["value"] if len(document) == 1 else text.strip()
     except (ValueError, RecursionError):
-        place[last] = text.strip()  # What TOML cannot read is a bare string, so that quotes may be left out.
+        place[last] = text.strip()  # Text that is not TOML is a string without quotes.
     return []
 
 
@@ -232,8 +232,8 @@ def to_table(section: Any) -> JsonObject:
     return table
 
 
-# Shipped run files: read by name from anywhere, and copied as the beginning of one's own. They are in
-# ``phalanx/configs``, so in every installation; ``configs`` in a checkout is a link to that folder.
+# Shipped run files: read by name from anywhere, and copied as the beginning of a user's own. They are in ``phalanx/configs``,
+# so in every installation; ``configs`` in a checkout is a link to that folder.
 
 
 _FOLDER = Path(__file__).parents[1] / "configs"
@@ -294,7 +294,7 @@ def compute_format(precision: PrecisionSpec, device: Device) -> Literal["fp32", 
     return precision.compute
 
 
-# Prepared datasets of a run: folders or URLs, and where to look for folders given relative to elsewhere.
+# Prepared datasets of a run: folders or URLs, and the folders from which relative paths are resolved.
 
 
 ONLY = ""
@@ -342,7 +342,8 @@ def found_again(data: DataSpec, record: JsonObject, *, same_end: bool = True) ->
     return replace(data, sources=sources) if sources else replace(data, path=place(ONLY, data.path))
 
 
-# Variables of agents and workers in a run file (``launch.environment``): by value, or by name, so that the file holds no secret.
+# Variables of agents and workers in a run file (``launch.environment``): by value, or only by name, so that the file contains
+# no secret.
 
 
 SECRET_NAME = re.compile(

@@ -490,7 +490,7 @@ def _count(number: int, singular: str, plural: str) -> str:
     return f"{number} {singular if number == 1 else plural}"
 
 
-# The comparison of a finished run's weights with those that its run file expects (``[expect]``).
+# Compare a finished run's weights with those that its run file expects (``[expect]``).
 
 
 Comparison = Literal["equal", "different", "not expected"]

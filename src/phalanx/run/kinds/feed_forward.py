@@ -49,7 +49,7 @@ def dense_operations(model: ModelSpec, inner: int) -> tuple[op.Operation, ...]:
     )
 
 
-_ALIGNED = 8  # elements: grouped matrix products take rows of whole 16 bytes, also in bf16
+_ALIGNED = 8  # elements: grouped matrix products need rows of a multiple of 16 bytes, also in bf16
 
 
 def is_mixture(model: ModelSpec, layer: int) -> bool:

@@ -169,8 +169,8 @@ class StatisticsSpec:
     up to a third longer."""
 
 
-# The table ``[spike]``: what ``train.on_spike = "fork"`` tries, and how it chooses. All its fields belong to the run: which state a fork goes
-# back to, and which child it takes, reaches the bits of the weights.
+# The table ``[spike]``: the candidates of ``train.on_spike = "fork"``, and the choice among them. All its fields belong to the
+# run, because a fork's base and the child that is taken affect the bits of the weights.
 
 
 Candidate = Literal["skip", "rate", "clip", "wide", "continue"]

@@ -145,7 +145,7 @@ class ParallelSpec:
     """Tensor-parallel degree of each expert's matrices: 1, or the same as tensor."""
 
 
-# ``[data]`` and ``[[data.sources]]``: what is read, and the tokenizer.
+# ``[data]`` and ``[[data.sources]]``: the training text, and the tokenizer.
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class DataSpec:
     """Seconds for which training waits for an object store that does not answer."""
 
 
-# ``[checkpoint]``: what is saved when and where, and what a run starts from.
+# ``[checkpoint]``: the state that is saved, its time and place, and the state that a run starts from.
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class CheckpointSpec:
     number of steps and the place in the data."""
 
 
-# ``[precision]``, ``[memory]`` and ``[runtime]``: number formats, what memory is saved, and the machine.
+# ``[precision]``, ``[memory]`` and ``[runtime]``: number formats, ways to save memory, and the machine.
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ class RuntimeSpec:
     false, probes at the start detect such machines, and the run is refused."""
 
 
-# ``[sample]`` and ``[expect]``: text that is generated, and the weights that others have got.
+# ``[sample]`` and ``[expect]``: generated text, and the published hash of the weights.
 
 
 @dataclass(frozen=True)
