@@ -27,7 +27,7 @@ from phalanx.run.rules import ARITHMETIC, NotPortableError
 from phalanx.run.spec import RunSpec
 from phalanx_serve.traffic import events
 
-# Devices, and what becomes of their errors.
+# Devices, and the engine errors for their failures.
 
 
 def device_named(name: str, gpus: int, *, only_cpu: str = "", number: int = 0) -> torch.device:

@@ -92,7 +92,7 @@ def published_with(run_dir: Path, tokenizer: Tokenizer) -> Path | None:
     The check loads the published tokenizer, which takes a second for a large one.
     """
     directory = RunDirectory(run_dir)
-    # Where what is read stands in for a published model, messages name the model's own folder, and not a copy that goes.
+    # For a stand-in of a published model, messages name the model's own folder instead of a temporary copy.
     folder = published_folder(directory) or directory.published
     return folder if folder.is_dir() and keeps_tokenizer(folder, tokenizer) else None
 

@@ -229,7 +229,7 @@ def _judged(model: Transformer | Chain, number: int, prompt: list[int], text: li
     best, ours = scores.max(-1)  # (new tokens,)
     theirs = torch.tensor(text, device=device)
     gaps = best - scores.gather(1, theirs[:, None])[:, 0]  # (new tokens,)
-    # Of two equal logits, either token may be taken.
+    # If two logits are equal, either token is correct.
     places = (gaps > 0).nonzero()[:, 0].tolist()
     if not places:
         return Judged(number, len(text))

@@ -90,7 +90,7 @@ def require_computable(request: Request, vocab: int, context: int) -> None:
         )
 
 
-# Products of bf16 on a CPU without instructions for it: PyTorch would read the matrix once for each row.
+# Products of bf16 on a CPU without bf16 instructions, where PyTorch would read the matrix once for each row.
 
 
 class FastProducts:
@@ -170,7 +170,7 @@ def batched_attention(spec: ModelSpec, dtype: torch.dtype, device: torch.device)
         from phalanx_serve.kv_cache import decode_attention
 
         differing = decode_attention.differences(spec, dtype, device)
-    except Exception as error:  # a compiler that fails in whatever way is as good as none
+    except Exception as error:  # any failure of a compiler means that the kernel is missing
         reason = f"{type(error).__name__}: {error}"
     else:
         if not differing:

@@ -255,7 +255,7 @@ def require_sampling(sampling: Sampling) -> None:
 
 def has_number(logits: Tensor) -> Tensor:
     """Return, as bool ``(rows,)``, which rows of ``(rows, vocab)`` a token can be drawn from."""
-    return torch.isfinite(logits.amax(dim=-1))  # NaN wherever one of them is
+    return torch.isfinite(logits.amax(dim=-1))  # the maximum is NaN if any logit is
 
 
 def _require_numbers(logits: Tensor) -> None:
@@ -431,14 +431,14 @@ def _kept(logits: Tensor, scores: Tensor, sampling: Sampling) -> Tensor:
         ids = _nucleus(ids, masses[ids], int(masses[ids].sum()), sampling.top_p)
     elif sampling.top_p < 1:
         total = int(masses.sum())
-        # Most distributions need no sorting of the whole vocabulary.
+        # For most distributions the first _FIRST_LOOK tokens suffice, so the full vocabulary is not sorted.
         ids = _likeliest(logits, min(_FIRST_LOOK, len(logits)))
         if int(masses[ids].sum()) < sampling.top_p * total:
             ids = logits.sort(descending=True, stable=True).indices
         ids = _nucleus(ids, masses[ids], total, sampling.top_p)
     else:
         ids = logits.sort(descending=True, stable=True).indices
-    # The first is the likeliest, and is kept whatever rounding makes of its share.
+    # The first is the most likely token, and is kept even if rounding puts it below min_p.
     return ids[: max(1, int((masses[ids] >= math.ceil(sampling.min_p * (1 << _WEIGHT))).count_nonzero()))]
 
 

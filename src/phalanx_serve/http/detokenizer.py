@@ -108,13 +108,13 @@ class StopStrings:
         if stop_at >= 0 and stop_at <= certain:
             self._pending, self._stopped = "", True
             return text_so_far[:stop_at], True
-        # A stop string that begins before the one that was found may still be incomplete.
+        # A longer stop string that begins before ``stop_at`` may still be incomplete.
         self._pending = text_so_far[certain:]
         return text_so_far[:certain], False
 
     def flush(self) -> str:
         """Return the text that is held back, at the end of all text, up to a stop string in it. Such a string sets ``stopped``."""
-        # A stop string that was found may have waited for a longer one, begun before it, that never came.
+        # A stop string may be pending because a longer one, which begins before it, was still incomplete.
         pending, self._pending = self._pending, ""
         places = [place for stop in self._stops if (place := pending.find(stop)) >= 0]
         self._stopped = self._stopped or bool(places)

@@ -150,7 +150,7 @@ def parse_request(
     lengths = []
     for prompt in prompts:
         room.require(len(prompt), max_tokens or 1, "messages" if isinstance(body, Chat) else "prompt")
-        # A prompt is scored by a text of one token, which is not returned where none is asked for.
+        # A prompt is scored by generating one token, which is not returned if max_tokens is 0.
         lengths.append(room.tokens - len(prompt) if max_tokens is None else max_tokens or 1)
     return GenerationRequest(body, prompts, texts, seed_of(body), stops_of(body), logprobs, lengths, at_start)
 

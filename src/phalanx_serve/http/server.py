@@ -285,7 +285,7 @@ class DrainingServer(uvicorn.Server):
         A second signal ends it at once. Errors of reporting are ignored.
         """
         # In a thread: a handler may have interrupted a write to the same stream.
-        with suppress(OSError):  # a full disk or a closed pipe is no reason to go on
+        with suppress(OSError):  # a full disk or a closed pipe must not stop the drain
             self._tell(f"{name}: {self._gateway.unfinished} texts are finished first; again to end at once")
         end = time.monotonic() + self._drain_s
         while self._gateway.unfinished and time.monotonic() < end and not self.should_exit:

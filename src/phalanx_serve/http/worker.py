@@ -268,7 +268,7 @@ class EngineWorker:
         if isinstance(message, Swap):
             try:
                 message.take_over()
-            except Exception:  # Requests go on by the weights that are there.
+            except Exception:  # Requests continue with the current weights.
                 return _log.exception("the weights of step %d have not taken over", message.step)
             self.identity = replace(self.identity, weights_sha=message.weights_sha)
             self._step, self._swaps = message.step, self._swaps + 1

@@ -200,7 +200,7 @@ def _combine_program(
     )
 
 
-# No programs of their own for other numbers of texts, or other strides: each would be compiled while texts wait.
+# Not specialized: Triton would compile a separate program for some numbers of texts and strides, while texts wait.
 _NUMBERS = ("rows_at", "layer")
 store_program = triton.jit(
     _store_program, do_not_specialize=[*_NUMBERS, "key_head", "key_row", "value_head", "value_row"]

@@ -229,7 +229,7 @@ class PageMemory:
         """Copy page ``number`` of a text to ``place``, packed in the stored format."""
         rows = slice(number * PAGE, (number + 1) * PAGE)
         for part, pools in enumerate(self._parts):
-            # Of all layers together: on a GPU one launch, not one for each.
+            # All layers together: on a GPU one launch, not one for each layer.
             of_layers = [tensors[part][:, rows] for tensors in kv.layers.values()]  # (heads, 64, width) each
             if not self._kept.narrow[part]:
                 torch.stack(of_layers, out=pools[0][place])

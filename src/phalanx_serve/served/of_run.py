@@ -124,7 +124,7 @@ def _budget(
     full contexts as rows.
     """
     keeps = isinstance(model, Transformer)
-    # A user's own model computes whole texts, one after another, and keeps nothing of them.
+    # A user's own model computes full texts, one after another, without a KV cache.
     rows = served.rows if keeps else context
     process = resident_memory() + LIBRARIES
     return divide_budget(
@@ -283,10 +283,10 @@ class CheckpointFollower:
                 try:
                     self.look()
                     reported = ""
-                except Exception as error:  # Whatever happens here, the next look may find another world.
+                except Exception as error:  # After any error, the next look may succeed.
                     trouble = f"newer steps cannot be looked for at present: {_message_of(error)}"
                     if trouble != reported:
-                        with contextlib.suppress(Exception):  # Nobody listens; that is no reason to stop.
+                        with contextlib.suppress(Exception):  # A failed report must not stop the thread.
                             self._tell(trouble)
                     reported = trouble
 
@@ -330,7 +330,7 @@ class CheckpointFollower:
         files = self._files_of(step)  # before they are read: they may be copied meanwhile
         try:
             swap = self._swap_to(step)
-        except Exception as error:  # Whatever it is must not end the following of a run for days.
+        except Exception as error:  # No error may end the following of a run for days.
             problem = f"cannot take over, and step {self.step} continues: {error}"
             if not isinstance(error, ServeError):
                 problem = f"cannot be read, and step {self.step} continues: {_message_of(error)}"

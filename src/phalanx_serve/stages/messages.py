@@ -356,7 +356,7 @@ class StageLink:
         self._connection.raw.close()
 
 
-# Requests to a process that has a part of a model, and what it means if it does not answer.
+# Requests to a process that has a part of a model, and the error if it does not answer.
 
 
 _Reply = TypeVar("_Reply", bound=FromStage)

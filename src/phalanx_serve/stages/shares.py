@@ -336,7 +336,7 @@ def restored_share(
     The first share includes the embedding. Every share reads and hashes a part of the full tensors first, so that
     together they have hashed all. Raises the errors of ``restored_model``.
     """
-    # A share has no whole tensors to hash: each process reads some of them for that alone, before its own.
+    # A share lacks the full tensors to hash, so each process first reads some of them only for that.
     names: list[str] = []
 
     def to_hash(model: Transformer) -> dict[str, Rows]:
@@ -364,7 +364,7 @@ def restored_share(
 def tensor_digests(model: nn.Module) -> dict[str, TensorDigest]:
     """Return the digest of every tensor as it is computed with, by name, without those of multi-token prediction."""
     return {
-        # What guesses has no part in the bits of a text, which are the same without it.
+        # Drafts do not affect the bits of a text.
         name: tensor_digest(dtype_name(tensor.dtype), tuple(tensor.shape), [bytes_of(tensor)])
         for name, tensor in model.state_dict().items()
         if not name.startswith("mtp.")

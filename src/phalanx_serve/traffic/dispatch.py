@@ -333,7 +333,7 @@ def _end_job(state: RouterState, number: int, output: events.Ended, entry: Entry
     if output.outcome == "cancelled" or (
         output.outcome == "length" and not entry.complete and not state.jobs[number].prefill
     ):
-        # Nobody canceled it here, so it continues elsewhere.
+        # It was not canceled here, so it continues elsewhere.
         _move(state, number, is_gone=True, loss=True)
         return
     if output.outcome == "error":

@@ -354,7 +354,7 @@ def _strike(world: SimulatedService) -> None:
         case "stop":
             worker.stopped = True
             after(partial(setattr, worker, "stopped", False))
-        case "cut":  # nobody is notified; only missing heartbeats show it
+        case "cut":  # no message reports it; only missing heartbeats show it
             worker.cut = True
             after(partial(_mend, worker))
         case "break":  # both sides notice

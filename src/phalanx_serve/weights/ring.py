@@ -219,10 +219,11 @@ class Ring:
 # Expert cache: reads the router's choices, evicts by frequency, and prefetches predicted choices.
 
 
-# Eviction policy: frequency with ageing, shallow layers favored; and the optimum that it is measured against. Pure.
+# Eviction policy: frequency with ageing, shallow layers favored, and the optimum with which it is compared. Pure.
 #
-# A layer's experts are requested once per pass, so LRU would evict those that are needed next. The value of an expert is its frequency in
-# recent passes. Experts of deep layers can be read ahead while earlier layers compute, so those of shallow layers are kept a little longer.
+# A layer's experts are requested once per pass, so LRU would evict those that are needed next. The value of an expert is its
+# frequency in recent passes. Experts of deep layers can be read ahead while earlier layers compute, so those of shallow layers
+# are kept a little longer.
 
 ExpertName = tuple[int, int]
 """Layer and expert."""

@@ -232,7 +232,7 @@ class _StreamedMixture:
             layer, mixture = self.following
             likely = torch.unique(mixture.router(self._tokens).experts).tolist()
             self.cache.prefetch(layer, likely, {(self.layer, expert) for expert in needed}, self.weights.turn)
-        # Whichever product is set at this moment: an engine may have changed it after the model was opened.
+        # Read here, because an engine may have changed the product after the model was opened.
         self._product, self._backwards = experts.product, False
         experts.product = self._multiply
 

@@ -175,7 +175,7 @@ class _Readings:
             try:
                 self._agent.release_xfer_handle(transfer.handle)
             except Exception:
-                # It goes on and cannot be taken back: the memory of this process is not to be used again.
+                # The transfer still runs and cannot be cancelled, so the memory of this process must not be used again.
                 _leave(1)
             self._end(transfer.request, failure)
 

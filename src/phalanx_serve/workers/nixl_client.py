@@ -397,7 +397,7 @@ def read_pages(
                     yield from unhashed.popleft().result()
         except (NixlError, WireError) as error:
             trouble = error
-        while unhashed:  # what came before the trouble is whole
+        while unhashed:  # pages that arrived before the error are complete
             yield from unhashed.popleft().result()
         if trouble is not None:
             raise trouble
@@ -428,7 +428,7 @@ def _read_runs(
             process.read(laid.agent, laid.address, turns[number % 2], len(run), page_bytes, within_s)
         except NixlError:
             if after is not None:
-                _heard(wire, len(after))  # what it has begun to lay is not to be read
+                _heard(wire, len(after))  # the pending reply; its run is not read
             raise
         yield laid.digests
 

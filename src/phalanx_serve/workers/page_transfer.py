@@ -139,7 +139,7 @@ class _Pull:
             if self.only not in (None, "socket"):
                 raise WireError(f"{self.wire.peer}: its memory is not to be had: {self.pulled.unreached}")
             self._fetch(offer)
-        with suppress(WireError):  # what came is whole, also if its source has just died
+        with suppress(WireError):  # the received pages are complete, even if the source has just died
             self.wire.send_message(Done())
         if missing := len(request.names) - len(offer.names):
             self.pulled.failure = f"{missing} pages are not offered: evicted, or their lease is over"

@@ -270,7 +270,7 @@ class RouterClient:
         )
         if len(self._router.peers) >= len(self._service.roles) and not self._identity.done():
             identity = ready.identity
-            # Those that divide the model hold more, and a text may go on with any of them.
+            # Workers that divide the model have room for longer texts, and a text may continue on any of them.
             context = min(other.ready.context for other in self._router.peers.values() if other.ready)
             self._identity.set_result(ModelIdentity(identity.weights, identity.numerics, context, ready.bits))
 

@@ -111,7 +111,7 @@ class ServingWorker:
                 self._step()
         except _OverError as over:
             return str(over)
-        except (WireError, events.PartLostError) as error:  # texts go on elsewhere
+        except (WireError, events.PartLostError) as error:  # texts continue elsewhere
             return str(error)
         finally:
             self._over.set()
