@@ -191,7 +191,7 @@ class PlanOptions(LayoutOptions, SizeOptions, ServiceOptions):
     """Now `phalanx plan stacks`."""
 
 
-# What the options name, and what is refused.
+# The options of a plan, and the combinations that are refused.
 
 
 def refuse_repeated(overrides: tuple[str, ...]) -> None:

@@ -252,7 +252,7 @@ def make_plan(
     refuse_implausible(spec)
     job = query.job_of(spec, cluster, stack=aim.stack, keep_slots=stated is None or "train.slots" in stated)
     job = query.with_requested_modes(job, aim)
-    # For a known model, --layout without mbs means the smallest micro-batch, rather than a rank's whole share at once.
+    # For a known model, --layout without mbs means the smallest micro-batch, not all of a rank's samples at once.
     keeps_micro_batch = stated is None or "train.micro_batch_size" in stated
     layout_spec = spec if keeps_micro_batch else replace(spec, train=replace(spec.train, micro_batch_size=1))
     requested = None if aim.layout is None else _requested_estimate(layout_spec, job, aim.layout)

@@ -73,7 +73,7 @@ def state_bytes(inputs: CostInputs, place: PlaceCounts) -> dict[str, Floats]:
         kinds["gradients"] = kinds["gradients"] * np.minimum(sums, 1.0)
         if stack.states.slot_tree:
             kinds["open sums"] = np.maximum(sums - 1.0, 0.0) * kinds["gradients"]
-            # The leaves among the whole sums of ZeRO-1 are as narrow as they are sent.
+            # The leaves among ZeRO-1's complete sums are stored in the dtype in which they are sent.
             adds_own, leaf = candidates.zero == 1, _slot_bytes(job, candidates)
             slots = rounds(job, candidates)
             sum_bytes = np.where(
@@ -265,7 +265,7 @@ def _moments_of_a_pass(
     projection = place.counts[3] * (holdings.dense[2] if tied else holdings.dense[3])
     exchanged = _exchange_bytes(job, candidates)
     unit = exchanged * _largest_block(holdings, place, 2)
-    # Of tied embeddings, the projection's gradient waits for the embedding's.
+    # With tied embeddings, the projection's gradient waits for the embedding's.
     waiting = copy_bytes * projection * tied
     own = projection * (not tied)
     first = (rounds(job, candidates) == 1) & (micro_batches_per_slot(job, candidates) == 1)
@@ -273,7 +273,7 @@ def _moments_of_a_pass(
     copy = copy_bytes * _gathered(inputs, place)
     loss = place.counts[3] * _logits(job, candidates) + 4.0 * projection
     head = (copy_bytes + exchanged) * own
-    # What was sent last is freed when the next exchange begins; the sum of a first pass stays.
+    # The last sent buffer is freed when the next exchange begins; the sum of a first pass stays.
     buffers = np.maximum(unit, 4.0 * own) + waiting
     gradients = _GRADIENTS_OVER_KEPT * layer.widest
     last_layer = layer.recomputed + gradients + buffers + first * 4.0 * own / candidates.dense_shard

@@ -327,7 +327,7 @@ def optimizer_s(inputs: CostInputs, counts: tuple[Floats, ...]) -> Floats:
     if optimizer.name == "adamw":
         moved = UPDATE_BYTES * _updated(inputs, counts) + 2 * moments
         return np.asarray(hardware_times.memory_bound_s(job.profile, moved))
-    # What an optimizer of matrices leaves to AdamW has fp32 moments: eight bytes an element.
+    # The parameters that a matrix optimizer leaves to AdamW have fp32 moments: eight bytes an element.
     rest_s = hardware_times.memory_bound_s(job.profile, (UPDATE_BYTES / 8 + 2) * moments)
     return np.asarray(rest_s + _owners_s(optimizer, job, inputs.candidates, counts))
 
@@ -342,7 +342,7 @@ def _owners_s(
     """
     owned = owned_matrices(optimizer, job.workload.model, candidates, counts)
     format_flops = job.profile.accelerator.flops
-    # Muon's iterations are in bf16 on every GPU, whatever precision.compute says (phalanx.train.optimizers.matrix_rules).
+    # Muon's iterations are in bf16 on every GPU, for every precision.compute (phalanx.train.optimizers.matrix_rules).
     narrow = optimizer.name == "muon" and job.cluster.accelerator.vendor != "any"
     formats = ("bf16", "fp32", "tf32") if narrow else ("fp32", "tf32", "bf16")
     rate = hardware_times.sustained_flops(

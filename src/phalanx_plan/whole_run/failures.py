@@ -247,7 +247,7 @@ def spares_needed(node_losses_per_s: float, repair_s: float, confidence: float =
     if mean > _NEARLY_NORMAL:
         above = NormalDist().inv_cdf(max(confidence, 1e-300)) * math.sqrt(mean)
         return max(0, math.ceil(mean + above))
-    # Ten standard deviations and a few hold every quantile that a float can tell from 1.
+    # Ten standard deviations and a few counts more include every quantile that a float can distinguish from 1.
     counts = np.arange(int(mean + 10 * mean**0.5) + 40)
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(counts[1:]))])
     below = np.cumsum(np.exp(counts * np.log(mean) - mean - log_factorial))

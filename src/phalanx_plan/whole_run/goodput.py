@@ -225,7 +225,7 @@ def simulate(
         return wall_s
     per_s = rate_factor[alive] * (1 / plan.frequent.mtti_s + 1 / plan.rare.mtti_s)
     mean_s = work_s[alive] / goodput[alive]
-    # Runs are cut into so many parts; each still has enough durable checkpoints to be like the whole.
+    # Runs are cut into parts; each part still has enough durable checkpoints to represent the full run.
     longest = float(work_s[alive].min()) / (20 * plan.rare_interval_s)
     parts = max(1.0, min(float((mean_s * per_s).max()) / most_failures, longest))
     part_s = _simulated(plan, work_s[alive] / parts, per_s, np.random.default_rng(seed))

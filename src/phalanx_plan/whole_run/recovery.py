@@ -200,11 +200,12 @@ def fleet_share(method: RecoveryMethod, nodes_away: float, nodes: float, replica
     return math.exp(-nodes_away / min(replicas, nodes))
 
 
-# Start-up time, a closed form for each phase. Independent work of each node (the interpreter, imports from its own disk) takes as long
-# on one node as on 25,000. Work at one shared place takes N times as long: files of a shared file system, the coordinator's event loop, the
-# store in which ranks connect. It takes more if that place iterates over all nodes for some of them. The agents attach while their workers
-# import, so the longer of the two counts. ``bench.fleet.start`` measured the costs of one node; published figures replace those that no
-# test on one machine can show. The wait for a scheduler's nodes is not counted.
+# Start-up time, a closed form for each phase. Independent work of each node (the interpreter, imports from its own disk) takes
+# as long on one node as on 25,000. Work at one shared place takes N times as long: files of a shared file system, the
+# coordinator's event loop, the store in which ranks connect. It takes more if that place iterates over all nodes for some of
+# them. The agents attach while their workers import, so the longer of the two counts. ``bench.fleet.start`` measured the costs
+# of one node. Costs that no test on one machine can show are published figures. The wait for a scheduler's nodes is not
+# counted.
 
 
 _BENCH = "bench.fleet.start, 2026-11-25, one core of a shared machine"

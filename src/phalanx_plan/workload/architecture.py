@@ -239,7 +239,7 @@ def _sorting(copies: int, stack: Stack) -> tuple[float, float]:
     """Rows read and written for each token: into the order of experts, and back, by the stack's way of dispatch."""
     if stack.experts.dispatch == "hybrid":  # its own kernel sorts what has come
         return 2 * copies, 2 * copies
-    # Of an all-to-all, what it brings is in the order of ranks and sorted once more.
+    # The rows that an all-to-all brings are in the order of ranks and are sorted once more.
     moved = 1 + 3 * copies + (2 * copies if stack.experts.dispatch == "every copy" else 0)
     fused = _PERMUTED * moved
     # Else each copy is weighted (read, written) and added to a sum that is cleared, read and written.

@@ -180,7 +180,7 @@ def with_recipe(stack: Stack, run: Circumstances, published: PerformanceRecipe |
         experts = replace(experts, dispatch="hybrid" if recipe.flex == "hybridep" else "once per node")
     if re.match("gpt.oss", run.model, re.IGNORECASE):
         # Megatron Core's TEGroupedMLP._apply_bias and weighted_bias_quick_geglu_impl, unless CuTe's grouped products do both;
-        # and its apply_rotary_pos_emb, whose kernel does not scale as YaRN asks for.
+        # and its apply_rotary_pos_emb, whose kernel lacks YaRN's scaling.
         apart = not recipe.whole_graph
         experts = replace(experts, weighs_biases=apart, clamps_apart=apart)
         attention = replace(attention, turns_apart=True)
