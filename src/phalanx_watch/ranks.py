@@ -26,8 +26,8 @@ from phalanx.observe.rank_stream import RankStream
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.layout import Layout, layout_of, replica_ranks
 
-# The layout is the one that the attempt logged at its start: a fleet that lost nodes may have gone on under smaller degrees.
-# Nodes are those that ``fleet.json`` names now; those of earlier epochs are not kept.
+# The layout is the one that the attempt logged at its start: a fleet that lost nodes may continue with smaller degrees. Nodes
+# are those that ``fleet.json`` names now; those of earlier epochs are not stored.
 
 
 def layout_of_attempt(directory: RunDirectory, attempt: int, ranks: int) -> Layout:

@@ -276,7 +276,7 @@ def diff_command(options: DiffOptions) -> None:
     sys.exit(0 if comparison.equal else 1)
 
 
-# The text: what two runs differ in, a line for each thing.
+# Text of a comparison: one line for each difference of two runs.
 
 
 def comparison_lines(comparison: runs.RunComparison, run_a: Path, run_b: Path) -> Iterator[str]:

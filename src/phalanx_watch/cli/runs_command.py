@@ -22,7 +22,7 @@ from phalanx_watch.cli.runs_show import compare_command, show_command
 from phalanx_watch.runs import index
 from phalanx_watch.runs.row import LabelError, RunLabels, RunRow, read_labels, write_labels
 
-# ``phalanx runs list``: the runs in folders, how far each is, and which goes on from which.
+# ``phalanx runs list``: the runs in folders, their progress, and the runs that they continue.
 
 _ANY_WIDTH = 10_000
 _SHOWN = (
@@ -188,7 +188,7 @@ def _list_jobs(name: str, namespace: str, *, as_json: bool) -> None:
         click.echo("no run of Phalanx is queued or running there")
 
 
-# Labels and removal: ``phalanx runs tag``, ``note``, and ``rm``, which removes runs with all that they hold, after a list of it.
+# Labels and removal: ``phalanx runs tag``, ``note``, and ``rm``, which lists runs with all their files before it removes them.
 
 _MOST = 5
 

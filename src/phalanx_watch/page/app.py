@@ -117,7 +117,7 @@ class KeptAnswers:
         self._nbytes -= len(kept[1].body) if kept is not None else 0
 
 
-# ``/metrics`` and ``/targets`` of ``phalanx ui``: all runs that it shows, for a Prometheus that watches them from outside.
+# ``/metrics`` and ``/targets`` of ``phalanx ui``: all runs that it shows, for a Prometheus server elsewhere.
 
 
 class MetricsOfRuns:

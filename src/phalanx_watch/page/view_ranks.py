@@ -91,7 +91,7 @@ def heat_map(
                 part = replace(part, order=BY_RANK)
             first = min(max(0, part.first_place or 0), ranks - 1)
             last = ranks if part.last_place is None else max(first + 1, part.last_place + 1)
-            # Without an order and a part, frames of an attempt with more ranks are drawn whole.
+            # Without an order and a part, frames of an attempt with more ranks are drawn in full.
             is_full = part.order == BY_RANK and first == 0 and last >= ranks
             order = None if is_full else in_order(part.order, ranks, layout, nodes)
             picture = stream.heat_map(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from phalanx.observe.recorded_step import COPY as DEVICE_COPY
 from phalanx.observe.recorded_step import HOST, KERNEL, LAUNCH, RankTrace
 
-# The names of what a moment is spent on, and of the kinds of operations.
+# Names of the activities of a moment, and of the kinds of operations.
 
 
 COMPUTE, COPY, OPTIMIZER, DATA, BUBBLE = "compute", "copies", "optimizer", "data wait", "bubble"

@@ -337,7 +337,7 @@ def critical_path(
         parts.append(PathPart(rank, passage.left_ns, now))
         arrival_ns = min(meeting.last_came_ns, passage.left_ns)
         parts.append(PathPart(rank, arrival_ns, passage.left_ns, meeting))
-        # One that came last went on by itself before; others were kept waiting by it.
+        # The rank that came last was not waiting before; the others waited for it.
         rank, now = meeting.last, min(arrival_ns, now - 1)
     parts.append(PathPart(rank, min(windows[rank][0], now), now))
     return [part for part in parts if part.end_ns > part.begin_ns]

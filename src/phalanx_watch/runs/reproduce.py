@@ -136,7 +136,7 @@ def changes(past: RunEnvironment, present: RunEnvironment) -> list[Changed]:
         *_code_change(past, present),
         *_packages(past.packages, present.packages),
         *_machine(past, present),
-        # Of variables, those that were set then; ones of run processes only are skipped.
+        # Only variables that were set at the record's time; those that only run processes have are skipped.
         *(
             Changed(name, value, present.variables[name], "no")
             for name, value in past.variables.items()

@@ -30,7 +30,7 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.series.indexed import CHUNK_RECORDS, Chunk, StepIndex, columns_of
 from phalanx_watch.series.table import NAMES, Integers, StepTable, step_row
 
-# Marks on a curve: what happened to the run at a step, in a line each.
+# Marks on a curve: one line for each event of the run at a step.
 
 
 LONGEST_TEXT = 500

@@ -31,11 +31,11 @@ from phalanx.observe.sinks import (
     texts,
 )
 
-# TensorBoard event files, written by tensorboardX: scalars by step, the resolved run file as hyperparameters, and as text the messages, the
-# record of each start, the samples, and where the time went.
+# TensorBoard event files, written by tensorboardX: scalars by step, the resolved run file as hyperparameters, and as text the
+# messages, the record of each start, the samples, and the time by ledger bucket.
 #
-# ``tensorboard --logdir RUN_DIRECTORY`` shows them. A start writes the points that a killed one has not written; a step that is done again after
-# a restart has the same value, and is there once.
+# ``tensorboard --logdir RUN_DIRECTORY`` shows them. A start writes the points that a killed one has not written. A step that is
+# repeated after a restart has the same value, and appears once.
 
 
 class TensorBoardSink:
@@ -126,12 +126,12 @@ def _table(rows: list[tuple[str, float, float]]) -> str:
     )
 
 
-# Weights & Biases: one W&B run a run, resumed by later attempts; the x-axis is the step, the config is the resolved run file and the record of
-# the newest start; where the time went is a table.
+# Weights & Biases: one W&B run per run, resumed by later attempts. The x-axis is the step, the config is the resolved run file
+# and the record of the newest start, and the time by ledger bucket is a table.
 #
-# Offline unless WANDB_MODE is set otherwise: files go to ``RUN_DIRECTORY/wandb`` and ``wandb sync`` uploads
-# them later. (Online, W&B's own exit handler may wait for its upload.) The files of the newest start have all points of the run; those
-# of earlier starts that were not uploaded are removed.
+# Offline unless WANDB_MODE is set otherwise: files go to ``RUN_DIRECTORY/wandb``, and ``wandb sync`` uploads them later.
+# (Online, W&B's own exit handler may wait for its upload.) The files of the newest start have all points of the run. Files of
+# earlier starts that were not uploaded are removed.
 
 
 class WandbSink:
@@ -200,12 +200,13 @@ class WandbSink:
         self._run.finish()
 
 
-# Trackio: one Trackio run a run, continued by later attempts; the config is the resolved run file and the record of the newest start; where the
-# time went is a table.
+# Trackio: one Trackio run per run, continued by later attempts. The config is the resolved run file and the record of the
+# newest start, and the time by ledger bucket is a table.
 #
-# Trackio (https://github.com/gradio-app/trackio) has the interface of W&B over a local SQLite file. It goes to ``RUN_DIRECTORY/trackio``, unless
-# ``TRACKIO_DIR`` names a folder for all runs, or ``TRACKIO_SERVER_URL`` or ``TRACKIO_SPACE_ID`` a server; look with
-# ``TRACKIO_DIR=RUN_DIRECTORY/trackio trackio show``. A step that is done again after a restart is written again at its place.
+# Trackio (https://github.com/gradio-app/trackio) has the interface of W&B over a local SQLite file. The file is in
+# ``RUN_DIRECTORY/trackio``, unless ``TRACKIO_DIR`` names a folder for all runs, or ``TRACKIO_SERVER_URL`` or
+# ``TRACKIO_SPACE_ID`` a server. ``TRACKIO_DIR=RUN_DIRECTORY/trackio trackio show`` shows it. A step that is repeated after a
+# restart is written again at its step.
 
 _RESENT_S = 600.0
 _ELSEWHERE = ("TRACKIO_DIR", "TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID")
@@ -227,7 +228,8 @@ class TrackioSink:
         self._directory, self._table, self._step = run_directory, trackio.Table, 0
         self._waiting: list[tuple[dict[str, object], int]] | None = []
         """Points of earlier starts with their steps, until the record of this start is in the config: Trackio keeps the config of the first point."""
-        # What is written again has its place, so the points of the newest minutes are: a killed process may not have written them.
+        # A point may be written again at its step. So the points of the newest minutes are, because a killed process may not
+        # have written them.
         events = run_directory / "events.jsonl"
         newest = newest_event(events, lambda _: True) if events.exists() else None
         self._resent_from = newest.t - _RESENT_S if newest else 0.0
@@ -287,15 +289,15 @@ class TrackioSink:
         self._run.finish()
 
 
-# MLflow: scalars in batches by step, the resolved run file as parameters, the final result as tags, and its numbers as metrics to sort by. The
-# record of each start, the samples and where the time went are artifacts.
+# MLflow: scalars in batches by step, the resolved run file as parameters, the final result as tags, and its numbers as metrics
+# for sorting. The record of each start, the samples and the time by ledger bucket are artifacts.
 #
-# One MLflow run a run: later attempts continue it, found by a tag. A parameter cannot change in MLflow; a field that differs in a
-# later attempt, such as the number of ranks, becomes a tag of its name.
+# One MLflow run per run: later attempts find it by a tag and continue it. A parameter cannot change in MLflow, so a field that
+# differs in a later attempt, such as the number of ranks, becomes a tag with its name.
 #
-# Goes to MLFLOW_TRACKING_URI, or else to a SQLite file in the run directory. MLflow takes tens of
-# milliseconds a call, so steps are gathered and sent a hundred at a time. What could not be sent is sent with what follows. A server that does not
-# answer gets a few attempts, and not minutes of them, which is MLflow's default.
+# Data goes to MLFLOW_TRACKING_URI, or else to a SQLite file in the run directory. A call takes tens of milliseconds, so steps
+# are sent a hundred at a time. Unsent points are sent with the next ones. A server that does not answer gets a few attempts,
+# instead of MLflow's default of several minutes.
 
 BATCH = 900
 """Metrics per call; MLflow refuses more than 1000."""

@@ -103,7 +103,7 @@ class Reason:
     """Recommended next step, with a command."""
 
 
-# Limits: from where on something is wrong.
+# Thresholds of the rules.
 
 
 STALL_STEPS = 10

@@ -15,7 +15,7 @@ from phalanx.observe import events as run_events
 from phalanx.observe.throughput import format_duration
 from phalanx_watch.why import observed as o
 
-# Ended: with a reason, or without a word.
+# Ended runs, with or without a recorded reason.
 
 
 _BURST_S = 60.0

@@ -310,7 +310,7 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         data_error=data_error,
         events_error=events_error,
     )
-    is_silent = now - observed.last_t >= o.STALL_LEAST_S  # without that, no rule asks for dead links
+    is_silent = now - observed.last_t >= o.STALL_LEAST_S  # otherwise no rule needs dead links
     return replace(
         observed,
         processes=tuple(processes_of(directory, with_links=is_silent)) if is_held else (),

@@ -24,7 +24,7 @@ from phalanx.observe.throughput import format_duration
 from phalanx.store.open_store import joined
 from phalanx_watch.why import observed as o
 
-# Checkpoints: they fail, they are too old, or the disk that they go to is nearly full.
+# Checkpoints: failing saves, old checkpoints, and a nearly full disk.
 
 
 _URL = "://"
@@ -289,7 +289,7 @@ def full_disk(observed: o.Observed) -> Iterator[o.Reason]:
     )
 
 
-# Conditions of the bits beside the run file.
+# Conditions of the bits that are not in the run file.
 
 
 _NAMED = 8
