@@ -215,7 +215,7 @@ def leave_failure(folder: Path, rank: int, reason: str) -> None:
     """
     file = folder / f"rank-{rank:05d}.failed"
     try:
-        # Whole at once: the ranks that poll for it read it when its name appears.
+        # Atomic: the ranks that poll for it read it as soon as its name appears.
         write_atomically(file, reason.encode(errors="replace"), durable=False)
     except OSError:
         file.touch()  # a full disk has room for a name

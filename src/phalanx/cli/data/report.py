@@ -143,7 +143,7 @@ def _lines_of_tokens(index: DatasetIndex, *, by_recipe: bool) -> Iterator[str]:
     """
     train, held_out = index.train, index.held_out
     yield f"{train.tokens:,} tokens to train on, {held_out.tokens:,} held out"
-    # A record of packed documents is a whole sequence; of a stream, a sequence needs one token more, its last target.
+    # A record of packed documents is a full sequence; in a stream, a sequence needs one more token, its last target.
     if train.tokens < (index.packed_seq_len or TrainSpec.seq_len + 1):
         seq_len = index.packed_seq_len or TrainSpec.seq_len
         yield f"warning: that is less than one sequence of train.seq_len = {seq_len}: give more text, or train on shorter sequences"

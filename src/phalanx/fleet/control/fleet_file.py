@@ -385,5 +385,5 @@ def _make_exclusively(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError:
-        path.unlink(missing_ok=True)  # An empty claim would be a term that nobody can follow.
+        path.unlink(missing_ok=True)  # An empty claim would block its term.
         raise

@@ -277,7 +277,7 @@ class TokenRotation:
         return "accepted"
 
 
-# The run's disk: checkpoints, the run's small files, and checkpoints that are not to be trusted.
+# The run's disk: checkpoints, the run's small files, and untrusted checkpoints.
 
 
 class RunDisk:

@@ -118,7 +118,7 @@ def lateness(
     # The lower median: of two ranks, the faster one is the measure of the slower one.
     middle = (len(times_s) - 1) // 2
     typical_s = np.partition(times_s, middle)[middle]
-    # Of two ranks the deviation is half their difference, which would excuse any.
+    # With two ranks, the deviation is half their difference, so that neither would count as slow.
     off_s = np.median(np.abs(times_s - typical_s)) if len(times_s) > 2 else 0.0
     spread_s = max(MAD_TO_DEVIATION * off_s, rule.least_spread * typical_s)
     return times_s / typical_s - 1, (times_s - typical_s) / spread_s

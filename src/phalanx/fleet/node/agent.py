@@ -402,8 +402,7 @@ async def _run(args: AgentArgs) -> None:
         credentials = credentials_of(args.run_dir, spec, attempt, args.certificates, ("join",))
         with suppress(DescriptorLimitError):  # A data port works with fewer descriptors.
             raise_descriptor_limit(spec.fleet.nodes)
-        # The snapshots are of the same run, whatever its present fleet; the next epoch restores the newest
-        # complete state.
+        # The snapshots are of the same run, also if its fleet has changed; the next epoch restores the newest complete state.
         kept_memory = memory if workers == spec.fleet.workers_per_node else None
         agent = Agent(replace(args, attempt=attempt), spec, credentials, kept_memory)
         next_attempt = await agent.run()

@@ -284,7 +284,7 @@ class Launcher:
         inherited = {key: value for key, value in os.environ.items() if key not in self.operator}
         self._read_tokens()
         own = self.operator if name == "coordinator" else {}
-        remove_failure(log)  # Of an earlier process in this attempt, which wrote the same log.
+        remove_failure(log)  # From an earlier process of this attempt with the same log.
         environment = {**inherited, **self.environment, **own}
         output = ChildOutput(
             order_for(log, name, run.attempt, observe, args.node or None),

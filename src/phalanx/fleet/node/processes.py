@@ -57,7 +57,7 @@ def run_fleet(
     """
     path = run.directory.path
     token = make_token(path)
-    path_in(path).unlink(missing_ok=True)  # Of the previous attempt.
+    path_in(path).unlink(missing_ok=True)  # From the previous attempt.
     # Computed once: a restart must not fail because the user's model file is missing by then. The same holds
     # for the tokens: without their files, a restarted process must still be admitted.
     environment = {**rank_environment(run.spec.model.factory), TOKEN_VARIABLES["join"]: token}

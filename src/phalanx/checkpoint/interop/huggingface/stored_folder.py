@@ -189,7 +189,7 @@ def weights_tier(run: RunDirectory) -> DiskTier | FolderTier:
     """
     folder = published_folder(run)
     if folder is not None:
-        return FolderTier(folder, compared=True)  # the stand-in has compared them
+        return FolderTier(folder, compared=True)  # compared when the stand-in was made
     if not run.checkpoints.is_dir():  # a tier would create it
         raise RunDirectoryError(
             f"{run.path}: has no folder checkpoints; give the directory of a run that saved"

@@ -368,7 +368,7 @@ def outcome_of(
     EpochBroken. ``over``: this worker was already ordered out; then only Doubted is sent, and on a GPU nothing.
     """
     if over and on_gpu(device):
-        # An aborted collective leaves arbitrary values in a GPU's memory, which must accuse nobody.
+        # An aborted collective leaves arbitrary values in a GPU's memory, so no rank may be blamed for them.
         return None
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, CorruptionFoundError):
