@@ -77,16 +77,13 @@ QUICK = (
     *(f"phalanx.checkpoint.snapshot.{name}" for name in ("data_port", "segments")),
     *(f"phalanx.checkpoint.tiers.{name}" for name in ("tier", "disk")),
     *(f"phalanx.checkpoint.committed.{name}" for name in ("copying", "digest")),
-    *(f"phalanx.checkpoint.save.{name}" for name in ("interval", "retention")),
+    "phalanx.checkpoint.save.save_schedule",
     "phalanx.cli.weights",
     *(f"phalanx.store.{name}" for name in ("store", "open_store")),
     "phalanx.cli.main",
     "phalanx.cli.launch.submit",
     "phalanx.cli.launch.logs_command",
-    *(
-        f"phalanx.launch.engines.{name}"
-        for name in ("slurm", "slurm_script", "submission", "hosts", "bare", "standing")
-    ),
+    *(f"phalanx.launch.engines.{name}" for name in ("slurm", "slurm_script", "submission", "hosts", "bare")),
     "phalanx.cli.launch.joining_hosts",
     "phalanx.cli.train.show_command",
     "phalanx.cli.train.run_file",

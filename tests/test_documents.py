@@ -1,4 +1,4 @@
-"""The documents' statements about the code are true of it: words, classes, and the walks of CONTRIBUTING.md."""
+"""The documents' statements about the code are true of it: words, classes, and the lists of EXTENDING.md."""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ def test_every_link_of_the_documents_leads_to_a_file_and_a_heading() -> None:
     pages = [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "EXTENDING.md",
         ROOT / "CHANGELOG.md",
         *(ROOT / "docs").rglob("*.md"),
     ]
@@ -142,7 +143,7 @@ WALKS = {
     title: text
     for title, _, text in (
         section.partition("\n")
-        for section in re.split(r"^### ", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)[1:]
+        for section in re.split(r"^### ", (ROOT / "EXTENDING.md").read_text(), flags=re.MULTILINE)[1:]
     )
 }
 

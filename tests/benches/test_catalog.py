@@ -80,7 +80,9 @@ def test_no_folder_of_benches_holds_more_than_fourteen_files() -> None:
 
 
 def test_benches_are_started_by_module_everywhere_and_exist() -> None:
-    files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")]
+    files = [
+        ROOT / name for name in ("README.md", "CONTRIBUTING.md", "EXTENDING.md", "CHANGELOG.md", "Makefile")
+    ]
     for folder in ("docs", "src", "bench", "validation", "examples", "deploy"):
         files += [file for file in (ROOT / folder).rglob("*") if file.suffix in {".py", ".md"}]
     for file in files:

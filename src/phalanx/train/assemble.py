@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from phalanx.checkpoint.committed.restore import Shard, restore
 from phalanx.checkpoint.format.errors import NoSuchStepError
-from phalanx.checkpoint.save.retention import Retention
+from phalanx.checkpoint.save.save_schedule import Retention
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.save.store_uploader import CopyRules, CopyShare, RankCopies
 from phalanx.checkpoint.snapshot.segments import total_memory_bytes

@@ -18,8 +18,8 @@ from phalanx.parallel.pipeline_schedules import ScheduleName
 from phalanx.run.kinds.feed_forward import is_mixture
 from phalanx_plan.step_cost import memory as rank_memory
 from phalanx_plan.step_cost import pipeline, step_time
-from phalanx_plan.step_cost.inputs import CostInputs
 from phalanx_plan.step_cost.layer_costs import layer_costs
+from phalanx_plan.step_cost.memory import CostInputs
 from phalanx_plan.workload.candidates import (
     SCHEDULES,
     Candidates,

@@ -9,6 +9,7 @@ The worst rank decides, and it is not always the first: the last has the logits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -17,8 +18,8 @@ import numpy as np
 from phalanx.model.facts.holdings import held_bytes
 from phalanx.parallel.divisions import BUCKET_ELEMENTS
 from phalanx.run.spec import OptimizerSpec
-from phalanx_plan.step_cost.inputs import CostInputs
-from phalanx_plan.step_cost.pipeline import Pipelines, PlaceCounts, in_flight
+from phalanx_plan.step_cost.layer_costs import LayerCosts
+from phalanx_plan.step_cost.pipeline import Pipelines, PlaceCounts, PlaceTable, in_flight
 from phalanx_plan.workload.architecture import KINDS
 from phalanx_plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
 from phalanx_plan.workload.holdings import Holdings, owned_matrices
@@ -30,6 +31,18 @@ _GRADIENTS_OVER_KEPT = 1.7
 """Gradients in the backward pass of a gated layer over what it keeps: of its input, its product and both factors, over both factors."""
 OVERHEADS = ("context", "communicators", "fragmentation")
 """Kinds of memory that an allocator does not count as allocated."""
+
+
+@dataclass(frozen=True)
+class CostInputs:
+    """Inputs of the formulas of memory and time for some candidates, computed once."""
+
+    job: TrainingJob
+    candidates: Candidates
+    holdings: Holdings
+    costs: LayerCosts
+    pipes: Pipelines
+    table: PlaceTable
 
 
 def pipelines_of(job: TrainingJob, candidates: Candidates) -> Pipelines:

@@ -20,9 +20,15 @@ from phalanx.model.facts.holdings import exchanged
 from phalanx.model.facts.optimizer_state import UPDATE_BYTES
 from phalanx.run.spec import OptimizerSpec
 from phalanx_plan.step_cost import hardware_times
-from phalanx_plan.step_cost.inputs import CostInputs
 from phalanx_plan.step_cost.layer_costs import CATEGORIES, PHASES
-from phalanx_plan.step_cost.memory import exchanged_bytes, micro_batches_per_slot, of_each, times, total
+from phalanx_plan.step_cost.memory import (
+    CostInputs,
+    exchanged_bytes,
+    micro_batches_per_slot,
+    of_each,
+    times,
+    total,
+)
 from phalanx_plan.step_cost.pipeline import Pipelines, PlaceTable, exposed_hops, idle_s, in_flight
 from phalanx_plan.workload.architecture import KINDS
 from phalanx_plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints

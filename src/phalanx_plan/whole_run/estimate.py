@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.checkpoint.save.interval import daly_interval_s, optimal_interval_s, young_interval_s
+from phalanx.checkpoint.save.save_schedule import daly_interval_s, optimal_interval_s, young_interval_s
 from phalanx.hardware.cluster import Fact
 from phalanx_plan.whole_run.assumptions import RunAssumptions, RunInputs
 from phalanx_plan.whole_run.failures import (

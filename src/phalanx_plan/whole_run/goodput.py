@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.checkpoint.save.interval import optimal_interval_s
+from phalanx.checkpoint.save.save_schedule import optimal_interval_s
 from phalanx_plan.workload.candidates import Floats
 
 

@@ -21,7 +21,7 @@ import torch
 from checkpoint.shards import shards_of
 from phalanx.checkpoint.committed.copying import verify, verify_tier
 from phalanx.checkpoint.committed.restore import candidates, restore
-from phalanx.checkpoint.save.retention import Retention
+from phalanx.checkpoint.save.save_schedule import Retention
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.save.store_uploader import CopyRules, CopyShare, RankCopies
 from phalanx.checkpoint.tiers.disk import DiskTier

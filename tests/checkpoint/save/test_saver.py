@@ -15,7 +15,7 @@ from phalanx.checkpoint.committed.copying import verify
 from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
 from phalanx.checkpoint.format.image import Image
-from phalanx.checkpoint.save.retention import Retention
+from phalanx.checkpoint.save.save_schedule import Retention
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, Tier, never

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.save.interval import daly_interval_s, optimal_interval_s, young_interval_s
+from phalanx.checkpoint.save.save_schedule import daly_interval_s, optimal_interval_s, young_interval_s
 from phalanx_plan.whole_run.goodput import (
     CheckpointPlan,
     GoodputError,

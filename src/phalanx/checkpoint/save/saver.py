@@ -18,7 +18,7 @@ from typing import Literal
 from phalanx.checkpoint.committed.restore import Copies, Shard
 from phalanx.checkpoint.format.boxes import Box, share_of
 from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
-from phalanx.checkpoint.save.retention import Retention
+from phalanx.checkpoint.save.save_schedule import Retention
 from phalanx.checkpoint.save.staging import StagedImage, StagingBuffers
 from phalanx.checkpoint.tiers.tier import Draft, StepRecord, Tier, always
 

@@ -30,7 +30,7 @@ from phalanx.checkpoint.format.errors import (
     NoSuchStepError,
     StorageError,
 )
-from phalanx.checkpoint.save.retention import Retention, is_copied
+from phalanx.checkpoint.save.save_schedule import Retention, is_copied
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.checkpoint.save.retention import is_copied
+from phalanx.checkpoint.save.save_schedule import is_copied
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Event, Restored
 from phalanx.run.directory.paths import RunDirectory

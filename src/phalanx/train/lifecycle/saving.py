@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 
-from phalanx.checkpoint.save.interval import RANK_HOURS_BETWEEN_FAILURES, SaveInterval
-from phalanx.checkpoint.save.retention import is_copied
+from phalanx.checkpoint.save.save_schedule import RANK_HOURS_BETWEEN_FAILURES, SaveInterval, is_copied
 from phalanx.checkpoint.save.saver import SaveOutcome
 from phalanx.observe.events import Message
 from phalanx.observe.ledger import Bucket

@@ -123,7 +123,7 @@ def withdraw_doubt(state: FleetState) -> None:
 # Retention of snapshots in memory: pure rules over step numbers, shared by the workers of a run and the
 # simulator. A snapshot may be dropped once a newer one is safe: every rank's own copy and its buddy's copy of
 # it are complete. Then all ranks hold some common step at any moment, and a fault loses at most the steps
-# since then. (``phalanx.checkpoint.save.retention`` has the rule for checkpoints on disk.)
+# since then. (``phalanx.checkpoint.save.save_schedule`` has the rule for checkpoints on disk.)
 
 
 def droppable(snapshots: Iterable[RankSnapshot], safe_step: int) -> tuple[RankSnapshot, ...]:
