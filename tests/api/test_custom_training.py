@@ -33,7 +33,9 @@ from tiny_runs import tiny_run, train_on_this_rank
 STEPS = 4
 LAYOUTS = {
     "2 replicas": (2, ParallelSpec(sharding="none")),
+    "2 shards of the optimizer": (2, ParallelSpec(sharding="zero1")),
     "3 shards": (3, ParallelSpec(sharding="zero3")),
+    "2 replicas of 2 shards": (4, ParallelSpec(sharding="zero3", shard_ranks=2)),
     "2 stages": (2, ParallelSpec(sharding="none", pipeline=2)),
     "2 stages of 2 shards": (4, ParallelSpec(sharding="zero3", pipeline=2)),
 }
