@@ -1,9 +1,11 @@
-"""Language rules for Python source: names, docstrings and class names."""
+"""Language rules for Python source: names, docstrings, comments and class names."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator, Mapping
 
 from lint.findings import Finding, Words
@@ -23,7 +25,7 @@ _WORD = re.compile(r"[^\W\d_][\w'’-]*")
 def check_source(path: str, source: str) -> tuple[list[Finding], Words]:
     """Apply the rules for one file, except the one for duplicate classes.
 
-    Returns the findings and the docstrings' number of words and of speech verbs.
+    Returns the findings, and the docstrings' numbers of words and of speech verbs.
     """
     findings, total = [], Words()
     for node in ast.walk(ast.parse(source)):
@@ -33,20 +35,31 @@ def check_source(path: str, source: str) -> tuple[list[Finding], Words]:
             if VAGUE_NAMES.fullmatch(name)
         ]
         for docstring in _docstrings(node):
-            text = _CODE_SPAN.sub("", str(docstring.value))
-            first = _WORD.search(str(docstring.value))
-            if first and first.group() in RELATIVE_STARTS:
-                start = str(docstring.value).strip().split("\n")[0][:60]
-                findings.append(Finding(path, docstring.lineno, "docstring-start", start))
-            verbs = list(SPEECH_VERBS.finditer(text))
-            findings += [
-                Finding(
-                    path, docstring.lineno + text.count("\n", 0, verb.start()), "speech-verb", verb.group()
-                )
-                for verb in verbs
-            ]
-            total += Words(len(_WORD.findall(text)), len(verbs))
+            text = str(docstring.value)
+            flaws, words = _check_text(path, docstring.lineno, text, "docstring-start")
+            findings += flaws
+            total += words
+    for line, text in _comments(source):
+        findings += _check_text(path, line, text, "comment-start")[0]
     return findings, total
+
+
+def _check_text(path: str, line: int, text: str, start_rule: str) -> tuple[list[Finding], Words]:
+    """Apply the rules for prose to a docstring or comment that begins in ``line``. Inline code counts as no word.
+
+    Returns the findings, and the numbers of words and of speech verbs.
+    """
+    prose = _CODE_SPAN.sub("", text)
+    first = _WORD.search(text)
+    findings = []
+    if first and first.group() in RELATIVE_STARTS:
+        findings.append(Finding(path, line, start_rule, text.strip().split("\n")[0][:60]))
+    verbs = list(SPEECH_VERBS.finditer(prose))
+    findings += [
+        Finding(path, line + prose.count("\n", 0, verb.start()), "speech-verb", verb.group())
+        for verb in verbs
+    ]
+    return findings, Words(len(_WORD.findall(prose)), len(verbs))
 
 
 def check_classes(sources: Mapping[str, str]) -> list[Finding]:
@@ -92,3 +105,23 @@ def _docstrings(node: ast.AST) -> Iterator[ast.Constant]:
         match statement:
             case ast.Expr(value=ast.Constant(value=str()) as constant):
                 yield constant
+
+
+def _comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the comments of a module without their signs, each with the number of its first line. Lines that
+    have only a comment, one below the other in one column, are one comment.
+    """
+    begin, column, lines = 0, 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        row, at = token.start
+        continues = (row, at) == (begin + len(lines), column) and not token.line[:at].strip()
+        if lines and not continues:
+            yield begin, "\n".join(lines)
+            lines = []
+        if not lines:
+            begin, column = row, at
+        lines.append(token.string.lstrip("#"))
+    if lines:
+        yield begin, "\n".join(lines)

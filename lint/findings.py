@@ -10,6 +10,7 @@ ADVICE = {
     "vague-name": "name the value by what it is: `layout`, `message`, `request`, `param`, `is_known`, `reason`; "
     "name a loop variable by the singular of its collection",
     "docstring-start": "begin with an imperative or a noun phrase: `Return the layouts that fit in memory.`",
+    "comment-start": "begin with an imperative or a noun phrase: `# Ranks of one machine meet in a file.`",
     "duplicate-class": "give the class a name that states its role and is unique in the package: `KVBlock`, `RankPlacement`",
     "speech-verb": "programs return, raise, send, receive, log, print, request or record",
     "matched-text": "match on the kind and the fields of an event (`IncidentKind`), not on the English beside it; "

@@ -35,7 +35,7 @@ HEAD = """\
     "--root", type=click.Path(exists=True, file_okay=False, path_type=Path), default=ROOT, hidden=True
 )
 def command(update: bool, as_json: bool, root: Path) -> None:
-    """Check names and docstrings in src/, and the prose of README.md and docs/ (docs/evidence/ is exempt).
+    """Check names, docstrings and comments in src/, and the prose of README.md and docs/ (docs/evidence/ is exempt).
 
     Exits with 1 if a file has more offenses than lint/language_baseline.toml records, or fewer. CONTRIBUTING.md has the
     rules with examples.

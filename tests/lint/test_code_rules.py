@@ -68,8 +68,30 @@ def test_a_speech_verb_in_inline_code_or_in_a_plain_string_is_no_offense() -> No
     assert rules('"""Call ``log.tell`` once."""\ntext = "the leader says so"') == []
 
 
+@pytest.mark.parametrize("start", ["What", "That", "Those", "Who", "Whoever", "Whether", "Of"])
+def test_a_comment_may_not_start_with_a_relative_word(start: str) -> None:
+    assert rules(f"x = 1\n# {start} is kept.\ny = 2") == [("comment-start", 2, f"{start} is kept.")]
+
+
+def test_lines_of_comments_below_each_other_are_one_comment() -> None:
+    assert rules("# The state of a run, and the step\n#\n# Whether it is kept.") == []
+
+
+def test_a_comment_below_code_is_none_with_the_comment_beside_it() -> None:
+    assert rules("x = 1  # one\n# Of two") == [("comment-start", 2, "Of two")]
+
+
+def test_a_speech_verb_in_a_comment_is_reported_with_its_line() -> None:
+    source = "if x:\n    # Send a heartbeat:\n    # the leader tells the ranks.\n    y = 1  # says so"
+    assert rules(source) == [("speech-verb", 3, "tells"), ("speech-verb", 4, "says")]
+
+
+def test_a_speech_verb_in_inline_code_of_a_comment_or_behind_a_sign_in_a_string_is_no_offense() -> None:
+    assert rules('# Call ``log.tell`` once.\ntext = "# the leader says so"') == []
+
+
 def test_the_totals_are_the_words_of_docstrings_and_their_speech_verbs() -> None:
-    _, total = check_source("module.py", '"""Return what it says."""\nx = 1  # no docstring')
+    _, total = check_source("module.py", '"""Return what it says."""\nx = 1  # no docstring, says it')
     assert (total.words, total.units) == (4, 1)
 
 

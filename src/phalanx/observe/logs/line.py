@@ -247,7 +247,7 @@ def first_failure(lines: Iterable[LogLine]) -> FirstFailure | None:
     own: dict[str, LogLine] = {}
     for line in failures:
         key = line.process or who(line)
-        # Of each process, keep its earliest failure, unless that is a consequence and a later one is not. An exit line has no
+        # Keep the earliest failure of each process, unless that is a consequence and a later one is not. An exit line has no
         # cause.
         if key not in own or (
             _guilt(own[key]) == _INNOCENT and not says_its_end(line) and _guilt(line) < _INNOCENT

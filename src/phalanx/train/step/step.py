@@ -195,7 +195,7 @@ class Stepper:
         if audit is not None:
             with self._auditing():
                 audit.ended(number)
-        # 2. What all ranks must know before the update: mean loss, token count, flags, gradient norm.
+        # 2. Numbers that all ranks need before the update: mean loss, token count, flags, gradient norm.
         before_sums()
         with self.ledger.bucket(Bucket.COMM_EXPOSED_DP):
             loss, count, raised, slot_losses = self._reduce_losses(losses, tokens, flags)
