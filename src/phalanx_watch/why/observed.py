@@ -39,6 +39,7 @@ Code = Literal[
     "not-learning",
     "endless-warmup",
     "loss-too-low",
+    "unusual-fields",
     "growing-norm",
     "growing-layer",
     "saturated-layer",
@@ -204,6 +205,12 @@ XZ_SHARE = 0.1
 2309.10668, table 1); regular text is short for both."""
 UNLEARNED = 0.01
 """Share of an untrained model's loss by which the loss must have fallen after two windows of steps with the full rate."""
+CLIPPED = 10.0
+"""Factor of the gradient norm over its limit in the median step. Small batches exceed the usual limit of 1 by two or three times."""
+FAR_OFF = 10.0
+"""Factor beyond the usual values of a field from which it harms any run; nearer ones may be meant."""
+MOST_UNUSUAL = 8
+"""Listed fields that are unusual."""
 SMALL_UPDATE = 1e-4
 """Change of a layer's weights in a step over their size. Some 1e-3 is usual (cs231n.github.io/neural-networks-3, "Ratio of weights:updates")."""
 NORM_GROWN = 20.0

@@ -53,7 +53,7 @@ from phalanx.store.store import StoreError
 from phalanx.train.lifecycle.ending import read_failure
 from phalanx_watch import ranks as comparison
 from phalanx_watch.runs.probe import KernelLocks
-from phalanx_watch.why import fleet, layers, numbers, progress, skipped, speed, surroundings
+from phalanx_watch.why import fleet, layers, numbers, progress, skipped, speed, surroundings, unusual
 from phalanx_watch.why import observed as o
 from phalanx_watch.why.processes import processes_of
 
@@ -77,6 +77,7 @@ RULES: tuple[Rule, ...] = (
         numbers.not_learning,
         numbers.endless_warmup,
         numbers.loss_too_low,
+        unusual.unusual_fields,
         numbers.growing_norm,
         surroundings.unreadable_events,
         surroundings.unreadable_lines,
