@@ -38,7 +38,7 @@ def flat_indices(
         stride = math.prod(global_shape[dim + 1 :])
         along_dim = torch.arange(start, start + length, dtype=torch.int64, device=device)
         index = index.unsqueeze(-1) + along_dim * stride  # (box[0], ..., box[dim])
-    return index.expand(box)
+    return index.expand(box)  # (box[0], ..., box[-1])
 
 
 def deviation(parameter: Parameter, spec: ModelSpec) -> float:

@@ -46,6 +46,7 @@ def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
     scale = _scale(largest, limit)
     scaled = grouped.float() / scale
     values = (scaled if dtype.is_floating_point else scaled.round()).to(dtype)
+    # (..., r, k), and by block (..., r, k / 32)
     return (
         Quantized(values.flatten(-2), scale.squeeze(-1)) if scaling == "block" else Quantized(values, scale)
     )

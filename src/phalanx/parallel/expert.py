@@ -146,7 +146,7 @@ class ExpertExchange:
         """Dispatch this rank's ``tokens`` ``(n, d)`` to their experts and combine the results: ``(n, d)``. A collective."""
         ranks = self.group.size()
         order = moe.order_by_expert(routing.experts, ranks * len(experts.up))  # step 1
-        route = self._route(order.counts.view(ranks, -1))  # step 2
+        route = self._route(order.counts.view(ranks, -1))  # step 2, of counts (ranks, local experts)
         copies = _exchanged(moe.copies_by_expert(tokens, order), route, self)  # step 3: (received, d)
         results = _exchanged(
             self._compute(copies, route, experts), route.return_route, self
@@ -158,6 +158,7 @@ class ExpertExchange:
         coming = torch.empty_like(sending)  # (ranks, local experts)
         with self.clock.measure():
             dist.all_to_all_single(coming, sending, group=self.group)
+        # (ranks + ranks + local experts,), on the host
         ranks, sums = len(sending), torch.cat((sending.sum(1), coming.sum(1), coming.sum(0))).tolist()
         return TokenRoute(sums[:ranks], sums[ranks : 2 * ranks], coming, sums[2 * ranks :])
 
@@ -168,6 +169,7 @@ class ExpertExchange:
         permutation, inverse = by_expert(route.counts, len(copies))
         counts = route.counts.view(self.slots, -1, route.counts.shape[1]).sum(1).t()  # (experts, slots)
         groups = groups_of_slots(counts.contiguous(), route.of_experts, apart=self.apart)
+        # (m, d)
         return moe.permute(experts(moe.permute(copies, permutation, inverse), groups), inverse, permutation)
 
 

@@ -185,7 +185,7 @@ class _Groups:
 
     def view(self, device: torch.device, **degrees: int) -> DeviceMesh:
         """Return all ranks as a mesh of ``degrees``, the last varying fastest."""
-        ranks = torch.arange(dist.get_world_size()).view(*degrees.values())
+        ranks = torch.arange(dist.get_world_size()).view(*degrees.values())  # (*degrees,)
         groups = [self.along(ranks, dim) for dim in range(ranks.ndim)]
         return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(degrees))
 
@@ -230,9 +230,12 @@ def build_mesh(spec: RunSpec, ranks: int, device: torch.device, *, machine_ranks
         expert_tensor=layout.expert_tensor,
     )
     slots = layout.pipeline * layout.data_ranks
+    # (slots, context, tensor)
     context = groups.along(torch.arange(ranks).view(slots, layout.context, layout.tensor), 1)
+    # (slots, ranks of a slot)
     sequence = groups.along(torch.arange(ranks).view(slots, layout.model_ranks), 1)
     copies = key_copies(spec.model, layout.tensor)
+    # (lines, copies)
     keys = groups.along(torch.arange(ranks).view(-1, copies), 1) if 1 < copies < layout.tensor else None
     return Mesh(
         *(layout, device, dist.get_rank(), dense, stage, experts, context, sequence, keys),

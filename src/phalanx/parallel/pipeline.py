@@ -263,6 +263,7 @@ class _LinearProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         slope = upstream[0].reshape(-1, weight.shape[0])  # (tokens, outputs)
         store, owner = ctx.owner
+        # (tokens, outputs), (tokens, inputs)
         store.note(owner, partial(_linear_gradient, slope, x.reshape(-1, weight.shape[1])))
         return slope.mm(weight).view_as(x), None, None
 
@@ -283,7 +284,7 @@ class _GroupedProduct(torch.autograd.Function):
         """Return each group of ``rows`` times the transpose of its expert's matrix; save both for backward."""
         ctx.save_for_backward(rows, matrices)
         ctx.groups, ctx.owner = groups, owner
-        return groups.multiply(rows, matrices.transpose(1, 2))
+        return groups.multiply(rows, matrices.transpose(1, 2))  # (m, i) by (experts, i, o): (m, o)
 
     @staticmethod
     def backward(ctx: _GroupedContext, *upstream: Tensor) -> tuple[Tensor, None, None, None]:

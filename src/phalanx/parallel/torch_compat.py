@@ -65,6 +65,7 @@ def gather_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
     ranks, gathered = group.size(), _waited(gather(x, 0, group))  # (ranks * n0, n1, ...)
     if _in_place(x, dim):
+        # (n0, ..., ranks * n_dim, ...)
         return gathered.view(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
     return torch.cat(gathered.chunk(ranks), dim)  # (n0, ..., ranks * n_dim, ...)
 

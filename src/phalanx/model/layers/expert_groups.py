@@ -74,7 +74,9 @@ class Groups:
             product = F.grouped_mm if rows.dtype == torch.bfloat16 else _uncompiled_grouped_mm
             return product(rows, matrices, offs=self.ends)
         sizes: list[list[int]] = self.counts.tolist()
+        # (rows of a group, i) each
         parts = iter(torch.split(rows, [size for of_expert in sizes for size in of_expert]))
+        # (m, o)
         return torch.cat(
             [
                 next(parts).mm(matrix)
@@ -98,7 +100,7 @@ class Groups:
         ``take``, it is called with each of the ``leaves`` instead, and None returned.
         """
         if self.take is None:
-            return torch.cat([add_slots(gradients).to(dtype) for _, gradients in leaves])
+            return torch.cat([add_slots(gradients).to(dtype) for _, gradients in leaves])  # (experts, ...)
         for experts, gradients in leaves:
             self.take(experts, gradients)
         return None
@@ -113,10 +115,11 @@ class Groups:
         for first in range(0, experts, at_once):
             current = range(first, min(first + at_once, experts))
             begin, end = end, end + sum(self.of_experts[current.start : current.stop])
+            # (experts slots,)
             ends = self.counts[current.start : current.stop].flatten().cumsum(0).to(torch.int32)
             # (experts slots, o, i)
             gradients = F.grouped_mm(slope[begin:end].t(), rows[begin:end], offs=ends)
-            yield current, gradients.view(len(current), slots, *shape)
+            yield current, gradients.view(len(current), slots, *shape)  # (experts, slots, o, i)
 
 
 def groups_of_one_slot(counts: Tensor) -> Groups:
@@ -148,7 +151,7 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: _ProductContext, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
         ctx.save_for_backward(rows, matrices)
         ctx.groups = groups
-        return groups.multiply(rows, matrices.transpose(1, 2))
+        return groups.multiply(rows, matrices.transpose(1, 2))  # (m, i) by (experts, i, o): (m, o)
 
     @staticmethod
     def backward(ctx: _ProductContext, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -163,7 +166,7 @@ class _GroupedProduct(torch.autograd.Function):
 def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """Multiply each of ``rows`` ``(m, i)`` by the transpose of its expert's matrix of ``(experts, o, i)``: ``(m, o)``; differentiable."""
     if groups.slots == 1:
-        return groups.multiply(rows, matrices.transpose(1, 2))
+        return groups.multiply(rows, matrices.transpose(1, 2))  # (m, i) by (experts, i, o): (m, o)
     return apply_function(_GroupedProduct, rows, matrices, groups)
 
 
@@ -181,7 +184,7 @@ class _ForEachRow(torch.autograd.Function):
         ``None`` for it if ``Groups.add`` passed it on.
         """
         groups, slope = ctx.groups, upstream[0]
-        lengths = groups.counts.flatten()
+        lengths = groups.counts.flatten()  # (experts slots,)
         # (experts slots, width)
         summed = torch.segment_reduce(slope.float(), "sum", lengths=lengths, axis=0, unsafe=True)
         leaves = summed.to(slope.dtype).view(*groups.counts.shape, -1)  # (experts, slots, width)

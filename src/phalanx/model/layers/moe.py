@@ -59,7 +59,7 @@ def tokens_per_expert(chosen: Tensor, experts: int) -> Tensor:
     """Histogram: how often each of ``experts`` occurs in ``chosen`` (int64, any shape): ``(experts,)``, int64."""
     # By sorting: on a GPU in deterministic mode, bincount raises or waits for the device.
     edges = torch.arange(experts + 1, device=chosen.device)
-    return torch.searchsorted(chosen.flatten().sort().values, edges).diff()
+    return torch.searchsorted(chosen.flatten().sort().values, edges).diff()  # (experts,)
 
 
 class _BalanceContext(FunctionContext, Protocol):

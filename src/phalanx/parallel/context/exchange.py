@@ -50,7 +50,7 @@ def pack(key: Tensor, value: Tensor) -> Tensor:
 def unpack(packed: Tensor, key: Size, value: Size) -> tuple[Tensor, Tensor]:
     """Return views of a packed buffer as keys and values of these shapes."""
     keys = math.prod(key)
-    return packed[:keys].view(key), packed[keys:].view(value)
+    return packed[:keys].view(key), packed[keys:].view(value)  # (b, k, s, e), (b, k, s, v)
 
 
 def context_positions(seq_len: int, context: int, rank: int) -> Tensor:
@@ -67,7 +67,7 @@ def context_positions(seq_len: int, context: int, rank: int) -> Tensor:
 
 def own_pieces(sequence: Tensor, context: int, rank: int, dim: int) -> Tensor:
     """Return the head and tail piece of rank ``rank`` of ``context`` along ``dim``, which spans the full sequence."""
-    pieces = sequence.chunk(2 * context, dim)
+    pieces = sequence.chunk(2 * context, dim)  # (..., s / (2 context), ...) each
     return torch.cat((pieces[rank], pieces[-1 - rank]), dim)  # (..., s / context, ...)
 
 
@@ -138,6 +138,7 @@ class GatherMethod:
         gathered = packed.new_empty(self.group.size() * packed.numel())  # (ranks b k s (e + v),)
         with self.clock.measure():
             all_gather_single(gathered, packed, self.group)
+        # (b, k, s, e) and (b, k, s, v) of each rank
         parts = [unpack(part, key.shape, value.shape) for part in gathered.chunk(self.group.size())]
         # (b, k, s * ranks, .) each
         return in_order([part[0] for part in parts], dim=2), in_order([part[1] for part in parts], dim=2)
@@ -155,6 +156,7 @@ class GatherMethod:
         received = torch.empty_like(sent)
         with self.clock.measure():
             dist.all_to_all_single(received, sent, group=self.group)
+        # (b, k, s, e), (b, k, s, v)
         return unpack(received.view(ranks, -1).sum(0), pieces[0][0].shape, pieces[0][1].shape)
 
 

@@ -42,19 +42,19 @@ from phalanx.run.spec import RunSpec
 
 def tiled_positions(seq_len: int, tiles: int, context: int, rank: int) -> Tensor:
     """Return the token positions of rank ``rank`` of ``context``, by tile: ``(seq_len / context,)``, int64."""
-    return by_tile(torch.arange(seq_len), tiles, dim=0).chunk(context)[rank]
+    return by_tile(torch.arange(seq_len), tiles, dim=0).chunk(context)[rank]  # (seq_len / context,)
 
 
 def by_tile(sequence: Tensor, tiles: int, dim: int) -> Tensor:
     """Reorder dimension ``dim``, which spans the full sequence, from the order of positions to the order of tiles."""
-    pieces = sequence.chunk(2 * tiles, dim)
-    return torch.cat([pieces[at] for tile in range(tiles) for at in (tile, -1 - tile)], dim)
+    pieces = sequence.chunk(2 * tiles, dim)  # (..., s / (2 tiles), ...) each
+    return torch.cat([pieces[at] for tile in range(tiles) for at in (tile, -1 - tile)], dim)  # (..., s, ...)
 
 
 def by_position(tiled: Tensor, tiles: int, dim: int) -> Tensor:
     """Inverse of ``by_tile``."""
-    pieces = tiled.chunk(2 * tiles, dim)
-    return torch.cat((*pieces[0::2], *reversed(pieces[1::2])), dim)
+    pieces = tiled.chunk(2 * tiles, dim)  # (..., s / (2 tiles), ...) each
+    return torch.cat((*pieces[0::2], *reversed(pieces[1::2])), dim)  # (..., s, ...)
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,18 @@ class RankTiles:
         rows = [self._by_reporter(part) for part in sums]
         with self.comm.waiting():
             received = exchange_along(torch.cat(rows, 1), 0, self.comm.group)  # (ranks, 1, elements)
+        # (elements / ranks,) for each tensor
         totals = torch.split(sum_in_tree(received)[0], [row.shape[1] for row in rows])
         reports = []
         for row, total, like in zip(rows, totals, sums, strict=True):
             report = torch.full_like(row, -0.0)
             report[self.rank] = total
-            reports.append(report.flatten()[: like.numel()].view_as(like))
+            reports.append(report.flatten()[: like.numel()].view_as(like))  # (...), as `like`
         return reports
 
     def _by_reporter(self, tensor: Tensor) -> Tensor:
         """Return a tensor as one row for each rank, padded with zeros."""
-        flat = tensor.flatten()
+        flat = tensor.flatten()  # (elements,)
         return F.pad(flat, (0, -len(flat) % self.ranks)).view(self.ranks, -1)  # (ranks, elements / ranks)
 
 
@@ -165,6 +166,7 @@ class _TiledAttention(torch.autograd.Function):
             full_keys_values[0].shape,
             full_keys_values[1].shape,
         )
+        # (b, k, s of a tile, .) for each tile
         grad_keys, grad_values = (
             tuple(part.to(keys[0].dtype) for part in own.chunk(count, dim=2)) for own in core.scatter(*total)
         )
@@ -252,6 +254,7 @@ class TiledCore:
         else:
             with self.ranks.comm.waiting():
                 gathered = gather_along(pack(*own), 0, self.ranks.comm.group)
+            # (b, k, s of a rank, .) for each rank, keys and values
             parts = [unpack(part, own[0].shape, own[1].shape) for part in gathered.chunk(self.ranks.ranks)]
         # (b, k, full s, .), by tile
         key, value = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
@@ -262,6 +265,7 @@ class TiledCore:
         by tile. A collective of the context group.
         """
         ranks = self.ranks.ranks
+        # (b, k, s of a rank, .) for each rank, of keys and of values
         tiled = [by_tile(grad, self.ranks.count, dim=2).chunk(ranks, 2) for grad in (grad_key, grad_value)]
         own = [parts[self.ranks.rank] for parts in tiled]
         if ranks == 1:
@@ -300,7 +304,7 @@ class TiledAttention:
         owners = [(parameter.owner, parameter.attribute) for parameter in self.parameters]
         shares = list(zip(*(parameter.now() for parameter in self.parameters), strict=True))
         inputs = []
-        for own, hidden in zip(shares, x.chunk(len(shares), 1), strict=True):
+        for own, hidden in zip(shares, x.chunk(len(shares), 1), strict=True):  # hidden: (b, s of a tile, d)
             with in_place_of(owners, own):
                 inputs.append(self.layer.by_tokens(dense(hidden)))
         return _attended(self.layer, self.core, owners, shares, inputs, (cos, sin), documents)
@@ -346,6 +350,7 @@ def _attended(
     tile. While a tile is computed, its tensors replace the parameters ``owners``.
     """
     projected, sinks = [], []
+    # (s of a tile, rotated elements) for each tile
     cos, sin = (table.chunk(len(tensors)) for table in rotation)
     for own, tokens, cos_here, sin_here in zip(tensors, inputs, cos, sin, strict=True):
         with in_place_of(owners, own):

@@ -48,7 +48,7 @@ def gather_typed(value: _T, kind: type[_T], *, max_message_bytes: int = LONGEST_
     piece[: len(body)] = _tensor(body)
     gathered = torch.empty(longest * group.size(), dtype=torch.uint8, device=device)
     all_gather_single(gathered, piece.to(device), group)
-    rows = gathered.cpu().view(group.size(), longest)
+    rows = gathered.cpu().view(group.size(), longest)  # (ranks, longest)
     return [
         _decoded(row[:length], kind, rank)
         for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))

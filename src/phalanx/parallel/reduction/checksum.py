@@ -36,6 +36,7 @@ _ELEMENTS_AT_ONCE = 1 << 20
 
 def total_checksum(sums: Sequence[Tensor]) -> int:
     """Return the checksum of all tensors whose ``named_checksum`` is in ``sums``, in any order. Waits for the device."""
+    # (tensors,), added to a scalar
     return int(torch.stack(list(sums)).sum().item()) & ((1 << 64) - 1) if sums else 0
 
 
@@ -55,7 +56,7 @@ def named_checksum(name: str, tensor: Tensor, *, rows_at_once: int | None = None
         rows = (part[:full_words].view(-1, _COLUMNS) * columns).sum(1)  # step 3 by column: (rows,)
         if full_words < len(part):
             last = (part[full_words:] * columns[: len(part) - full_words]).sum()
-            rows = torch.cat((rows, last.view(1)))
+            rows = torch.cat((rows, last.view(1)))  # (rows,), the last one shorter
         numbers = torch.arange(len(rows), device=device) + first // _COLUMNS
         total += (rows * _odd("row", numbers)).sum()  # step 3 by row, and step 4
     length = torch.full((1,), tensor.nbytes, dtype=torch.int64, device=device)
@@ -65,13 +66,13 @@ def named_checksum(name: str, tensor: Tensor, *, rows_at_once: int | None = None
 
 def _words(tensor: Tensor) -> Tensor:
     """Return the bytes of ``tensor`` as int64 ``(words,)``, padded with zeros to a full word; a view if it is contiguous and aligned."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
+    data = tensor.contiguous().view(-1).view(torch.uint8)  # (bytes,)
     missing = -len(data) % 8
     if missing:
-        data = torch.cat((data, data.new_zeros(missing)))
+        data = torch.cat((data, data.new_zeros(missing)))  # (8 words,)
     if data.storage_offset() % 8:
         data = data.clone()
-    return data.view(torch.int64)
+    return data.view(torch.int64)  # (words,)
 
 
 @functools.cache
@@ -99,7 +100,7 @@ def piece_checksum(name: str, piece: Tensor, index: Sequence[Tensor], full_shape
     total = torch.zeros((), dtype=torch.int64, device=device)
     if not piece.numel():
         return total
-    values = piece.detach().reshape(1) if piece.ndim == 0 else piece.detach()
+    values = piece.detach().reshape(1) if piece.ndim == 0 else piece.detach()  # (1,) for a scalar
     places = list(index) or [torch.zeros(1, dtype=torch.int64)]
     strides = [math.prod(full_shape[dim + 1 :]) for dim in range(len(full_shape))] or [1]
     rows = max(1, _ELEMENTS_AT_ONCE // max(1, values[0].numel()))
@@ -109,6 +110,7 @@ def piece_checksum(name: str, piece: Tensor, index: Sequence[Tensor], full_shape
         place = torch.zeros((), dtype=torch.int64, device=device)
         for dim, (positions, stride) in enumerate(zip(places, strides, strict=True)):
             offsets = (positions[first : first + rows] if dim == 0 else positions).to(device) * stride
+            # (rows, ..., n_dim, 1, ..., 1), one dimension for each of `values`
             place = place + offsets.view(-1, *[1] * (values.ndim - 1 - dim))
         total += (words * _odd("element", place)).sum()
     return total * _odd(name, torch.zeros(1, dtype=torch.int64, device=device))[0]

@@ -117,7 +117,7 @@ class ExpertSums:
 
 
 def _joined(sums: list[Tensor]) -> Tensor:
-    return sums[0] if len(sums) == 1 else torch.cat(sums)
+    return sums[0] if len(sums) == 1 else torch.cat(sums)  # (experts, ...)
 
 
 def sums_of(experts: Experts, *, by_slot: bool) -> ExpertSums:

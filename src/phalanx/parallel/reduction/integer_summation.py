@@ -129,7 +129,7 @@ class IntegerSummation(Summation):
                     _add_over_replicas(sums, self.mesh)
             for parameter, bins in zip(bucket, sums, strict=True):
                 parameter.grad = torch.empty_like(parameter)
-                bins.total(parameter.grad.view(1, -1))
+                bins.total(parameter.grad.view(1, -1))  # (1, elements)
 
     def clear(self) -> None:
         for reducer in (*self._unsharded.values(), *self._reducers):
@@ -176,7 +176,7 @@ class IntegerReducer:
             if current.slot in self._added_slots:
                 raise ValueError(f"slot {current.slot} was given twice")
             self._added_slots.add(current.slot)
-            new.add_gradient(gradient.view(self.shares, self.layout.elements))
+            new.add_gradient(gradient.view(self.shares, self.layout.elements))  # (shares, elements)
         if group is not None and (self.each_round or current.last):
             with self.clock.measure():
                 new = _reduce_scatter(new, self.place, group)
@@ -205,7 +205,7 @@ class IntegerReducer:
         if self.mesh.replicas > 1:
             with self.clock.measure():
                 _add_over_replicas([bins], self.mesh)
-        bins.total(out.view(1, -1))
+        bins.total(out.view(1, -1))  # (1, elements)
 
     def take_alone(self, gradient: Tensor) -> None:
         """Take in the gradient of a group that only this rank has; after the last round replace it by the sum."""
@@ -252,7 +252,7 @@ def _reduce_scatter(bins: Bins, place: int, group: dist.ProcessGroup) -> Bins:
     dist.all_reduce(tops, dist.ReduceOp.MAX, group)
     bins.raise_to(tops)
     words = bins.words.new_empty((1, *bins.words.shape[1:]))  # (1, 2, elements)
-    reduce_scatter_single(words.view(-1), bins.words.view(-1), group)
+    reduce_scatter_single(words.view(-1), bins.words.view(-1), group)  # (2 elements,), (shares 2 elements,)
     return Bins(bins.layout, bins.format, words, tops[place : place + 1].clone())
 
 
@@ -261,9 +261,12 @@ def _add_over_replicas(sums: Sequence[Bins], mesh: Mesh) -> None:
     group = mesh.replicate_group
     tops = torch.cat([bins.tops.view(-1) for bins in sums])  # (spans of all sums,)
     dist.all_reduce(tops, dist.ReduceOp.MAX, group)
+    # raised: (spans,)
     for bins, raised in zip(sums, torch.split(tops, [bins.tops.numel() for bins in sums]), strict=True):
         bins.raise_to(raised.view_as(bins.tops))
+    # (2 elements of all sums,)
     words = torch.cat([bins.words.view(-1) for bins in sums]) if len(sums) > 1 else sums[0].words.view(-1)
     dist.all_reduce(words, group=group)
+    # added: (2 elements,)
     for bins, added in zip(sums, torch.split(words, [bins.words.numel() for bins in sums]), strict=True):
         bins.words = added.view_as(bins.words)

@@ -84,7 +84,7 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
             self._push_subtree(input_tensor, group)
         elif self._levels is None:
             received = self._exchanged(input_tensor, group)
-            self.reducer.push(received.view(group.size(), -1))
+            self.reducer.push(received.view(group.size(), -1))  # (ranks, share)
         else:
             self._push_by_machine(input_tensor, self._levels)
         if self.reducer.intake.round.last:
@@ -113,6 +113,7 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
         by_position = (
             gradient.view(machines, width, share).transpose(0, 1).reshape(-1)
         )  # (width * machines * share,)
+        # (width, machines * share)
         slots = self._exchanged(by_position, levels.inside).view(width, machines * share)
         self._push_over_machines(slots, plan, levels)
 
@@ -126,14 +127,14 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
         # Step 2: add this machine's nodes as far as they are neighbors in the tree.
         own_sums = plan.machines[levels.machine]
         own_sums.add(rows)
-        nodes = [rows[row].view(machines, share) for _, row in own_sums.remaining]
+        nodes = [rows[row].view(machines, share) for _, row in own_sums.remaining]  # (machines, share) each
         sent = torch.stack(nodes, 1).view(-1) if nodes else rows.new_empty(0)  # (machines * nodes * share,)
         # Step 3, across machines: receive every machine's nodes of this rank's own share: (nodes of all machines, share).
         get = [len(machine.remaining) * share for machine in plan.machines]
         received = rows.new_empty(sum(get))
         with self.clock.measure():
             dist.all_to_all_single(received, sent, get, [len(nodes) * share] * machines, group=levels.across)
-        self.reducer.push_nodes(plan.across, received.view(-1, share))
+        self.reducer.push_nodes(plan.across, received.view(-1, share))  # (nodes of all machines, share)
 
     def _push_subtree(self, gradient: Tensor, group: dist.ProcessGroup) -> None:
         """Add a slot's ``gradient`` ``(ranks * share,)`` to this rank's own tree. After the last round exchange the
@@ -155,11 +156,12 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
             dtype=gradient.dtype if plan.has_sums else self._wire,
         )
         for number, node in enumerate(plan.own):
-            value = reducer.unsharded.nodes.pop(node).view(machines, width, -1)
-            sent[:, number] = value.transpose(0, 1).reshape(width, -1)
+            value = reducer.unsharded.nodes.pop(node).view(machines, width, -1)  # (machines, width, share)
+            sent[:, number] = value.transpose(0, 1).reshape(width, -1)  # (width, machines * share)
         piece = sent.shape[2]
         received = sent.new_empty((sum(plan.counts), piece))
         with self.clock.measure():
+            # (received nodes * piece,), (width * own nodes * piece,)
             dist.all_to_all_single(
                 received.view(-1),
                 sent.view(-1),

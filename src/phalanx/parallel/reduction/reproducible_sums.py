@@ -165,7 +165,7 @@ class _Piece:
     def of(self, elements: Tensor) -> Tensor:
         """Return this piece of a tensor by elements, ``(shares, elements)``, as ``(shares, spans, size)``."""
         part = elements[self.shares, self.elements]
-        return part.view(len(part), -1, self.size)
+        return part.view(len(part), -1, self.size)  # (shares, spans, size)
 
     def spans_of(self, spans: Tensor) -> Tensor:
         """Return this piece of a tensor by spans, ``(shares, spans)``, as ``(shares, spans, 1)``."""
@@ -231,8 +231,9 @@ class Bins:
         digits = self.words.new_empty(self._chunk)
         for piece in self._pieces():
             x = piece.of(gradient)  # (shares, spans, size)
+            # (shares, spans, size) each
             remainder, high = (buffer[: x.numel()].view(x.shape) for buffer in buffers)
-            digit = digits[: x.numel()].view(x.shape)
+            digit = digits[: x.numel()].view(x.shape)  # (shares, spans, size)
             if any_not_finite:
                 x = torch.where(piece.spans_of(is_not_finite), x.isfinite().logical_not().to(x.dtype), x)
             torch.mul(x, piece.spans_of(first), out=remainder).mul_(piece.spans_of(second))
@@ -278,7 +279,7 @@ class Bins:
         buffer = torch.empty(self._chunk, dtype=torch.float64, device=out.device)
         for piece in self._pieces():
             high, low = (piece.of(self.words[:, number]) for number in (0, 1))  # (shares, spans, size) each
-            value = buffer[: high.numel()].view(high.shape).copy_(high)
+            value = buffer[: high.numel()].view(high.shape).copy_(high)  # (shares, spans, size)
             value.mul_(2.0**width).add_(low).mul_(piece.spans_of(unit))
             if any_not_finite:
                 value = torch.where(
@@ -294,7 +295,7 @@ class Bins:
         buffer = gradient.new_empty(self._chunk)
         for piece in self._pieces():
             x = piece.of(gradient)  # (shares, spans, size)
-            magnitudes = torch.abs(x, out=buffer[: x.numel()].view(x.shape))
+            magnitudes = torch.abs(x, out=buffer[: x.numel()].view(x.shape))  # (shares, spans, size)
             peaks[piece.shares, piece.spans] = magnitudes.amax(-1)  # (shares, spans)
         exponent = torch.frexp(peaks).exponent  # (shares, spans); every magnitude is below 2^exponent
         tops = torch.div(exponent + self.format.width, self.format.width, rounding_mode="floor")

@@ -233,6 +233,7 @@ class FastSummation(Summation):
         if self.mesh.replicas == 1:
             return
         for bucket in in_buckets(parameters, nn.Parameter.numel):
+            # (elements of the bucket,)
             flat = torch.cat([cast(Tensor, parameter.grad).reshape(-1) for parameter in bucket])
             with self.clock.measure():
                 dist.all_reduce(flat, group=self.mesh.replicate_group)
@@ -281,6 +282,6 @@ def weakly(push: Callable[[], Callable[[Tensor], None] | None]) -> Callable[[Ten
 
 def _hand_out(flat: Tensor, bucket: Sequence[nn.Parameter]) -> None:
     """Make the pieces of ``flat`` the gradients of the parameters of ``bucket``."""
-    pieces = torch.split(flat, [parameter.numel() for parameter in bucket])
+    pieces = torch.split(flat, [parameter.numel() for parameter in bucket])  # (elements of a parameter,) each
     for parameter, piece in zip(bucket, pieces, strict=True):
         parameter.grad = piece.view_as(parameter)

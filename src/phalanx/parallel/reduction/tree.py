@@ -334,7 +334,7 @@ def exchange(nodes: Sequence[Tensor], leaves: Leaves, mesh: Mesh, out: Tensor) -
         mesh: The mesh of the model.
         out: Contiguous.
     """
-    replicas, flat = mesh.replicas, out.view(-1)
+    replicas, flat = mesh.replicas, out.view(-1)  # flat: (elements,)
     piece = -(-flat.numel() // replicas)
     rows, sums = _of_all_replicas(leaves, out.device)
     # Step 1: replica j gets the j-th piece of every replica's nodes. Sent: (replicas, own nodes, piece). Received, concatenated:
@@ -342,6 +342,7 @@ def exchange(nodes: Sequence[Tensor], leaves: Leaves, mesh: Mesh, out: Tensor) -
     received = out.new_empty((rows, piece))
     sent = _by_piece(nodes, replicas, piece)
     receive_counts, send_counts = _counts(leaves, mesh.replica, piece)
+    # (nodes of all replicas * piece,), (replicas * own nodes * piece,)
     dist.all_to_all_single(received.view(-1), sent, receive_counts, send_counts, group=mesh.replicate_group)
     # Step 2: the forests of all replicas are the full tree except its top, which is added here.
     sums.add(received)
@@ -378,12 +379,12 @@ def _counts(leaves: Leaves, replica: int, piece: int) -> tuple[list[int] | None,
 def _by_piece(nodes: Sequence[Tensor], replicas: int, piece: int) -> Tensor:
     """Return all nodes' first pieces, then all their second pieces, and so on; padded with zeros at the end: ``(replicas * nodes * piece,)``."""
     if len(nodes) == 1 and nodes[0].numel() == replicas * piece:
-        return nodes[0].view(-1)
+        return nodes[0].view(-1)  # (replicas * piece,)
     arranged = nodes[0].new_zeros((replicas, len(nodes), piece))
     full, remainder = divmod(nodes[0].numel(), piece)
     for position, node in enumerate(nodes):
-        flat = node.view(-1)
-        arranged[:full, position] = flat[: full * piece].view(full, piece)
+        flat = node.view(-1)  # (elements,)
+        arranged[:full, position] = flat[: full * piece].view(full, piece)  # (full, piece)
         if remainder:
             arranged[full, position, :remainder] = flat[full * piece :]
-    return arranged.view(-1)
+    return arranged.view(-1)  # (replicas * nodes * piece,)

@@ -131,10 +131,10 @@ class SequenceComm:
         order of additions: by rank, in a tree, or the library's.
         """
         if self.order == "ranks":
-            first, *others = self.stack(statistics).unbind()
+            first, *others = self.stack(statistics).unbind()  # (...) of each rank
             return sum(others, first)
         if self.order == "tree":
-            return sum_in_tree(self.stack(statistics))
+            return sum_in_tree(self.stack(statistics))  # (ranks, ...) to (...)
         with self.waiting():
             return sum_over(statistics, self.group)
 
@@ -202,6 +202,7 @@ class _SumGradients(torch.autograd.Function):
     def backward(ctx: _Context, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Return the sums of the ranks' gradients, in one fp32 message. A collective."""
         flat = torch.cat([gradient.flatten().float() for gradient in upstream])  # (elements of all,)
+        # (elements of a parameter,) each
         sums = torch.split(ctx.comm.total(flat), [gradient.numel() for gradient in upstream])
         pairs = zip(sums, upstream, strict=True)
         return None, *(part.view_as(gradient).to(gradient.dtype) for part, gradient in pairs)

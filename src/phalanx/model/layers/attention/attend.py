@@ -96,7 +96,7 @@ def attend_whole_rows(
     bias = None
     if visible is not None:
         hidden = ~visible if visible.ndim == 2 else ~visible[:, 0]  # (q, n) or (b, q, n)
-        bias = mask_bias(hidden.expand(query.shape[0], -1, -1), query.dtype)
+        bias = mask_bias(hidden.expand(query.shape[0], -1, -1), query.dtype)  # (b, 1, q, n)
     return apply_function(_WholeRows, query, key, value, sinks, bias, causal, score)
 
 
@@ -276,6 +276,7 @@ def _per_query_head(
     """
     heads = query.shape[1]
     key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))  # (b, h, n, .)
+    # (b, h, n, .) twice, (b, h, q, n)
     return key, value, None if bias is None else bias.expand(-1, heads, -1, -1)
 
 

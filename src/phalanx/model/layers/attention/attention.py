@@ -116,6 +116,7 @@ def attend_by_document(
     pieces = (
         torch.split(x.transpose(1, 2).flatten(0, 1), lengths) for x in (query, key, value)
     )  # (n, heads, width)
+    # (n, h, v) each; `attend` takes (1, heads, n, width)
     mixed = [
         attend(*(piece.transpose(0, 1).unsqueeze(0) for piece in document)).squeeze(0).transpose(0, 1)
         for document in zip(*pieces, strict=True)
@@ -240,7 +241,7 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, s
 def _blocks(x: Tensor, window: int) -> Tensor:
     """Pad ``(b, heads, s, width)`` with zeros and reshape it to ``(b, heads, blocks, window, width)``."""
     filled = F.pad(x, (0, 0, 0, -x.shape[2] % window))  # (b, heads, blocks window, width)
-    return filled.reshape(*x.shape[:2], -1, window, x.shape[-1])
+    return filled.reshape(*x.shape[:2], -1, window, x.shape[-1])  # (b, heads, blocks, window, width)
 
 
 class Attention(nn.Module):

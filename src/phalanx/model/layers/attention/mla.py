@@ -199,8 +199,9 @@ class AbsorbedUp:
 
     def latent_queries(self, query: Tensor) -> Tensor:
         """Convert queries ``(b, h, q, nope + rope)``, whose last part is rotated, to queries of latents ``(b, h, q, r + rope)``."""
+        # (b, h, q, nope), (b, h, q, rope)
         nope, rotated = torch.split(query, [self.mla.nope_head_dim, self.mla.rope_head_dim], dim=-1)
-        return torch.cat((self._by_head(nope, self.matrices()[0]), rotated), dim=-1)
+        return torch.cat((self._by_head(nope, self.matrices()[0]), rotated), dim=-1)  # (b, h, q, r + rope)
 
     def values(self, mixed: Tensor) -> Tensor:
         """Convert mixed latents ``(b, h, q, r + rope)`` to mixed values ``(b, h, q, value)``; the rotated part is not used."""
@@ -211,7 +212,7 @@ class AbsorbedUp:
         widths = [self.mla.nope_head_dim, self.mla.value_head_dim]
         # (h, nope, r), (h, value, r)
         keys, values = torch.split(self.weight.view(-1, sum(widths), self.mla.kv_rank), widths, dim=1)
-        return keys, values.transpose(1, 2)
+        return keys, values.transpose(1, 2)  # (h, nope, r), (h, r, value)
 
     def _by_head(self, x: Tensor, matrices: Tensor) -> Tensor:
         """Return the rows of each head ``(b, h, q, .)`` multiplied by the head's matrix of ``(h, ., .)``."""
@@ -226,7 +227,7 @@ def latents_as_keys(latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
 
     The same tensor is returned as values, because kernels require keys and values of one width.
     """
-    keys = torch.cat((latent, shared), dim=-1)
+    keys = torch.cat((latent, shared), dim=-1)  # (b, 1, n, r + rope)
     return keys, keys
 
 
@@ -246,6 +247,7 @@ class LatentExpansion:
         # (b, h, n, nope + value)
         expanded = self.up(latent.squeeze(1)).unflatten(-1, (-1, sum(widths))).transpose(1, 2)
         nope, value = expanded.split(widths, dim=-1)  # (b, h, n, .)
+        # (b, h, n, nope + rope), (b, h, n, value)
         return torch.cat((nope, shared.expand(-1, nope.shape[1], -1, -1)), dim=-1), value
 
     def absorbs(self, queries: int, tokens: int) -> bool:
@@ -291,4 +293,4 @@ def attend_together(
     """
     heads, queries = query.shape[1:3]
     mixed = softmax(query.flatten(1, 2).unsqueeze(1), key, value, mask)[:, 0]  # (1, h q, .)
-    return mixed.view(1, heads, queries, -1)
+    return mixed.view(1, heads, queries, -1)  # (1, h, q, .)

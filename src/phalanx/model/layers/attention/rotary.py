@@ -102,7 +102,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     if cos.shape[-1] < x.shape[-1]:
         rotated, unrotated = x.tensor_split([cos.shape[-1]], dim=-1)
-        return torch.cat((rotate(rotated, cos, sin), unrotated), dim=-1)
+        return torch.cat((rotate(rotated, cos, sin), unrotated), dim=-1)  # (batch, heads, seq, head_dim)
     if x.device.type == "cpu" and x.dtype == cos.dtype == torch.float32 and not torch.compiler.is_compiling():
         return apply_function(_EagerRotation, x, cos, sin)
     first, second = x.chunk(2, dim=-1)  # (batch, heads, seq, head_dim / 2) each

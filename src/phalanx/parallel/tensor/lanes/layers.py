@@ -53,6 +53,7 @@ class WholeGradient:
         if lane in self._written or rows.numel() * rows.element_size() % _ALIGNMENT:
             return torch.empty_like(rows)
         if not self._memory:
+            # (rows, columns) for each lane
             self._memory = rows.new_empty(self.parts * rows.shape[0], rows.shape[1]).chunk(self.parts)
         self._written.add(lane)
         return self._memory[lane]
@@ -84,6 +85,7 @@ class _RowsProduct(torch.autograd.Function):
         """Return the gradients of the input and of the lane's rows; the latter is written into the full matrix's gradient."""
         x, rows = ctx.saved_tensors
         slope = upstream[0].flatten(0, -2)  # (tokens, outputs of the lane)
+        # (outputs of the lane, inputs)
         own = torch.mm(slope.t(), x.flatten(0, -2), out=ctx.gradient.part(ctx.lane, rows))
         return torch.mm(slope, rows).view_as(x), own, None, None
 
@@ -160,13 +162,14 @@ class _Cut(torch.autograd.Function):
         memory of the full gradient, if the lanes write it.
         """
         ctx.dim, ctx.gradient = dim, gradient
-        own = tensor.chunk(parts, dim)
+        own = tensor.chunk(parts, dim)  # (..., n_dim / parts, ...) each
         # Rows are multiplied in place; columns are copied for each product.
         return own if dim else tuple(map(aligned, own))
 
     @staticmethod
     def backward(ctx: _CutContext, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
         gradient = None if ctx.gradient is None else ctx.gradient.of_parts(upstream)
+        # (..., n_dim, ...)
         return torch.cat(upstream, ctx.dim) if gradient is None else gradient, None, None, None
 
 
@@ -279,7 +282,7 @@ class TileByTile:
 
 def in_tiles(inputs: tuple[Tensor, ...], tiles: int) -> Iterator[tuple[Tensor, ...]]:
     """Split tensors ``(b, s, ...)``, ordered by tile, into tiles; each is contiguous."""
-    for parts in zip(*(x.chunk(tiles, 1) for x in inputs), strict=True):
+    for parts in zip(*(x.chunk(tiles, 1) for x in inputs), strict=True):  # (b, s / tiles, ...) each
         yield tuple(map(dense, parts))
 
 
@@ -306,6 +309,7 @@ class LanedLayer:
         """
         inputs = self.by_tokens(x)
         if self.comm is not None:  # one gather for all inputs
+            # (b, s / ranks, sum of the widths)
             packed = inputs[0] if len(inputs) == 1 else torch.cat(inputs, -1)
             inputs = torch.split(
                 self.comm.gather(packed), [part.shape[-1] for part in inputs], -1

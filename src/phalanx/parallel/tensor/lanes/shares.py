@@ -44,7 +44,7 @@ class LaneLeaves:
 def _totals(comm: SequenceComm, nodes: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return, on every rank, the sums of the ranks' ``nodes``, by one collective for all."""
     flat = comm.total(torch.cat([node.flatten() for node in nodes]))  # (elements of all nodes,)
-    parts = torch.split(flat, [node.numel() for node in nodes])
+    parts = torch.split(flat, [node.numel() for node in nodes])  # (elements of a node,) each
     return [part.view_as(node) for part, node in zip(parts, nodes, strict=True)]
 
 
@@ -232,10 +232,11 @@ class InPieces:
         """
         shares = zip(*(parameter.now() for parameter in self._parameters), strict=True)
         results = []
+        # piece: (b, s / count, d), or (n / count, d) along dimension 0
         for piece, own in zip(x.chunk(self._count, self._dim), shares, strict=True):
             with in_place_of(self._owners, own):
                 results.append(dense(self._forward(dense(piece))))
-        return results[0] if self._count == 1 else torch.cat(results, self._dim)
+        return results[0] if self._count == 1 else torch.cat(results, self._dim)  # (b, s, ...), or (n, ...)
 
 
 # A mixture of experts with lanes: tokens in the order of the pieces of the sequence, the router one piece at a time.
@@ -276,5 +277,5 @@ class ScoresInPieces:
 
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores and logits, ``(n, experts)`` each, fp32, of tokens ``(n, d)`` in the order of pieces."""
-        scores, logits = self._scores_and_logits(tokens).chunk(2, dim=1)
+        scores, logits = self._scores_and_logits(tokens).chunk(2, dim=1)  # (n, experts) each
         return scores, logits
