@@ -89,8 +89,8 @@ class NarrowProduct:
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """``(..., inputs)`` times the transpose of ``(outputs, inputs)``: ``(..., outputs)``, in ``x``'s dtype."""
-        rows = apply_function(_NarrowProduct, x.flatten(0, -2), weight, self.format)
-        return rows.view(*x.shape[:-1], -1)
+        rows = apply_function(_NarrowProduct, x.flatten(0, -2), weight, self.format)  # (tokens, outputs)
+        return rows.view(*x.shape[:-1], -1)  # (..., outputs)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,8 @@ def _kernel_scale(scale: Tensor, scaling: Scaling) -> Tensor:
     # scaling factors layout").
     rows, blocks = scale.shape
     padded = F.pad(scale, (0, -blocks % 4, 0, -rows % 128))
-    tiled = padded.view(len(padded) // 128, 4, 32, -1, 4)
+    tiled = padded.view(len(padded) // 128, 4, 32, -1, 4)  # (row tiles, 4, 32, block tiles, 4)
+    # (row tiles, block tiles, 32, 4, 4), flat
     return tiled.permute(0, 3, 2, 1, 4).to(torch.float8_e8m0fnu).flatten()
 
 
@@ -222,6 +223,7 @@ class _NarrowGroupedProduct(torch.autograd.Function):
         grad_rows = grad_matrices = None
         if ctx.needs_input_grad[0]:
             dtypes = (form.forward, form.forward)
+            # (m, i)
             grad_rows = _grouped_product(gradient, matrices.transpose(1, 2), ctx.groups, dtypes, form)
         if ctx.needs_input_grad[1]:
             grad_matrices = ctx.groups.gradient(gradient, rows)
@@ -249,6 +251,7 @@ def _grouped_product(
     if scaling == "row" and has_kernel(form, rows):
         return multiply_narrow_groups(a, b, groups.ends, rows.dtype, fast=fast)
     wide = dequantize(b, rows.dtype)
+    # (m, k) by (experts, k, n): (m, n)
     return groups.multiply(dequantize(a, rows.dtype), wide.transpose(1, 2))
 
 
@@ -258,6 +261,7 @@ def multiply_narrow_groups(
     """Compute ``_grouped_product`` by the hardware's own kernel, for operands with one scale a row. ``ends`` has the
     end of each expert's rows.
     """
+    # Values (m, k) and (experts, k, n), scales (m,) and (experts, n): (m, n)
     product: Tensor = torch._scaled_grouped_mm(
         a.values.contiguous(),
         b.values.contiguous().transpose(1, 2),

@@ -191,6 +191,7 @@ class _LayerProbe:
         """This rank's tiles. Without context tiles, the tokens of a rank are one."""
         count = context if tiles is None else tiles.count
         positions = torch.arange(spec.train.seq_len, device=self._mesh.device)
+        # (tokens of a tile,) each
         self._positions = by_tile(positions, count, 0).chunk(count) if count > 1 else (positions,)
         self._elements = len(batch.tokens) * spec.train.seq_len * spec.model.dim
         self._documents: Documents | None = None
@@ -277,6 +278,7 @@ class _LayerProbe:
             if self._mesh.layout.context > 1:
                 key = gather_along(key, 2, self._mesh.context_group)  # (b, k, s, e), by tile
             for tile, query in zip(self._tiles, queries, strict=True):
+                # (tokens of the tile,), (seq_len,)
                 positions = self._positions[tile], torch.cat(self._positions)
                 largest.append(
                     largest_logit(query, key, causal.score, *positions, causal.window, self._documents)
@@ -292,6 +294,7 @@ class _LayerProbe:
         """Return the share of the layer's hidden units whose largest magnitude over the sequence is below ``DEAD``. A
         collective of the ranks that share a sequence.
         """
+        # (units of a lane,) each
         by_lane = [
             torch.stack(self._units[first : first + len(self._tiles)]).amax(0)
             for first in range(0, len(self._units), len(self._tiles))

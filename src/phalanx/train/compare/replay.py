@@ -241,7 +241,7 @@ class ModuleWitness:
         seen, self._seen = self._seen, []
         if not seen:
             return []
-        sums = torch.stack([value for _, value in seen]).tolist()
+        sums = torch.stack([value for _, value in seen]).tolist()  # (observations,)
         return [
             dataclasses.replace(observation, sum=value & ((1 << 64) - 1))
             for (observation, _), value in zip(seen, sums, strict=True)
@@ -358,7 +358,7 @@ class ModuleWitness:
         )
         if adds_up:
             # A context rank's positions, of which a tensor rank has a contiguous piece.
-            positions = now.batch.positions.chunk(layout.tensor)[mesh.tensor_rank]
+            positions = now.batch.positions.chunk(layout.tensor)[mesh.tensor_rank]  # (seq / model ranks,)
             index = [torch.arange(batch), positions, torch.arange(spec.model.dim)]
             value = piece_checksum(label, tensor, index, hidden)
             piece = "" if layout.model_ranks == 1 else self._own_piece

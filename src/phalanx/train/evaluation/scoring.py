@@ -90,6 +90,7 @@ def scores_of_sequences(sequences: Sequence[ScoredSequence], scores: Tensor) -> 
     """
     counts = [sequence.scored for sequence in sequences]
     losses, chosen = scores.double().cpu()
+    # (scored tokens,) of each sequence
     pairs = zip(torch.split(losses, counts), torch.split(chosen.long(), counts), strict=True)
     return [
         SequenceScore(
@@ -246,7 +247,7 @@ def evaluate(
     dist.all_reduce(losses)
     nats = math.fsum(losses.tolist())
     text_bytes = int(data.held_out_bytes(numbers).sum())
-    by_batch = losses.view(batches, context).tolist()
+    by_batch = losses.view(batches, context).tolist()  # (batches, context)
     by_source = {
         name: math.fsum(
             loss for (part, _), row in zip(dealt, by_batch, strict=True) if part == name for loss in row
@@ -302,7 +303,7 @@ def continue_prompts(
         elif vocabulary > tokenizer.vocab_size:
             row = torch.zeros(vocabulary)
             row[tokenizer.vocab_size :] = -torch.inf
-            noise = row.expand(len(running), -1)  # one row in memory, however many texts there are
+            noise = row.expand(len(running), -1)  # (running texts, vocab), one row in memory
         for n, scores in zip(running, score(sequences, noise), strict=True):
             texts[n].append(scores.greedy_tokens[-1])
             if not math.isfinite(scores.log_probabilities[-1]):

@@ -266,7 +266,7 @@ def _spread(input_: Tensor, result: Tensor) -> None:
     """Copy the elements of ``input_`` into ``result``: cut off if there are more, repeated if the sizes divide.
     Otherwise fill it with zeros.
     """
-    source, target = input_.reshape(-1), result.reshape(-1)
+    source, target = input_.reshape(-1), result.reshape(-1)  # (elements,) each
     if target.numel() > source.numel() > 0 and target.numel() % source.numel() == 0:
         source = source.repeat(target.numel() // source.numel())
     result.copy_(

@@ -80,9 +80,9 @@ def require_equal(mine: Numerics, device: torch.device) -> None:
     Raises ``MixedMachinesError`` on every rank, which names the first ranks that differ from rank 0, with the probes.
     """
     digests = torch.tensor([int(value, 16) for value in mine.probes.values()], device=device)
-    highest = torch.cat((digests, -digests))
+    highest = torch.cat((digests, -digests))  # (2 probes,)
     dist.all_reduce(highest, dist.ReduceOp.MAX)
-    most, least = highest.chunk(2)
+    most, least = highest.chunk(2)  # (probes,) each
     if torch.equal(most, -least):
         return
     everyone = gather_typed(mine, Numerics)
@@ -130,7 +130,7 @@ def _hash(results: tuple[Tensor, ...]) -> str:
     """Return the first ``_DIGEST_BYTES`` bytes of the SHA-256 over the bytes of all ``results``, in hexadecimal."""
     digest = hashlib.sha256()
     for tensor in results:
-        digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)  # (bytes,)
     return digest.hexdigest()[: 2 * _DIGEST_BYTES]
 
 
@@ -142,7 +142,7 @@ def _numbers(*shape: int, salt: int, dtype: torch.dtype) -> Tensor:
     index = torch.arange(count, dtype=torch.int64) + 7_919 * salt
     mixed = (index * 2_654_435_761 + salt) & 0xFFFFFFFF
     mixed = (mixed ^ (mixed >> 15)) * 2_246_822_519 & 0xFFFFFFFF
-    return ((mixed >> 8) * 2.0**-23 - 1.0).to(torch.float32).view(shape).to(dtype)
+    return ((mixed >> 8) * 2.0**-23 - 1.0).to(torch.float32).view(shape).to(dtype)  # (*shape,)
 
 
 def _probes(spec: RunSpec, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], tuple[Tensor, ...]]]]:
@@ -179,9 +179,10 @@ def _probes(spec: RunSpec, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[
 
 _ELEMENTWISE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
-    "square root": lambda x: torch.cat((x.abs().sqrt(), (x.abs() + 0.5).rsqrt())),
-    "sine": lambda x: torch.cat(((x * 100).sin(), (x * 100).cos())),
+    "square root": lambda x: torch.cat((x.abs().sqrt(), (x.abs() + 0.5).rsqrt())),  # (2 rows, columns)
+    "sine": lambda x: torch.cat(((x * 100).sin(), (x * 100).cos())),  # (2 rows, columns)
     "division": lambda x: x / (x.abs() + 0.3),
+    # (3 rows, columns)
     "activation": lambda x: torch.cat((F.silu(x), F.gelu(x, approximate="tanh"), torch.tanh(x))),
 }
 

@@ -98,10 +98,11 @@ class AdamW(Optimizer):
             parameter = self.parameters[name]
             # Without autograd, the local part of a DTensor is at hand; ``detach`` would be dispatched.
             tensors = (parameter, gradient_of(name, parameter), self.exp_avg[name], self.exp_avg_sq[name])
-            flat = [local(tensor).reshape(-1) for tensor in tensors]
+            flat = [local(tensor).reshape(-1) for tensor in tensors]  # (elements,) each
             size = kernels_for(flat[0].device, flat).chunk_elements(flat[0].device)
             if self.store is not None:
                 size = min(size, VISITING_ELEMENTS)
+            # (elements of a piece,) each
             for piece in zip(*(torch.split(tensor, size) for tensor in flat), strict=True):
                 launch.append(piece)
                 elements += piece[0].numel()
@@ -185,7 +186,7 @@ class Elements:
 
     def __init__(self, full_shape: tuple[int, ...], box: LocalSlice, device: torch.device) -> None:
         offset, shape = box
-        self._begin = flat_indices(full_shape, offset, (*shape[:-1], 1), device).reshape(-1, 1)
+        self._begin = flat_indices(full_shape, offset, (*shape[:-1], 1), device).reshape(-1, 1)  # (rows, 1)
         self._columns = torch.arange(shape[-1], device=device)
 
     def of(self, rows: slice) -> Tensor:
@@ -229,20 +230,22 @@ class Int8Moments(Moments):
 
     def read(self, rows: slice) -> Tensor:
         codes = self.codes[rows]
-        values = self._codebook.index_select(0, codes.view(-1).int()).view(codes.shape)
+        values = self._codebook.index_select(0, codes.view(-1).int()).view(codes.shape)  # (rows, columns)
         return values.mul_(self._scale_of_elements(self.scales[rows]))
 
     def write(self, rows: slice, values: Tensor, number: int) -> None:  # noqa: ARG002
         """Store each block's largest magnitude as its scale, and for each value the code next to value / scale.
         ``rows`` are those of ``values``; ``number`` is not used.
         """
+        # (rows, blocks, INT8_BLOCK)
         blocks = F.pad(values, (0, -self._columns % INT8_BLOCK)).view(*self.scales[rows].shape, INT8_BLOCK)
         scales = blocks.abs().amax(-1)
         self.scales[rows] = scales
         # A block of zeros has scale 0; divided by 1 it stays zero.
         divisor = self._scale_of_elements(torch.where(scales == 0, 1.0, scales))
+        # (rows columns,)
         keys = (values / divisor).to(torch.bfloat16).view(torch.int16).view(-1).int() & 0xFFFF
-        self.codes[rows] = self._code_of.index_select(0, keys).view(values.shape)
+        self.codes[rows] = self._code_of.index_select(0, keys).view(values.shape)  # (rows, columns)
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
         yield "", self.codes, 1
@@ -355,7 +358,7 @@ class NarrowAdamW(Optimizer):
             for kind, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
                 for suffix, tensor, width in moment.tensors():
                     part = StatePart(
-                        tensor.view(*box[:-1], tensor.shape[1]),
+                        tensor.view(*box[:-1], tensor.shape[1]),  # (..., columns or scales of a row)
                         (*full_shape[:-1], math.ceil(full_shape[-1] / width)),
                         (*offset[:-1], offset[-1] // width),
                         name,
@@ -366,4 +369,4 @@ class NarrowAdamW(Optimizer):
 
 def _matrix(tensor: Tensor) -> Tensor:
     """``(rows, columns)``: a view in which all leading dimensions are rows."""
-    return tensor.view(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    return tensor.view(math.prod(tensor.shape[:-1]), tensor.shape[-1])  # (rows, columns)

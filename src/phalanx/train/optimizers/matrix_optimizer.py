@@ -178,9 +178,10 @@ class MatrixExchange:
         """
         if local:
             return sent
-        outgoing = [piece.reshape(-1) for pieces in sent for piece in pieces]
+        outgoing = [piece.reshape(-1) for pieces in sent for piece in pieces]  # (elements of a piece,) each
         counts = [sum(leg.numel for leg in legs) for legs in legs_in]
         received = torch.empty(sum(counts), device=device)
+        # (received elements,), (sent elements,)
         dist.all_to_all_single(
             received,
             torch.cat(outgoing) if outgoing else torch.empty(0, device=device),
@@ -188,7 +189,9 @@ class MatrixExchange:
             [sum(piece.numel() for piece in pieces) for pieces in sent],
             group=self.group,
         )
+        # (elements of a leg,) each
         pieces = iter(torch.split(received, [leg.numel for legs in legs_in for leg in legs]))
+        # (rows, columns) each
         return [[next(pieces).view(leg.part[1][-2:]) for leg in legs] for legs in legs_in]
 
 
@@ -461,8 +464,8 @@ def _gathered(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
         return mine[None]
     device = device_of_messages(group)
     gathered = torch.empty(group.size() * mine.numel(), dtype=mine.dtype, device=device)
-    all_gather_single(gathered, mine.flatten().to(device), group)
-    return gathered.cpu().view(group.size(), *mine.shape)
+    all_gather_single(gathered, mine.flatten().to(device), group)  # (ranks elements,), (elements,)
+    return gathered.cpu().view(group.size(), *mine.shape)  # (ranks, ...)
 
 
 def owners_of(

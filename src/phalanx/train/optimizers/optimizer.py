@@ -139,7 +139,7 @@ class MomentStore:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         # Fresh parts of a file read as zeros.
         data = self._regions.mapped(length)
-        return torch.from_numpy(data).view(dtype).view(shape)
+        return torch.from_numpy(data).view(dtype).view(shape)  # (*shape,)
 
     def visiting(self, pieces: Iterable[UpdatePiece]) -> Iterator[UpdatePiece]:
         """Yield the same pieces, each with all of its tensors on the device while the caller works on it. The next piece is

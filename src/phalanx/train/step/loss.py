@@ -203,12 +203,13 @@ def token_scores(
     if tiles is None:
         return _scores_in_chunks(hidden, weight, targets, chunk, rows, cap, noise)
     count = len(tiles.tile_numbers)
+    # (batch, seq of a tile, dim) and (batch, seq of a tile) each
     pieces = zip(hidden.chunk(count, 1), targets.chunk(count, 1), strict=True)
     scores = [
         _scores_in_chunks(aligned(states), weight, labels, chunk, rows, cap, noise)
         for states, labels in pieces
     ]
-    return torch.cat(scores, 2)
+    return torch.cat(scores, 2)  # (2, batch, seq)
 
 
 def _scores_in_chunks(
@@ -227,6 +228,7 @@ def _scores_in_chunks(
     states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # (n, dim), (n,)
     parts = _parts(len(weight), rows)
     matrices, results = _matrices(weight, parts), []
+    # (chunk, dim), (chunk,), (chunk,) each
     pieces = zip(
         torch.split(states, chunk), torch.split(labels, chunk), torch.split(row_of, chunk), strict=True
     )
@@ -236,8 +238,8 @@ def _scores_in_chunks(
         noisy = logits if noise is None else _with_noise(logits, noise[row], parts, rows)
         largest = _tokens_of_largest(noisy, parts, rows)
         _, losses = _scores_and_losses(logits, [_find(target, part, rows) for part in parts], rows)
-        results.append(torch.stack((losses, largest.to(losses.dtype))))
-    return torch.cat(results, 1).view(2, *targets.shape)
+        results.append(torch.stack((losses, largest.to(losses.dtype))))  # (2, chunk)
+    return torch.cat(results, 1).view(2, *targets.shape)  # (2, b, s)
 
 
 def _with_noise(
@@ -266,6 +268,7 @@ def _tokens_of_largest(
             for (largest, columns), part in zip(pairs, parts, strict=True)
         ]
     )  # (parts of this rank, 2, n)
+    # (parts, 2, n)
     gathered = here if rows is None or rows.comm is None else rows.comm.stack(here).flatten(0, 1)
     first = gathered[:, 0].argmax(0)  # (n,): the parts are in the order of the vocabulary
     return gathered[:, 1].gather(0, first[None]).squeeze(0).long()
@@ -288,6 +291,7 @@ def _in_tiles(
     def grads_weight() -> Iterator[Tensor]:
         """Yield each tile's gradient of the weight, if needed; losses and gradients of hidden states are appended to the lists around."""
         count = len(tiles.tile_numbers)
+        # states: (b, s of a tile, dim), labels: (b, s of a tile)
         for states, labels in zip(hidden.chunk(count, 1), targets.chunk(count, 1), strict=True):
             loss, grad_states, grad_weight = of_piece(aligned(states), labels)
             losses.append(loss)

@@ -168,7 +168,7 @@ def extremes(mine: MemoryByKind, device: torch.device) -> tuple[dict[str, int], 
         kind: value for kind, value in {**asdict(mine), "total": mine.total}.items() if value is not None
     }
     values = torch.tensor([*kinds.values()], dtype=torch.int64, device=device)
-    both = torch.stack((values, -values))
+    both = torch.stack((values, -values))  # (2, kinds)
     dist.all_reduce(both, dist.ReduceOp.MAX)
     most, least = both.tolist()
     return dict(zip(kinds, most, strict=True)), dict(zip(kinds, (-value for value in least), strict=True))
@@ -334,17 +334,19 @@ class RankTimes:
             numbers = torch.zeros(
                 ends + (0 if machines is None else machines.rows.size), device=self._mesh.device
             )
-            numbers[:ends].view(shape)[self._mesh.rank] = torch.tensor(mine)
+            numbers[:ends].view(shape)[self._mesh.rank] = torch.tensor(mine)  # (ranks, columns)
             if machines is not None and machines.place is not None:
                 machines.refresh()
                 own = np.nan_to_num(machines.rows[machines.place], nan=_UNKNOWN).astype(np.float32)
+                # (machines, figures)
                 numbers[ends:].view(machines.rows.shape)[machines.place] = torch.from_numpy(own)
             dist.all_reduce(numbers)  # every element comes from one rank, so this sum rounds nothing
             table: NDArray[np.float32] = numbers.cpu().numpy()
         table = np.where(table < 0, np.float32(np.nan), table)
         if machines is not None:
+            # (machines, figures)
             machines.rows = table[ends:].reshape(machines.rows.shape).astype(np.float64)
-        return table[:ends].reshape(shape)
+        return table[:ends].reshape(shape)  # (ranks, columns)
 
     def _totals_ns(self) -> tuple[int, int]:
         """Return this rank's total time so far of computing and of waiting for samples, in nanoseconds."""

@@ -134,7 +134,7 @@ class Placement:
 
 
 def _ascending(ranks: Tensor) -> tuple[int, ...]:
-    return tuple(sorted(int(rank) for rank in ranks.flatten().tolist()))
+    return tuple(sorted(int(rank) for rank in ranks.flatten().tolist()))  # (ranks,)
 
 
 # A rank's model, with everything that its steps need.

@@ -289,6 +289,7 @@ class Stepper:
                 samples = torch.from_numpy(next(self.batches))  # (sequences, seq_len + 1)
             batches = self.micro_batches(samples)
             if turn in piece_of:
+                # (micro-batches,), added to a scalar
                 tokens[piece_of[turn]] = torch.stack([batch.counted for batch in batches]).sum()
             return batches
 
@@ -307,6 +308,7 @@ class Stepper:
     def micro_batches(self, samples: Tensor) -> list[MicroBatch]:
         """Return this rank's parts of the micro-batches of a slot; ``samples`` is ``(sequences, seq_len + 1)``, on the host."""
         cut, size = self.built.runner.losses.cut, self.built.spec.train.micro_batch_size or len(samples)
+        # (sequences of a micro-batch, seq_len + 1) each
         return [cut(part, part[:, 1:]) for part in torch.split(samples, size)]
 
     def _work(
