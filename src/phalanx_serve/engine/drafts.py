@@ -162,7 +162,7 @@ class Drafter:
         embedded = self._model.embedded(brought(torch.tensor(tokens, dtype=torch.int64), rows.device))
         cos, sin = self._rotation(brought(torch.tensor(positions), rows.device), rows.dtype, length)
         outputs = module(rows[None], embedded[None], cos, sin, cache=cache)[0]  # (rows of all texts, dim)
-        return list(torch.split(outputs, [len(states) for states in hidden]))
+        return list(torch.split(outputs, [len(states) for states in hidden]))  # (rows of a text, dim) each
 
     def _drawn(self, depth: int, inputs: Sequence[tuple[DraftInput, Tensor]]) -> list[int]:
         """Draw a token for each text from its last state; none at all if any row's logits are not finite."""

@@ -112,7 +112,7 @@ class FastProducts:
         if not on_cpu or not x.numel() or torch.is_grad_enabled():
             return F.linear(x, matrix, bias)
         product: Tensor = self._product(x.reshape(-1, inputs), matrix.t())  # (n, outputs)
-        return (product if bias is None else product + bias).view(*x.shape[:-1], outputs)
+        return (product if bias is None else product + bias).view(*x.shape[:-1], outputs)  # (..., outputs)
 
 
 def fast_products(model: nn.Module) -> FastProducts | None:

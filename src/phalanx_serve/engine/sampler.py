@@ -124,6 +124,7 @@ class BatchedSamplerOutput:
             likely = log_probs.index_select(0, brought(torch.tensor(topped), device))  # (topped, vocab)
             likely = without_unknown(likely, [requests[number].sampling for number in topped])
             values, ids = likely.sort(descending=True, stable=True)  # (topped, vocab)
+            # (topped most,) each
             parts += [ids[:, : self._top].flatten(), _as_integers(values[:, : self._top].flatten())]
         self._queued = torch.cat(parts)  # (3 requests + 2 topped most,)
         self._results: _HostResults | None = None
@@ -167,6 +168,7 @@ class _HostResults:
     def of(cls, numbers: NDArray[np.int64], rows: int, topped: int) -> _HostResults:
         """Divide the numbers of ``rows``, and of the ``topped`` rows that request the likeliest tokens."""
         finite, tokens, logprobs = numbers[: 3 * rows].reshape(3, rows)  # (rows,) each
+        # (topped, most) each
         ids, values = numbers[3 * rows :].reshape(2, topped, -1) if topped else np.empty((2, 0, 0), np.int64)
         return cls(finite, tokens, logprobs.view(np.float64), ids, values.view(np.float64))
 
@@ -228,7 +230,7 @@ def draw_rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence
         return [int(token) for token in tokens]
     _require_numbers(logits)
     rows = zip(logits, samplings, positions, strict=True)
-    return [int(token) for token in torch.stack([_drawn(*row) for row in rows]).tolist()]
+    return [int(token) for token in torch.stack([_drawn(*row) for row in rows]).tolist()]  # (rows,)
 
 
 def likeliest(log_probs: Tensor, count: int) -> tuple[tuple[int, float], ...]:

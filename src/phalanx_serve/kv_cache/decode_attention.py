@@ -349,7 +349,7 @@ class DecodeAttention:
                 *(table.numbers, table.joints_at, sinks, out, parts, sums),
                 *(width, shape.block, _SLOTS, _LOG2_E),
             )
-        return out.transpose(0, 1).unsqueeze(0)
+        return out.transpose(0, 1).unsqueeze(0)  # (1, h, rows, width)
 
     def _place(self, layer: int) -> int:
         """Return the place of a layer among those of a text."""
@@ -414,7 +414,9 @@ def _step_table(spans: Sequence[RowSpan], window: int, device: torch.device) -> 
         if not is_single:
             joints.append((row, slots, len(begins)))
             slots += len(begins)
+    # texts (3 layers texts,), rows (rows, 2), splits (splits, 4), joints (joints, 3)
     parts = [texts, np.stack((places, positions), 1), np.array(splits, np.int64), np.array(joints, np.int64)]
+    # (numbers of all parts,)
     numbers = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts]))
     rows_at, splits_at, joints_at = itertools.accumulate(part.size for part in parts[:-1])
     return _StepTable(
@@ -481,6 +483,6 @@ def differences(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> li
     for row, span in enumerate(spans):
         keys, values = (tensor[None, :, : span.end].float() for tensor in span.kv.layers[0])
         expected.append(core(query[:, :, row : row + 1].float(), keys, values, None, sinks))
-    reference = torch.cat(expected, 2)
+    reference = torch.cat(expected, 2)  # (1, h, rows, width)
     error = (attended - reference).abs().max() / reference.abs().max()
     return [] if bool(error <= _TOLERANCE[dtype]) else ["attention"]

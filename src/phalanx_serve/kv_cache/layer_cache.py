@@ -103,7 +103,7 @@ class LayerKVCache:
             parts = [
                 self._attend(core, query[:, :, rows], span, sinks, expand) for span, rows in self._rows()
             ]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+            return parts[0] if len(parts) == 1 else torch.cat(parts, 2)  # (1, heads, rows, width)
         mixed = self._batched.attend(self._layer, core, query, sinks)
         for span, rows in self._rows():
             if not self._batched.takes(span):
@@ -182,7 +182,7 @@ class LayerKVCache:
                 keys, values = expand(keys, values)
             mask = None if sees_all or is_causal else self._mask(begin, end, first, window, device)
             parts.append(core.softmax(sinks, causal=is_causal)(queries, keys, values, mask))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)  # (1, heads, q, width)
 
     def _first_key(self, core: CausalCore, begin: int) -> int:
         """Return the first key that is read for queries from ``begin`` on: 0 without a window, else the first visible

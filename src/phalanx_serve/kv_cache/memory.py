@@ -195,7 +195,7 @@ class TextKV:
             rows = [
                 (keys.data_ptr(), values.data_ptr(), keys.shape[1]) for keys, values in self.layers.values()
             ]
-            self._addresses = np.array(rows, np.int64).reshape(-1)
+            self._addresses = np.array(rows, np.int64).reshape(-1)  # (3 layers,)
         return self._addresses
 
 
@@ -232,8 +232,9 @@ class PageMemory:
             # All layers together: on a GPU one launch, not one for each layer.
             of_layers = [tensors[part][:, rows] for tensors in kv.layers.values()]  # (heads, 64, width) each
             if not self._kept.narrow[part]:
-                torch.stack(of_layers, out=pools[0][place])
+                torch.stack(of_layers, out=pools[0][place])  # (layers, heads, 64, width)
                 continue
+            # (layers, heads, 64, .) for each stored tensor
             for pool, stored in zip(pools, self._kept.packed(part, torch.stack(of_layers)), strict=True):
                 pool[place] = stored
 
@@ -255,13 +256,14 @@ class PageMemory:
                 stored = tuple(pool[:, layer].index_select(0, at) for pool in pools)
                 pages = self._kept.unpacked(part, stored)  # (pages, heads, 64, width)
                 rows = tensor[:, : len(places) * PAGE]
+                # (heads, pages, 64, width)
                 rows.view(rows.shape[0], len(places), PAGE, -1).copy_(pages.transpose(0, 1))
 
     def read(self, place: int) -> bytes:
         """Return the bytes of a page as stored, all tensors in order; waits for the device."""
         parts = [_bytes(pool[place]) for pool in self._pools]
         if parts[0].device.type != "cpu":
-            return fetched(torch.cat(parts)).tobytes()  # one wait
+            return fetched(torch.cat(parts)).tobytes()  # (bytes of the page,), in one wait
         return b"".join(part.numpy().tobytes() for part in parts)
 
     def write(self, place: int, content: PageBytes) -> None:
@@ -272,14 +274,14 @@ class PageMemory:
                 f"a page has {sum(sizes)} bytes, and {len(content)} came: the other worker has another model or format"
             )
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        slices = torch.split(brought(data, self._pools[0].device), sizes)
+        slices = torch.split(brought(data, self._pools[0].device), sizes)  # (bytes of a tensor,) each
         for pool, part in zip(self._pools, slices, strict=True):
             _bytes(pool[place]).copy_(part)
 
 
 def _bytes(page: Tensor) -> Tensor:
     """Return a view of a page as its bytes ``(bytes,)``."""
-    return page.view(-1).view(torch.uint8)
+    return page.view(-1).view(torch.uint8)  # (bytes,)
 
 
 # Pages divided into boxes of layers and heads, one for each process of a divided model.
@@ -342,7 +344,7 @@ class PageShape:
         flat, begin = np.frombuffer(page, np.uint8), 0
         for cell in self.cells:
             end = begin + self.layers * self.heads * cell
-            yield flat[begin:end].reshape(self.layers, self.heads, cell)
+            yield flat[begin:end].reshape(self.layers, self.heads, cell)  # (layers, heads, bytes)
             begin = end
 
 
