@@ -131,7 +131,7 @@ class _Ranks:
     def add(self, child: Child) -> None:
         """Take in a rank that has been started."""
         self.children.append(child)
-        if self.orders.made:  # while the ranks were being started: this one has not got the signal
+        if self.orders.made:  # requested while ranks were being started, so this one has no signal yet
             child.signal(signal.SIGTERM)
 
     def request_stop(self) -> None:
@@ -162,9 +162,7 @@ class _Ranks:
             if is_stopping and self._deadline_s is None:
                 if -signal.SIGTERM in codes:
                     self._deadline_s = time.monotonic() + _GRACE_S  # the others hang in a collective with it
-                elif (
-                    EXIT_STOPPED in codes
-                ):  # after a save the others follow; before a step they may hang likewise
+                elif EXIT_STOPPED in codes:  # after a save the others stop too; before a step they may hang
                     self._deadline_s = time.monotonic() + self._save_s
             failed = [rank for rank, code in enumerate(codes) if code not in fine]
             if failed:

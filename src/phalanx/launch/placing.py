@@ -94,7 +94,7 @@ class Topology:
         for path, run in groupby(self.nodes.items(), key=itemgetter(1)):
             names_by_domain.setdefault(path, []).extend([name for name, _ in run if name not in self.taken])
         for names in names_by_domain.values():
-            # Two stable sorts by what is there are quicker than one by pairs.
+            # Two stable sorts are faster than one sort by pairs of length and name.
             names.sort()
             names.sort(key=len)
         return {path: names_by_domain[path] for path in sorted(names_by_domain) if names_by_domain[path]}

@@ -218,7 +218,6 @@ class TaskEvaluated:
 
     def __post_init__(self) -> None:
         """Raise ``TypeError`` for a figure that is no int or float: no reader would take the line for this event."""
-        # Figures of a user's observer are of any type. Written as they are, no reader would take the line for this event.
         for name, value in self.figures.items():
             if not isinstance(value, int | float):
                 raise TypeError(

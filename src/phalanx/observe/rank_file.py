@@ -185,9 +185,7 @@ def open_for_reading(path: Path) -> int | None:
     Raises ``RankStreamError`` if it is unreadable, too large, or no regular file.
     """
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        )  # a pipe would else be waited for
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would block
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -269,7 +267,7 @@ class FrameIndex:
         if TITLE.startswith(title):
             self.position = len(TITLE) if title == TITLE else 0
             return
-        # A damaged title costs nothing, if frames follow it.
+        # A damaged title is ignored if frames follow it.
         head = next(_frames(self._path, self._descriptor, 0, min(size, _SEARCH_BYTES)), None)
         if head is None:
             reason = "it begins with other words, and holds no frame"

@@ -294,7 +294,7 @@ class RankRecorder:
             with suppress(queue.Full):
                 self._queue.put(None, timeout=timeout_s)
                 thread.join(timeout_s)
-            if thread.is_alive():  # it hangs, and is left behind
+            if thread.is_alive():  # it hangs; the daemon thread is abandoned
                 self._trouble = f"{self._path} is written too slowly"
         return self._warning()
 

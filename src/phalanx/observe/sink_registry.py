@@ -145,7 +145,7 @@ def fill_sink(
             sink.close()
         except EventLogError:
             raise
-        except Exception as error:  # of any kind: it is the vendor's
+        except Exception as error:  # the vendor's code may raise any error
             raise SinkError(
                 f"{name} failed: {type(error).__name__}: {error}. Nothing is lost, the events are in the run directory: try again"
             ) from error
@@ -201,5 +201,5 @@ def require_sinks(names: Sequence[str], vendors: Mapping[str, Vendor] | None = N
 def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even what it is a part of
+    except ModuleNotFoundError:  # its parent package is missing
         return False

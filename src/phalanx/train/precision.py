@@ -36,8 +36,8 @@ from phalanx.model.narrow import SHARING, Quantized, Scaling, dequantize, quanti
 from phalanx.model.transformer import Block
 from phalanx.run.spec import RunSpec
 
-_BLOCK = SHARING  # also what the kernels want sums to be a multiple of
-_TILE = 16  # what they want the number of results of a row to be a multiple of
+_BLOCK = SHARING  # the summed dimension must be a multiple of it, also for the kernels
+_TILE = 16  # the number of outputs must be a multiple of it for the kernels
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def _tried() -> LayerKernels:
     """Return the host's kernels if they compile and have the reference's bits, else the reference. Cached."""
     try:
         kernels = HostLayerKernels()
-    except NoHostKernelsError:  # the optimizer's kernels have warned of that, with the reason
+    except NoHostKernelsError:  # the optimizer's kernels have logged the reason
         return REFERENCE
     generator = torch.Generator().manual_seed(0)
 

@@ -134,7 +134,7 @@ def throttled_gpus() -> list[str]:
     try:
         nvml: Any = importlib.import_module("pynvml")  # optional: only machines with GPUs have a use for it
         nvml.nvmlInit()
-    except Exception:  # its errors have names only where it is installed
+    except Exception:  # pynvml's error classes need pynvml
         return []
     reasons = []
     try:

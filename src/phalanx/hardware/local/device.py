@@ -128,9 +128,7 @@ def temperature_c(device: torch.device) -> float | None:
         return None
     try:
         return float(torch.cuda.temperature(device))
-    except (
-        Exception
-    ):  # pynvml's errors have names only where it is installed; and no trouble with it is worth a step
+    except Exception:  # pynvml's error classes need pynvml, and no failure of it may end a step
         return None
 
 
@@ -201,7 +199,7 @@ def keep_freed_memory(device: torch.device) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if on_gpu(device) or mallopt is None:
         return False
-    # No block of its own for a large tensor, nothing back from the end of the heap, and room for more at once.
+    # No separate mapping for large tensors, no trimming of the heap's end, and growth by 64 MiB at once.
     settings = ((_MMAP_MAX, _NONE), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _PAD_BYTES))
     done = [mallopt(parameter, value) == 1 for parameter, value in settings]
     return all(done)

@@ -43,7 +43,7 @@ def begin() -> None:
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
     registered = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        # "overriding a previously registered kernel", of which PyTorch warns once: that is what this is for
+        # "overriding a previously registered kernel", a warning of PyTorch: the override is intended
         warnings.simplefilter("ignore", UserWarning)
         for name, kernel in KERNELS.items():
             registered.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ def begin() -> None:
         end()
         raise NotPortableError(f"portable numerics needs its kernels: {error}", _REMEDY) from error
     except BaseException:
-        end()  # what is not checked is not computed with
+        end()  # unchecked kernels must not be used
         raise
     if different:
         end()

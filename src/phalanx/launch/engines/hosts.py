@@ -190,7 +190,7 @@ def start_script(order: LaunchOrder, host: Host, head: Host | None, word: str) -
     of the order's ``restart_pauses_s``; one that got SIGTERM or ended by itself is not.
     """
     folder = order.folder
-    # The session prints its number itself: signals go to a session, and there is none before setsid has made it.
+    # The session prints its own number: signals are sent to a session, which exists only after setsid.
     notes = "" if head != host else f"""trap 'echo "$code" > "${{0%/*}}/{LEAD_EXIT}"' EXIT; """
     waits = (
         'echo "phalanx-pid $$" >&3; exec 3>&-; '

@@ -310,7 +310,7 @@ def run_tool(
             input=stdin,
             capture_output=True,
             text=True,
-            errors="replace",  # what a host greets with may be in any encoding
+            errors="replace",  # a host's greeting may have any encoding
             timeout=timeout_s,
             cwd=folder,
             env=None if environment is None else dict(environment),

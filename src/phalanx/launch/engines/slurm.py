@@ -179,7 +179,7 @@ def job_of(run_dir: Path, last: str = "") -> SlurmJob | None:
         return own
     try:
         listed = parse_jobs(run_tool(["squeue", "-h", "-j", last, "-o", _FORMAT]))
-    except EngineError:  # Slurm knows it no more
+    except EngineError:  # Slurm has forgotten the job
         return None
     return next((job for job in listed if job.run_dir == str(run_dir.resolve())), None)
 
@@ -223,7 +223,7 @@ def demand_resizable(run_dir: Path) -> None:
     if len(running) != 1 or running[0].joins or running[0].state != "RUNNING":
         return
     (job,) = running
-    try:  # changes nothing, and is answered as every change would be
+    try:  # an update without effect, refused if any update would be
         run_tool(["scontrol", "update", f"JobId={job.id}", f"Comment={COMMENT}{job.run_dir}"])
     except EngineError as error:
         if any(sign in str(error) for sign in _NO_INDEX):

@@ -238,7 +238,7 @@ def queue_job(
     """
     order = submission.order_of(spec, working_dir)
     private = private_variables(order.launch, working_dir)
-    script = batch_script(order)  # what no job can have is refused before anything is written, or borrowed
+    script = batch_script(order)  # raises for an impossible request, before anything is written or borrowed
     with submission.only_submission(order):
         _refuse_second(order)
         submission.forget_stopped(order)
@@ -303,7 +303,7 @@ def _give_back_hint(order: LaunchOrder) -> str:
     """
     if order.taken_from is None:
         return ""
-    # Or phalanx cancel would give them back by the record of an earlier loan; it is there already, or its disk is full.
+    # Otherwise phalanx cancel would return them by the record of an earlier loan. The folder may exist, or the disk be full.
     with suppress(OSError):
         (order.folder / RETURNED).mkdir()
     return (

@@ -312,5 +312,5 @@ def _least(tables: Sequence[Mapping[str, str]], name: str) -> int | None:
 def _wall_s(text: str) -> float | None:
     try:
         return seconds_of(text) if text.strip() else None
-    except EngineError:  # a word of a later Slurm; sbatch will have the last one
+    except EngineError:  # a keyword of a newer Slurm, which sbatch will check
         return None

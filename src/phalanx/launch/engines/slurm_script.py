@@ -250,7 +250,7 @@ def _queued_again(order: LaunchOrder) -> Iterator[str]:
     yield "  in_vain="
     if order.launch.time_limit:
         least_s = max(0, int(seconds_of(order.launch.time_limit) - order.launch.grace_s) - 60)
-        # A line for each job whose time was up since there was another checkpoint than now; one that was preempted sooner does not count.
+        # One line for each job that used up its time since the newest checkpoint; a job that was preempted earlier does not count.
         yield f'  saved="$(ls {checkpoints} 2>/dev/null | cksum)"'
         yield f'  [ "$saved" = "$(tail -n 1 {folder}/saved-nothing-since 2>/dev/null)" ] || rm -f {folder}/saved-nothing-since'
         yield f'  [ "$SECONDS" -lt {least_s} ] || echo "$saved" >> {folder}/saved-nothing-since'
@@ -360,7 +360,7 @@ def _on_grace(order: LaunchOrder, phalanx: str, run_dir: str) -> Iterator[str]:
     A node first waits up to a minute for the first node's file in the run directory, else exits with 65. The first
     node records its agent's exit code; the others mark that they are at work.
     """
-    yield "told="  # a second signal would end at once agents that save because of the first
+    yield "told="  # a second signal would end agents that still save after the first
     yield "save_and_end() {"
     yield f'  echo "the job ends soon (time limit, preemption or phalanx cancel; launch.grace_s = {order.launch.grace_s:g}): the run saves"'
     yield f'  {phalanx} fleet stop --for-now {run_dir} || {{ echo "there is no fleet to be saved (yet): the job ends"; [ -n "$told" ] || {{ kill -TERM "$step" && told=1; }}; }}'

@@ -40,7 +40,8 @@ def preflight(request: PodRequest) -> list[str]:
     for claim in dict.fromkeys(mount.source for mount in request.mounts if not mount.of_nodes):
         wrong += _unfit_claim(claim, request, namespace)
     if not wrong and earlier is None:
-        # The refusal of admission, before anything is created. Where a failed job has this name, it would only report that.
+        # Admission may refuse it, which a dry run shows before anything is created. If a failed job has this name, the
+        # dry run would only report that.
         manifest = json.dumps(manifests.job_of(request, "dry-run"))
         kubectl("create", "--dry-run=server", "-f", "-", namespace=namespace, stdin=manifest)
     return wrong
@@ -75,7 +76,7 @@ def _missing_queue(resource: str, queue: str, namespace: str) -> Iterator[str]:
         return
     except EngineError as error:
         if "orbidden" in str(error):
-            return  # who may not list queues may still use one
+            return  # a user without permission to list queues may still use one
         raise
     if queue not in names:
         yield f"launch.partition: there is no queue {queue!r} in this namespace: --queue with one of {', '.join(names) or 'none'}"

@@ -70,7 +70,7 @@ def beside(request: PodRequest, token: str = "") -> list[Json]:
                 "spec": {
                     "minAvailable": request.pods - allowed,
                     "selector": {"matchLabels": {RUN_LABEL: request.name}},
-                    # A pod that is not ready holds no rank: who drains its node need not wait for it.
+                    # A pod that is not ready has no rank, so a drain of its node need not wait for it.
                     "unhealthyPodEvictionPolicy": "AlwaysAllow",
                 },
             }
@@ -397,7 +397,7 @@ def _environment(request: PodRequest) -> list[Json]:
         {"name": "PHALANX_RUN_TOKEN", "valueFrom": {"secretKeyRef": secret}},
     ]
     if request.launch.run_as:
-        variables.append({"name": "HOME", "value": "/tmp"})  # of a user that the image does not know
+        variables.append({"name": "HOME", "value": "/tmp"})  # for a user that the image lacks
     for name, value in launch_variables(request.launch):
         # Kubernetes would replace $(NAME) by another variable's value; values of a run file are literal.
         variables.append(
@@ -452,7 +452,7 @@ def _volumes(request: PodRequest) -> list[Json]:
         )
         volumes.append({"name": f"mount-{number}", **source})
     volumes.append({"name": "run-file", "configMap": {"name": config_name(request)}})
-    # NCCL and the loaders share memory, and a container has 64 MiB of it otherwise.
+    # NCCL and the loaders share memory, of which a container has 64 MiB by default.
     named = dict(text.split("=", 1) for text in request.launch.resources)
     limit = {"sizeLimit": named["memory"]} if "memory" in named else {}
     volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory", **limit}})
@@ -471,7 +471,7 @@ def _affinity(request: PodRequest) -> Json:
         away = {"key": host, "operator": "NotIn", "values": excluded}
         term = {"nodeSelectorTerms": [{"matchExpressions": [away]}]}
         rules["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": term}
-    # Pods that take all GPUs of a node need no rule to be alone there, and the rule is dear with many pods
+    # Pods that use all GPUs of a node need no rule to be alone there, and the rule is expensive with many pods
     # (kubernetes.io/docs/concepts/scheduling-eviction/assign-pod-node, inter-pod affinity).
     if launch.exclusive and not request.gpus:
         apart = {"labelSelector": {"matchLabels": {RUN_LABEL: request.name}}, "topologyKey": host}

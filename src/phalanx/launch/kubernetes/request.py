@@ -367,7 +367,7 @@ def _changed(template: object, result: object, path: tuple[str, ...] = ()) -> It
             yield from _changed(value, fields.get(key), (*path, key))
     elif isinstance(template, list):
         entries = result if isinstance(result, list) else [None] * len(template)
-        for entry, patched in zip(template, entries, strict=False):  # those that a patch adds are at the end
+        for entry, patched in zip(template, entries, strict=False):  # added entries are at the end
             yield from _changed(entry, patched, (*path, str(_name_of(entry))))
     elif result != template:
         yield ".".join(path)

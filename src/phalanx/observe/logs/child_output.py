@@ -55,7 +55,7 @@ class ChildOutput:
             self._wake_reading, self._wake = _pipe(opened)
             self.place, self._place_descriptor = Place.shared()
             opened.pop_all()  # nothing below fails
-        with suppress(OSError, AttributeError):  # the user has too many large pipes, or no Linux
+        with suppress(OSError, AttributeError):  # the user's limit of large pipes, or a system without them
             fcntl.fcntl(self._reading, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self._reading, False)
         self._order = order
@@ -156,7 +156,7 @@ class ChildOutput:
             with self._lock:
                 self._take(piece)
             if self._over and not self._drained.is_set() and time.monotonic() > until_s:
-                return True  # something that the child has started writes for ever
+                return True  # a process that the child has started never stops writing
 
     def _take(self, piece: bytes) -> None:
         """Write a piece as records if the log has room; a piece with words of errors may use more room.
@@ -184,7 +184,7 @@ class ChildOutput:
         if thrown:
             self._decoder.reset()
             begin = thrown.find(b"\n") + 1 if len(thrown) == _TAIL_BYTES else 0
-            if ended:  # the line that was being read when the throwing away began is over
+            if ended:  # end the line that was incomplete before the discarded bytes
                 self._write(self._assembler.add("\n"))
             self._write(self._assembler.add(self._decoder.decode(thrown[begin:])))
 

@@ -84,7 +84,7 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
         ),
         rf"\1{MASKED}",
     ),
-    # A number of tokens, or a tokenizer, is none of them.
+    # Except numbers of tokens, and tokenizers.
     (
         re.compile(
             rf"(token(?![a-z])[\"']?\s{{0,3}}[=:]\s{{0,3}}[\"']?)(?![-+\d.,eE]+(?![\w])){_VALUE}{{8,}}",

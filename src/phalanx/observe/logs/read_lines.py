@@ -357,7 +357,7 @@ class Follower:
                 key = (there.st_dev, there.st_ino)
                 begin = self._read.get(key, 0)
                 if there.st_size < begin:
-                    begin = 0  # another file: a new one takes the inode of the oldest, which was removed just before
+                    begin = 0  # another file, with the inode of the oldest, which was removed just before
                 if there.st_size == begin:
                     continue
                 file.seek(begin)

@@ -97,7 +97,7 @@ class MetricsServer:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self._pages, self._request_timeout_s = pages, request_timeout_s
         self._socket = socket.create_server((host, port), family=family, backlog=_WAITING)
-        self._socket.setblocking(False)  # a client may be gone between the look and the taking
+        self._socket.setblocking(False)  # a client may leave between select and accept
         self.port: int = self._socket.getsockname()[1]
         self._closing = False
         self._ready: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
@@ -231,7 +231,7 @@ def _send(connection: socket.socket, data: bytes) -> None:
         connection.settimeout(max(0.001, deadline_s - time.monotonic()))
         view = view[connection.send(view[: 1 << 18]) :]
     connection.settimeout(0.2)
-    with suppress(OSError):  # what the client still sends would make the kernel throw our answer away
+    with suppress(OSError):  # unread bytes of the client would make the kernel drop the response
         connection.shutdown(socket.SHUT_WR)
         connection.recv(4096)
 

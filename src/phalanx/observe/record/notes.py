@@ -332,7 +332,7 @@ class ServingNote:
             try:
                 self.once()
                 failed = False
-            except OSError as error:  # texts are served all the same, and the next time may do
+            except OSError as error:  # serving continues, and the next write may succeed
                 if not failed:
                     _LOG.warning(
                         "what this server does cannot be noted in %s, and is tried again: %s",
@@ -356,7 +356,7 @@ def read_serving(directory: RunDirectory) -> list[Serving]:
     """Return the notes of a run's servers, newest first: at most ``MOST_NOTES``. Unreadable notes are left out."""
     servers = []
     with suppress(OSError):
-        # Servers that are killed leave their notes: those of years must hide none that serves now.
+        # Killed servers leave their notes, so old notes must not displace those of running servers.
         for path in heapq.nlargest(MOST_NOTES, directory.serving.glob("*.json"), key=_written_ns):
             with suppress(OSError, msgspec.MsgspecError, RecursionError, UnicodeError):
                 note = msgspec.json.decode(read_small(path, _MOST_BYTES), type=Serving)
@@ -424,7 +424,7 @@ class ThrottlingWatch:
         while not self._over.is_set():
             try:
                 self.once()
-            except Exception:  # a driver or a disk in trouble: the run is not, and the next look may do
+            except Exception:  # the run does not depend on it, and the next look may succeed
                 _LOG.debug("whether this machine is throttled is not known", exc_info=True)
             self._over.wait(LOOK_S)
 

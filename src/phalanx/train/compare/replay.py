@@ -285,7 +285,7 @@ class ModuleWitness:
             micro-batch are numbered. Nothing is recorded outside of ``calling`` or in a backward pass.
             """
             now = self._now
-            if now is None or self._backward:  # in a backward pass, layers are only computed again
+            if now is None or self._backward:  # in a backward pass, layers are only recomputed
                 return
             now.calls[name] += 1
             calls = now.calls[name]
@@ -315,10 +315,10 @@ class ModuleWitness:
         """
         parallel = self._built.spec.parallel
         if parallel.pipeline > 1 and parallel.pipeline_schedule in SPLIT_BACKWARD:
-            return  # weights' gradients are put off, and come in pieces
+            return  # weights' gradients are postponed, and arrive in pieces
         for name, weight in module.named_parameters(recurse=False):
             if weight.requires_grad and not isinstance(weight, DTensor) and id(weight) not in self._followed:
-                self._followed[id(weight)] = weight  # kept, so that the identity stays its own
+                self._followed[id(weight)] = weight  # referenced, so that no other object gets its id
                 weight.register_hook(self._weight_hook(f"{path}.{name}"))  # type: ignore[no-untyped-call]
 
     def _weight_hook(self, name: str) -> Callable[[Tensor], None]:

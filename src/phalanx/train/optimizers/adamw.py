@@ -282,7 +282,7 @@ def codebook(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     numbers = torch.tensor(dynamic_codes(signed), dtype=torch.float32)
     bounds = (numbers[1:] + numbers[:-1]) / 2
     if not signed:
-        bounds[0] = 0.0  # only zero itself is zero
+        bounds[0] = 0.0  # only zero gets the code of zero
     bf16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     codes = torch.bucketize(bf16.nan_to_num(), bounds).to(torch.uint8)
     return numbers.to(device), codes.to(device)

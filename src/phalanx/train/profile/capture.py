@@ -172,7 +172,7 @@ def _row(event: _KinetoEvent, base_ns: int, names: dict[str, int]) -> tuple[obje
     mark = -1
     if name.startswith(PREFIX):
         if on_device:
-            return None  # the same range once more, as its kernels ran
+            return None  # the same range again, on the device's time line
         mark, name = int(name.removeprefix(PREFIX)), ""
     elif name == "[memory]" or activity == "cpu_instant_event":
         return None

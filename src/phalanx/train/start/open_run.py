@@ -277,7 +277,7 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
             "give an empty or new one as run_dir"
         )
     if not holds_steps(directory):
-        return []  # nothing was ever saved here, so nothing can be mixed up
+        return []  # nothing was saved here yet
     remedy = "give another run_dir, or undo the change"
     # Read back rather than by the recorded identity: a field that is new in this version has its default there.
     last = read_unchanged(directory)

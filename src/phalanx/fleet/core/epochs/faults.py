@@ -323,8 +323,8 @@ def nonfinite(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
         regroup(state, orders, f"{text}; computed by other nodes, it is the same: it is the run's own")
         return
     if doubt is not None and doubt.step > step:
-        # State of an earlier step was restored, and this step fails before that one could be computed without
-        # them: they are neither cleared nor guilty. A guilty node is blamed again.
+        # An earlier step's state was restored, and this step fails before the doubted one was computed again without the nodes.
+        # So they are neither cleared nor guilty; a guilty node will be blamed again.
         _readmit(state, doubt)
     per_node = state.settings.formation.workers_per_node
     seats = {rank // per_node for rank in event.ranks if rank < state.ranks}
