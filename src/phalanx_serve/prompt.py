@@ -175,7 +175,7 @@ def frame_messages(
         raise TokenizerError(f"{error}; mend it") from error
     if not framing.continued:
         return text
-    # As transformers cuts it: a template that trims a message has trimmed the space behind the mark.
+    # As in transformers: a template that trims messages has also trimmed the space after the mark.
     text, mark, tail = text.rpartition(_CONTINUED)
     if not mark:
         raise FramingError(

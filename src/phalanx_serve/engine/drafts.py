@@ -147,7 +147,7 @@ class Drafter:
             if end > begin:
                 ahead.kv.grow(end - ahead.begin)
                 spans.append(RowSpan(ahead.kv, begin - ahead.begin, end - ahead.begin))
-            # Rows that have read a guess are computed again, from the same states where those have read none.
+            # Rows that depend on a guess are computed again; states that depend on none are reused.
             done = max(begin, min(end, len(text.tokens) - depth))
             known_before = ahead.done[depth - 2] if depth > 1 else text.computed
             ahead.done[depth - 1] = done

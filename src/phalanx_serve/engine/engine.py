@@ -347,7 +347,7 @@ class Engine:
             running = [text for text in running if self._pages.is_long(text) == self._long_turn]
         by_id = {text.request.id: text for text in running}
         allocated = []
-        # Divided among as many steps as can be in flight, so that every process has some.
+        # Texts are divided among the steps that can be in flight, so that every process has some.
         most = -(-len(self._running) // self.max_in_flight)
         for rows in schedule([text.progress for text in running], self._rows, most).requests:
             text = by_id[rows.id]
@@ -379,7 +379,7 @@ class Engine:
         batch = build_batch(scheduled, {text.request.id: text for text in self._running})
         spans, requests = batch.spans, batch.sampling_requests
         self._rows_last = len(batch.tokens)
-        # All or none of the texts are behind LongRoPE's switch.
+        # Either all texts or none are longer than LongRoPE's switch.
         length = batch.length if longest_short(self._spec) else 0
         rows, far = brought(torch.tensor(batch.tokens), self.device), self._far
         if far is None:

@@ -500,7 +500,7 @@ def older_than_damaged(run_dir: Path, step: int) -> int | None:
     if not root.is_dir():  # a tier would make it
         return None
     steps = candidates(DiskTier(root))
-    # One that was deleted meanwhile cannot be read either.
+    # Verification also fails if it was deleted meanwhile.
     if step in steps and not verify(root, step):
         return None
     return next((older for older in steps if older < step), None)

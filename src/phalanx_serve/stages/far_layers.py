@@ -229,7 +229,7 @@ class FarStages(_FarProcesses):
 
     def _pass_on(self, place: int, visit: _Visit) -> None:
         """Queue a visit for the stage at ``place``, or complete it after the last stage. Fails it if a stage has been lost."""
-        with self._sending:  # behind the loss of a stage nothing is put into a queue whose thread has ended
+        with self._sending:  # after a loss, nothing may be queued for a thread that has ended
             if self._lost:
                 visit.failed(PartLostError(self._lost))
             elif place < len(self._far):
@@ -318,7 +318,7 @@ class FarShares(_FarProcesses):
         self._far, self.shares = list(shares), len(shares) + 1
         self.kv_spec = held_share(spec, self.shares)
         heads = attention_kind(spec).cache_row(spec)[0]
-        # All keep the latents, which are of no head.
+        # All keep the latents, which belong to no head.
         parts = [
             Share(number, self.shares).rows(heads) if keeps_heads(spec) else range(heads)
             for number in range(self.shares)

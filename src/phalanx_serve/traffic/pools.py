@@ -168,7 +168,7 @@ def _beat(pool: Pool, event: events.Beat, now_s: float, commands: list[events.Po
     """
     worker = pool.current(event.worker, event.life)
     if worker is None:
-        # Given up for dead: only a new life can be trusted to hold no job of the old one.
+        # It was declared lost: only a new life is certain to have no job of the old one.
         if event.worker not in pool.workers:
             reason = pool.quarantined.get(event.worker, "")
             commands.append(

@@ -211,7 +211,7 @@ class SimulatedWorker:
         if process != self.process or self.jobs.get(job.order.job) is not job:
             return
         world, source = self.world, self.world.workers[job.order.source]
-        for name in missing:  # in order: behind a page that does not come none is of use
+        for name in missing:  # in order: pages after a missing one are useless
             failure = world.fetch_failure(self, source, name)
             if failure:
                 world.counts[f"pull: {failure}"] += 1

@@ -221,7 +221,7 @@ class AgentProcess:
     def _say_readers(self) -> None:
         """Send the number of readers to the process, if it runs."""
         if self._link is not None:
-            with suppress(WireError):  # it has ended: the next one gets it
+            with suppress(WireError):  # it has ended; its successor gets the number
                 self._link.send_message(nixl_agent.ServingReaders(self._readers))
 
     def close(self) -> None:
@@ -393,7 +393,7 @@ def read_pages(
             ):
                 memory = process.staging.view(turns[number % 2])
                 unhashed.append(hashing.submit(_copied, memory, offer.page_bytes, digests))
-                if len(unhashed) > 1:  # so that the turn after this one is free
+                if len(unhashed) > 1:  # so that the next range is free
                     yield from unhashed.popleft().result()
         except (NixlError, WireError) as error:
             trouble = error

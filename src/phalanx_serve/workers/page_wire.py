@@ -82,7 +82,7 @@ class SharedPages:
             os.fchmod(self._descriptor, 0o400)
             for page in pages:
                 remaining = memoryview(page)
-                while remaining:  # a write may end early where memory does
+                while remaining:  # a write may be partial if memory is short
                     remaining = remaining[os.write(self._descriptor, remaining) :]
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _all_seals())
             status = os.fstat(self._descriptor)
@@ -114,7 +114,7 @@ def opened(place: SharedMemoryPlace, nbytes: int) -> memoryview:
     """
     if place.machine != this_machine():
         raise OSError(errno.EXDEV, "the pages are in the memory of another machine")
-    # Only looked at, not opened, until it is known to be the file: a pid may be another process's in this container.
+    # O_PATH does not open it before the check: in this container the pid may belong to another process.
     handle = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_PATH | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)

@@ -366,7 +366,7 @@ def fill_command(run_dir: Path, names: tuple[str, ...]) -> None:
     with explained(RunDirectoryError, SinkError, EventLogError):
         described = read_resolved(
             directory
-        ).observe.sinks  # a folder that is no run is refused, and keeps what it has
+        ).observe.sinks  # raises for a folder that is no run, and changes nothing
         sink_names = names or described
         if not sink_names:
             raise click.UsageError(

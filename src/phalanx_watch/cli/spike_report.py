@@ -132,7 +132,7 @@ def examine_spike(
         replay = replayed(Path(folder) / "replay", start, in_fp32=False)
         wide = None
         if spec.precision.compute != "fp32" or spec.precision.matmul != "compute":
-            # The nearer the state, the less the weights of the two formats have parted before the step.
+            # From the newest state, the weights of the two formats differ least before the step.
             progress(f"repeating steps {states[-1] + 1:,} to {step:,} in fp32")
             wide = replayed(Path(folder) / "fp32", states[-1], in_fp32=True)
     findings = judge_spike_replay(step, replay, spec.train, spec.model.vocab_size, wide)

@@ -91,7 +91,7 @@ class Guard:
         """Derive the cookie's name and value from a hash of the token, so that they do not reveal it."""
         self._inner, self._access = inner, access
         digest = hashlib.sha256(access.token.encode()).hexdigest()
-        # Cookies of one host are shared by all ports: two servers must not sign each other's readers out.
+        # All ports of a host share cookies, and one server must not overwrite the cookie of another.
         self._cookie, self._pass = f"phalanx-{digest[:8]}", digest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -192,7 +192,7 @@ def json_bytes(content: object) -> bytes:
     except (
         UnicodeEncodeError,
         OverflowError,
-    ):  # a name on a disk need not be text, nor a number in a file one that is counted
+    ):  # names of files may not be text, and numbers in files may be too large
         return msgspec.json.encode(_writable(msgspec.to_builtins(content, enc_hook=_plain)))
 
 

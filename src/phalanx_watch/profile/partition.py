@@ -302,7 +302,7 @@ class _Cut:
         if around.settled:
             return _Frame(end, place, around.category, layer, around.phase, settled=True)
         if not name.startswith("aten::"):
-            # A node of autograd or a function of Python's: what it computes, it does by operations inside.
+            # A node of autograd or a Python function: the operations inside it compute.
             return _Frame(end, place, around.category, layer, around.phase, settled=False)
         if around.event >= 0:
             self.leaves[around.event] &= self.events["bytes"][place] == 0
@@ -389,7 +389,7 @@ class _Cut:
         times = [np.array([event[:2] for event in layer], np.int64).ravel() for layer in layers]
         edges = np.unique(np.concatenate([host["begin_ns"], host["end_ns"], *times]))
         event = np.full(max(len(edges) - 1, 0), -1)
-        for layer in reversed(layers):  # what is painted later covers what was before
+        for layer in reversed(layers):  # later layers overwrite earlier ones
             for begin, end, place in layer:
                 event[np.searchsorted(edges, begin) : np.searchsorted(edges, end)] = place
         owner = np.searchsorted(host["begin_ns"], edges[:-1], side="right") - 1
@@ -404,7 +404,7 @@ class _Cut:
         ):
             pieces[field_][busy] = value_at[places[busy]]
         pieces["event"][busy] = places[busy]
-        # Where the device does nothing, the host neither computes nor communicates: it is late.
+        # If the device is idle, the host's computing and communicating is a delay: it launches too late.
         late = np.array([word in (COMPUTE, COPY) or word.startswith(COMM) for word in self.categories.words])
         number = self.categories.number(INSIDE)
         pieces["category"][~busy & late[pieces["category"]]] = number

@@ -111,7 +111,7 @@ def _ahead(mine: tuple[Times, Times], reference: tuple[Times, Times]) -> tuple[f
     (entered, exited), (came_there, left_there) = (
         tuple(side[:count].astype(np.int64) for side in sides) for sides in (mine, reference)
     )
-    if mine is reference:  # of a rank against itself nothing is open
+    if mine is reference:  # a rank's clock has no offset to itself
         return 0.0, 0.0, float(entered.mean())
     return float((exited - came_there).min()), float((entered - left_there).max()), float(entered.mean())
 

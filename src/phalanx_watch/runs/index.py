@@ -152,7 +152,7 @@ class _Cache:
         try:
             with closing(self._open()) as base:
                 return base.execute(query, values).fetchall()
-        except sqlite3.OperationalError:  # busy, of another shape, not readable
+        except sqlite3.OperationalError:  # locked, another schema, or unreadable
             return []
         except sqlite3.DatabaseError:
             self._remove()
@@ -164,7 +164,7 @@ class _Cache:
             return
         rows = []
         for key, signature, facts in entries:
-            with suppress(UnicodeEncodeError, OverflowError):  # a path that is no text: it is read each time
+            with suppress(UnicodeEncodeError, OverflowError):  # a path that is no text is not cached
                 key.encode()
                 rows.append((key, _SHAPE, signature, msgspec.msgpack.encode(facts)))
         try:

@@ -62,7 +62,7 @@ class KernelLocks:
         if holder is None or holder[2] != host_name() or self.locks is None:
             return None
         device = os.major(status.st_dev), os.minor(status.st_dev)
-        # Some file systems give other device numbers to stat than to the kernel's list: then the process decides.
+        # On some file systems, stat and the kernel's list have different device numbers; then the process decides.
         return any(
             inode == status.st_ino and ((major, minor) == device or process == int(holder[1]))
             for process, major, minor, inode in self.locks

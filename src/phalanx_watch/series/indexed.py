@@ -119,7 +119,7 @@ class StepIndex:
         """
         status = os.fstat(stream.fileno())
         before, self._stream = self._stream, (status.st_dev, status.st_ino)
-        # A buffer for more than is there would cost ten times the reading: its memory is new, and given back.
+        # A larger buffer than needed would cost ten times the read, because its memory is mapped and freed again.
         unread_bytes = max(0, os.fstat(file.fileno()).st_size - self._at)
         self.rows_ahead = min(unread_bytes // RECORD_BYTES, _MOST_ROWS_AHEAD)
         raw = os.pread(file.fileno(), min(self._chunk_records * RECORD_BYTES, unread_bytes), self._at)

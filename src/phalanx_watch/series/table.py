@@ -133,7 +133,7 @@ class StepTable:
         """Return the newest of the first ``before`` rows whose step is at most ``step``; None if there is none within 10,000."""
         steps = self._columns["step"]
         row = before - 1
-        # Evaluations follow their step: the search is short, but for damaged numbers.
+        # Evaluations follow their step, so the search is short except for damaged numbers.
         for back in range(min(before, 10_000)):
             if int(steps[row - back]) <= step:
                 return row - back

@@ -165,7 +165,7 @@ class WandbSink:
         self._run.config.update(hyperparameters(run_directory), allow_val_change=True)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        # Online W&B counts on where the server is; offline the file of this start has everything from the first step on.
+        # Online, W&B continues at the server's step; offline, the file of this start has all steps from the first.
         self._newest = -1 if offline else int(self._run.step) - 1
 
     def holds(self, event: Event) -> bool:
@@ -222,7 +222,7 @@ class TrackioSink:
         if not any(os.environ.get(name) for name in _ELSEWHERE):
             os.environ["TRACKIO_DIR"] = str(own / "trackio")  # read when trackio is imported
         elif os.environ.get("TRACKIO_DIR") != str(own / "trackio"):
-            # There a run is known by its name alone: two run directories of one name are two runs.
+            # There a run is identified by its name, so run directories with the same name need different ones.
             run = f"{run}-{hashlib.sha256(str(own).encode()).hexdigest()[:8]}"
         trackio: Any = importlib.import_module("trackio")
         self._directory, self._table, self._step = run_directory, trackio.Table, 0
@@ -392,7 +392,7 @@ class MlflowSink:
                     if isinstance(value, int | float) and not isinstance(value, bool):
                         self._metrics.append(self._metric(f"result/{name}", value, at_ms, 0))
         if rows := goodput_rows(event, self._directory):
-            # As MLflow's own tables are written, which its page shows as one.
+            # The format of MLflow's own tables, which its page displays as a table.
             self._client.log_dict(self._run_id, {"columns": GOODPUT_COLUMNS, "data": rows}, "goodput.json")
             at_ms = round(1000 * event.t)
             self._metrics += [

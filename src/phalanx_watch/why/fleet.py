@@ -23,7 +23,7 @@ def straggler(observed: o.Observed) -> Iterator[o.Reason]:
 
     Also for each node that the fleet recently recorded as slow: "info" if a spare took its place.
     """
-    throttled = {note.node for note in observed.throttled}  # whose own reason has the cause, and the rank
+    throttled = {note.node for note in observed.throttled}  # the throttling rule names their cause and rank
     for slow in [
         rank
         for rank in observed.slow_ranks
