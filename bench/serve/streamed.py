@@ -37,17 +37,18 @@ import httpx
 import torch
 
 from bench.common.capped import capped
-from bench.common.saved_run import save_run
+from bench.common.saved_run import save_run_of_bytes
 from bench.running import run_bench
 from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.pack.reader import open_pack
 from phalanx.checkpoint.pack.writer import pack
-from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec
 
 _BLOCK = 8 << 20
 _CONTEXT = 128
+_COMMAND = "import sys, torch; torch.set_num_threads(int(sys.argv.pop(1))); from phalanx.cli.main import main; main()"
+"""``phalanx`` with a number of threads: PyTorch takes ``OMP_NUM_THREADS`` only up to the number of processors."""
 
 
 def main() -> None:
@@ -160,9 +161,11 @@ class Server:
 
 
 @contextmanager
-def served(path: Path, *options: str, enter: Callable[[], None] | None = None) -> Iterator[Server]:
+def served(
+    path: Path, *options: str, enter: Callable[[], None] | None = None, threads: int = 1
+) -> Iterator[Server]:
     """``phalanx serve``, until the block ends."""
-    process = start([str(path), *options], enter)
+    process = start([str(path), *options], enter, threads)
     assert process.stdout is not None
     assert process.stderr is not None
     note: list[str] = []
@@ -179,14 +182,14 @@ def served(path: Path, *options: str, enter: Callable[[], None] | None = None) -
         process.wait()
 
 
-def start(words: list[str], enter: Callable[[], None] | None) -> subprocess.Popen[str]:
-    """The command's process. One thread computes, so that the two that read have a processor."""
+def start(words: list[str], enter: Callable[[], None] | None, threads: int = 1) -> subprocess.Popen[str]:
+    """The command's process. By default one thread computes, so that the two that read have a processor."""
     return subprocess.Popen(
-        [sys.executable, "-m", "phalanx", "serve", *words, "--port", "0"],
+        [sys.executable, "-c", _COMMAND, str(threads), "serve", *words, "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
+        env=os.environ | {"OMP_NUM_THREADS": str(threads), "MALLOC_ARENA_MAX": "2"},
         preexec_fn=enter,
     )
 
@@ -277,9 +280,7 @@ def make_pack(arguments: argparse.Namespace, folder: Path) -> Path:
         moe=moe,
     )
     torch.manual_seed(0)
-    save_run(folder / "run", resolve(spec), seq_len=_CONTEXT)
-    (folder / "run" / "tokenizer").mkdir()
-    BytesTokenizer().save(folder / "run" / "tokenizer")
+    save_run_of_bytes(folder / "run", resolve(spec), _CONTEXT)
     return pack(folder / "run", None, folder / "model.pack", arguments.format)[0]
 
 

@@ -301,16 +301,13 @@ async def undisturbed(run: Path, log: Path, bodies: list[dict[str, Any]]) -> lis
 
 def make_run(run: Path) -> Path:
     """The directory of a run with random weights and a tokenizer of bytes."""
-    from bench.common.saved_run import save_run
-    from phalanx.data.tokenizers.tokenizer import BytesTokenizer
+    from bench.common.saved_run import save_run_of_bytes
     from phalanx.run.kinds.whole_model import resolve
     from phalanx.run.spec import ModelSpec
 
-    save_run(
+    save_run_of_bytes(
         run, resolve(ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, ffn_dim=176, vocab_size=264)), _CONTEXT
     )
-    (run / "tokenizer").mkdir()
-    BytesTokenizer().save(run / "tokenizer")
     return run
 
 
