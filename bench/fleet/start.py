@@ -99,7 +99,7 @@ async def attached(folder: Path, spec: RunSpec, pid: int, shown: Path | None) ->
         await until(folder, f"ready with {most}", condition, PATIENCE_S, pid)
         marks.append(threads_s(pid))
     found = {"agents": float(total), "tls": float(shown is not None)}
-    for name, before, after in (("attach", *marks[:2]), ("form", *marks[1:])):
+    for name, before, after in (("attach", marks[0], marks[1]), ("form", marks[1], marks[2])):
         loop_s = after[str(pid)] - before[str(pid)]
         all_s = sum(seconds - before.get(thread, 0.0) for thread, seconds in after.items())
         found |= {f"{name}_loop_ms": 1e3 * loop_s / total, f"{name}_all_ms": 1e3 * all_s / total}

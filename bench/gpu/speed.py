@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu.setting import Sizes, Tell, attempt, sizes_for, speed_run
@@ -163,7 +162,7 @@ def bare(spec: RunSpec, device: torch.device) -> Step:
         if spec.runtime.compile:
             block.compile(dynamic=False)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    root = cast(FSDPModule, fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False))
+    root = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=on_gpu(device)
     )

@@ -119,8 +119,10 @@ def main() -> None:
             took.setdefault(name, []).append(seconds)
             record({"way": name, "seconds": seconds}, is_printed=False)
         by_socket.forget()
-    for end in (*servers.values(), *filter(None, (source, reader))):
-        end.close()
+    for server in servers.values():
+        server.close()
+    for agent in filter(None, (source, reader)):
+        agent.close()
     size = count * PAGE_BYTES / 2**30
     plain = took["plain socket"]
     for name, each in took.items():

@@ -102,7 +102,7 @@ def main() -> None:
     leaves = [torch.randn(1, HEADS, options.seq_len, WIDTH, requires_grad=True) for _ in range(3)]
     ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "plain causal": core,
-        "by document": lambda *x: core(*x, documents),
+        "by document": lambda query, key, value: core(query, key, value, documents),
         "with a mask": with_mask(documents),
     }
     least_s = dict.fromkeys(ways, float("inf"))

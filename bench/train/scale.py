@@ -164,20 +164,20 @@ def network(ranks: int) -> dict[str, object]:
 def exchanged(replicas: int, slots: int) -> dict[str, float]:
     """Launches and host time of one exchange between replicas."""
     leaves = Leaves(Deal(slots, replicas, 1), 1)
-    collectives = dist.all_to_all_single, tree.all_gather_single
+    collectives = dist.all_to_all_single, tree.all_gather_single  # type: ignore[attr-defined]
     join_fake(0, replicas)
     try:
         mesh: Any = SimpleNamespace(replica=0, replicas=replicas, replicate_group=dist.group.WORLD)
         out = torch.empty(replicas)
         # A fake group's collectives make lists as long as the group; a real one's cost is not the question here.
-        dist.all_to_all_single = tree.all_gather_single = lambda *_args, **_keywords: None
+        dist.all_to_all_single = tree.all_gather_single = lambda *_args, **_keywords: None  # type: ignore[attr-defined]
         nodes = [torch.zeros(replicas) for _ in leaves.forest(0)]
         first_s = _time_s(lambda: exchange(nodes, leaves, mesh, out), 1)
         host_s = _time_s(lambda: exchange(nodes, leaves, mesh, out), 9)
         with Launches() as launches:
             exchange(nodes, leaves, mesh, out)
     finally:
-        dist.all_to_all_single, tree.all_gather_single = collectives
+        dist.all_to_all_single, tree.all_gather_single = collectives  # type: ignore[attr-defined]
         dist.destroy_process_group()
     return {"launches": launches.count, "host_ms": host_s * 1e3, "first_ms": first_s * 1e3}
 

@@ -164,7 +164,7 @@ def transformers_bare(spec: RunSpec) -> Step:
         max_position_embeddings=spec.train.seq_len,
         tie_word_embeddings=model.tie_embeddings,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # type: ignore[call-arg]  # of every configuration
     )
     module = LlamaForCausalLM(config)
     if spec.runtime.compile:

@@ -47,7 +47,7 @@ def train_and_export(spec: RunSpec, plant: str, out: str) -> None:
     """Trains with something planted; writes each rank's recording as PyTorch does, and its own table of it."""
     from phalanx.train.profile import recording
 
-    original = recording.rank_trace
+    original = recording.rank_trace  # type: ignore[attr-defined]
 
     def exporting(ended: Any, rank: int, *rest: Any) -> Any:
         folder = Path(out)

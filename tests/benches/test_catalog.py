@@ -109,7 +109,7 @@ def test_a_bench_runs_in_small(name: str, tmp_path: Path) -> None:
     run_in_small(name, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.servers
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", SLOW)
 def test_a_longer_bench_runs_in_small(name: str, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 
-from bench.gpu.serving import ON_GPU, not_deterministic
+from bench.gpu.serving import ON_GPU
+from bench.gpu.speed import not_deterministic
 from bench.serve.engine import GREEDY
 from null_gpu import counters
 from null_gpu.steps import CUDA
