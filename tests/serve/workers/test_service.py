@@ -23,6 +23,7 @@ def started(
     monkeypatch: pytest.MonkeyPatch,
     roles: Sequence[Role],
     pages: PageWay = "auto",
+    threads: int = 0,
     **divisions: WorkerDivision,
 ) -> ServiceConfig:
     """What workers are to open, without starting any."""
@@ -34,7 +35,7 @@ def started(
         None,
         roles,
         divisions=divisions,  # type: ignore[arg-type]
-        threads=0,
+        threads=threads,
         audit_share=0.0,
         tell=lambda _: None,
         pages=pages,
@@ -145,6 +146,16 @@ def test_processors_are_divided_among_all_processes_of_all_workers(
         decode=WorkerDivision(stages=3),
     )
     assert service.environment == {"OMP_NUM_THREADS": threads}
+
+
+def test_a_named_number_of_threads_is_that_of_each_process_however_many_processors_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
+    run_dir = make_run(tmp_path / "run", DENSE)
+    served = ServedRun(str(run_dir), None, "float32", None, 1 << 20, 64, "exact")
+    service = started(served, monkeypatch, ("prefill", "decode"), threads=5, prefill=WorkerDivision(tensor=2))
+    assert service.environment == {"OMP_NUM_THREADS": "5"}
 
 
 @pytest.mark.parametrize(
