@@ -2,7 +2,7 @@
 
     python -m bench.serve.engine [--dim 768 --layers 12] [--modules]
 
-Rows: decode (bytes of the weights over seconds of a step, as a share of the measured read bandwidth, and operations a second), exact over fast, a held prefix over
+Rows: decode (bytes of the weights over seconds of a step, as a share of the measured read bandwidth, and operations a second), exact over fast in decode and prefill, a held prefix over
 computing its new rows alone, and tokens/s over ``transformers`` for a Llama of the same shape, with weights of its own, where that is installed.
 ``--modules`` measures one thing alone: the processor time of a decoding step whose rows go through each layer in one call, over that of the model's modules, in turns.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument(
         "--modules", action="store_true", help="one call a layer over modules, and nothing else"
     )
-    parser.add_argument("--turns", type=int, default=5, help="of --modules")
+    parser.add_argument("--turns", type=int, default=5, help="pairs of exact and fast, or of --modules")
     given = parser.parse_args()
     if given.modules:
         over_modules(given.dim, given.layers, given.turns)
@@ -111,17 +111,29 @@ def main() -> None:
         for batch in (1, 16):
             pairs = [
                 (decode_s(engine(model, "exact"), batch), decode_s(engine(another, "fast"), batch))
-                for _ in range(3)
+                for _ in range(given.turns)
             ]
-            exact, fast = (min(column) for column in zip(*pairs, strict=True))
+            exact = min(exact for exact, _ in pairs)
             print(
                 f"{dtype} decode B={batch}: {exact * 1e3:.1f} ms; of bandwidth {nbytes / exact / bandwidth:.2f}; "
-                f"{2 * batch * nbytes / dtype.itemsize / exact / 1e9:.0f} GFLOP/s; "
-                f"exact over fast {fast / exact:.2f}",
+                f"{2 * batch * nbytes / dtype.itemsize / exact / 1e9:.0f} GFLOP/s; {exact_over_fast(pairs)}",
                 flush=True,
             )
+        prompt = tuple(range(512))
+        pairs = [
+            (prefill_s(engine(model, "exact"), prompt), prefill_s(engine(another, "fast"), prompt))
+            for _ in range(given.turns)
+        ]
+        exact = min(exact for exact, _ in pairs)
+        print(f"{dtype} prefill of {len(prompt)}: {exact * 1e3:.0f} ms; {exact_over_fast(pairs)}", flush=True)
         prefix(model)
         peer(model)
+
+
+def exact_over_fast(pairs: Sequence[tuple[float, float]]) -> str:
+    """Return the speed of exact over fast numerics: the median and range of pairs of seconds, exact and fast, that were measured in turns."""
+    ratios = [fast / exact for exact, fast in pairs]
+    return f"exact over fast {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} pairs)"
 
 
 def over_modules(dim: int, layers: int, turns: int) -> None:
