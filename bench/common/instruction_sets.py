@@ -1,4 +1,4 @@
-"""Limits on the instructions that PyTorch's libraries use, as variables of the environment."""
+"""Limits on the instructions that PyTorch's libraries and this project's kernels use, as variables of the environment."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ LIMITS: dict[str, dict[str, str]] = {
         "ONEDNN_MAX_CPU_ISA": "SSE41",
         "DNNL_MAX_CPU_ISA": "SSE41",
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+        "PHALANX_KERNELS": "plain",
     },
     "avx2": {
         "ATEN_CPU_CAPABILITY": "avx2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "DNNL_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "PHALANX_KERNELS": "avx2",
     },
     "all": {},
 }

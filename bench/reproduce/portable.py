@@ -5,7 +5,7 @@ the paired ratios of processor time is printed, above 1 where portable is faster
 multiply, and for single functions.
 
 ``--processor`` runs the computations of ``phalanx.hardware.portable.operations`` and two training steps' worth of gradients on another processor, by
-qemu's emulation (Debian's ``qemu-user``): its digests have to be those of this machine. qemu 7.2 emulates no AVX-512.
+qemu's emulation (Debian's ``qemu-user`` or ``qemu-user-static``): its digests have to be those of this machine. qemu 7.2 emulates no AVX-512.
 
     python -m bench.reproduce.portable
     python -m bench.reproduce.portable --model llama-100m --rounds 5
@@ -181,9 +181,9 @@ def digests_of(processor: str, model: str, tokens: int) -> dict[str, str]:
     path = os.pathsep.join(filter(None, sys.path))
     environment = {**os.environ, "PYTHONPATH": path}
     if processor:
-        emulator = shutil.which("qemu-x86_64")
+        emulator = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
         if emulator is None:
-            raise SystemExit("there is no qemu-x86_64 here: install Debian's qemu-user")
+            raise SystemExit("there is no qemu-x86_64 here: install Debian's qemu-user or qemu-user-static")
         command = [emulator, "-cpu", processor, *command]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

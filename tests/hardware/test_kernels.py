@@ -302,6 +302,26 @@ def test_the_programs_for_a_gpu_compile_for_hopper_to_operations_that_each_round
     assert ended.stdout.splitlines() == expected, ended.stderr
 
 
+def test_each_build_that_the_environment_names_is_a_library_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    libraries = set()
+    for build in compiler.BUILDS:
+        monkeypatch.setenv("PHALANX_KERNELS", build)
+        libraries.add(compiler.compiled(choose.SOURCE))
+    assert len(libraries) == len(compiler.BUILDS)
+
+
+def test_a_build_that_does_not_exist_is_refused_with_the_names_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PHALANX_KERNELS", "avx3")
+    with pytest.raises(
+        compiler.NoHostKernelsError, match="PHALANX_KERNELS is 'avx3': set it to avx2 or plain"
+    ):
+        compiler.compiled(choose.SOURCE)
+
+
 def test_a_notice_is_printed_when_the_compiler_starts_and_not_for_a_library_that_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -289,7 +289,8 @@ def fused_kernels(device: torch.device) -> Kernels:
 def _ways(device: torch.device) -> list[Callable[[], Kernels]]:
     """Return the constructors of fused kernels that may work on ``device``, the best first."""
     if device.type == "cpu":
-        return [functools.partial(HostKernels, mkl_roots=mkl) for mkl in (True, False)]
+        # C's roots first: where MKL's differ in few numbers, the check could miss that, and portable numerics has C's.
+        return [functools.partial(HostKernels, mkl_roots=mkl) for mkl in (False, True)]
     if on_gpu(device) and importlib.util.find_spec("triton") is not None:
         from phalanx.hardware.kernels.gpu import GpuKernels
 

@@ -10,6 +10,9 @@ A library lies in ``phalanx/kernels`` of the user's cache folder (``XDG_CACHE_HO
 compiler's options determine. If that folder cannot be written, it lies in a folder of the user's in the folder of temporary files. A lock lets one process compile while
 the others wait, and a rename lets none see a half-written file. It is on the disk by then: of a library that a machine lost half of with its power, the loader would end
 each process that loads it.
+
+The environment variable ``PHALANX_KERNELS`` chooses a build of ``BUILDS``, for tests and benches: a machine with AVX-512 computes with it as a
+machine without does. It changes speed, and no bit.
 """
 
 from __future__ import annotations
@@ -31,6 +34,12 @@ from phalanx.run.directory.files import temporary_home, user_cache
 
 OPTIONS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 """Each operation rounded by itself; a square root may be an instruction, since nothing reads ``errno``."""
+BUILDS: dict[str, tuple[str, ...]] = {
+    "": (),
+    "avx2": ("-DPHALANX_NO_AVX512",),
+    "plain": ("-DPHALANX_NO_VECTORS", "-O1", "-Wno-psabi"),
+}
+"""Further options by the value of ``PHALANX_KERNELS``: vectors as wide as the processor's, of AVX2 at most, or none in the sources."""
 _COMPILATION_S = 600
 """Time for a compilation, which takes seconds of a processor that others may use too."""
 _ROOM_BYTES = 64 << 20
@@ -69,6 +78,15 @@ def _with_headers(sources: Sequence[Path]) -> list[Path]:
     return list(mentioned)
 
 
+def _options_of_build() -> tuple[str, ...]:
+    build = os.environ.get("PHALANX_KERNELS", "")
+    if build not in BUILDS:
+        raise NoHostKernelsError(
+            f"PHALANX_KERNELS is {build!r}: set it to {' or '.join(filter(None, BUILDS))}, or not at all"
+        )
+    return BUILDS[build]
+
+
 def _compiler() -> str | None:
     return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
@@ -86,8 +104,10 @@ def compiled(
     one.
 
     ``linked`` are options that name libraries. ``notice`` is a line for standard error, printed when the compiler
-    starts. Raises ``NoHostKernelsError`` if there is no compiler or it fails; it is not tried again in this process.
+    starts. Raises ``NoHostKernelsError`` if there is no compiler or it fails, which is not tried again in this process,
+    or if ``PHALANX_KERNELS`` names no build.
     """
+    options = (*options, *_options_of_build())
     name = library_name(source, options, beside=beside, linked=linked)
     cache = user_cache() / "kernels"
     if (cache / name).exists():
