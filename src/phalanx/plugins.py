@@ -57,7 +57,7 @@ def load_plugin(group: str, name: str) -> Any | None:
         return None
     try:
         return entry.load()
-    except Exception as error:  # of any kind: it is the other project's
+    except Exception as error:  # the other project's code may raise any error
         package = entry.dist.name if entry.dist else entry.value
         raise PluginError(
             f"{name!r} of the package {package} cannot be loaded ({entry.value}): {type(error).__name__}: {error}; mend or "

@@ -90,7 +90,7 @@ def computing_on(device: torch.device, task: str) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    make_current(device)  # of this thread, which may be another than that which has loaded the weights
+    make_current(device)  # per thread, and another one may have loaded the weights
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -93,7 +93,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _CUTOFF = 3.0  # standard deviations
 _TABLE_BITS = 12
-_FRACTION_BITS = 30  # of a table step, and of the fixed-point values
+_FRACTION_BITS = 30  # bits of a table step, and of the fixed-point values
 
 
 def _signed(word: int) -> int:

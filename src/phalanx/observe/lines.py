@@ -138,7 +138,7 @@ class FileTail:
 
         Blank lines are left out; long ones are counted, and replaced if there is a replacement.
         """
-        next_at = self.read_bytes - len(self._rest)  # of a line that is dropped, only the end is here
+        next_at = self.read_bytes - len(self._rest)  # a dropped line has only its end here
         self.read_bytes += len(block)
         *complete, rest = (self._rest + block).split(b"\n")
         lines = []
@@ -179,7 +179,7 @@ def blocks_from_the_end(
     """
     position = file.seek(0, os.SEEK_END)
     lowest = 0 if most_bytes is None else max(0, position - most_bytes)
-    pieces: list[bytes] = []  # of the line whose beginning is not read yet, the last one first
+    pieces: list[bytes] = []  # the line whose beginning is not read yet, its last piece first
     line_bytes = 0
     while position > lowest:
         start = max(lowest, position - block_bytes)
@@ -187,7 +187,7 @@ def blocks_from_the_end(
         block, position = file.read(position - start), start
         first, newline, block = block.partition(b"\n") if start else (b"", b"\n", block)
         if newline:
-            begin = block.rfind(b"\n") + 1  # of the line that ends in the pieces
+            begin = block.rfind(b"\n") + 1  # begin of the line that ends in the pieces
             is_too_long = line_bytes + len(block) - begin > most_line_bytes
             yield block[:begin] if is_too_long else b"".join((block, *reversed(pieces)))
             pieces, line_bytes = [], 0

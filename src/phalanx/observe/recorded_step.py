@@ -27,11 +27,11 @@ EVENT = np.dtype(
     [
         ("name", "<i4"),
         ("mark", "<i4"),  # -1: an operation of PyTorch's
-        ("thread", "<i4"),  # of the host, or the stream of a device
+        ("thread", "<i4"),  # a host's thread, or a device's stream
         ("kind", "u1"),
         ("begin_ns", "<i8"),
         ("ns", "<i8"),
-        ("seq", "<i8"),  # of autograd: the same in an operation and its backward; -1 without
+        ("seq", "<i8"),  # autograd's: the same in an operation and its backward; -1 without
         ("flops", "<f8"),
         ("bytes", "<f8"),  # read and written, from the shapes
         ("link", "<i8"),  # the same in a kernel and in what launched it; 0 without

@@ -70,7 +70,7 @@ class Deal:
         ``contiguous``, a rank has consecutive slots; otherwise they are dealt in turn.
         """
         hands = self.hands_of_replica(replica)
-        slots = range(hands.start * self.team, hands.stop * self.team)  # of this replica
+        slots = range(hands.start * self.team, hands.stop * self.team)  # this replica's
         width = self.shard_ranks
         if self.contiguous:
             runs = [self.slots_of_rank(replica, rank) for rank in range(width)]

@@ -279,7 +279,7 @@ class LineChild(Child):
         code = super().end(fine)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with suppress(OSError):  # a request that it never read
+                with suppress(OSError):  # unread data in a pipe of an ended child
                     pipe.close()
         return code
 
@@ -325,7 +325,7 @@ def die_with_parent() -> None:
         return
     pr_set_pdeathsig = 1  # linux/prctl.h
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != _parent():  # it died before the call
+    if os.getppid() != _parent():  # the parent died before the call
         os._exit(_EXIT_FAILED)
 
 

@@ -183,7 +183,7 @@ def _apply_override(table: JsonObject, override: str) -> list[Problem]:
     *sections, last = path.strip().split(".")
     place: Any = table
     for section in sections:
-        if isinstance(place, list):  # of tables: each goes by its name
+        if isinstance(place, list):  # a list of tables, each with a name
             names = [str(entry.get("name", "")) for entry in place if isinstance(entry, dict)]
             if section not in names:
                 return [unknown_value(path, section, names)]
@@ -197,7 +197,7 @@ def _apply_override(table: JsonObject, override: str) -> list[Problem]:
         return [Problem(path, f"{sections[-1]} is a list of tables", remedy)]
     try:
         document = tomllib.loads(f"value = {text.strip()}")
-        # Further keys come of further lines: then the text is no value of TOML either.
+        # Further lines would give further keys: then the text is no TOML value either.
         place[last] = document["value"] if len(document) == 1 else text.strip()
     except (ValueError, RecursionError):
         place[last] = text.strip()  # Text that is not TOML is a string without quotes.

@@ -196,7 +196,7 @@ class RemoteStore:
                 "create",
             )
         except store.ExistsError:
-            # An answer that was lost: here, or at a repetition within the library.
+            # The object may be our own: a response was lost, and this call or the library repeated the request.
             if self.get(key) != data:
                 raise
 

@@ -139,7 +139,7 @@ def make_deterministic(spec: RunSpec, device: torch.device) -> None:
     if spec.runtime.numerics == "portable":
         begin_portable()
     else:
-        end_portable()  # of what this process computed before
+        end_portable()  # an earlier run of this process may have begun it
     torch.set_num_threads(spec.runtime.threads)
     torch.manual_seed(spec.runtime.seed)
     torch.use_deterministic_algorithms(True)
@@ -166,7 +166,7 @@ def assemble(inputs: EpochInputs, reporter: Reporter) -> Training:
     mesh = build_mesh(
         spec, dist.get_world_size(), inputs.device, machine_ranks=machine_ranks if by_tree else 0
     )
-    # A fleet replaces a node that is too small.
+    # Not in a fleet, which replaces a node that is too small.
     if inputs.warm is None and not on_gpu(inputs.device):
         require_memory(spec, mesh.layout, mesh.rank, total_memory_bytes())
     built = build_model(spec, mesh)

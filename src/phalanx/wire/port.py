@@ -152,7 +152,7 @@ class ProvenPort:
         shut(self._listener)
         self._thread.join()
         self._listener.close()
-        # The owner holds the port, and the port's callback the owner: memory and descriptors of both are to go at once.
+        # Break the reference cycle of owner and callback, so that memory and descriptors of both are freed at once.
         self._serve_peer = _refuse
 
     def _accept(self) -> None:

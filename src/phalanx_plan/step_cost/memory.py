@@ -205,7 +205,7 @@ def activation_bytes(inputs: CostInputs, place: PlaceCounts) -> dict[str, Floats
     buffers are those of the worst layer.
     """
     job, candidates, costs = inputs.job, inputs.candidates, inputs.costs
-    layers = [kind for kind in (0, 1) if place.counts[kind].any()]  # the kinds that some rank has
+    layers = [kind for kind in (0, 1) if place.counts[kind].any()]  # kinds of layers that some rank has
     per_layer = {kind: costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in (*layers, 3)}
     kept = times(tuple(place.counts[kind] for kind in layers), tuple(per_layer[kind] for kind in layers))
     if job.stack.activations.stage_outputs:

@@ -142,7 +142,7 @@ def _biases(product: op.MatrixProduct) -> tuple[op.Pointwise, ...]:
 
 def _rotation(rotation: op.Rotation, stack: Stack) -> Layer:
     """Price the rotation of positions and the norms of queries and keys; nothing without rotary positions."""
-    # Apart: products with cosine and sine, the halves turned and joined, their sum, and a copy of it; backward the same way.
+    # Separate kernels: products with cosine and sine, the rotated halves, their sum, and a copy; backward likewise.
     if not stack.attention.rotary:
         return Layer()
     forward, backward, kernels = (12, 13, 12) if stack.attention.turns_apart else (2, 2, 2)
@@ -231,7 +231,7 @@ def _permutation(permutation: op.Permutation, stack: Stack) -> Layer:
     moved = op.Pointwise(permutation.part, "local", copied, copied, kernels=_PERMUTING)
     if permutation.part == "dispatch" or stack.experts.weighs_inside:
         return Layer((moved,))
-    # The weights' gradients are of experts' results.
+    # The gradients of the routing weights need the experts' results.
     return Layer((moved,), (op.KeptTensor("combine", "routed", permutation.width),))
 
 

@@ -106,7 +106,7 @@ def command(options: GenerateOptions) -> None:
                 dtype=getattr(torch, dtype),
                 step=step,
             )
-            if device == "auto" and begun():  # of a run of portable numerics, which are a CPU's
+            if device == "auto" and begun():  # the run has portable numerics, which need a CPU
                 computing = torch.device("cpu")
             with computing_on(computing, f"the weights in {dtype}"):
                 model.to(computing)

@@ -248,7 +248,7 @@ def application(gateway: Gateway) -> ASGIApp:
         scope[_SERVERS_SEND] = send
         headers = Headers(scope=scope)
         if "transfer-encoding" in headers and "content-length" in headers:
-            # A proxy may take the other one for the end of the body, and what follows for another client's request (RFC 9112, 6.1).
+            # A proxy may use the other header and read the remainder as another client's request (RFC 9112, 6.1).
             error = RefusedError(
                 "the body has Content-Length and Transfer-Encoding: send one of them", status=400
             )
@@ -264,10 +264,10 @@ def application(gateway: Gateway) -> ASGIApp:
         try:
             await app(scope, receive, send)
         except asyncio.CancelledError:
-            # The server ends, and does not wait for incomplete requests.
+            # A server that drains does not wait for incomplete requests.
             if not gateway.draining:
                 raise
-            with suppress(RuntimeError):  # an answer that has begun ends with its connection
+            with suppress(RuntimeError):  # a response that has begun ends with its connection
                 await refusal(gateway, _ending())(scope, receive, send)
         return None
 
@@ -423,8 +423,8 @@ async def _receive_body(gateway: Gateway, request: Request, body: bytearray) -> 
     try:
         async with asyncio.timeout(gateway.body_s):
             async for piece in request.stream():
-                # After a refusal, what still comes is read and dropped: to close on it resets the connection, and the client's kernel drops
-                # the answer.
+                # After a refusal, the remaining body is read and dropped. Closing with unread data would reset the connection, and the
+                # client's kernel would drop the response.
                 if len(body) + len(piece) > limits.body_bytes:
                     raise RefusedError(f"the body is longer than {limits.body_bytes} bytes", status=413)
                 if gateway.bodies_bytes + len(piece) > limits.bodies_bytes:
@@ -464,7 +464,7 @@ class _CancellableResponse(Response):
             try:
                 with suppress(asyncio.CancelledError, TimeoutError, OSError):
                     await write
-            finally:  # after a defect too, or its load would count until the server ends
+            finally:  # also after a defect: otherwise its load would count until the server ends
                 now = time.monotonic()
                 gateway.workload.ended(params.demand, now)
                 if self._client is not None:

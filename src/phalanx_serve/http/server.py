@@ -153,10 +153,10 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Wait for the next request; the connection is idle until then."""
-        self._wait_for_head()  # or, of a connection that is to end, until the rest of its answer is read
+        self._wait_for_head()  # or, if the connection will end, until the client has read the response
         if not self.transport.is_closing():
             self._limiter.rests(self)
-        super().on_response_complete()  # which may begin with a request that has come meanwhile
+        super().on_response_complete()  # may start a request that arrived meanwhile
 
     def send_400_response(self, msg: str) -> None:
         """Answer malformed requests with the application's JSON error, and close the connection.
@@ -166,7 +166,7 @@ class Connection(H11Protocol):
         """
         error = sys.exception()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # a request has its answer, and what is wrong comes behind it, in its body
+            self.transport.close()  # the response was sent; the error is in the rest of the body
             return
         if self._limiter.misread is None or not isinstance(error, h11.RemoteProtocolError):
             super().send_400_response(msg)
@@ -248,7 +248,7 @@ class DrainingServer(uvicorn.Server):
             http=Connection,
             ws="none",
             loop="asyncio",
-            lifespan="off",  # the application has none, and one that a second signal interrupts is printed as a traceback
+            lifespan="off",  # unused, and a second signal would print a traceback of it
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -287,7 +287,7 @@ class EngineWorker:
             self._deliver([Ended(name, "error", explained(error))])
             try:
                 self._engine.cancel(name)
-            except Exception:  # It has ended for its client in any case.
+            except Exception:  # Its client has got the error in any case.
                 _log.exception("the engine has not canceled the request %s", name)
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:

@@ -228,8 +228,8 @@ class Ring:
 ExpertName = tuple[int, int]
 """Layer and expert."""
 
-_AGEING = 0.9  # what a use counts after one more pass
-_SHALLOW = 0.1  # how much more the first layer's uses count than the last one's
+_AGEING = 0.9  # weight of a use after one more pass
+_SHALLOW = 0.1  # additional weight of the first layer's uses, relative to the last layer's
 
 
 class ExpertFrequency:

@@ -117,7 +117,7 @@ def _print(rows: list[RunRow], shown: list[str]) -> None:
 
     console = text_console()
     if not console.is_terminal:
-        console.width = _ANY_WIDTH  # what is piped is searched and cut by other programs
+        console.width = _ANY_WIDTH  # other programs search and cut piped output
     table = Table(box=None, pad_edge=False)
     for name in ("path", *shown, "goes on from"):
         table.add_column(index.HEADINGS.get(name, name), overflow="fold")

@@ -182,7 +182,7 @@ class RunSeries:
     def _restart(self) -> None:
         """Begin again after the file was replaced, without its index."""
         self._begin()
-        self._index.over = True  # of the file that was there before
+        self._index.over = True  # for the replaced file
         self.restarts += 1
 
     @property

@@ -34,7 +34,7 @@ CHUNK_BYTES = 2 << 20
 """Bytes per checksum."""
 SHARING = 32
 """Elements of a row that share a scale."""
-_ALIGNMENT = 64  # of a tensor in its section: PyTorch's alignment, so that kernels take the same path
+_ALIGNMENT = 64  # bytes, for a tensor in its section: PyTorch's own, so that kernels take the same path
 _WIDE: Mapping[PackFormat, str] = {
     "fp32": "float32",
     "bf16": "bfloat16",

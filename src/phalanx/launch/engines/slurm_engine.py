@@ -290,7 +290,7 @@ def borrowed(order: LaunchOrder, lender: Lender) -> LaunchOrder:
     if not order.taken:
         return order
     names = lender.take_nodes(order.taken)
-    with suppress(FileNotFoundError):  # of an earlier loan to this run
+    with suppress(FileNotFoundError):  # from an earlier loan to this run
         (order.folder / RETURNED).rmdir()
     return replace(order, taken=len(names))
 

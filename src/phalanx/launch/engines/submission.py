@@ -253,7 +253,7 @@ def mark_stopped(run_dir: Path) -> None:
         return
     try:
         os.close(os.open(folder / STOPPED, os.O_CREAT | os.O_WRONLY, 0o644))
-    except OSError as error:  # of another user, or on a full disk
+    except OSError as error:  # another user's file, or a full disk
         raise EngineError(
             f"cannot write {folder / STOPPED}, which keeps the run from queueing itself again: {error.strerror}"
         ) from error

@@ -131,7 +131,7 @@ class SequenceComm:
         order of additions: by rank, in a tree, or the library's.
         """
         if self.order == "ranks":
-            first, *others = self.stack(statistics).unbind()  # (...) of each rank
+            first, *others = self.stack(statistics).unbind()  # (...) each, by rank
             return sum(others, first)
         if self.order == "tree":
             return sum_in_tree(self.stack(statistics))  # (ranks, ...) to (...)

@@ -300,7 +300,7 @@ class ModuleWitness:
                     tensor.register_hook(self._gradient_hook(label, name, now))  # type: ignore[no-untyped-call]
             if path:
                 self._follow(path, module)
-            else:  # whose head is not called: the loss reads its weights
+            else:  # the model's head is not called, because the loss reads its weights
                 for inner, part in module.named_modules():
                     if inner and inner not in now.calls:
                         self._follow(inner, part)
@@ -339,7 +339,7 @@ class ModuleWitness:
 
         def see(gradient: Tensor) -> None:
             self._in_backward = now
-            if name != LOSS:  # whose gradient is the slot's scale
+            if name != LOSS:  # the loss's own gradient is the slot's scale
                 self._see_output("backward", label, name, gradient, now)
 
         return see

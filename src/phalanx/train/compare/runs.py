@@ -120,7 +120,7 @@ def _read_line(line: bytes, logged: Logged, ranks: int) -> int:
     except (
         ValueError,
         RecursionError,
-    ):  # of another kind; not finite, which has a spelling of its own; or torn
+    ):  # another kind of event, a number that is not finite, or a torn line
         try:
             body = decode(line).body
         except (ValueError, RecursionError):

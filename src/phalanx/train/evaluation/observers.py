@@ -104,7 +104,7 @@ class BestRule:
 
         Evaluations of a task count only if its file had the hash ``sha256``.
         """
-        values: dict[int, float] = {}  # of a step that was evaluated again, the newest
+        values: dict[int, float] = {}  # a repeated evaluation of a step replaces the earlier one
         with suppress(EventLogError):
             for event in read_events(events):
                 match event.body:

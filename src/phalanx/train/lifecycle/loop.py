@@ -205,8 +205,8 @@ class Trainer:
             if spec.evaluation.stop_after:
                 self._early = StopEarly(training, progress, self._evaluation, self._best)
         self._recording = Recording(training, self._stepper, lambda: ranks.slowest, self._measured_step)
-        # The order of events at a step is the order here. A request to stop ends the evaluation, and the hook with it: only what depends on
-        # its result comes after it.
+        # The events of a step are logged in this order. A request to stop ends the evaluation, and the hook with it, so only
+        # observers that depend on its result come after it.
         self._step_log = StepLog(training)
         self._observers = (
             self._step_log,

@@ -356,7 +356,7 @@ class NamedObserver(Observer):
                 yield
         except passed:
             raise
-        except (Exception, SystemExit) as error:  # of any kind: it is the other package's
+        except (Exception, SystemExit) as error:  # the other package's code may raise any error
             traceback.print_exception(error, file=sys.stderr)
             cause = f"{type(error).__name__}: {error}{own_line(error, self._maker)}"
             raise ObserverError(

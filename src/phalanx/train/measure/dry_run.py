@@ -253,7 +253,7 @@ class _Counting(DispatchMode):
             if name == "recv_":
                 args[0][0].zero_()
             elif name == "allreduce_":
-                # Another rank adds a one: sums over the fleet that this rank has no part in are not empty.
+                # As if another rank had added a one, so that sums over the fleet without a part of this rank are not zero.
                 args[0][0].add_(int(axis == "all"))
             elif name != "send":
                 _spread(args[1], args[0])

@@ -82,7 +82,7 @@ class Shampoo(MatrixRule):
         The inverse roots are computed every ``precondition_every`` steps.
         """
         spec = self.spec
-        # Adam's step: its first moment M is preconditioned, its length is what each block is grafted to.
+        # Adam's step: its first moment M is preconditioned, and each block gets its length.
         mean = state["exp_avg"].lerp_(gradient, 1 - spec.beta1)
         squares = state["exp_avg_sq"].lerp_(gradient.square(), 1 - spec.beta2)
         adam = mean / (squares.sqrt() / math.sqrt(1 - spec.beta2**number) + spec.eps)
@@ -153,7 +153,7 @@ class Soap(MatrixRule):
                 squares = state["basis_exp_avg_sq"][block.rows, block.columns]
                 step = self._adam(part, mean, squares, aligned(left), aligned(right), number - 1)
                 change[block.rows, block.columns] = step
-            # Only now does this gradient enter the statistics, and when it is time the basis (algorithm 4).
+            # This gradient enters the statistics only now, and the basis when it is due (algorithm 4).
             self._follow(block.left(state["left"]), left, part @ part.T, number)
             self._follow(block.right(state["right"]), right, part.T @ part, number)
         return change

@@ -155,7 +155,7 @@ def _modules(parts: Sequence[nn.Module], marks: Ranges) -> Iterator[None]:
                 ranges[-1].enter_context(marks.around("module", name))
 
             attached.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
-            # Also a recomputation that is broken off when it has what it needs ends its range.
+            # always_call: activation recomputation stops with an exception as soon as it has the tensors it needs.
             end = module.register_forward_hook(lambda *_: ranges.pop().close(), always_call=True)
             attached.callback(end.remove)
 

@@ -369,7 +369,7 @@ def _take_over_published(init_from: str, directory: RunDirectory) -> None:
     """
     if holds_steps(directory):
         return  # taken over at the first start, and the source may be gone
-    shutil.rmtree(directory.published, ignore_errors=True)  # of another run, which saved nothing here
+    shutil.rmtree(directory.published, ignore_errors=True)  # another run's, which saved nothing here
     source = RunDirectory(Path(init_from).parent.parent).published
     if init_from and source.is_dir():
         shutil.copytree(source, directory.published)

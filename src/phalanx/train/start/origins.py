@@ -223,7 +223,7 @@ def _notes(spec: RunSpec, fingerprint: str, other: RunDirectory) -> Iterator[str
         record, before = other.read_record(), read_resolved(other)
         step = max(other.committed_steps(), default=0)
     except (RunDirectoryError, OSError):
-        return  # a folder that only has such a name, or is not ours to read
+        return  # a folder that is no run, or is not readable
     changed = [line.partition(":")[0] for line in differences(before, spec)]
     same_place = all(record.get(name) == value for name, value in record_of(spec.data).items())
     if not same_place or not set(changed) <= set(_ASKED_FOR_BY_DATASETS):

@@ -136,7 +136,7 @@ def _in_chunks(
         ):
             slope = _slope(log_probs, target)  # (chunk, rows of the part)
             slope = (slope if bend is None else slope.mul_(bend)).to(now.dtype)
-            # In lanes, at a boundary of memory whether the rank has one of them or several.
+            # In lanes, aligned memory of its own, for any number of lanes on the rank.
             into = torch.empty_like(now) if in_lanes else grad_states[begin : begin + chunk]
             shares.append(torch.mm(slope, matrix, out=into))
             _accumulate(total, slope, now, first=begin == 0)

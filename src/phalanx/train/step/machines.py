@@ -157,7 +157,7 @@ def machines_used(step: int, names: tuple[str, ...], rows: NDArray[np.float64]) 
         low, high = int(np.nanargmin(column)), int(np.nanargmax(column))
         least[name], least_node[name] = float(column[low]), names[low]
         most[name], most_node[name] = float(column[high]), names[high]
-    if len(measured) == 1:  # its figures are all that there is
+    if len(measured) == 1:  # there is nothing to compare it with
         return MachineUsed(step, names[measured[0]], figures)
     by_node = {
         names[place]: {

@@ -162,7 +162,7 @@ def _copy_tokenizer(directory: Path, folder: Path) -> str:
 # stacks of experts split, rotated rows reordered as published (``names.py``), and copied in pieces of bounded size. The folder gets its name
 # only when it is complete. Format of the weights: https://github.com/huggingface/safetensors.
 
-FILE_BYTES = 5_000_000_000  # of one safetensors file, as the Hub recommends
+FILE_BYTES = 5_000_000_000  # most of one safetensors file, as the Hub recommends
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from phalanx.run.spec import ModelSpec
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCK = 32
-_BIAS = 127  # of the exponent
+_BIAS = 127  # added to the exponent
 
 
 @dataclass(frozen=True)

@@ -289,7 +289,7 @@ class RankGuardian(Guardian):
         finally:
             memory.close()
 
-    # --- what the training loop calls ---
+    # --- hooks of the training loop ---
 
     def outside(self) -> AbstractContextManager[None]:
         return nullcontext() if self._connections is None else self._connections.foreign()

@@ -213,7 +213,7 @@ def attend_backward(
             grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
     elif _takes_flash(query, bias):
-        seed = torch.empty(0, dtype=torch.uint64, device=query.device)  # of dropout, which is not used
+        seed = torch.empty(0, dtype=torch.uint64, device=query.device)  # for dropout, which is not used
         lengths = (None, None, query.shape[2], key.shape[2])
         gradients = aten._scaled_dot_product_flash_attention_backward(
             grad_out, query, key, value, out, lse, *lengths, 0.0, causal, seed, seed, scale=scale
