@@ -52,7 +52,7 @@ def _check_text(path: str, line: int, text: str, start_rule: str) -> tuple[list[
     prose = _CODE_SPAN.sub("", text)
     first = _WORD.search(text)
     findings = []
-    if first and first.group() in RELATIVE_STARTS:
+    if first and first.group().capitalize() in RELATIVE_STARTS:
         findings.append(Finding(path, line, start_rule, text.strip().split("\n")[0][:60]))
     verbs = list(SPEECH_VERBS.finditer(prose))
     findings += [

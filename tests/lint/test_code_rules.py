@@ -73,6 +73,10 @@ def test_a_comment_may_not_start_with_a_relative_word(start: str) -> None:
     assert rules(f"x = 1\n# {start} is kept.\ny = 2") == [("comment-start", 2, f"{start} is kept.")]
 
 
+def test_a_comment_beside_code_may_not_start_with_a_relative_word_in_lower_case() -> None:
+    assert rules("x = 1  # what is kept") == [("comment-start", 1, "what is kept")]
+
+
 def test_lines_of_comments_below_each_other_are_one_comment() -> None:
     assert rules("# The state of a run, and the step\n#\n# Whether it is kept.") == []
 
