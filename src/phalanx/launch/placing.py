@@ -217,10 +217,11 @@ class Shape:
 #
 # A *unit* is a number of nodes with most traffic among them. The algorithm is greedy. Each domain, lowest first, gives as many
 # units as its free nodes suffice for. The remainders are joined one level up, largest first. This leaves the most units
-# undivided at *every* level at once, since ``floor(a/u) + floor(b/u) + floor((a mod u + b mod u)/u) = floor((a + b)/u)`` (tests
-# compare with mixed-integer programs). If fewer units are requested, those in the lowest domains are kept, in the fullest
-# domains. Nodes without a unit are spares, so spares are where remainders are: all over the fleet, and near the nodes that they
-# replace.
+# undivided at *every* level at once (tests compare with mixed-integer programs): ``floor(a/u) + floor(b/u) + floor((a mod u + b
+# mod u)/u) = floor((a + b)/u)``.
+#
+# If fewer units are requested, those in the lowest domains are kept, in the fullest domains. Nodes without a unit are spares,
+# so spares are where remainders are: all over the fleet, and near the nodes that they replace.
 
 
 class Unit(NamedTuple):

@@ -413,13 +413,11 @@ def format_goodput(result: Goodput) -> str:
 
 # Goodput by the definitions of Google and Meta, computed from our ledger, for comparison with published figures.
 #
-# * Google (ml-goodput-measurement 0.2.3): productive step time over the job's elapsed time, from its first start to its end.
-#   All other
-# time is badput of a named type. Exposed communication, bubbles and waits for stragglers count as productive.
+# * Google (ml-goodput-measurement 0.2.3): productive step time over the job's elapsed time, from its first start to its end. All
+#   other time is badput of a named type. Exposed communication, bubbles and waits for stragglers count as productive.
 # * Meta (Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025,
-#   arXiv:2410.21680):
-# ETTR, productive runtime over wall time. Steps computed again after the last checkpoint, the overhead of starts and restarts,
-# and the time between two attempts are not productive. Writing a checkpoint and scoring held-out text are productive.
+#   arXiv:2410.21680): ETTR, productive runtime over wall time. Steps computed again after the last checkpoint, the overhead of
+#   starts and restarts, and the time between two attempts are not productive. Writing a checkpoint and scoring held-out text are.
 #
 # All times are integer nanoseconds, so the parts of each account sum exactly to its total.
 

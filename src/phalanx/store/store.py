@@ -209,8 +209,8 @@ class RetryPolicy:
 #
 # Of many thousand requests a few take a hundred times the median, by chance, and a reader of all of them waits for the slowest.
 # A second request is then usually answered at once (Dean and Barroso 2013, "The Tail at Scale", CACM 56(2)). It is sent after
-# three times the 99th percentile of the latest reads, and for at most one read in twenty, so that a slow store does not get
-# twice the load.
+# three times the 99th percentile of the latest reads. At most one read in twenty is sent twice, so that a slow store does not
+# get twice the load.
 
 
 _LATEST = 256

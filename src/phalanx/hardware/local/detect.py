@@ -99,11 +99,10 @@ def _entry_named(device_name: str) -> Accelerator | None:
 #
 # * GPUs: the driver reports the current reasons for low clocks (NVML, optional package ``nvidia-ml-py``; bits: nvml.h).
 # * Heat of processors: the kernel counts how often it lowered the clocks of each core and package
-# (``/sys/devices/system/cpu/cpuN/thermal_throttle``; Linux, Documentation/ABI/testing/sysfs-devices-system-cpu). Most virtual
-# machines have no such counters, and then nothing is reported.
-# * Quota: the kernel counts the periods in which a control group, such as a container with a CPU limit, had used up its
-#   processor time
-# and was stopped until the next period (Documentation/scheduler/sched-bwc.rst).
+#   (``/sys/devices/system/cpu/cpuN/thermal_throttle``; Linux, Documentation/ABI/testing/sysfs-devices-system-cpu). Most virtual
+#   machines have no such counters, and then nothing is reported.
+# * Quota: the kernel counts the periods in which a control group was stopped, because it had used up its processor time. An
+#   example is a container with a CPU limit (Documentation/scheduler/sched-bwc.rst).
 
 
 THROTTLED = {

@@ -24,10 +24,11 @@ from phalanx.model.autograd import FunctionContext, apply_function, apply_functi
 from phalanx.model.layers.dense import aligned
 from phalanx.parallel.torch_compat import exchange_along, gather_along, sum_over, sum_scatter_along
 
-# Sums in the order of a binary tree over an index, and the inverse: one tensor with several readers, whose gradients are so added.
+# Sums in the order of a binary tree over an index, and the inverse: a tensor with several readers, which adds their gradients
+# in this order.
 #
-# A floating-point sum depends on its order. In a binary tree over 2^k summands, a rank with an aligned run of 2^j neighbors adds them
-# locally, and the upper levels of the same tree remain. So the bits do not depend on the distribution of the summands
+# A floating-point sum depends on its order. In a binary tree over 2^k summands, a rank with an aligned run of 2^j neighbors
+# adds them locally, and the upper levels of the same tree remain. So the bits do not depend on the distribution of the summands
 # (``phalanx.parallel.reduction.tree`` does the same with slots). A node's sum is rounded to the summands' dtype.
 
 

@@ -326,9 +326,9 @@ class SampleSupply:
 # Decisions of a fork at a loss spike: the state from which its children begin, their steps, and the child that is taken.
 #
 # All of this follows from the run file and from recorded numbers, never from times, so every fleet decides in the same way. The
-# *base* is the newest saved state that is at least two steps older than the spike, on the grid of ``spike.base_every_steps``,
-# because the update just before a spike may be its cause. States that an earlier fork has abandoned do not count. Without such
-# a state, the base is the state just before the spike.
+# *base* is the newest saved state on the grid of ``spike.base_every_steps`` that is at least two steps older than the spike.
+# The update just before a spike may be its cause. States that an earlier fork has abandoned do not count. Without such a state,
+# the base is the state just before the spike.
 
 
 @dataclass(frozen=True)
