@@ -228,7 +228,8 @@ def _resuming(run: OpenRun) -> str:
     return f"phalanx.open_run({str(run.directory.path)!r}).resume()"
 
 
-# Weights: as a state dict, and as a hash. PyTorch is imported where tensors are made, since training from Python needs it in the ranks alone.
+# Weights: as a state dict, and as a hash. PyTorch is imported where tensors are made, since training from Python needs it in
+# the ranks alone.
 
 
 def load_weights(place: Path | str, step: int | None = None) -> dict[str, Tensor]:

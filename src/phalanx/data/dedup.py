@@ -29,7 +29,8 @@ from phalanx.data.steps.step import words_of
 
 # Overlap of the splits: held-out documents whose text is also in the training split make the held-out loss too low.
 #
-# Texts in normal form are compared by 64-bit hashes (xxh3). With 10^9 training documents, one held-out document in 2 x 10^10 is counted wrongly.
+# Texts in normal form are compared by 64-bit hashes (xxh3). With 10^9 training documents, one held-out document in 2 x 10^10 is
+# counted wrongly.
 
 
 def count_shared(held_out: NDArray[np.uint64], train: Iterable[NDArray[np.uint64]]) -> int:

@@ -33,9 +33,9 @@ from phalanx.run.spec import RunSpec
 
 # Map each step of a run to its stored sequences, and each stored sequence to its steps.
 #
-# Both are closed forms of the run's order (``phalanx.data.order.permutation``, ``phalanx.data.order.mixture``). They need neither a trained
-# run nor its log. A *record* is a sequence of ``train.seq_len`` tokens of a dataset's training split, counted from 0 in shard order. A document is in
-# one or more records.
+# Both are closed forms of the run's order (``phalanx.data.order.permutation``, ``phalanx.data.order.mixture``). They need
+# neither a trained run nor its log. A *record* is a sequence of ``train.seq_len`` tokens of a dataset's training split, counted
+# from 0 in shard order. A document is in one or more records.
 
 
 _SCANNED_TOKENS = 1 << 24
@@ -281,9 +281,9 @@ def _stored(index: DatasetIndex, token: int) -> tuple[str, int]:
 
 # Provenance of a run's tokens: each dataset's address, the hash of its manifest, and its recipe.
 #
-# A dataset's fingerprint identifies its tokens. The recipe identifies their origin: ``source_sha256`` over the names and texts of all documents, the
-# tokenizer's fingerprint, and the options. A dataset that was prepared in portions also has its plan, and ``phalanx data trace`` traces single
-# records.
+# A dataset's fingerprint identifies its tokens. The recipe identifies their origin: ``source_sha256`` over the names and texts
+# of all documents, the tokenizer's fingerprint, and the options. A dataset that was prepared in portions also has its plan, and
+# ``phalanx data trace`` traces single records.
 
 
 def provenance(index: DataIndex, addresses: Mapping[str, str]) -> dict[str, dict[str, object]]:

@@ -80,13 +80,14 @@ def fill(out: Tensor, parameter: Parameter, offset: tuple[int, ...], spec: Model
 
 # Random numbers as a function of (seed, name, index), computed anywhere, in any order.
 #
-# The values of a pseudo-random generator with a running state depend on all earlier draws, and so on the layout of shards. Here element ``i`` of a tensor is ``mix(key + i * golden)``, where ``mix`` is the finalizer of SplitMix64
-# (Steele, Lea and Flood, OOPSLA 2014; constants: Stafford's variant 13) and the key is drawn from SHA-256 of the
-# seed and the parameter's name. Only integer operations are used, so every device gives the same bits.
+# The values of a pseudo-random generator with a running state depend on all earlier draws, and so on the layout of shards. Here
+# element ``i`` of a tensor is ``mix(key + i * golden)``, where ``mix`` is the finalizer of SplitMix64 (Steele, Lea and Flood,
+# OOPSLA 2014; constants: Stafford's variant 13) and the key is drawn from SHA-256 of the seed and the parameter's name. Only
+# integer operations are used, so every device gives the same bits.
 #
 # Normal numbers come from a table of the inverse cumulative distribution, cut off at three standard deviations and rescaled to
-# variance 1. It has 4096 points in fixed point and is interpolated linearly *in integers*. Logarithms and cosines (Box-Muller) would
-# differ in the last bit between devices, and between the vector and scalar loops of one CPU.
+# variance 1. It has 4096 points in fixed point and is interpolated linearly *in integers*. Logarithms and cosines (Box-Muller)
+# would differ in the last bit between devices, and between the vector and scalar loops of one CPU.
 
 
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -141,11 +141,12 @@ def divisors_near(number: int, target: int) -> str:
 
 # Read a table of TOML or JSON into a dataclass by its fields' types.
 #
-# All mistakes are reported at once, each with the field's path, the problem, the allowed values and the nearest valid name. So nothing here
-# raises at the first mistake: ``Problem`` values are collected while the table is read. It is used for run files and descriptions of hardware.
+# All mistakes are reported at once, each with the field's path, the problem, the allowed values and the nearest valid name. So
+# nothing here raises at the first mistake: ``Problem`` values are collected while the table is read. It is used for run files
+# and descriptions of hardware.
 #
-# A field may be a bool, number, string, ``Literal``, tuple, mapping by name, another dataclass, or an optional one of these. A field that the class
-# does not have is a mistake, as is a missing field without a default.
+# A field may be a bool, number, string, ``Literal``, tuple, mapping by name, another dataclass, or an optional one of these. A
+# field that the class does not have is a mistake, as is a missing field without a default.
 
 
 TomlTable: TypeAlias = Mapping[str, object]

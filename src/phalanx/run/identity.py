@@ -207,10 +207,10 @@ def read_unchanged(directory: RunDirectory) -> RunSpec:
 
 # The fencing token of a fleet's processes: the start of a run to which they belong, and its resolved run file.
 #
-# Agents outlive a coordinator on another machine. So a restarted run can find processes of its previous start, with another attempt number and
-# perhaps other fleet settings. A fencing token (M. Kleppmann, "How to do distributed locking", 2016) separates them. It increases with each start, it is
-# journaled, and both sides of every control connection derive their message keys from it (``phalanx.fleet.control.transport``). So a coordinator and
-# agents of different starts cannot communicate.
+# Agents outlive a coordinator on another machine. So a restarted run can find processes of its previous start, with another
+# attempt number and perhaps other fleet settings. A fencing token (M. Kleppmann, "How to do distributed locking", 2016)
+# separates them. It increases with each start, it is journaled, and both sides of every control connection derive their message
+# keys from it (``phalanx.fleet.control.transport``). So a coordinator and agents of different starts cannot communicate.
 #
 # ``phalanx.run.identity`` identifies runs without the fleet's fields. The token includes all fields.
 
@@ -236,9 +236,10 @@ def fencing_token(spec: RunSpec, attempt: int) -> FencingToken:
 
 # The lineage of a run: the checkpoint from which it began, and the fields that may change from there.
 #
-# A *child run* continues from a complete checkpoint of its parent: weights, optimizer state, number of steps and position in the data
-# (``checkpoint.init_with = "training"``). Fields that act in each step, such as the learning rate, the batch size or the number of steps, may change
-# at that step. Fields on which the state depends may not: with other values, the state could not be read or would have another meaning.
+# A *child run* continues from a complete checkpoint of its parent: weights, optimizer state, number of steps and position in
+# the data (``checkpoint.init_with = "training"``). Fields that act in each step, such as the learning rate, the batch size or
+# the number of steps, may change at that step. Fields on which the state depends may not: with other values, the state could
+# not be read or would have another meaning.
 
 
 _FIXED = {

@@ -115,8 +115,8 @@ def expert_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
 
 # Rules of ``model.lanes``: the model's width is cut into pieces, so that the tensor degree does not change any bits.
 #
-# Every width that tensor ranks divide is cut into lanes, and the sequence into as many pieces (``phalanx.parallel.tensor.lanes.apply``). Features
-# without support for lanes are refused.
+# Every width that tensor ranks divide is cut into lanes, and the sequence into as many pieces
+# (``phalanx.parallel.tensor.lanes.apply``). Features without support for lanes are refused.
 
 
 def lane_problems(spec: RunSpec) -> Iterator[Problem]:
@@ -275,8 +275,8 @@ def _tile_axes(spec: RunSpec) -> Iterator[Problem]:
 
 # The arithmetic of legal layouts, for a single layout and for arrays of them.
 #
-# The trainer explains each refusal of one layout (``phalanx.run.layout``); the planner's search filters millions (``phalanx_plan.search.space``).
-# Both use these functions, whose arguments are whole numbers or arrays of them.
+# The trainer explains each refusal of one layout (``phalanx.run.layout``); the planner's search filters millions
+# (``phalanx_plan.search.space``). Both use these functions, whose arguments are whole numbers or arrays of them.
 
 
 Degree = TypeVar("Degree", int, "Ints")

@@ -273,8 +273,9 @@ def _explained(text: str, name: str) -> Iterator[str]:
 
 # Resolve values that depend on the environment: "auto", folders of data, variables of processes.
 #
-# Trainer, planner and ``phalanx show`` share one rule for "auto". The caller knows whether there is a GPU: the trainer checks its machine, the planner
-# its cluster, and ``show`` assumes one. ``phalanx.run.kinds.whole_model.resolve`` resolves dimensions of the model.
+# Trainer, planner and ``phalanx show`` share one rule for "auto". The caller knows whether there is a GPU: the trainer checks
+# its machine, the planner its cluster, and ``show`` assumes one. ``phalanx.run.kinds.whole_model.resolve`` resolves dimensions
+# of the model.
 
 
 Device = Literal["cpu", "cuda"]

@@ -278,8 +278,8 @@ def _fork(spec: RunSpec) -> Iterator[Problem]:
 
 # Rules of ``runtime.numerics = "portable"``: settings that its kernels do not support are refused.
 #
-# Ranks of such a run use kernels with defined operations (``phalanx.hardware.portable``). So x86-64 processors with AVX2 and 64-bit Arm processors
-# compute the same bits, with any number of threads and any release of PyTorch.
+# Ranks of such a run use kernels with defined operations (``phalanx.hardware.portable``). So x86-64 processors with AVX2 and
+# 64-bit Arm processors compute the same bits, with any number of threads and any release of PyTorch.
 
 
 ARITHMETIC = "portable 2"
@@ -326,8 +326,9 @@ def not_portable(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 # Rules of ``precision.rows = "independent"``: settings with which a row's bits would depend on other rows are refused.
 #
-# On a CPU, element-wise functions such as ``silu`` are computed 32 elements at a time, and remainders with other instructions. With rows in
-# multiples of 4, there are no remainders if widths are multiples of 8. An expert has any number of rows, so its width must be a multiple of 32.
+# On a CPU, element-wise functions such as ``silu`` are computed 32 elements at a time, and remainders with other instructions.
+# With rows in multiples of 4, there are no remainders if widths are multiples of 8. An expert has any number of rows, so its
+# width must be a multiple of 32.
 
 
 _ROWS, _WIDTH, _EXPERT_WIDTH = 4, 8, 32

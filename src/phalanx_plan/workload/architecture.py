@@ -296,5 +296,6 @@ def _loss_passes(stack: Stack) -> tuple[float, float]:
     if stack.kernels.fused_pointwise:
         # To fp32, the maximum, exponentials and their sum; the gradient, to 16 bits.
         return 12, 5
-    # Each of these steps and a division is a separate pass: 38 bytes forward, 14 backward. All traffic of eager code is counted three times.
+    # Each of these steps and a division is a separate pass: 38 bytes forward, 14 backward. All traffic of eager code is counted
+    # three times.
     return 19 / 3, 7 / 3

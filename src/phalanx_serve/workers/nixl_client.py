@@ -299,10 +299,7 @@ class AgentProcess:
         return Child.start(command, _ENVIRONMENT | os.environ, keep_open=(link, staging))
 
 
-# Pages over NIXL, a run of them at a time.
-
-
-# The source.
+# Source of pages over NIXL, a run of them at a time.
 
 
 class Laying:
@@ -358,7 +355,7 @@ class Laying:
         return taken
 
 
-# The reader.
+# Reader of pages over NIXL.
 
 
 _RUN_BYTES = 8 << 20

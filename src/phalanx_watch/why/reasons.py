@@ -134,9 +134,6 @@ def judge(observed: o.Observed) -> list[o.Reason]:
     )
 
 
-# The observation.
-
-
 # Results of other readers of a run directory: slow ranks, machine differences, the first failure.
 #
 # Each uses the function of its own command (``phalanx ranks``, ``phalanx runs show``, ``phalanx logs``). A failing one is left out.

@@ -137,9 +137,9 @@ ANSWERS: MessageDecoder[Answer] = MessageDecoder(Answer)
 
 # The server: buddies push snapshots to it, and restoring ranks read them.
 #
-# The port is a ``ProvenPort``: strangers cannot exhaust its connections. A limited number of requests is served at once; a further one waits
-# briefly, and then gets the answer that the node is busy. Pushed bytes are received into a free segment, and each block is verified as it
-# arrives. Only then is the snapshot complete, so a torn push leaves the earlier one.
+# The port is a ``ProvenPort``: strangers cannot exhaust its connections. A limited number of requests is served at once; a
+# further one waits briefly, and then gets the answer that the node is busy. Pushed bytes are received into a free segment, and
+# each block is verified as it arrives. Only then is the snapshot complete, so a torn push leaves the earlier one.
 
 
 _log = logging.getLogger(__name__)

@@ -31,9 +31,9 @@ from phalanx.run.directory.files import RepeatedKeyError
 
 # The format of a file by its first bytes: text, JSON lines, Parquet or Arrow. Text and JSON lines may be compressed.
 #
-# File names matter only if the content is ambiguous. A single line with a JSON object is JSON lines only in a file named so. A file named
-# ``.jsonl`` is JSON lines even if its first line is broken, so that the line is reported instead of trained on as text. Known formats that cannot
-# be read, such as pictures and archives, are refused with a remedy.
+# File names matter only if the content is ambiguous. A single line with a JSON object is JSON lines only in a file named so. A
+# file named ``.jsonl`` is JSON lines even if its first line is broken, so that the line is reported instead of trained on as
+# text. Known formats that cannot be read, such as pictures and archives, are refused with a remedy.
 
 _HEAD_BYTES = 1 << 16
 _LONGEST_FIRST_LINE = 1 << 24

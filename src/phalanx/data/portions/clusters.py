@@ -112,8 +112,8 @@ class Processes:
 
 # Dask distributed: one future per task, without data frames.
 #
-# Workers need this package and access to the sources and the dataset by the same URLs. Dask sends functions and arguments as pickles, so anyone
-# who can reach the scheduler can run code in its workers. The cluster must restrict access.
+# Workers need this package and access to the sources and the dataset by the same URLs. Dask sends functions and arguments as
+# pickles, so anyone who can reach the scheduler can run code in its workers. The cluster must restrict access.
 
 
 _CONNECT_S = 30
@@ -165,8 +165,8 @@ class DaskCluster:
 
 # Ray: one Ray Core task per task, without Ray Data.
 #
-# Workers need this package and access to the sources and the dataset by the same URLs. Ray sends functions as pickles, so anyone who can reach
-# the cluster can run code in its workers. The cluster must restrict access.
+# Workers need this package and access to the sources and the dataset by the same URLs. Ray sends functions as pickles, so
+# anyone who can reach the cluster can run code in its workers. The cluster must restrict access.
 
 
 LOCAL = "local"
@@ -219,8 +219,8 @@ class RayCluster:
 
 # Spark: one job per stage, ``sc.parallelize(tasks).map(f)``, without data frames or a shuffle.
 #
-# The executors' Pythons need this package and access to the sources and the dataset by the same URLs. Spark returns a job's results only after the
-# last task, so progress is read from the manifests in the store.
+# The executors' Pythons need this package and access to the sources and the dataset by the same URLs. Spark returns a job's
+# results only after the last task, so progress is read from the manifests in the store.
 
 
 _LOOK_S = 1.0
@@ -296,10 +296,11 @@ def _first_line(error: Exception) -> str:
 
 # Slurm: one job array that runs all stages (``phalanx data work``), monitored from here.
 #
-# Jobs and this process do not communicate. Completed tasks are in the store, ``squeue`` lists running jobs, and a failed job's log in the working
-# directory has the reason. The array's name depends on the dataset's location and plan. So if the command is killed and repeated, it finds the jobs
-# that still run; it ends those of a command with another number of jobs. sbatch's variables set partition, account and time limit
-# (``SBATCH_PARTITION``, ``SBATCH_ACCOUNT``, ``SBATCH_TIMELIMIT``: https://slurm.schedmd.com/sbatch.html, "INPUT ENVIRONMENT VARIABLES").
+# Jobs and this process do not communicate. Completed tasks are in the store, ``squeue`` lists running jobs, and a failed job's
+# log in the working directory has the reason. The array's name depends on the dataset's location and plan. So if the command is
+# killed and repeated, it finds the jobs that still run; it ends those of a command with another number of jobs. sbatch's
+# variables set partition, account and time limit (``SBATCH_PARTITION``, ``SBATCH_ACCOUNT``, ``SBATCH_TIMELIMIT``:
+# https://slurm.schedmd.com/sbatch.html, "INPUT ENVIRONMENT VARIABLES").
 
 
 _SLURM_LOOK_S = 1.0
@@ -344,7 +345,8 @@ class SlurmArray:
                 if ended_jobs := [job for job in range(1, self._jobs + 1) if job not in alive]:
                     missing = waiting & set(tasks) - place.done(stage_tasks)
                     yield from self._outcomes(ended_jobs, missing)
-                    # A job without tasks in this stage is submitted again only in a stage with tasks. Otherwise it could end and return forever.
+                    # A job without tasks in this stage is submitted again only in a stage with tasks. Otherwise it could end
+                    # and return forever.
                     if needed := [
                         job for job in ended_jobs if job not in self._array or self._own_tasks(job, missing)
                     ]:

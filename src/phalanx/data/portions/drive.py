@@ -214,11 +214,12 @@ def sealed_index(place: Workplace) -> DatasetIndex | None:
     return index
 
 
-# A plan for files named on the command line: the short form of a preparation, with the documents, order and splits of ``phalanx.data.preparing.prepare``.
+# A plan for files named on the command line: the short form of a preparation, with the documents, order and splits of
+# ``phalanx.data.preparing.prepare``.
 #
-# A recipe's files are ordered by URL, and document names decide the split. Named files are ordered by name, and files that only describe data
-# are left out. If there are so few documents that a split would be empty, the end of the largest document is held out. To find out, documents are
-# read until both splits have one.
+# A recipe's files are ordered by URL, and document names decide the split. Named files are ordered by name, and files that only
+# describe data are left out. If there are so few documents that a split would be empty, the end of the largest document is held
+# out. To find out, documents are read until both splits have one.
 
 
 @dataclass(frozen=True)

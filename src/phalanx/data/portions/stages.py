@@ -72,8 +72,8 @@ def _require_software(plan: PreparationPlan) -> None:
 
 # Executors call ``do_task(place, stage, task)`` on some machine for each of a list of task numbers.
 #
-# An executor may return outcomes in any order, run a task twice, or lose one. Only manifests in the store count, so an executor cannot change the
-# output.
+# An executor may return outcomes in any order, run a task twice, or lose one. Only manifests in the store count, so an executor
+# cannot change the output.
 
 
 @dataclass(frozen=True)

@@ -227,8 +227,8 @@ def _sample(place: Workplace) -> Iterator[str]:
 
 # The stage ``seal``: one task that commits the dataset by writing the index of all portions.
 #
-# The dataset exists only with ``index.json``. It is written by a create operation, or, if it is too large for one, by a put operation, which always
-# has the same bytes.
+# The dataset exists only with ``index.json``. It is written by a create operation, or, if it is too large for one, by a put
+# operation, which always has the same bytes.
 
 
 def seal(place: Workplace, _number: int) -> None:

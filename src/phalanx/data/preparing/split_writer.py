@@ -34,8 +34,9 @@ from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, tokeniz
 
 # One rule for all preparations assigns documents to splits.
 #
-# A hash of a document's name or text decides, so that its split does not change when others are added. If a split of few documents would be empty,
-# the end of the largest document is held out. Conversations are not cut: the last one moves to the empty split.
+# A hash of a document's name or text decides, so that its split does not change when others are added. If a split of few
+# documents would be empty, the end of the largest document is held out. Conversations are not cut: the last one moves to the
+# empty split.
 
 _D = TypeVar("_D", bound=Document)
 
@@ -321,13 +322,14 @@ class SplitWriter(Generic[_D]):
 
 # Packing: documents are put into records of one length, uncut and with minimal padding.
 #
-# Joining text end to end and chopping it cuts most documents, and the text after a cut is read without its beginning. Ding et al. ("Fewer
-# Truncations Improve Language Modeling", arXiv 2404.10830) pack instead: a record is a bin, and each document, longest first, goes into the
-# fullest bin with room for it (best-fit decreasing). On lengths of web text, a few hundredths of a percent is padding. Only a document longer than
-# a record is cut, into pieces that overlap by one token, so that each token except the first is predicted exactly once.
+# Joining text end to end and chopping it cuts most documents, and the text after a cut is read without its beginning. Ding et
+# al. ("Fewer Truncations Improve Language Modeling", arXiv 2404.10830) pack instead: a record is a bin, and each document,
+# longest first, goes into the fullest bin with room for it (best-fit decreasing). On lengths of web text, a few hundredths of a
+# percent is padding. Only a document longer than a record is cut, into pieces that overlap by one token, so that each token
+# except the first is predicted exactly once.
 #
-# A window of documents is packed at a time, so memory does not grow with the corpus. Ties are resolved by order: the same documents give the same
-# records.
+# A window of documents is packed at a time, so memory does not grow with the corpus. Ties are resolved by order: the same
+# documents give the same records.
 
 
 WINDOW_TOKENS = 1 << 24

@@ -36,9 +36,9 @@ from phalanx.store.store import MissingObjectError, ShortObjectError, Store
 
 # Cache size: all cached datasets of one folder stay below a limit.
 #
-# Dropping a block is always safe, because a reader that finds it missing requests it again. So no coordination is needed. A process that has
-# written a fraction of the limit checks all shards of the cache, and empties those with the oldest writes. An emptied file keeps its name and open
-# descriptors; only its bytes are gone.
+# Dropping a block is always safe, because a reader that finds it missing requests it again. So no coordination is needed. A
+# process that has written a fraction of the limit checks all shards of the cache, and empties those with the oldest writes. An
+# emptied file keeps its name and open descriptors; only its bytes are gone.
 
 _KEPT_FRACTION = 0.9
 """Fraction of the limit in use after blocks are dropped, so that not every write drops blocks."""

@@ -36,9 +36,9 @@ from phalanx.run.spec import RunSpec
 
 # Locations of a run's samples, computed in batches for sequential reads.
 #
-# A location takes about a hundred numpy operations (``phalanx.data.order``), each of which costs about as much for eight samples as for a thousand. So a
-# process that reads the run in sequence locates a batch with its first sample. A process that takes a few samples of each step, such as one of
-# many ranks, locates only those.
+# A location takes about a hundred numpy operations (``phalanx.data.order``), each of which costs about as much for eight
+# samples as for a thousand. So a process that reads the run in sequence locates a batch with its first sample. A process that
+# takes a few samples of each step, such as one of many ranks, locates only those.
 
 Place = Callable[[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]
 """Maps ``first`` and ``count`` to the source's number, and the record's number in the source's part, of each of these samples of the run."""

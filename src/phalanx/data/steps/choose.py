@@ -35,9 +35,10 @@ from phalanx.run.fields import Problem, ValueRange, read_section, unknown_value
 
 # Steps that are filters of datatrove, by name: ``use = "datatrove:GopherQualityFilter"``.
 #
-# datatrove (https://github.com/huggingface/datatrove) is Hugging Face's software for the preparation of FineWeb. Only its filters are used. Like a step, a
-# filter sees one document at a time. Its parameters are those of its constructor. The plan records the installed version, and workers with another
-# version refuse the plan. Many filters split words with spaCy, and some download a model at first use.
+# datatrove (https://github.com/huggingface/datatrove) is Hugging Face's software for the preparation of FineWeb. Only its
+# filters are used. Like a step, a filter sees one document at a time. Its parameters are those of its constructor. The plan
+# records the installed version, and workers with another version refuse the plan. Many filters split words with spaCy, and some
+# download a model at first use.
 
 PREFIX = "datatrove:"
 
@@ -113,9 +114,10 @@ def _installed(use: str) -> str:
 
 # Decontamination: documents that share an n-gram of words with files of an evaluation are dropped.
 #
-# As in Brown et al., "Language Models are Few-Shot Learners" (arXiv 2005.14165, appendix C), n is 13, and words are compared in lower case with only
-# letters and digits. Text without spaces is compared by the number of letters that 13 words have (``phalanx.data.steps.step``). The files' n-grams are
-# stored as 64-bit hashes. A comparison with one of them gives a false match, which drops a document, with probability 2^-64.
+# As in Brown et al., "Language Models are Few-Shot Learners" (arXiv 2005.14165, appendix C), n is 13, and words are compared in
+# lower case with only letters and digits. Text without spaces is compared by the number of letters that 13 words have
+# (``phalanx.data.steps.step``). The files' n-grams are stored as 64-bit hashes. A comparison with one of them gives a false
+# match, which drops a document, with probability 2^-64.
 
 _WORD = re.compile(r"\w+")
 

@@ -38,11 +38,12 @@ def through_steps(document: Document, steps: Sequence[Step]) -> Document | Dropp
     return document
 
 
-# Words of a text, including scripts without spaces between words: in Chinese, Japanese, Thai, Lao, Khmer and Burmese, each letter is a unit.
+# Words of a text, including scripts without spaces between words: in Chinese, Japanese, Thai, Lao, Khmer and Burmese, each
+# letter is a unit.
 #
-# Unicode's rules for words (UAX 29) also break such text at letters, because finding words needs a dictionary. To make n-grams of similar length in all
-# scripts, a letter counts as part of a word: half of one in Chinese and Japanese, and a quarter in the others. All other text is divided at white
-# space, or by a given pattern.
+# Unicode's rules for words (UAX 29) also break such text at letters, because finding words needs a dictionary. To make n-grams
+# of similar length in all scripts, a letter counts as part of a word: half of one in Chinese and Japanese, and a quarter in the
+# others. All other text is divided at white space, or by a given pattern.
 
 
 _HAN_AND_KANA = "\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9d\U00020000-\U0003fffd"
@@ -124,9 +125,10 @@ def _share(unit: str) -> float:
 
 # Rules that depend only on a document's text: length, characters, quality and repetition, and masks for addresses.
 #
-# The thresholds of ``gopher_quality`` and ``gopher_repetition`` are from Rae et al., "Scaling Language Models: Methods, Analysis & Insights from
-# Training Gopher" (arXiv 2112.11446, section A.1.1 and table A1). Those of ``c4`` are from Raffel et al., "Exploring the Limits of Transfer Learning" (arXiv
-# 1910.10683, section 2.2), without its list of bad words and its removal of repeated spans.
+# The thresholds of ``gopher_quality`` and ``gopher_repetition`` are from Rae et al., "Scaling Language Models: Methods,
+# Analysis & Insights from Training Gopher" (arXiv 2112.11446, section A.1.1 and table A1). Those of ``c4`` are from Raffel et
+# al., "Exploring the Limits of Transfer Learning" (arXiv 1910.10683, section 2.2), without its list of bad words and its
+# removal of repeated spans.
 
 
 _STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})

@@ -24,12 +24,14 @@ from phalanx.run.directory.files import open_regular, sync
 
 # Block sums: a checksum of each 8 KiB of a token shard, so that every token is verified before training.
 #
-# A loader reads a few KiB at random offsets, so it cannot use a checksum of the complete shard. Therefore ``train-00000.bin`` has a file
-# ``train-00000.sums`` with the xxh3_64 of each block, which is cheaper to compute than to fetch the block from memory. A block is compared at its
-# first access through a map, and again after the map is reopened. Blocks are small, because verifying one requires reading it completely. The file
-# begins with the shard's checksum in ``index.json``, so that a shard and its sums cannot both be from another dataset.
+# A loader reads a few KiB at random offsets, so it cannot use a checksum of the complete shard. Therefore ``train-00000.bin``
+# has a file ``train-00000.sums`` with the xxh3_64 of each block, which is cheaper to compute than to fetch the block from
+# memory. A block is compared at its first access through a map, and again after the map is reopened. Blocks are small, because
+# verifying one requires reading it completely. The file begins with the shard's checksum in ``index.json``, so that a shard and
+# its sums cannot both be from another dataset.
 #
-# Layout, little-endian: 8 bytes magic, 16 bytes xxh3_128 of the shard, 8 bytes zero, then 8 bytes per block. This is 0.1% of the shard.
+# Layout, little-endian: 8 bytes magic, 16 bytes xxh3_128 of the shard, 8 bytes zero, then 8 bytes per block. This is 0.1% of
+# the shard.
 
 BLOCK_BYTES = 1 << 13
 _MAGIC = b"PHXSUMS1"

@@ -239,9 +239,9 @@ def _bytes(value: int | bytes) -> bytes:
 
 # Convert tiktoken's files, whose lines have a token in base64 and its rank, to a ``tokenizer.json``.
 #
-# Such a file has neither the word pattern nor the special tokens. For OpenAI's encodings, both are listed here by the number of ranks
-# (``tiktoken_ext/openai_public.py`` of https://github.com/openai/tiktoken). For others, they must be in a ``tokenizer_config.json`` beside the file:
-# ``pat_str`` and ``special_tokens``, as in ``tiktoken.Encoding``.
+# Such a file has neither the word pattern nor the special tokens. For OpenAI's encodings, both are listed here by the number of
+# ranks (``tiktoken_ext/openai_public.py`` of https://github.com/openai/tiktoken). For others, they must be in a
+# ``tokenizer_config.json`` beside the file: ``pat_str`` and ``special_tokens``, as in ``tiktoken.Encoding``.
 
 
 _FIRST_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|$)")

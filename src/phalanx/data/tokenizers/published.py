@@ -103,9 +103,9 @@ def require_known_ids(ids: Sequence[int], vocab_size: int) -> None:
 
 # Added tokens of a published ``tokenizer.json``, which must not change the text in which they occur.
 #
-# Added tokens are extracted before a text is split into words. With the flags ``lstrip`` and ``rstrip``, a token absorbs adjacent white space, which
-# decoding does not restore. With ``normalized``, it also matches text that only normalizes to it. Special tokens are not affected, because
-# they are never matched in a text.
+# Added tokens are extracted before a text is split into words. With the flags ``lstrip`` and ``rstrip``, a token absorbs
+# adjacent white space, which decoding does not restore. With ``normalized``, it also matches text that only normalizes to it.
+# Special tokens are not affected, because they are never matched in a text.
 
 _MOST_GROWTH = 8
 

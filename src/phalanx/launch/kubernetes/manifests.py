@@ -358,7 +358,8 @@ def _container(request: PodRequest, submission: str) -> Json:
             "failureThreshold": _FAILURES,
             "timeoutSeconds": 10,
         },
-        # RDMA pins memory, which the limit of the node's container runtime allows: an added capability has no effect for other users than root.
+        # RDMA pins memory, which the limit of the node's container runtime allows: an added capability has no effect for other
+        # users than root.
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [
             *mounts,

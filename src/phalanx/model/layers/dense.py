@@ -63,10 +63,11 @@ def note_derived_weights(module: nn.Module, names: Iterable[str]) -> None:
 #
 # A matrix product may add in another order if an operand or the result is not aligned (oneMKL:
 # https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-macos/2024-0/obtaining-numerically-reproducible-results.html).
-# Measured in fp32 with MKL 2024.2 on an AMD EPYC, with an operand or the result after a boundary: 10 % of 740 random products had other
-# bits at a distance of 4 to 28 bytes, and none of 760 at 16, 32 or 48 bytes. PyTorch's allocations are aligned, but slices may not be.
-# A rank with two slices of 7 x 33 numbers has the second within a cache line; a rank with only that slice has it at a boundary. So a tensor that is a slice in some layouts is copied unless it is aligned. Widths that are multiples of 64 bytes, as in all large
-# models, are never copied.
+# Measured in fp32 with MKL 2024.2 on an AMD EPYC, with an operand or the result after a boundary: 10 % of 740 random products
+# had other bits at a distance of 4 to 28 bytes, and none of 760 at 16, 32 or 48 bytes. PyTorch's allocations are aligned, but
+# slices may not be. A rank with two slices of 7 x 33 numbers has the second within a cache line; a rank with only that slice
+# has it at a boundary. So a tensor that is a slice in some layouts is copied unless it is aligned. Widths that are multiples of
+# 64 bytes, as in all large models, are never copied.
 
 
 _ON_PROCESSORS = 64

@@ -39,9 +39,8 @@ from phalanx.parallel.torch_compat import all_gather_single
 # Then every rank has the same area of scores to compute. Striped attention (arXiv 2311.09431) balances token by token. Pieces as in
 # Llama 3 (arXiv 2407.21783, section 3.3.2) leave long runs for the kernels. A rank's two pieces are in the order of the sequence.
 
+
 # Keys and values share one buffer, so that one message carries both.
-
-
 def pack(key: Tensor, value: Tensor) -> Tensor:
     """Concatenate keys and values in one flat buffer."""
     return torch.cat((key.flatten(), value.flatten()))  # (b k s (e + v),)

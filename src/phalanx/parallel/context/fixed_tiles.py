@@ -31,9 +31,7 @@ from phalanx.parallel.tensor.sequence_comm import SequenceComm, add_in_tree, den
 from phalanx.parallel.torch_compat import exchange_along, gather_along
 from phalanx.run.spec import RunSpec
 
-# Context tiles of a rank, and sums over the tiles of all ranks that share a sequence.
-
-# The tokens of a context tile, and the order of tiles. For every context degree, a rank has consecutive tiles.
+# Context tiles: their tokens, their order, and sums over the tiles of all ranks that share a sequence. For every context degree, a rank has consecutive tiles.
 #
 # The sequence is cut into ``2 t`` equal pieces. Tile ``k`` of ``t`` is piece ``k`` from the head and piece ``2 t - 1 - k`` from the
 # tail. So all tiles have the same area of scores under a causal mask (``phalanx.parallel.context.exchange``). Rank ``r`` of ``c``

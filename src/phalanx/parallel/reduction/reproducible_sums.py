@@ -132,7 +132,8 @@ def norms(
 _log = logging.getLogger(__name__)
 _EMPTY, _NOT_FINITE = -128, 127
 """Tops of a span with only zeros so far, and of one with a number that is not finite."""
-# Elements processed at once by PyTorch's operations. Temporaries fit into the cache of a core; on a GPU each takes 64 MiB, and launches are few.
+# Elements processed at once by PyTorch's operations. Temporaries fit into the cache of a core; on a GPU each takes 64 MiB, and
+# launches are few.
 _CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 24
 
 

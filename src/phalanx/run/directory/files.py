@@ -99,9 +99,9 @@ def leads_out(folder: Path, inside: Path) -> bool:
 
 # Read JSON that may be damaged or malicious as values that all later code accepts.
 #
-# Python's parser accepts more than other programs: integers of any length, which do not fit into 64 bits, and unpaired surrogates, which cannot be
-# written to files, terminals or browsers. Here, a long integer becomes a float, an unpaired surrogate becomes a replacement character, and
-# deep nesting is an error.
+# Python's parser accepts more than other programs: integers of any length, which do not fit into 64 bits, and unpaired
+# surrogates, which cannot be written to files, terminals or browsers. Here, a long integer becomes a float, an unpaired
+# surrogate becomes a replacement character, and deep nesting is an error.
 
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -159,8 +159,9 @@ _DECODER, _EXACT = json.JSONDecoder(parse_int=_integer), json.JSONDecoder()
 # Walk a folder that other processes may change at the same time.
 #
 # ``Path.rglob`` raises ``FileNotFoundError`` if a folder is removed between its listing and its opening (CPython up to 3.12,
-# ``pathlib._RecursiveWildcardSelector``). Two concurrent preparations, or a pruned checkpoint, would then cause a traceback. ``os.walk`` skips removed
-# folders. By default it also skips folders that a faulty disk cannot list, so a count or copy would silently miss files; here, that is an error.
+# ``pathlib._RecursiveWildcardSelector``). Two concurrent preparations, or a pruned checkpoint, would then cause a traceback.
+# ``os.walk`` skips removed folders. By default it also skips folders that a faulty disk cannot list, so a count or copy would
+# silently miss files; here, that is an error.
 
 
 def files_below(folder: Path) -> Iterator[Path]:
@@ -187,11 +188,12 @@ def _raise_unless_gone(error: OSError) -> None:
 
 # Temporary folders that do not outlive their process, even if it is killed, unless they are renamed.
 #
-# The process holds a lock (``flock``) on its folder, which the kernel releases when the process ends for any reason. The next process that creates a folder
-# with the same prefix removes unlocked ones.
+# The process holds a lock (``flock``) on its folder, which the kernel releases when the process ends for any reason. The next
+# process that creates a folder with the same prefix removes unlocked ones.
 
 
-# Errors of NFS, which needs a writable descriptor for an exclusive lock (flock(2)), impossible for folders, and of file systems without locks.
+# Errors of NFS, which needs a writable descriptor for an exclusive lock (flock(2)), impossible for folders, and of file systems
+# without locks.
 _WITHOUT_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -271,8 +273,8 @@ def _remove_unlocked(folder: Path) -> None:
 
 # Locks on ranges of a file that exclude other processes and threads, and end with their process.
 #
-# They belong to an open file description (fcntl(2), F_OFD_SETLKW), so each lock opens the file again: threads with a shared description would not exclude
-# each other. The kernel releases the lock when the description is closed, for any reason.
+# They belong to an open file description (fcntl(2), F_OFD_SETLKW), so each lock opens the file again: threads with a shared
+# description would not exclude each other. The kernel releases the lock when the description is closed, for any reason.
 
 
 _FLOCK = "hhqqi4x"
@@ -330,12 +332,12 @@ def temporary_home() -> Path:
 
 # Small files that survive a crash: a reader finds the old or the new content, never a part of it.
 #
-# The steps are those of Pillai et al. ("All File Systems Are Not Created Equal", OSDI 2014): write a temporary file in the same folder, fsync it,
-# rename it over the target, and fsync the folder. Without the first fsync, the file may be empty after a power cut. Without the second, the old file
-# may return after the write was reported as complete.
+# The steps are those of Pillai et al. ("All File Systems Are Not Created Equal", OSDI 2014): write a temporary file in the same
+# folder, fsync it, rename it over the target, and fsync the folder. Without the first fsync, the file may be empty after a
+# power cut. Without the second, the old file may return after the write was reported as complete.
 #
-# The code is at the bottom of the dependency order, because all packages write such files: the loss curve, run records, checkpoint indexes, the
-# coordinator's journal.
+# The code is at the bottom of the dependency order, because all packages write such files: the loss curve, run records,
+# checkpoint indexes, the coordinator's journal.
 
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")

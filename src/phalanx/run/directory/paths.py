@@ -389,9 +389,9 @@ def read_result(table: Mapping[str, object]) -> RunResult | None:
 
 # Repair of a run directory's small files while a fleet runs: ``record.json`` and the resolved run file.
 #
-# A run does not start with a damaged file, because its data or identity would be unknown. A running fleet can repair it: its coordinator, and its
-# launcher before it restarts a process, keep the last valid content, report the damage, and write the file again before a new process reads it. A file
-# with equivalent content is not changed.
+# A run does not start with a damaged file, because its data or identity would be unknown. A running fleet can repair it: its
+# coordinator, and its launcher before it restarts a process, keep the last valid content, report the damage, and write the file
+# again before a new process reads it. A file with equivalent content is not changed.
 
 
 class DirectoryKeeper:

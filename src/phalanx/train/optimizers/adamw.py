@@ -150,13 +150,10 @@ def adamw_update(
         kernels.adamw(weights, grads, means, squares, factors)
 
 
-# AdamW with moments in bf16 or in eight bits.
+# AdamW with moments in bf16 or in eight bits, with rounding that does not depend on the layout.
 #
 # For a few rows at a time, moments are widened to fp32, updated by the operations of ``AdamW``, and rounded again. This saves 4
 # (bf16) or nearly 6 (int8) of the 8 bytes per parameter of fp32 moments.
-
-
-# Narrow formats of AdamW's moments, with rounding that does not depend on the layout.
 #
 # ``bf16`` is rounded stochastically, with probabilities of up and down that are right on average. Ordinary rounding would lose
 # the small change of a running mean in a step. The random bits are a function of (seed, name, step, element), see

@@ -158,9 +158,9 @@ def _copy_tokenizer(directory: Path, folder: Path) -> str:
 
 # Export: the weights of a checkpoint as a Hugging Face model folder.
 #
-# The folder of ``config.json`` and safetensors can be opened by ``transformers``, vLLM and others. No number changes: tensors are renamed,
-# stacks of experts split, rotated rows reordered as published (``names.py``), and copied in pieces of bounded size. The folder gets its name
-# only when it is complete. Format of the weights: https://github.com/huggingface/safetensors.
+# The folder of ``config.json`` and safetensors can be opened by ``transformers``, vLLM and others. No number changes: tensors
+# are renamed, stacks of experts split, rotated rows reordered as published (``names.py``), and copied in pieces of bounded
+# size. The folder gets its name only when it is complete. Format of the weights: https://github.com/huggingface/safetensors.
 
 FILE_BYTES = 5_000_000_000  # most of one safetensors file, as the Hub recommends
 
