@@ -29,7 +29,7 @@ test-servers: env-dev clients  ## real Slurm, sshd, Chromium and Prometheus (aft
 test-all: env-dev  ## and what takes longer
 	$(PYTEST) -m "not processors"
 
-test-processors: env-dev  ## numerics under each instruction set of this machine and 1 to 8 threads, and the C kernels on 64-bit Arm
+test-processors: env-dev  ## numerics under each instruction set of this machine and 1 to 8 threads, and the C kernels on a Haswell and 64-bit Arm
 	$(BIN)/python -m pytest -n auto --maxprocesses 2 -m processors tests/processors
 	PYTHONPATH=. $(BIN)/python -u tests/processors/table.py
 

@@ -6,8 +6,8 @@ Prints a table of instruction sets and threads: tests that passed, failed and we
 and in native numerics. Tests assert equal bits, never which processor they run on. Exit code 1: a test failed, none passed, a training run failed, or the
 portable hash differs between two cells. Native hashes are shown and not compared.
 
-An instruction set is a limit on PyTorch's, oneDNN's and MKL's dispatchers. It shows which code each chooses, and not what another vendor's processor rounds
-otherwise.
+An instruction set is a limit on PyTorch's, oneDNN's and MKL's dispatchers, and a build of this project's kernels: without vectors, with AVX2, with all. It shows
+which code each chooses, and not what another vendor's processor rounds otherwise.
 """
 
 from __future__ import annotations
