@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,14 @@ def _model(**fields: Any) -> ModelSpec:
     return ModelSpec(layers=3, dim=72, heads=4, ffn_dim=200, vocab_size=515, **fields)
 
 
+_LATENTS = MlaSpec(query_rank=40, kv_rank=32, nope_head_dim=24, rope_head_dim=8, value_head_dim=24)
 MODELS = {
     "dense": _model(kv_heads=2, head_dim=24, qk_norm=True, mtp_depth=2),
     "mixture": _model(
         kv_heads=2, head_dim=24, moe=MoeSpec(experts=6, per_token=2, ffn_dim=40, shared=1, first_dense=1)
     ),
-    "latent": _model(
-        mla=MlaSpec(query_rank=40, kv_rank=32, nope_head_dim=24, rope_head_dim=8, value_head_dim=24)
-    ),
+    "latent": _model(mla=_LATENTS),
+    "latent-absorbed": _model(mla=replace(_LATENTS, absorbed=True)),
     "windows": _model(
         kv_heads=2,
         head_dim=32,
@@ -221,8 +221,8 @@ class Choice:
         self.prompt_logprobs += part.get("prompt_logprobs") or []
 
     @property
-    def spoken(self) -> object:
-        """Return the tokens, and what follows from them alone."""
+    def output(self) -> object:
+        """Return the tokens, the text and the reason to end."""
         return self.token_ids, self.text, self.finish
 
     @property
@@ -312,8 +312,8 @@ class Differences:
             return
         pairs = [(response.choices[index], choice) for index, choice in sorted(reference.choices.items())]
         for choice, expected in pairs:
-            if choice.spoken != expected.spoken:
-                self._add_tokens(f"request {number}: {choice.spoken}, reference {expected.spoken}")
+            if choice.output != expected.output:
+                self._add_tokens(f"request {number}: {choice.output}, reference {expected.output}")
                 return
         for choice, expected in pairs:
             if choice.probabilities != expected.probabilities:
