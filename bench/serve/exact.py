@@ -43,7 +43,7 @@ _CONTEXT = 256
 _CONCURRENCIES = (1, 8, 32)
 _LONGEST_PROMPT = 180
 _STD = 0.12
-"""Of the weights: logits of about unit variance at a width of 72."""
+"""Scale of the weights: logits have about unit variance at a width of 72."""
 
 
 def _model(**fields: Any) -> ModelSpec:
@@ -206,7 +206,7 @@ class Choice:
     finish: str | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
-    """Of the tokens, behind those of an echoed prompt."""
+    """Log-probabilities of the tokens, after those of an echoed prompt."""
     top: list[Any] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
 
