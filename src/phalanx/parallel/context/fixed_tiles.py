@@ -31,11 +31,12 @@ from phalanx.parallel.tensor.sequence_comm import SequenceComm, add_in_tree, den
 from phalanx.parallel.torch_compat import exchange_along, gather_along
 from phalanx.run.spec import RunSpec
 
-# Context tiles: their tokens, their order, and sums over the tiles of all ranks that share a sequence. For every context degree, a rank has consecutive tiles.
+# Context tiles: their tokens, their order, and sums over the tiles of all ranks that share a sequence.
 #
-# The sequence is cut into ``2 t`` equal pieces. Tile ``k`` of ``t`` is piece ``k`` from the head and piece ``2 t - 1 - k`` from the
-# tail. So all tiles have the same area of scores under a causal mask (``phalanx.parallel.context.exchange``). Rank ``r`` of ``c``
-# has the ``t / c`` tiles from ``r t / c`` on, which are the leaves of a subtree. It keeps its tokens in the order of tiles.
+# The sequence is cut into ``2 t`` equal pieces. Tile ``k`` of ``t`` is piece ``k`` from the head and piece ``2 t - 1 - k`` from
+# the tail. So all tiles have the same area of scores under a causal mask (``phalanx.parallel.context.exchange``). For every
+# context degree ``c``, rank ``r`` has the ``t / c`` consecutive tiles from ``r t / c`` on, which are the leaves of a subtree.
+# It keeps its tokens in the order of tiles.
 
 
 def tiled_positions(seq_len: int, tiles: int, context: int, rank: int) -> Tensor:
