@@ -185,7 +185,7 @@ def _launch(run: OpenRun, path: Path, on_event: Callable[[Event], None] | None) 
                     on_event(event)
                 except BaseException as error:
                     error.add_note(
-                        f"raised by on_event; the run was asked to save and stop; to go on: {_resuming(run)}"
+                        f"raised by on_event; the run saves and stops; to resume: {_resuming(run)}"
                     )
                     raise
 
@@ -202,7 +202,7 @@ def _result(run: OpenRun, ending: Ending) -> RunResult:
     with the remedy.
     """
     if ending.status == "stopped":
-        raise RunStoppedError(f"stopped; to go on: {_resuming(run)}")
+        raise RunStoppedError(f"stopped; to resume: {_resuming(run)}")
     result = run.directory.finished_result()
     if ending.status == "finished" and result is not None:
         return result
@@ -216,7 +216,7 @@ def _result(run: OpenRun, ending: Ending) -> RunResult:
     who = "" if ending.failed_rank is None else f"rank {ending.failed_rank} "
     saved = run.directory.committed_steps()
     remedy = (
-        f"to go on from step {saved[-1]}: {_resuming(run)}"
+        f"to resume from step {saved[-1]}: {_resuming(run)}"
         if saved
         else "nothing has been saved: remove the cause, then train again"
     )

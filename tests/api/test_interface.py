@@ -176,7 +176,7 @@ def test_an_exception_of_the_callback_is_raised_with_the_way_to_go_on(
     monkeypatch.setattr("phalanx.api.run_locally", launch)
     with pytest.raises(ZeroDivisionError) as caught:
         _launch(run, tmp_path, divide_by_zero)
-    assert re.search(r"asked to save and stop; to go on: .*resume\(\)", "".join(caught.value.__notes__))
+    assert re.search(r"the run saves and stops; to resume: .*resume\(\)", "".join(caught.value.__notes__))
     assert "divide_by_zero" in "".join(traceback.format_exception(caught.value))
 
 

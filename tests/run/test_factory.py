@@ -178,7 +178,7 @@ def test_code_of_a_run_is_trusted_where_its_owner_has_a_digest_of_it_elsewhere(t
     require_trusted(factory, digest, run)
     for sha256, folder, reason in (
         ("", run, "the run file has no digest of it"),
-        (digest, search_folder(factory), "it lies in the run directory"),
+        (digest, search_folder(factory), "it is in the run directory"),
         (digest, of_another_user, "another user's"),
     ):
         with pytest.raises(FactoryError, match=f"own_package.*{reason}.*--trust-code"):

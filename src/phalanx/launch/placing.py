@@ -61,7 +61,7 @@ class Topology:
         for name, domains in self.nodes.items():
             if len(domains) != len(self.levels):
                 raise TopologyError(
-                    f"{self.source or 'topology'}: node {name} lies in {len(domains)} domains ({'.'.join(domains) or 'none'}), and there are "
+                    f"{self.source or 'topology'}: node {name} is in {len(domains)} domains ({'.'.join(domains) or 'none'}), and there are "
                     f"{len(self.levels)} levels ({', '.join(level.name for level in self.levels) or 'none'})"
                 )
         if sum(level.scale_up for level in self.levels) > 1 or any(

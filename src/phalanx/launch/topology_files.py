@@ -165,7 +165,7 @@ def _path_to(switch: str, above: Mapping[str, str], source: str) -> Domains:
     while path[-1] in above:
         path.append(above[path[-1]])
         if len(path) > len(above) + 1:
-            raise TopologyError(f"{source}: switch {switch} lies below itself")
+            raise TopologyError(f"{source}: switch {switch} is below itself")
     return tuple(reversed(path))
 
 

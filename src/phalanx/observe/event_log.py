@@ -75,7 +75,7 @@ class EventLog:
         except OSError as error:
             raise EventLogError(
                 f"cannot append to {self.path}: {error.strerror}; what was written before is intact. "
-                "Free space (or fix the mount) and start the run again: it goes on from its last checkpoint"
+                "Free space (or fix the mount) and start the run again: it resumes from its last checkpoint"
             ) from error
         return event
 

@@ -399,7 +399,7 @@ def format_goodput(result: Goodput) -> str:
     lines = [
         f"goodput {100 * result.goodput:.1f} %  ({100 * result.goodput_if_kept:.1f} % with steps that no "
         "checkpoint covers yet)",
-        f"held {format_duration(result.held_ns / NS_PER_S)} in {result.attempts} "
+        f"{format_duration(result.held_ns / NS_PER_S)} in {result.attempts} "
         f"attempt{'' if result.attempts == 1 else 's'}, {format_duration(result.gap_ns / NS_PER_S)} between "
         "them",
         "",

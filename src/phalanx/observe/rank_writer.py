@@ -303,7 +303,7 @@ class RankRecorder:
         if not self._trouble or self._is_reported:
             return ""
         self._is_reported = True
-        return f"{self._trouble}; training goes on, and some of the ranks' numbers will be missing"
+        return f"{self._trouble}; training continues, and some of the ranks' numbers will be missing"
 
     def _work(self) -> None:
         """Write the queued frames until the end is queued. An error becomes the trouble, and later frames are tried."""

@@ -163,7 +163,7 @@ def require_trusted(factory: str, sha256: str, run_dir: Path) -> None:
     if not sha256:
         reason = "the run file has no digest of it"
     elif folder.is_relative_to(run_dir.resolve()):
-        reason = "it lies in the run directory"
+        reason = "it is in the run directory"
     elif owner != os.getuid():
         reason = f"the run directory is another user's (uid {owner})"
     else:
@@ -202,7 +202,7 @@ def search_folder(factory: str) -> Path:
         return Path(next(iter(spec.submodule_search_locations))).resolve().parent
     if spec is None or not spec.has_location or spec.origin is None:
         raise FactoryError(
-            f"there is no module {top}: install the package, or start in the folder where {top} lies, on every machine"
+            f"there is no module {top}: install the package, or start in the folder of {top}, on every machine"
         )
     return Path(spec.origin).resolve().parent
 

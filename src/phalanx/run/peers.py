@@ -111,5 +111,5 @@ def own_clock_is_wrong(ahead_s: Mapping[str, float], agreeing: int, own: str) ->
     beside = f"; it agrees with {agreeing}" if agreeing else "; it agrees with none"
     return (
         f"the clocks of {len(names)} hosts ({', '.join(names[:_NAMED])}{more}) are {abs(middle):.0f} s {'ahead of' if middle > 0 else 'behind'} "
-        f"that of {own}, all alike{beside}: the clock of {own} is the wrong one, set it there (chrony, ntpd)"
+        f"that of {own}, all equally{beside}: the clock of {own} is the wrong one, set it there (chrony, ntpd)"
     )

@@ -376,7 +376,7 @@ def variable_problems(launch: LaunchSpec) -> Iterator[Problem]:
         elif value and SECRET_NAME.search(name):
             yield Problem(
                 "launch.environment",
-                f"the value of {name} would stand in run.toml, job scripts and manifests, which others read",
+                f"the value of {name} would be in run.toml, job scripts and manifests, which others read",
                 f'write "{name}" alone and set the variable where phalanx is called, or name a file in launch.secrets',
                 ("launch.secrets",),
             )

@@ -86,7 +86,7 @@ def _directory(name: str, run_dir: str) -> Iterator[Problem]:
         yield Problem(
             "run_dir",
             f"{run_dir} is a URL, and a run directory is a folder",
-            "give a folder, which may be empty, and name the store in checkpoint.store: the run goes on from the newest checkpoint there",
+            "give a folder, which may be empty, and name the store in checkpoint.store: the run resumes from the newest checkpoint there",
             ("checkpoint.store",),
         )
 
@@ -257,7 +257,7 @@ def _fork(spec: RunSpec) -> Iterator[Problem]:
         yield Problem(
             "spike.candidates",
             '"wide" computes products in precision.compute, as they are already; a run cannot change precision.compute, for which its model is built',
-            'leave "wide" out; phalanx spike repeats a spike in fp32, and phalanx train RUN_DIR --from STEP --set precision.compute=fp32 goes on in it',
+            'leave "wide" out; phalanx spike repeats a spike in fp32, and phalanx train RUN_DIR --from STEP --set precision.compute=fp32 continues in it',
             ("precision.matmul",),
         )
     if "wide" in candidates and spec.runtime.compile:

@@ -319,7 +319,7 @@ class RemoteStore:
         """Return UnavailableError for an error that may pass; StoreError for a wrong region, DeniedError if no credentials could be
         fetched; with its text."""
         if "redirect" in text.lower():
-            return store.StoreError, "the bucket lies in another region; set AWS_REGION to it"
+            return store.StoreError, "the bucket is in another region; set AWS_REGION to it"
         if any(service in text for service in _CREDENTIAL_SERVICES):
             source = f"no credentials could be had (source: {self._credentials})"
             return store.DeniedError, f"{source}; set those that this store's own tools use"

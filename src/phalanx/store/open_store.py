@@ -53,7 +53,7 @@ class LocalFolder:
         for (start, stop), data in zip(spans, parts, strict=True):
             if len(data) != stop - start:
                 where, size = self._where(key), start + len(data)
-                message = f"{where}: ends at byte {size:,}; byte {stop:,} was asked for"
+                message = f"{where}: ends at byte {size:,}; byte {stop:,} was requested"
                 raise store.ShortObjectError(message, where, "ranges")
         return [memoryview(data) for data in parts]
 

@@ -216,7 +216,7 @@ class Scorer:
         names it."""
         vocab = self.spec.model.vocab_size
         if len(text) < 2:
-            finding = "is empty" if not text else "is one token, and nothing stands before it"
+            finding = "is empty" if not text else "is one token, and nothing is before it"
             raise ScoreError(f"text {number} {finding}: a text needs at least two tokens")
         if len(text) > self.length:
             raise ScoreError(

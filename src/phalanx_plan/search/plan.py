@@ -141,7 +141,7 @@ def _unmeasured_kind(job: TrainingJob) -> Iterator[Caveat]:
 def _no_device(stack: str, accelerators: str) -> Caveat:
     """Return the caveat that a stack may not run on these accelerators."""
     return Caveat(
-        f"{stack} stands for software that is written for GPUs: no run of it on {accelerators} is known, and it may have no device "
+        f"{stack} is software for GPUs: no run of it on {accelerators} is known, and it may have no device "
         "for them; find out that it runs there at all before anything else"
     )
 

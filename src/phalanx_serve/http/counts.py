@@ -145,8 +145,8 @@ class Counts:
         for name, about, count in (
             ("vllm:prompt_tokens", "Tokens of prompts.", self.prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated.", self.generated_tokens),
-            ("vllm:prefix_cache_queries", "Prompt tokens looked for among those held.", self.queried_tokens),
-            ("vllm:prefix_cache_hits", "Prompt tokens held already.", self.cached_tokens),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", self.queried_tokens),
+            ("vllm:prefix_cache_hits", "Prompt tokens that were in the cache.", self.cached_tokens),
             ("vllm:spec_decode_num_draft_tokens", "Tokens drafted and computed.", load.drafted),
             ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were drawn.", load.accepted),
             ("phalanx_requests_cancelled", "Texts left by clients.", self.cancelled),

@@ -317,7 +317,7 @@ class StageLink:
     def _silent(self) -> SilentError:
         """Return the error of a peer that has been silent for too long, with the remedy."""
         return SilentError(
-            f"it has given no sign of life for {self._silence_s:g} s (--stage-timeout): its process is stopped, its machine stands still, or "
+            f"it has given no sign of life for {self._silence_s:g} s (--stage-timeout): its process is stopped, its machine hangs, or "
             "the network drops its packets; see to it, then start the server again"
         )
 

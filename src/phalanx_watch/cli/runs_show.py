@@ -73,7 +73,7 @@ def _lines(recording: RunRecording) -> Iterator[str]:
         recipe = _table(source.get("recipe"))
         yield "    made from  " + ", ".join(f"{key}={_short(value)}" for key, value in recipe.items())
     for origin in row.lineage:
-        yield f"goes on from   {origin}"
+        yield f"continues      {origin}"
     steps = ", ".join(f"{step:,}" for step in recording.checkpoints[-_MOST_NAMES:])
     yield f"checkpoints    {len(recording.checkpoints)} on disk" + (
         f": step{'s' * (len(recording.checkpoints) > 1)} {steps}" if steps else ""

@@ -139,8 +139,8 @@ def _why(
     if partition.axis_of(most) is not None:
         return None
     doing = {
-        partition.BETWEEN: "stands still between steps",
-        partition.INSIDE: "stands still between operations (its host is behind, or sleeps)",
+        partition.BETWEEN: "is idle between steps",
+        partition.INSIDE: "is idle between operations (its host is behind, or sleeps)",
         partition.LOG: "writes its log",
         partition.DATA: "waits for data",
         partition.SAVE: "saves",

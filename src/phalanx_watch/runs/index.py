@@ -419,7 +419,7 @@ class Removal:
         if self.descendants:
             obstacles.append(f"other runs continue from its checkpoints: {', '.join(self.descendants)}")
         if self.inside:
-            obstacles.append(f"other runs lie in it, and would go with it: {', '.join(self.inside)}")
+            obstacles.append(f"other runs are in it, and would be removed too: {', '.join(self.inside)}")
         return tuple(obstacles)
 
 

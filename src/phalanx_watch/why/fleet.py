@@ -267,7 +267,7 @@ def lost_nodes(observed: o.Observed) -> Iterator[o.Reason]:
         if short
         else "a spare has taken its place"
         if fleet.recoveries or fleet.regroups
-        else "training continues: it held no ranks",
+        else "training continues: it had no ranks",
         next=f"see what became of them (phalanx status {observed.run}); a node that is well again: phalanx fleet add {observed.run} NODE, "
         "a new one: phalanx agent there",
     )

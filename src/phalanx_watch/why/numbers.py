@@ -76,7 +76,7 @@ def spike(observed: o.Observed) -> Iterator[o.Reason]:
             ),
             "skip": "its samples were left out: the step changed no weight",
             "stop": "the run ended before it, saved",
-            "fork": "the run forks: it goes on as one of its children (event ChildTaken)",
+            "fork": "the run forks: it continues as one of its children (event ChildTaken)",
         }[worst.action],
         next=f"phalanx data show {observed.run} --step {worst.step} (are these the texts that you mean?)"
         if is_planned
@@ -120,7 +120,11 @@ def diverged(observed: o.Observed) -> Iterator[o.Reason]:
         since=since,
         evidence=(
             f"the median loss of the newest {o.RECENT_STEPS} logged steps, up to {reached:,}, is {now:.4g}",
-            *((f"an untrained model has {untrained:.4g} (it guesses each token alike)",) if above else ()),
+            *(
+                (f"an untrained model has {untrained:.4g} (all tokens are equally probable to it)",)
+                if above
+                else ()
+            ),
             *((f"the run's own best is {best:.4g}",) if math.isfinite(best) else ()),
             *(change.evidence if change is not None else ()),
             *((vanished,) if vanished else ()),

@@ -581,7 +581,7 @@ class Observed:
             return "nothing: it has finished"
         step = self.saved_step
         none = "no checkpoint can be restored" if self.damaged_checkpoints else "no checkpoint was saved"
-        goes_on = ", but a start is refused" if self.starts_refused else ", and it goes on from there"
+        goes_on = ", but a start is refused" if self.starts_refused else ", and it resumes from there"
         kept = f"step {step:,} is saved{goes_on}" if step else none
         return f"nothing: it has ended; {kept}"
 

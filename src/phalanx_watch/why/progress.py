@@ -176,7 +176,7 @@ def gone(observed: o.Observed) -> Iterator[o.Reason]:
                 "it runs, or ran, on another machine: its processes cannot be checked from this one",
             ),
             doing="not known",
-            next=f"look on that machine (its name stands in {observed.run}/lock); if it is gone: phalanx train {observed.run}",
+            next=f"look on that machine (its name is in {observed.run}/lock); if it is gone: phalanx train {observed.run}",
         )
 
 
@@ -256,7 +256,7 @@ def queued(observed: o.Observed) -> Iterator[o.Reason]:
 
 _HALTED = {
     "T": "is stopped (state T)",
-    "t": "is held by a debugger (state t)",
+    "t": "is stopped by a debugger (state t)",
     "D": "waits for a disk (state D)",
 }
 _STOPPED = ("T",)
@@ -325,7 +325,7 @@ def standstill(observed: o.Observed) -> Iterator[o.Reason]:
         doing=f"the fleet diagnoses a hang after {stall_s:g} s and replaces who hangs"
         if fleet
         else "nothing: plain ranks wait for each other",
-        next=f"let it go on: kill -CONT {' '.join(stopped)}"
+        next=f"let it continue: kill -CONT {' '.join(stopped)}"
         if stopped
         else f"end its process (kill), raise its limit (ulimit -v), and start again: phalanx train {observed.run}"
         if crowded

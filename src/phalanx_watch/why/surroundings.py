@@ -172,7 +172,7 @@ def slow_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
         since=began,
         evidence=(
             f"the newest {len(newest)} saves, up to step {last.step:,}, delayed training by {format_duration(stalled_s)} of {format_duration(elapsed_s)}",
-            f"one takes {format_duration(usual_s)} to write {last.size_bytes:,} bytes{rate}, while {format_duration(elapsed_s / len(newest))} lie between two",
+            f"one takes {format_duration(usual_s)} to write {last.size_bytes:,} bytes{rate}, while {format_duration(elapsed_s / len(newest))} are between two",
         ),
         doing="training waits while the checkpoint before is being written",
         next="put the run directory on a faster disk, or see what else writes to it (iostat -x 5); or save more rarely: "
@@ -220,7 +220,7 @@ def damaged_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
         doing=observed.after_end,
         next="copy the files back (a backup, or checkpoint.store); does something remove old files there, such as a purge of scratch? "
         + (
-            f"To go on from step {intact:,}: phalanx train {observed.run}"
+            f"To resume from step {intact:,}: phalanx train {observed.run}"
             if intact
             else f"To start from scratch: remove {observed.run}/checkpoints"
         ),
@@ -366,7 +366,7 @@ def other_data(observed: o.Observed) -> Iterator[o.Reason]:
             title="The run's data cannot be opened",
             where=_data_path(observed),
             evidence=(observed.data_error,),
-            doing="ranks that have them open may go on; a start would be refused",
+            doing="ranks that have them open may continue; a start would be refused",
             next="put the dataset back, or a copy of it (phalanx data copy), and name it: data.path",
         )
         return
@@ -482,7 +482,7 @@ def other_libraries(observed: o.Observed) -> Iterator[o.Reason]:
     if observed.machines:
         yield o.Reason(
             code="mixed-machines",
-            title="The nodes of the run are not alike",
+            title="The nodes of the run differ",
             where=observed.machines[0].split(":")[0],
             since=observed.began_at,
             evidence=observed.machines[:_NAMED],
@@ -501,7 +501,7 @@ def other_libraries(observed: o.Observed) -> Iterator[o.Reason]:
     if changed:
         yield o.Reason(
             code="changed-libraries",
-            title="The run goes on with other libraries than it was begun with",
+            title="The run continues with other libraries than it began with",
             where=", ".join(line.split(":")[0] for line in changed[:_NAMED]),
             since=observed.began_at,
             evidence=tuple(changed[:_NAMED]),

@@ -228,7 +228,7 @@ def test_offsets_that_lead_out_of_a_table_are_damage_and_not_followed(tmp_path: 
         (b'{"text": null}', "its 'text' is null, not text"),
         (b'{"text": ["a"]}', "its 'text' is a list, not text"),
         (b'{"text": NaN}', "its 'text' is a number, not text"),
-        (b'{"text": "a", "text": "b"}', "key 'text' stands there twice; keep one"),
+        (b'{"text": "a", "text": "b"}', "key 'text' is there twice; keep one"),
         (b'{"text": "\\ud800"}', r"holds \\ud800, half of a pair of surrogates"),
         (b'{"text": ' + b"[" * 100_000, "is not JSON"),
         (b'{"text": "' + b"a" * 2_000_000 + b'"}', "is longer than 1,000,000 bytes"),
@@ -275,7 +275,7 @@ def test_a_conversation_with_a_repeated_key_is_bad(tmp_path: Path, line: bytes) 
     options = ReadOptions(chat=True)
     (document,) = documents(path, "a", FileFormat(Kind.JSONL), Span(0, len(line) + 1), options)
     assert isinstance(document, BadDocument)
-    assert re.search("key '(messages|content)' stands there twice; keep one", document.reason)
+    assert re.search("key '(messages|content)' is there twice; keep one", document.reason)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(

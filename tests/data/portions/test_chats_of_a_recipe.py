@@ -120,7 +120,7 @@ def test_another_template_is_another_recipe(place: Path) -> None:
     (place / "model" / "chat_template.jinja").write_text(
         "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{{ m.content }}<|eot_id|>{% endfor %}"
     )
-    with pytest.raises(PreparationError, match=r"another recipe lies at .*template differs"):
+    with pytest.raises(PreparationError, match=r"has another recipe.*template differs"):
         prepared(recipe, place / "out")
 
 

@@ -39,7 +39,7 @@ def test_a_function_of_the_users_own_is_the_same_in_every_process(tmp_path: Path
     counts = alone.counts
     assert counts["documents kept"] + counts["dropped: seven"] == counts["documents read"] == 187
     (tmp_path / "filters.py").write_text(FILTER + "\n")
-    with pytest.raises(PreparationError, match=r"another recipe lies at .*step\[0\].code differs"):
+    with pytest.raises(PreparationError, match=r"has another recipe.*step\[0\].code differs"):
         prepared(recipe, tmp_path / "out")
 
 

@@ -189,7 +189,7 @@ def test_a_small_file_that_is_damaged_while_the_fleet_runs_is_told_and_written_a
         assert record.read_bytes() == good
         assert len(said) == number + 1
         assert str(record) in said[-1]
-        assert "written anew as it was" in said[-1]
+        assert "written again with its earlier content" in said[-1]
 
 
 def test_a_record_that_was_damaged_before_the_coordinator_began_is_left_to_the_user(tmp_path: Path) -> None:

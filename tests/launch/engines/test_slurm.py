@@ -281,7 +281,7 @@ def test_a_job_that_could_never_start_is_refused_with_every_reason(
     )
     assert "a job of small may have 1 nodes" in told
     assert "1d is more than small allows (0-00:10:00)" in told
-    assert "2 nodes with 4 GPUs are asked for, and 0 have so many (at most 2)" in told
+    assert "2 nodes with 4 GPUs are requested, and 0 have so many (at most 2)" in told
     assert "there is no partition 'big': --partition with one of main, high, small" in refused(
         "--nodes", "1", "--partition", "big"
     )

@@ -101,7 +101,7 @@ def test_every_reason_why_a_job_would_wait_for_ever_is_told_at_once() -> None:
     assert "main has 20 nodes, 17 of them usable" in told[1]
     told = problems(order(time_limit="3m"), [MAIN], {"": [replace(node, usable=True) for node in nodes]})
     assert "leaves no time beside launch.grace_s" in told[0]
-    assert "18 nodes with 8 GPUs are asked for, and 0 have so many (at most 4)" in told[1]
+    assert "18 nodes with 8 GPUs are requested, and 0 have so many (at most 4)" in told[1]
 
 
 @pytest.mark.parametrize("exclude", ["n[", "n[1-x]", "n[0-99999999]"])

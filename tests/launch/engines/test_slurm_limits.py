@@ -37,7 +37,7 @@ def test_a_job_larger_than_a_limit_is_refused_and_one_that_just_fits_is_not() ->
         "fleet.nodes + fleet.spares = 5: the account team may have 4 nodes: --nodes, --spares or another --account"
     )
     (gpus,) = limit_problems(ORDER, [Limit("the QOS gold", "--qos", gpus=39)])
-    assert gpus.startswith("launch.gpus_per_node: 40 GPUs are asked for, and the QOS gold may have 39")
+    assert gpus.startswith("launch.gpus_per_node: 40 GPUs are requested, and the QOS gold may have 39")
     timed = replace(ORDER, launch=replace(ORDER.launch, time_limit="2d"))
     (time,) = limit_problems(timed, [Limit("the QOS gold", "--qos", wall_s=86_400)])
     assert "2d is more than the QOS gold may take (1-00:00:00)" in time

@@ -320,7 +320,7 @@ def test_the_name_follows_from_the_run_directory_so_that_a_cluster_takes_a_run_o
     ("launch", "message"),
     [
         ({"container_image": ""}, "launch.container_image: the pods need an image"),
-        ({"account": "team"}, "launch.account = 'team' cannot be asked of Kubernetes: a queue is charged"),
+        ({"account": "team"}, "launch.account = 'team' is no request to Kubernetes: a queue is charged"),
         ({"prologue": ("module load x",)}, "put what it does into the image"),
         ({"options": ("--x",)}, "change what --dry-run writes"),
         ({"hosts": "hosts.txt"}, "launch.hosts"),

@@ -120,7 +120,7 @@ def test_a_file_by_hand_says_rates_shares_and_what_is_taken(tmp_path: Path) -> N
         ('taken = "n9"\n[nodes]\nn1 = ""', "taken: there is no node n9"),
         (
             '[[levels]]\nname = "leaf"\n[nodes]\nn1 = ""',
-            "node n1 lies in 0 domains (none), and there are 1 levels (leaf)",
+            "node n1 is in 0 domains (none), and there are 1 levels (leaf)",
         ),
         ('[[levels]]\nname = "leaf"\nshare = 2.0\n[nodes]\nn1 = "a"', "share = 2.0 is no fraction"),
         ('[[levels]]\nname = "leaf"\nshare = true\n[nodes]\nn1 = "a"', "share is a number"),
@@ -136,7 +136,7 @@ def test_a_file_by_hand_says_rates_shares_and_what_is_taken(tmp_path: Path) -> N
         ('{"instances": [{"id": "a", "network_layers": "leaf"}]}', "a list of names was expected"),
         ("{", "is no topology"),
         ('{"items": ' + "[" * 100_000, "is no topology"),
-        ("SwitchName=a Switches=b\nSwitchName=b Switches=a\nSwitchName=c Nodes=n1", "lies below itself"),
+        ("SwitchName=a Switches=b\nSwitchName=b Switches=a\nSwitchName=c Nodes=n1", "is below itself"),
         ("SwitchName=a Nodes=n[1-", "is no list of hosts"),
         ("hello", "is no topology"),
     ],

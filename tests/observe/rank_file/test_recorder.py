@@ -32,7 +32,7 @@ def test_trouble_is_told_once_and_names_the_file(tmp_path: Path) -> None:
     told.append(recorder.close(PATIENCE_S))
     (one,) = [text for text in told if text]
     assert "no such folder" in one
-    assert "training goes on" in one
+    assert "training continues" in one
 
 
 def test_a_disk_that_hangs_holds_nobody_up_and_the_frames_that_do_not_fit_are_dropped(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_disk_that_hangs_holds_nobody_up_and_the_frames_that_do_not_fit_are_dr
     recorder._work = hanging.wait  # type: ignore[method-assign]  a write that does not come back
     told = [recorder.record(drawn_frame(1, step, 3)) for step in range(2 * _QUEUE_FRAMES)]
     assert [text for text in told if text] == [
-        f"{tmp_path}/ranks.bin is written too slowly; training goes on, and some of the ranks' numbers will be missing"
+        f"{tmp_path}/ranks.bin is written too slowly; training continues, and some of the ranks' numbers will be missing"
     ]
     assert recorder.close(timeout_s=0.05) == ""
     hanging.set()

@@ -10,7 +10,7 @@ from phalanx.run.peers import ALIKE_S, own_clock_is_wrong
 def test_a_clock_from_which_all_others_are_apart_alike_is_the_wrong_one() -> None:
     said = own_clock_is_wrong({"a": -7200.0, "b": -7203.0, "c": -7201.0, "d": -7200.0}, 1, "this machine")
     assert said == (
-        "the clocks of 4 hosts (a, b, c and 1 more) are 7200 s behind that of this machine, all alike; it agrees with 1: "
+        "the clocks of 4 hosts (a, b, c and 1 more) are 7200 s behind that of this machine, all equally; it agrees with 1: "
         "the clock of this machine is the wrong one, set it there (chrony, ntpd)"
     )
 

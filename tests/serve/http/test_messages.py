@@ -62,7 +62,7 @@ def test_null_asks_for_nothing_and_is_taken(name: str) -> None:
     ],
 )
 def test_a_key_that_stands_there_twice_is_refused_by_its_name(body: bytes, key: str) -> None:
-    with pytest.raises(RefusedError, match=f"key '{key}' stands there twice") as refused:
+    with pytest.raises(RefusedError, match=f"key '{key}' is there twice") as refused:
         read_body(Chat, body)
     assert (refused.value.status, refused.value.param) == (400, key)
 

@@ -66,7 +66,7 @@ def test_items_are_read_in_order_and_only_as_many_as_asked_for(tmp_path: Path) -
         (
             "completion",
             '{"context": "a", "completion": "b", "completion": "c"}',
-            "'completion' stands there twice",
+            "'completion' is there twice",
         ),
         ("choice", "[" * 5000, "line 2"),
         ("completion", {"context": "a", "completion": ""}, "empty"),

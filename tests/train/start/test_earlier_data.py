@@ -61,7 +61,7 @@ def test_what_a_dataset_packed_anew_asks_for_is_named_with_what_goes_on_without_
     saved(before)
     (note,) = notes_of_earlier_data(opened(replace_at(spec, "train.document_mask", True)))
     assert str(before.directory.path) in note
-    assert "--set train.document_mask=false goes on with that one" in note
+    assert "--set train.document_mask=false resumes that one" in note
 
 
 @pytest.mark.parametrize("other", ["train.steps", "run_dir", "unsaved"])

@@ -74,4 +74,4 @@ def _end(log: EventLog, directory: RunDirectory, step: int, ending: str) -> None
         log.append(Finished(dataclasses.asdict(result)))
         directory.write_result(result)
     elif ending == "stopped":
-        log.append(Stopped(step, "asked to stop"))
+        log.append(Stopped(step, "stopped on request"))

@@ -95,7 +95,9 @@ def test_runs_that_lie_in_it_are_named_and_one_of_them_that_is_trained_stands_in
     tmp_path: Path,
 ) -> None:
     outer, inner = make_run(tmp_path / "a"), make_run(tmp_path / "a" / "b")
-    assert removal(outer.path, []).obstacles == (f"other runs lie in it, and would go with it: {inner.path}",)
+    assert removal(outer.path, []).obstacles == (
+        f"other runs are in it, and would be removed too: {inner.path}",
+    )
     lock = take_lock(inner.lock)
     try:
         with pytest.raises(RunDirectoryError, match="b is being trained by"):

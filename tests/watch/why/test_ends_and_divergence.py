@@ -72,7 +72,7 @@ def test_a_run_that_has_ended_with_a_loss_above_an_untrained_models_is_named(
     run: Watched, finished: bool
 ) -> None:
     run.write(steps(31, 60, lambda _: {"loss": 3900.0}))
-    run.write([Stopped(60, "asked to stop")])
+    run.write([Stopped(60, "stopped on request")])
     found, *others = run.reasons(is_held=False, finished=finished, checkpoints=((20, T0),))
     assert [reason.code for reason in others] == ([] if finished else ["stopped"])
     assert (found.code, found.severity) == ("diverged", "critical")
@@ -83,7 +83,7 @@ def test_a_run_that_has_ended_with_a_loss_above_an_untrained_models_is_named(
 
 def test_a_reason_does_not_call_a_run_that_has_ended_running(run: Watched) -> None:
     run.write([spike(30), CheckpointFailed(30, "permission denied", "run/checkpoints")])
-    run.write([Stopped(30, "asked to stop")])
+    run.write([Stopped(30, "stopped on request")])
     assert {reason.code: reason.doing for reason in run.reasons(is_held=False)} == dict.fromkeys(
         ["loss-spike", "checkpoint-failed", "stopped"], "nothing: it has ended; no checkpoint was saved"
     )
@@ -493,7 +493,7 @@ def test_a_spare_that_was_lost_is_not_said_to_be_replaced(run: Watched) -> None:
     members = (member("node-0", 0), member("node-1", 1), Member("node-2", "lost", "host-2"))
     found = run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members))
     (one,) = [reason for reason in found if reason.code == "lost-node"]
-    assert one.doing == "training continues: it held no ranks"
+    assert one.doing == "training continues: it had no ranks"
 
 
 def test_the_room_for_the_next_checkpoint_is_that_of_all_ranks(run: Watched) -> None:

@@ -179,7 +179,7 @@ def test_a_run_whose_processes_were_killed_is_missed(ranks: Ranks, dataset: Path
         # Whatever room there is on this machine's disk.
         assert judge(dataclasses.replace(seen, disk=None)) == []
     found = named(tmp_path / "run", "gone")
-    assert "it goes on from there" in found.doing
+    assert "it resumes from there" in found.doing
 
 
 def test_a_healthy_run_has_no_reason_in_any_of_its_moments(

@@ -209,7 +209,7 @@ def test_a_run_on_another_machine_is_silent_not_gone(run: Watched) -> None:
 def test_a_run_that_was_stopped_on_request_is_only_information_with_the_command_that_continues_it(
     run: Watched,
 ) -> None:
-    run.write([Stopped(30, "asked to stop; step 30 is saved")])
+    run.write([Stopped(30, "stopped on request; step 30 is saved")])
     reason = only(run.reasons(1e6, is_held=False))
     assert (reason.code, reason.severity) == ("stopped", "info")
     assert "step 30 of 100,000" in reason.title
@@ -341,7 +341,7 @@ def test_little_training_since_a_short_start_is_named_also_of_a_run_that_has_end
     found = only(run.reasons())
     assert (found.code, found.where) == ("low-goodput", cause)
     assert "50.0% of 1:20" in found.evidence[0]
-    run.write([Stopped(32, "asked to stop")])
+    run.write([Stopped(32, "stopped on request")])
     assert run.codes(is_held=False) == ["low-goodput", "stopped"]
 
 
@@ -357,7 +357,7 @@ def test_a_run_whose_every_step_is_slower_than_the_one_before_is_slower_than_at_
 
 
 def test_a_held_out_loss_that_is_not_a_number_is_critical_also_at_the_end(run: Watched) -> None:
-    run.write([Evaluated(20, 2.0), Evaluated(30, float("nan")), Stopped(30, "asked to stop")])
+    run.write([Evaluated(20, 2.0), Evaluated(30, float("nan")), Stopped(30, "stopped on request")])
     reasons = run.reasons(is_held=False)
     assert [(reason.code, reason.severity) for reason in reasons] == [
         ("not-finite", "critical"),

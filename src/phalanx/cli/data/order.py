@@ -89,7 +89,7 @@ def mixture_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> Non
         )
         for name, share in stage.requested.items():
             # Shares that no pattern of this length has are printed beside the achieved ones.
-            rounded = f" (asked: {share:.8%})" if abs(share - stage.achieved[name]) > _ROUNDED else ""
+            rounded = f" (requested: {share:.8%})" if abs(share - stage.achieved[name]) > _ROUNDED else ""
             click.echo(f"  {name:<20} {stage.achieved[name]:>10.4%}{rounded}")
     click.echo(f"by step {spec.train.steps:,}")
     for use in uses:

@@ -171,7 +171,7 @@ class AgentState:
                 return [act.KillProcess(worker)] if runs else []
             case c.Stop():
                 return [
-                    act.SendToWorker(i, worker_link.StopTraining("asked to stop"))
+                    act.SendToWorker(i, worker_link.StopTraining("stop requested"))
                     for i, worker in enumerate(self.workers)
                     if worker.epoch != m.NO_EPOCH
                 ]

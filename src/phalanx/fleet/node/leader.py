@@ -119,7 +119,7 @@ class Successor:
         args, self._due_s = self.args, 0.0
         name = f"coordinator-{args.node}"
         path = RunDirectory(args.run_dir).named_log(args.attempt, name)
-        self.log(f"no coordinator: this node stands as a candidate; its log is {path}")
+        self.log(f"no coordinator: this node is a candidate; its log is {path}")
         try:
             output = ChildOutput(
                 order_for(path, name, args.attempt, self.observe, args.node), os.environ, self.log
@@ -234,7 +234,7 @@ async def look_for_leader(
         successor.alone_since_s = successor.alone_since_s or led_s
         link.drop(f"no leader heartbeat for {patience_s:g} s")
     elif not led and link.attached and link.address not in (candidates := _candidates(args)) and candidates:
-        link.drop("a candidate stands to succeed it")
+        link.drop("a candidate for its succession is running")
     return await successor.look(led=led, now_s=now_s)
 
 

@@ -42,7 +42,7 @@ _OF_SCHEDULERS = (
     *("container_image", "container_mounts", "options"),
 )
 """The fields of ``[launch]`` that only a scheduler can fulfill."""
-_NOT_SHARED = "does not see {} as it was written: the run directory must lie on storage that all hosts share"
+_NOT_SHARED = "does not see {} as it was written: the run directory must be on storage that all hosts share"
 _NOT_WRITTEN = (
     "cannot write into {}: its disk is full, or it is mounted read-only, or belongs to another user"
 )

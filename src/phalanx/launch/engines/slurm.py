@@ -418,7 +418,7 @@ def _problems_in(
     elif len(fitting) < order.all_nodes:
         most = max((node.gpus for node in usable), default=0)
         yield (
-            f"launch.gpus_per_node: {order.all_nodes} nodes with {order.gpus_per_node} GPUs are asked for, and {len(fitting)} have so many "
+            f"launch.gpus_per_node: {order.all_nodes} nodes with {order.gpus_per_node} GPUs are requested, and {len(fitting)} have so many "
             f'(at most {most}): fleet.workers_per_node, launch.gpus_per_node, or runtime.device = "cpu"'
         )
 

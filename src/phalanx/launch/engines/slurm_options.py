@@ -24,12 +24,12 @@ FIELDS = {"time": "time_limit"} | {
 }
 """Options -> the fields of ``[launch]`` that stand for them."""
 _ALIKE = (
-    "a heterogeneous job is several groups of nodes with a step of its own each, and a run is one fleet of nodes that are alike: its ranks would wait for the "
+    "a heterogeneous job is several groups of nodes with a step of its own each, and a run is one fleet of equal nodes: its ranks would wait for the "
     'slowest. Partitions of which any will do are launch.partition = "big,small"; nodes of another kind can join by phalanx fleet grow'
 )
 _ONE_AGENT = "every node runs one agent, which starts the workers: fleet.workers_per_node"
-_GPUS = "launch.gpus_per_node says how many GPUs of each node; of one type: launch.constraint"
-_OWN_LOG = "the job's log lies in the run directory, where phalanx logs reads it"
+_GPUS = "launch.gpus_per_node sets the GPUs of each node; of one type: launch.constraint"
+_OWN_LOG = "the job's log is in the run directory, where phalanx logs reads it"
 _HERE = (
     "the job is looked for, and ended, in the cluster of this machine: give the command on a login node of the other one, or set "
     "SLURM_CONF or SLURM_CLUSTERS to it"
@@ -44,7 +44,7 @@ REFUSED = {
     "comment": "the job's comment names the run directory",
     "container-image": "launch.container_image: the agents run in it, the script does not",
     "error": _OWN_LOG,
-    "exclusive": "launch.exclusive says whether nodes are shared",
+    "exclusive": "launch.exclusive decides whether nodes are shared",
     "gid": _OWN,
     "gpus": _GPUS,
     "gpus-per-node": _GPUS,
@@ -53,7 +53,7 @@ REFUSED = {
     "help": _NO_JOB,
     "het-group": _ALIKE,
     "hetjob": _ALIKE,
-    "no-kill": "the job says it: a lost node never ends the others",
+    "no-kill": "the job sets it: a lost node never ends the others",
     "no-requeue": "the job queues itself again after its time limit; leave it out",
     "nodes": "give --nodes to phalanx submit, or fleet.nodes",
     "ntasks": _ONE_AGENT,
@@ -63,9 +63,9 @@ REFUSED = {
     "ntasks-per-socket": _ONE_AGENT,
     "open-mode": "the log of a run that queues itself again holds all of its starts",
     "output": _OWN_LOG,
-    "oversubscribe": "launch.exclusive says whether nodes are shared",
+    "oversubscribe": "launch.exclusive decides whether nodes are shared",
     "packjob": _ALIKE,
-    "signal": "launch.grace_s says when the run saves",
+    "signal": "launch.grace_s sets when the run saves",
     "test-only": _NO_JOB,
     "uid": _OWN,
     "usage": _NO_JOB,
@@ -287,7 +287,7 @@ def limit_problems(order: LaunchOrder, limits: Sequence[Limit]) -> Iterator[str]
             )
         elif limit.gpus is not None and gpus > limit.gpus:
             yield (
-                f"launch.gpus_per_node: {gpus} GPUs are asked for, and {limit.whose} may have {limit.gpus}: "
+                f"launch.gpus_per_node: {gpus} GPUs are requested, and {limit.whose} may have {limit.gpus}: "
                 f"--nodes, --spares or another {limit.remedy}"
             )
         if limit.wall_s is not None and wall_s is not None and wall_s > limit.wall_s:

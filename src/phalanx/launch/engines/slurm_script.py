@@ -209,7 +209,7 @@ def _body(order: LaunchOrder) -> Iterator[str]:
     yield f"rm -rf {folder}/at-work {folder}/concluded"
     # The run may be cancelled at the moment at which its job is queued again.
     yield f'if [ -n "${{SLURM_RESTART_COUNT:-}}" ] && [ -e {folder}/stopped ]; then'
-    yield '  echo "the run was cancelled: it does not go on"'
+    yield '  echo "the run was cancelled: the job is not queued again"'
     yield from (f"  {line}" for line in _given_back(order))
     yield "  exit 0"
     yield "fi"
@@ -379,7 +379,7 @@ def _on_grace(order: LaunchOrder, phalanx: str, run_dir: str) -> Iterator[str]:
     yield "  sleep 1"
     yield "done"
     yield (
-        'echo "error: node $SLURMD_NODENAME does not see $0 as the first node wrote it: the run directory must lie on storage that all nodes '
+        'echo "error: node $SLURMD_NODENAME does not see $0 as the first node wrote it: the run directory must be on storage that all nodes '
         'share" >&2; exit 65'
     )
     yield "'"

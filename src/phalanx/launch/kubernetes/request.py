@@ -232,7 +232,7 @@ def _not_for_pods(launch: LaunchSpec) -> Iterator[str]:
     }
     for name, (value, remedy) in fields.items():
         if value:
-            yield f"launch.{name} = {value!r} cannot be asked of Kubernetes: {remedy}"
+            yield f"launch.{name} = {value!r} is no request to Kubernetes: {remedy}"
 
 
 def _written_wrongly(launch: LaunchSpec) -> Iterator[str]:

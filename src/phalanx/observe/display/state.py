@@ -192,7 +192,7 @@ def note_of(event: run_events.Event) -> tuple[str, str] | None:
             step=step, loss=loss, typical_loss=usual, grad_norm=norm, typical_grad_norm=usual_norm
         ):
             outcomes = {
-                "continue": "training goes on",
+                "continue": "training continues",
                 "skip": "skipped",
                 "stop": "the run ends before it",
                 "fork": "the run forks",
@@ -209,7 +209,7 @@ def note_of(event: run_events.Event) -> tuple[str, str] | None:
             more = f"{', spikes again' if spikes else ''}{', trained before' if again else ''}"
             return "info", f"fork at step {step:,}: child {candidate} has loss {figure}{more}"
         case run_events.ChildTaken(step=step, candidate=candidate, end=end, loss=loss):
-            text = f"fork at step {step:,}: the run goes on as child {candidate}, loss {loss:.4g}, from step {end:,}"
+            text = f"fork at step {step:,}: the run continues as child {candidate}, loss {loss:.4g}, from step {end:,}"
             return "info", text
         case run_events.Message(level=level, text=text):
             return level, text

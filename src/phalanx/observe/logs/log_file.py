@@ -105,7 +105,7 @@ class LogFile:
             if not self._is_reported:
                 self._is_reported = True
                 self._on_trouble(
-                    f"{self.path} cannot be written: {self._reason}; lines are lost until it can, and the run goes on"
+                    f"{self.path} cannot be written: {self._reason}; lines are lost until it can, and the run continues"
                 )
 
     def close(self) -> None:

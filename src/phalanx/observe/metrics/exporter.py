@@ -32,7 +32,10 @@ FAILURES = Metric(
 )
 RENDER = Metric("phalanx_exporter_seconds", "gauge", "Seconds that the last text took to be made.", _SELF)
 CPU = Metric(
-    "phalanx_process_cpu_seconds_total", "counter", "Processor time of the process that is asked.", _SELF
+    "phalanx_process_cpu_seconds_total",
+    "counter",
+    "Processor time of the process that serves the metrics.",
+    _SELF,
 )
 CLOCK = Metric(
     "phalanx_clock_timestamp_seconds",
@@ -157,7 +160,7 @@ class Exporter:
         for collector in self._collectors:
             left_s = began_s + self._patience_s - time.monotonic()
             if not started[collector.name]:
-                self._failed(collector.name, "it has hung since it was asked the last time")
+                self._failed(collector.name, "it has hung since the last scrape")
             elif not collector.done.wait(max(0.0, left_s)):
                 self._failed(collector.name, f"it did not answer within {self._patience_s:g} s")
             elif collector.error:

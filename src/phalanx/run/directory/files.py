@@ -140,7 +140,7 @@ class RepeatedKeyError(ValueError):
     """A JSON object has a key twice, of which a decoder would silently take the last."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"key {key!r} stands there twice; keep one")
+        super().__init__(f"key {key!r} is there twice; keep one")
         self.key = key
 
 

@@ -213,7 +213,7 @@ class RunDirectory:
             record = plain_json(read_small(self.record))
             if isinstance(record, dict) and isinstance(record.get("attempts"), int):
                 return record
-            reason = "it does not say how often the run was started"
+            reason = "it lacks the number of starts of the run"
         except (FileNotFoundError, NotADirectoryError):  # the path of the run may be a file
             return {}
         except (OSError, ValueError, RecursionError) as error:
@@ -447,4 +447,4 @@ class DirectoryKeeper:
         if valid is None:
             return ""
         write_atomically(path, valid)
-        return f"{event}; it has been written anew as it was"
+        return f"{event}; it was written again with its earlier content"

@@ -245,7 +245,7 @@ def _cause(findings: SpikeFindings, losses: Sequence[float], untrained: float) -
     )
     if has_risen and batch_before is not None and _shares_the_rise(batch_before, usual, loss):
         return "rate", (
-            f"all batches have risen alike: under the same weights the batch of the step before has loss {batch_before:.4g} "
+            f"the losses of all batches have risen equally: under the same weights the batch of the step before has loss {batch_before:.4g} "
             f"(usual {usual:.4g}), so the updates raised the loss, not this batch"
         )
     before = (
@@ -262,7 +262,10 @@ def _cause(findings: SpikeFindings, losses: Sequence[float], untrained: float) -
     if has_risen and batch_before is not None:
         return "bad batch", f"all slots of this batch have a high loss{before}"
     if has_risen and is_finite:
-        return "rate", "all slots have risen alike, and no batch before is known to compare them with"
+        return (
+            "rate",
+            "the losses of all slots have risen equally, and there is no batch before to compare them with",
+        )
     rises = [layer.rise for layer in findings.layers if layer.rise is not None and math.isfinite(layer.rise)]
     top = findings.layers[0] if findings.layers else None
     top_rise = None if top is None or top.rise is None else _or_infinite(top.rise)
@@ -273,7 +276,7 @@ def _cause(findings: SpikeFindings, losses: Sequence[float], untrained: float) -
         )
     return (
         "rate",
-        f"the gradient norm {findings.grad_norm:.4g} rose in all layers alike, and no slot stands out",
+        f"the gradient norm {findings.grad_norm:.4g} rose equally in all layers, and no slot is an outlier",
     )
 
 

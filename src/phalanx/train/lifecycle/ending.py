@@ -22,7 +22,7 @@ from phalanx.observe.logs.masking import SecretMask
 from phalanx.run.directory.files import read_small, write_atomically
 
 STOP_WORDS = (
-    "stopping: the step in progress is finished and saved; asked once more, the run ends at once and unsaved steps are lost",
+    "stopping: the step in progress is finished and saved; at a second request the run ends at once and unsaved steps are lost",
     "ending at once, without saving",
 )
 

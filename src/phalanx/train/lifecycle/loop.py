@@ -370,7 +370,7 @@ class Trainer:
         self._saving.settle_copies()
         step = self._progress.step
         kept = what_is_kept(self._at_start.step, step, saved=saved)
-        self._reporter.emit(Stopped(step, f"asked to stop; {kept}", self._ledger.seconds()))
+        self._reporter.emit(Stopped(step, f"stopped on request; {kept}", self._ledger.seconds()))
 
     def _finish(self) -> RunResult | None:
         """Save, evaluate and hash the final weights, and write the result on rank 0; ``None`` on a request to stop
@@ -392,7 +392,7 @@ class Trainer:
         if not self._saving.settle():
             remedy = "mend this and start again: the run resumes from its newest checkpoint, or starts from scratch if it has none"
             problem = f"all {progress.step} steps are done, but the last checkpoint could not be saved"
-            raise UnsavedError(f"{problem}: {self._saving.last_failure} To go on, {remedy}", remedy)
+            raise UnsavedError(f"{problem}: {self._saving.last_failure} To resume, {remedy}", remedy)
         try:
             scores = self._evaluation.run(progress.step, self._spec.evaluation.final_sequences)
         except EvaluationStoppedError:

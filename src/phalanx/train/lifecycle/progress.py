@@ -286,7 +286,7 @@ class SampleSupply:
         def warn_of_wait(waited_s: float) -> None:
             warn(
                 f"rank {rank} has waited {waited_s:.0f} s for samples from {', '.join(dataset.url for dataset in cached)}; the run waits "
-                f"until data.timeout_s = {self._spec.data.timeout_s:g} s are over and ends with its last checkpoint then (asked to stop twice, at once)",
+                f"until data.timeout_s = {self._spec.data.timeout_s:g} s are over and ends with its last checkpoint then (at a second request to stop, at once)",
                 IncidentKind.DATA_WAIT,
             )
 

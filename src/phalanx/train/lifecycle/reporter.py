@@ -73,7 +73,7 @@ class Reporter:
         except EventLogError as error:
             if not self._complained:
                 self._complained = True
-                print(f"phalanx: warning: {error}; training goes on", file=sys.stderr, flush=True)
+                print(f"phalanx: warning: {error}; training continues", file=sys.stderr, flush=True)
             return False
         for sink in self.sinks:
             sink.offer(event)

@@ -135,7 +135,7 @@ def _end_before_a_step(training: Training) -> None:
 
     step = training.restored.step if training.restored is not None else 0
     stopped = Stopped(
-        step, f"asked to stop; {what_is_kept(step, step, saved=False)}", training.inputs.ledger.seconds()
+        step, f"stopped on request; {what_is_kept(step, step, saved=False)}", training.inputs.ledger.seconds()
     )
     is_reported = threading.Event()
 

@@ -88,7 +88,7 @@ def claim_store(spec: RunSpec, fingerprint: str, *, has_begun: bool = False) -> 
             store.create(OWNER, owner)
     except (StoreError, CheckpointError) as error:
         if has_begun and isinstance(error.__cause__ or error, UnavailableError):
-            _log.warning("checkpoint.store: %s; the run goes on with its checkpoints on disk", error)
+            _log.warning("checkpoint.store: %s; the run continues with its checkpoints on disk", error)
             return []
         raise RunDirectoryError(f"checkpoint.store: {error}") from error
     return _changes(url, owner, spec, fingerprint)
@@ -298,7 +298,7 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
         command = saved and extending_command(
             directory.path, saved[-1], {path: run_owned(spec).get(path) for path in changed}
         )
-        child = f"\nto go on from a checkpoint of it with these values from there on:\n  {command}"
+        child = f"\nto continue from a checkpoint of it with these values:\n  {command}"
         raise RunDirectoryError(
             f"run directory {directory.path} belongs to another run; {remedy}:\n"
             + "\n".join(f"  {line}" for line in differing)
@@ -307,7 +307,7 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
     arithmetic = directory.read_record().get("arithmetic", FIRST_ARITHMETIC)
     if last.runtime.numerics == "portable" and arithmetic != ARITHMETIC:
         raise RunDirectoryError(
-            f"run directory {directory.path} was computed with another definition of portable numerics ({arithmetic}, here {ARITHMETIC}): go on with "
+            f"run directory {directory.path} was computed with another definition of portable numerics ({arithmetic}, here {ARITHMETIC}): resume with "
             "the release that it was begun with, or begin another run, which takes its weights over with checkpoint.init_from"
         )
     recorded = directory.read_record().get("data_fingerprint", fingerprint)

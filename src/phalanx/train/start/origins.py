@@ -53,7 +53,7 @@ def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSp
     spec = read_unchanged(directory)
     steps = committed_steps(directory.checkpoints) if directory.checkpoints.is_dir() else []
     if not steps:
-        raise RunDirectoryError(f"{parent} has saved no checkpoint yet, so there is nothing to go on from")
+        raise RunDirectoryError(f"{parent} has saved no checkpoint yet, so there is nothing to continue from")
     if step is None:
         step = _newest_whole(DiskTier(directory.checkpoints), steps)
     if step not in steps:
@@ -232,14 +232,14 @@ def _notes(spec: RunSpec, fingerprint: str, other: RunDirectory) -> Iterator[str
     if recorded != fingerprint:
         place = ", ".join([source.path for source in spec.data.sources] or [spec.data.path])
         yield (
-            f"{other.path}, at step {step:,}, is of this run file, on what {place} held before ({recorded[:12]}, now {fingerprint[:12]}): the dataset "
-            "was prepared anew since, so that this is another run and begins at step 0; to go on with that one, bring its dataset back there"
+            f"{other.path}, at step {step:,}, is of this run file, on what {place} contained before ({recorded[:12]}, now {fingerprint[:12]}): the dataset "
+            "was prepared again since, so that this is another run and begins at step 0; to resume that one, put its dataset back there"
         )
     elif changed:
         values = " ".join(f"--set {field}={_value(before, field)}" for field in changed)
         yield (
-            f"{other.path}, at step {step:,}, is of this run file on the same tokens, before they were packed anew: datasets ask for "
-            f"{' and '.join(changed)} since, so that this is another run and begins at step 0; {values} goes on with that one"
+            f"{other.path}, at step {step:,}, is of this run file on the same tokens, before they were packed again: datasets set "
+            f"{' and '.join(changed)} since, so that this is another run and begins at step 0; {values} resumes that one"
         )
 
 

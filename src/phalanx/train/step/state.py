@@ -306,7 +306,7 @@ def _steps(tier: KeepingTier, tiers: Sequence[KeepingTier]) -> list[int]:
     except CheckpointError as error:
         if tier is tiers[0] or not tiers[0].steps():
             raise
-        _log.warning("%s; going on with the checkpoints on disk", error)
+        _log.warning("%s; continuing with the checkpoints on disk", error)
         return []
 
 

@@ -94,9 +94,9 @@ def test_another_recipe_at_the_same_place_is_refused_with_what_differs(tmp_path:
     out = tmp_path / "out"
     prepared(recipe_file(tmp_path), out)
     before = objects(out)
-    with pytest.raises(PreparationError, match=r"another recipe lies at .* \(seq_len differs\)"):
+    with pytest.raises(PreparationError, match=r"has another recipe \(seq_len differs\)"):
         prepared(recipe_file(tmp_path, output="seq_len = 64"), out)
-    with pytest.raises(PreparationError, match=r"another recipe lies at .* \(held_out differs\)"):
+    with pytest.raises(PreparationError, match=r"has another recipe \(held_out differs\)"):
         prepared(recipe_file(tmp_path, output="held_out = 0.2"), out)
     assert objects(out) == before
 

@@ -316,7 +316,7 @@ def _how_it_differs(store: Store, plan: PreparationPlan) -> str:
             f"use that, or {remedy}"
         )
     shown = [name.removeprefix("recipe.").removeprefix("output.") for name in names if name not in listing]
-    return f"another recipe lies at {store.url} ({', '.join(dict.fromkeys(shown))} differs); {remedy}"
+    return f"{store.url} has another recipe ({', '.join(dict.fromkeys(shown))} differs); {remedy}"
 
 
 def put_tokenizer(

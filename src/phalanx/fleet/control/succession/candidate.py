@@ -178,7 +178,9 @@ class Candidate:
         content = _Address(self._args.node, address, self._args.attempt, before.term)
         write_atomically(file, msgspec.json.encode(content))
         stood_s = file.stat().st_mtime
-        self.log(f"stands at {address} to succeed {before.node or 'the coordinator'}, reign {before.reign}")
+        self.log(
+            f"candidate at {address} to succeed {before.node or 'the coordinator'}, reign {before.reign}"
+        )
         until_s = time.monotonic() + max(_STANDS_AT_LEAST_S, _STANDS_FOR * fleet.succession_s)
         try:
             while not self._candidacy.is_elected(time.monotonic(), fleet.lease_s):
@@ -216,7 +218,7 @@ class Candidate:
             own_s, before = file.stat().st_mtime, claim.voters[: claim.voters.index(self._args.node)]
             for other, at_s in _standing(self._directory):
                 if other.node in before and other.term == claim.term and own_s - at_s < _STALE_S:
-                    return f"{other.node} stands too, and comes before it"
+                    return f"{other.node} is a candidate too, and comes before it"
             # A coordinator that is cut off from most nodes writes too; but then most agents have attached
             # here before this.
             if own_s - stood_s > _ALONE_S and path_in(self._args.run_dir).stat().st_mtime > stood_s:
