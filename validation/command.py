@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def command(table: Path | None, as_json: bool, report: Path | None, learning: bo
     else:
         _print(found)
     if report is not None:
-        report.write_text(document(found, read_judged() if table is None else ()), encoding="utf-8")
+        rows = read_judged() if table is None else ()
+        report.write_text(document(found, rows, date.today().isoformat()), encoding="utf-8")
         click.echo(f"wrote {report}", err=True)
 
 

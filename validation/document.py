@@ -94,10 +94,10 @@ def _times(outcomes: Iterable[Outcome]) -> tuple[Errors | None, Errors | None]:
     return errors(time.error for time in times), errors(time.scaled_error for time in times)
 
 
-def document(validation: Validation, judged: Sequence[Judged] = ()) -> str:
-    """``docs/evidence/planner-accuracy.md``; with the rows as they were ``judged`` for bands, how honest these are."""
+def document(validation: Validation, judged: Sequence[Judged] = (), day: str = "an unknown day") -> str:
+    """``docs/evidence/planner-accuracy.md``, made on ``day``; with the rows as they were ``judged`` for bands, how honest these are."""
     parts = (
-        _INTRODUCTION,
+        _INTRODUCTION.replace("DAY", day),
         _goals_part(validation, judged),
         _split_part(validation),
         *((_bands_part(judged), _sources_part(judged)) if judged else ()),
@@ -113,7 +113,7 @@ def document(validation: Validation, judged: Sequence[Judged] = ()) -> str:
 
 _INTRODUCTION = """# How accurate the planner is
 
-Made by `python -m validation --report docs/evidence/planner-accuracy.md`; do not edit. The rows are those of
+Made on DAY by `python -m validation --report docs/evidence/planner-accuracy.md`; do not edit. It is computed, the same on any machine. The rows are those of
 `validation/data/published_runs.csv`, or of the file that was named. An error is predicted over measured, less one: below zero the planner is too optimistic.
 
 - *Raw*: data sheets and micro-benchmarks, and four constants that whole training steps were needed for: the scale tax, the

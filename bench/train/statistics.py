@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import platform
 import resource
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -163,13 +166,13 @@ HEAD = (
 )
 
 
-def report(rows: Sequence[str], every_steps: int) -> str:
-    """Return the page of evidence."""
+def report(rows: Sequence[str], every_steps: int, made: str) -> str:
+    """Return the page of evidence; ``made`` has its day and machine."""
     return "\n".join(
         (
             "# Statistics of layers: their price",
             "",
-            "Made by `python -m bench.train.statistics --steps 7 --write docs/evidence/statistics.md`: a measured step of a run over the same step of a run that does not "
+            f"Made by `python -m bench.train.statistics --steps 7 --write docs/evidence/statistics.md` ({made}): a measured step of a run over the same step of a run that does not "
             "measure, in pairs, in turn on the same CPU. Ratios are medians, with the least and the greatest pair. "
             f"The mean is that of a run with `statistics.every_steps = {every_steps}`, the default.",
             "",
@@ -206,7 +209,8 @@ def main() -> None:
     for arguments in TABLE:
         rows.append(row(parser().parse_args([*arguments, "--steps", str(options.steps)]), every_steps))
         print(rows[-1], flush=True)
-    write_atomically(options.write, report(rows, every_steps).encode())
+    made = f"{date.today().isoformat()}, {os.cpu_count()} cores, {platform.machine()} {platform.processor()}".strip()
+    write_atomically(options.write, report(rows, every_steps, made).encode())
 
 
 if __name__ == "__main__":
