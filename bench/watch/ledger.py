@@ -220,7 +220,7 @@ def compared(watched: Watched, in_fleet: bool) -> tuple[list[Compared], Thread]:
         found += [
             Compared(
                 "held, from the process to the end",
-                whole.held_ns / 1e9,
+                whole.total_ns / 1e9,
                 sum(lines[-1].seen_s - start_s for lines, start_s in zip(lives, starts, strict=True)),
             ),
             Compared(

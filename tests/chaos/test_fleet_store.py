@@ -63,7 +63,7 @@ def test_a_fleet_that_loses_nodes_while_they_upload_and_then_its_disk_goes_on_fr
     assert len(result["faults"]) == 2
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
     account, state = goodput(events), functools.reduce(reduce, events, State())
-    assert account.buckets_ns.get("unattributed", 0) < 0.001 * account.held_ns
+    assert account.buckets_ns.get("unattributed", 0) < 0.001 * account.total_ns
     assert not [note.text for note in state.notes if "without a word" in note.text]
     store = ObjectTier(open_store(url))
     assert store.steps()[-1] == 20

@@ -54,7 +54,7 @@ class DataOrigin:
 
 
 @dataclass(frozen=True)
-class Reading:
+class SampleLocation:
     """A sample of the run and its storage location."""
 
     sample: int
@@ -129,7 +129,7 @@ def mixture_facts(spec: RunSpec, index: DataIndex) -> tuple[list[StageShares], l
 
 def readings_of_step(
     spec: RunSpec, index: DataIndex, step: int, origin: DataOrigin | None = None
-) -> list[Reading]:
+) -> list[SampleLocation]:
     """Return which record each sample of step ``step`` (from 1) reads, with its slot, source, epoch, shard file and
     byte offset.
 
@@ -156,7 +156,7 @@ def readings_of_step(
         epochs, names = (samples // order.n).tolist(), [ONLY] * batch
     per_slot = batch // spec.train.slots
     return [
-        Reading(
+        SampleLocation(
             sample,
             position // per_slot,
             name,
@@ -324,7 +324,7 @@ def provenance(index: DataIndex, addresses: Mapping[str, str]) -> dict[str, dict
 class ShownSample:
     """A sample of a step: its storage location, its documents, and its text."""
 
-    reading: Reading
+    reading: SampleLocation
     documents: range | None
     """Numbers, from 0 in shard order, of the documents with tokens in the sample. ``None`` if the dataset is packed, or too large to
     count them."""
@@ -354,7 +354,7 @@ def show_batch(
     ]
 
 
-def _shown(place: DatasetPlace, reading: Reading, seq_len: int) -> ShownSample:
+def _shown(place: DatasetPlace, reading: SampleLocation, seq_len: int) -> ShownSample:
     """Return the record of a reading as text, with the documents in it.
 
     The documents are None for a packed dataset, or a record too far into the data to count them.

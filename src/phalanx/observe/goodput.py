@@ -35,7 +35,7 @@ _LONGEST_S = 1e11
 class Goodput:
     """The goodput report of a run: wall time of the rank that wrote the events, in nanoseconds.
 
-    The buckets sum to ``held_ns`` exactly, the five outcomes to the ``step.*`` buckets.
+    The buckets sum to ``total_ns`` exactly, the five outcomes to the ``step.*`` buckets.
     """
 
     buckets_ns: Mapping[str, int]
@@ -49,18 +49,18 @@ class Goodput:
     """For samples, in steps of all outcomes but ``rollback``, which holds its own."""
 
     @property
-    def held_ns(self) -> int:
+    def total_ns(self) -> int:
         return sum(self.buckets_ns.values())
 
     @property
     def goodput(self) -> float:
         """Committed step time, without waiting for samples, over held time, 0 to 1; 0 for a run that has held nothing."""
-        return self.committed_ns / self.held_ns if self.held_ns else 0.0
+        return self.committed_ns / self.total_ns if self.total_ns else 0.0
 
     @property
     def goodput_if_kept(self) -> float:
         """The same with pending steps counted as kept: what a running job shows."""
-        return (self.committed_ns + self.pending_ns) / self.held_ns if self.held_ns else 0.0
+        return (self.committed_ns + self.pending_ns) / self.total_ns if self.total_ns else 0.0
 
     @property
     def outcomes_ns(self) -> dict[str, int]:
@@ -132,7 +132,7 @@ class AttemptAccount:
     reason: str
     """Why it ended; empty if unknown."""
     buckets_ns: Mapping[str, int]
-    """They sum to its share of ``Goodput.held_ns``."""
+    """They sum to its share of ``Goodput.total_ns``."""
     first_step: int
     """The first step that it computed, and the last one; 0 if it came to none."""
     last_step: int
@@ -399,7 +399,7 @@ def format_goodput(result: Goodput) -> str:
     lines = [
         f"goodput {100 * result.goodput:.1f} %  ({100 * result.goodput_if_kept:.1f} % with steps that no "
         "checkpoint covers yet)",
-        f"{format_duration(result.held_ns / NS_PER_S)} in {result.attempts} "
+        f"{format_duration(result.total_ns / NS_PER_S)} in {result.attempts} "
         f"attempt{'' if result.attempts == 1 else 's'}, {format_duration(result.gap_ns / NS_PER_S)} between "
         "them",
         "",
@@ -499,7 +499,7 @@ def google_goodput(ours: Goodput) -> GoogleGoodput:
     badput["DATA_LOADING_SYNC"] = ours.waiting_ns
     badput[WASTED] = ours.rollback_ns
     badput[BETWEEN] = badput.get(BETWEEN, 0) + ours.gap_ns
-    elapsed_ns = ours.held_ns + ours.gap_ns
+    elapsed_ns = ours.total_ns + ours.gap_ns
     return GoogleGoodput(
         elapsed_ns,
         elapsed_ns - sum(badput.values()),
@@ -511,7 +511,7 @@ def meta_ettr(ours: Goodput) -> MetaEttr:
     """Return our account in the terms of Meta's effective training time ratio, in nanoseconds."""
     overhead_ns = sum(value for name, value in ours.buckets_ns.items() if name.startswith(OVERHEAD))
     return MetaEttr(
-        productive_ns=ours.held_ns - overhead_ns - ours.rollback_ns,
+        productive_ns=ours.total_ns - overhead_ns - ours.rollback_ns,
         catch_up_ns=ours.rollback_ns,
         restart_overhead_ns=overhead_ns,
         between_ns=ours.gap_ns,

@@ -137,9 +137,9 @@ def goodput_rows(event: run_events.Event, run_directory: Path) -> list[tuple[str
         "skipped steps": account.nonfinite_ns,
         "waiting for samples": account.waiting_ns,
     }
-    held_ns = account.held_ns or 1
+    total_ns = account.total_ns or 1
     return [
-        (name, spent_ns / NS_PER_S, spent_ns / held_ns)
+        (name, spent_ns / NS_PER_S, spent_ns / total_ns)
         for name, spent_ns in {**account.buckets_ns, **outcomes}.items()
     ]
 

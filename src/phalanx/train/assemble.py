@@ -31,7 +31,7 @@ from phalanx.hardware.portable.operations import end as end_portable
 from phalanx.observe.events import IncidentKind
 from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
-from phalanx.observe.logs.log_file import Place
+from phalanx.observe.logs.log_file import LogPosition
 from phalanx.observe.profile_request import ProfileDesk
 from phalanx.parallel.mesh import BOOT_ID, Mesh, RankMachines, build_mesh, find_machines
 from phalanx.process.this_process import StopRequest
@@ -97,7 +97,7 @@ class EpochInputs:
     guardian: Guardian = field(default_factory=Guardian)
     warm: WarmState | None = None
     """``None``: this process lives for one epoch, and all ranks make their warm state together."""
-    place: Place = field(default_factory=place_of_process)
+    place: LogPosition = field(default_factory=place_of_process)
     """The place of this process in the lines of its log."""
     boot_id: Path = BOOT_ID
     """The file that identifies this machine to the other ranks."""

@@ -312,7 +312,7 @@ def answer_fit(options: FitOptions | PlanOptions) -> None:
     law = fit(read_runs([place for place in options.files if place not in files]))
     targets: dict[str, tuple[float, float]] = {}
     if files:
-        targets[str(files[0])] = _asked_run(files[0], overrides, tokens)
+        targets[str(files[0])] = _run_to_predict(files[0], overrides, tokens)
     if budget is not None:
         targets[f"the best for {budget}"] = law.law.optimum(_flops(budget))
     if options.as_json:
@@ -321,7 +321,7 @@ def answer_fit(options: FitOptions | PlanOptions) -> None:
         print_fit(law, targets)
 
 
-def _asked_run(path: Path, overrides: Sequence[str], tokens: str | None) -> tuple[float, float]:
+def _run_to_predict(path: Path, overrides: Sequence[str], tokens: str | None) -> tuple[float, float]:
     """Return (parameters, tokens) of the run file to predict, with its overrides; ``tokens`` None means those of its steps."""
 
     spec = read_run(path, PRESETS, tuple(overrides))

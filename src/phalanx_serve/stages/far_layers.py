@@ -156,7 +156,7 @@ class FarStages(_FarProcesses):
         """Allocate ``pages`` pages in each stage, and wait until all have. Raises PartLostError."""
 
         def at(_: FarStage, talk: Talk) -> None:
-            talk.request(m.Hold(pages), m.Held)
+            talk.request(m.Hold(pages), m.PagesAllocated)
 
         self._send(at, lambda: None).result()
 
@@ -341,7 +341,7 @@ class FarShares(_FarProcesses):
             for share in far:
                 share.talk.send(m.Hold(pages))
             for share in far:
-                share.talk.receive(m.Held)
+                share.talk.receive(m.PagesAllocated)
 
     @contextmanager
     def step(

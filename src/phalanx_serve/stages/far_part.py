@@ -101,7 +101,7 @@ class FarPart:
                 raise ServeError(f"{type(message).__name__}: {error!r}{remedy}"[:8000]) from error
             match message:
                 case m.Hold():
-                    link.send(m.Held())
+                    link.send(m.PagesAllocated())
                 case m.Compute() if self._shares:
                     self._share(message, body)
                 case m.Compute():

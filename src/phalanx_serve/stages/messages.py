@@ -73,7 +73,7 @@ class StageHeartbeat(_Message, frozen=True, tag="Alive"):
     """Heartbeat of a stage. May come between any other messages, and answers none."""
 
 
-class Held(_Message, frozen=True):
+class PagesAllocated(_Message, frozen=True, tag="Held"):
     """The pages are allocated."""
 
 
@@ -189,7 +189,9 @@ class WritePage(_Message, frozen=True):
     nbytes: Count
 
 
-FromStage = Here | StageReady | StageHeartbeat | Held | StageUnable | Passed | SharePiece | Page | Failed
+FromStage = (
+    Here | StageReady | StageHeartbeat | PagesAllocated | StageUnable | Passed | SharePiece | Page | Failed
+)
 ToStage = OpenStage | StageRefused | Hold | Compute | Whole | ReadPage | WritePage
 FROM_STAGE: MessageDecoder[FromStage] = MessageDecoder(FromStage)
 TO_STAGE: MessageDecoder[ToStage] = MessageDecoder(ToStage)

@@ -44,7 +44,7 @@ class PoolWorker:
     identity: events.WorkerIdentity
     pages: int
     rows_per_s: float
-    heard_s: float
+    last_heartbeat_s: float
     stepped_s: float
     """Time of its engine's last step, or when it last had nothing to do."""
     steps: int = -1
@@ -175,7 +175,7 @@ def _beat(pool: Pool, event: events.Beat, now_s: float, commands: list[events.Po
                 events.Refuse(event.worker, event.life, reason or "it was given up; let it join again")
             )
         return
-    worker.heard_s = now_s
+    worker.last_heartbeat_s = now_s
     if event.steps != worker.steps or not event.jobs:
         worker.steps, worker.stepped_s = event.steps, now_s
     if now_s - worker.stepped_s <= _step_patience_s(pool.settings, worker):
@@ -195,7 +195,7 @@ def _watch(pool: Pool, now_s: float, commands: list[events.PoolCommand]) -> None
     """
     settings = pool.settings
     for number, worker in sorted(pool.workers.items()):
-        silent_s = now_s - worker.heard_s
+        silent_s = now_s - worker.last_heartbeat_s
         still_s = now_s - worker.stepped_s - _step_patience_s(settings, worker)
         if max(silent_s, still_s) > settings.dead_s:
             commands += [

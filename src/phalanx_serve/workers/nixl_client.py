@@ -414,7 +414,7 @@ def _read_runs(
     """
     wire.send_message(Lay(runs[0].start, len(runs[0])))
     for number, run in enumerate(runs):
-        laid = _heard(wire, len(run))
+        laid = _receive_pages_reply(wire, len(run))
         if isinstance(laid, NotLaid):
             raise NixlError(f"{wire.peer}: {laid.reason}")
         after = runs[number + 1] if number + 1 < len(runs) else None
@@ -425,12 +425,12 @@ def _read_runs(
             process.read(laid.agent, laid.address, turns[number % 2], len(run), page_bytes, within_s)
         except NixlError:
             if after is not None:
-                _heard(wire, len(after))  # the pending reply; its run is not read
+                _receive_pages_reply(wire, len(after))  # the pending reply; its run is not read
             raise
         yield laid.digests
 
 
-def _heard(wire: SealedConnection, pages: int) -> Laid | NotLaid:
+def _receive_pages_reply(wire: SealedConnection, pages: int) -> Laid | NotLaid:
     """Receive the reply to a request of ``pages`` pages. Raises WireError for another message or number of pages."""
     laid = wire.receive_message(MESSAGES)
     if isinstance(laid, NotLaid) or (isinstance(laid, Laid) and len(laid.digests) == pages):

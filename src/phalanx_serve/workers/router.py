@@ -274,7 +274,7 @@ class RequestRouter:
             if not worker.late or worker.life in self._late or peer is None:
                 continue
             self._late.add(worker.life)
-            silent_s, still_s = now_s - worker.heard_s, now_s - worker.stepped_s
+            silent_s, still_s = now_s - worker.last_heartbeat_s, now_s - worker.stepped_s
             reason = (
                 f"it has given no sign of life for {silent_s:.0f} s"
                 if silent_s > self.settings.late_s

@@ -327,7 +327,7 @@ def _kinship(comparison: runs.RunComparison) -> str:
     return "two different runs (fields of the run, or their data, differ): compared as far as they go"
 
 
-def verdict_lines(verdict: runs.Verdict) -> Iterator[str]:
+def verdict_lines(verdict: runs.ReplayResult) -> Iterator[str]:
     """Yield the lines of the result of both replays: their steps, the verdict, unconfirmed numbers, and what was left out."""
     origin = f"from the checkpoint of step {verdict.from_step}" if verdict.from_step else "from the beginning"
     yield f"replayed {origin} to step {verdict.to_step}: {verdict.compared.observations:,} tensors compared"

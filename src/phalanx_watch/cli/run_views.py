@@ -271,7 +271,7 @@ def goodput_command(run_dir: Path, as_json: bool) -> None:
         result = goodput(read_events(RunDirectory(run_dir).events))
     if as_json:
         click.echo(
-            json.dumps({**dataclasses.asdict(result), "goodput": result.goodput, "held_ns": result.held_ns})
+            json.dumps({**dataclasses.asdict(result), "goodput": result.goodput, "held_ns": result.total_ns})
         )
     else:
         click.echo(format_goodput(result))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cli.data.order import data_origin, read_data_run
-from phalanx.data.origin import DataOrigin, Reading, documents_of_record, readings_of_step
+from phalanx.data.origin import DataOrigin, SampleLocation, documents_of_record, readings_of_step
 from phalanx.data.portions.planning.plan import PLAN_KEY
 from phalanx.data.portions.tasks import Workplace
 from phalanx.data.portions.write_portion import TracedDocument, trace
@@ -281,7 +281,7 @@ class _Waiting:
 # The documents of the worst slots.
 
 
-def _documents(spec: RunSpec, readings: list[Reading], scores: BatchScores) -> list[SpikeDocument]:
+def _documents(spec: RunSpec, readings: list[SampleLocation], scores: BatchScores) -> list[SpikeDocument]:
     """Return the ``_DOCUMENTS`` documents with the largest mean losses in the scored sequences, the largest first."""
     data, places = RunData.of_run(spec), open_places(spec.data)
     documents = [
@@ -301,7 +301,7 @@ def _documents(spec: RunSpec, readings: list[Reading], scores: BatchScores) -> l
 def _documents_of_sequence(
     spec: RunSpec,
     place: DatasetPlace,
-    reading: Reading,
+    reading: SampleLocation,
     ids: NDArray[np.int64],
     losses: NDArray[np.float64],
 ) -> Iterator[SpikeDocument]:
@@ -342,7 +342,7 @@ def _documents_of_sequence(
         )
 
 
-def _traced(place: DatasetPlace, reading: Reading, seq_len: int) -> list[TracedDocument]:
+def _traced(place: DatasetPlace, reading: SampleLocation, seq_len: int) -> list[TracedDocument]:
     """Return the documents of a sequence with their raw files; none if the dataset was not prepared from a recipe."""
     work = Workplace(place.address)
     try:

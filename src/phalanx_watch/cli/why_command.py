@@ -167,7 +167,7 @@ def command(options: WhyOptions) -> None:
     directory = RunDirectory(run_dir)
     if not (directory.events.exists() or directory.record.exists() or (run_dir / FOLDER).is_dir()):
         raise TroubleError(f"{run_dir} is no run directory: it has neither events.jsonl nor record.json")
-    job, asked_s = standing_or_end(run_dir), time.monotonic()
+    job, checked_s = standing_or_end(run_dir), time.monotonic()
     current = reasons(directory, time.time(), job)
     _print(current, directory, options.as_json)
     notices = None
@@ -176,8 +176,8 @@ def command(options: WhyOptions) -> None:
         notices.update(current, time.time())
     while options.follow:
         time.sleep(_POLL_S)
-        if time.monotonic() - asked_s >= _ENGINE_S:
-            job, asked_s = standing_or_end(run_dir), time.monotonic()
+        if time.monotonic() - checked_s >= _ENGINE_S:
+            job, checked_s = standing_or_end(run_dir), time.monotonic()
         before, current = current, reasons(directory, time.time(), job)
         if [_key(reason) for reason in current] != [_key(reason) for reason in before]:
             _print(current, directory, options.as_json)

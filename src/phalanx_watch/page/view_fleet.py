@@ -186,7 +186,7 @@ def account(events: Sequence[Event], price: float | None) -> dict[str, object]:
     first = attempts[0].attempt if attempts else 0
     recoveries_by_attempt = {attempt.attempt: attempt for attempt in recoveries(events, first)}
     return {
-        "held_s": total.held_ns / NS_PER_S,
+        "held_s": total.total_ns / NS_PER_S,
         "gap_s": total.gap_ns / NS_PER_S,
         "goodput": total.goodput,
         "goodput_if_kept": total.goodput_if_kept,
@@ -245,11 +245,11 @@ def _cost(total: goodput.Goodput, price: float) -> dict[str, object]:
 
     return {
         "price_per_accelerator_hour": price,
-        "accelerator_hours": total.held_ns / NS_PER_S / _S_PER_H,
-        "dollars": dollars(total.held_ns),
+        "accelerator_hours": total.total_ns / NS_PER_S / _S_PER_H,
+        "dollars": dollars(total.total_ns),
         "buckets": {name: dollars(value) for name, value in total.buckets_ns.items()},
         "outcomes": {name: dollars(value) for name, value in total.outcomes_ns.items()},
-        "not_in_the_weights": dollars(total.held_ns - total.committed_ns - total.pending_ns),
+        "not_in_the_weights": dollars(total.total_ns - total.committed_ns - total.pending_ns),
     }
 
 

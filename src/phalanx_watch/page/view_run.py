@@ -296,7 +296,7 @@ def logs_view(_runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[
     failure = read_lines.first_logged_failure(directory)
     return {
         "lines": [
-            _said(item.example)
+            _line_facts(item.example)
             | {"count": item.count, "first": item.first, "last": item.last, "place": item.place}
             for item in read_lines.grouped(shown)
         ]
@@ -342,10 +342,10 @@ def _rank(word: str) -> int:
 def _line(line: read_lines.LogLine) -> dict[str, object]:
     """Return a log line as a group of one."""
     where = ", ".join(word for word in (line.process, line.node or "") if word)
-    return _said(line) | {"count": 1, "first": line.t, "last": line.t, "place": where}
+    return _line_facts(line) | {"count": 1, "first": line.t, "last": line.t, "place": where}
 
 
-def _said(line: read_lines.LogLine) -> dict[str, object]:
+def _line_facts(line: read_lines.LogLine) -> dict[str, object]:
     """Return a log line as plain values, with a long text cut."""
     text = line.text if len(line.text) <= _LONGEST_TEXT else f"{line.text[:_LONGEST_TEXT]} ..."
     shortened = structs.replace(line, text=text, goes_on=UNSET)

@@ -262,7 +262,7 @@ def term_rows(prediction: Prediction | None, measured_s: Mapping[str, float]) ->
     return [TermRow(row, planned.get(row, nothing), measured_s.get(row, 0.0)) for row in order]
 
 
-def what_would_pay(rows: Sequence[TermRow], step_s: float) -> list[str]:
+def largest_overruns(rows: Sequence[TermRow], step_s: float) -> list[str]:
     """Return sentences on the three terms that most exceed the planner's estimate, by over 2 % of the step."""
     over = sorted(
         (row for row in rows if row.measured_s - row.predicted_s > 0.02 * step_s),

@@ -396,7 +396,7 @@ def _plan(
             }
             for row in rows
         ],
-        "would_pay": [] if prediction is None else op_times.what_would_pay(rows, step_s),
+        "would_pay": [] if prediction is None else op_times.largest_overruns(rows, step_s),
     }
 
 

@@ -137,7 +137,7 @@ def _spent(directory: RunDirectory, price: float) -> tuple[Goodput, SpentCost] |
         events = list(read_events(directory.events))
     except EventLogError:
         return None
-    return goodput(events), SpentCost(rank_goodput(events).held_ns / _HOUR_NS, price)
+    return goodput(events), SpentCost(rank_goodput(events).total_ns / _HOUR_NS, price)
 
 
 # Several runs side by side.

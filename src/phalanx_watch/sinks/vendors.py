@@ -335,7 +335,7 @@ class MlflowSink:
         experiment = (
             existing.experiment_id if existing else self._client.create_experiment("phalanx", **place)
         )
-        self._run_id = self._found_or_made(experiment, run_directory.resolve(), run)
+        self._run_id = self._find_or_create_run(experiment, run_directory.resolve(), run)
         self._set_parameters(hyperparameters(run_directory))
         self._metrics: list[Any] = []
         self._drawn = {
@@ -349,7 +349,7 @@ class MlflowSink:
         """Return True for a point that MLflow has already."""
         return point_of(event) in self._drawn
 
-    def _found_or_made(self, experiment: str, directory: Path, run: str) -> str:
+    def _find_or_create_run(self, experiment: str, directory: Path, run: str) -> str:
         """Return the id of the MLflow run of this run directory, set to running; create it if missing."""
         mark = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
         earlier = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{mark}'", max_results=1)

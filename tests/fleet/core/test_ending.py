@@ -312,12 +312,12 @@ def test_after_a_damaged_journal_a_stop_waits_until_agents_have_had_form_s_since
     known: bool, dialing: set[str], before_s: float
 ) -> None:
     fleet = asked_anew(known)
-    asked_s, form_s = fleet.now_s, fleet.state.settings.form_s
+    requested_s, form_s = fleet.now_s, fleet.state.settings.form_s
     fleet.hear(m.Tick(), after_s=before_s)
     fleet.hear(m.StopRun(), *(dials(name, incarnation=2) for name in sorted(dialing)))
     fleet.hear(m.Tick(), after_s=form_s - before_s - 0.1)
     assert fleet.state.phase is FleetPhase.WAITING
-    assert next_deadline_s(fleet.state) <= asked_s + form_s
+    assert next_deadline_s(fleet.state) <= requested_s + form_s
     fleet.hear(m.Tick(), after_s=0.2)
     assert fleet.state.phase is FleetPhase.FINISHED
     fleet = asked_anew(known)

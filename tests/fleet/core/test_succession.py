@@ -75,7 +75,7 @@ def test_the_head_that_is_back_restores_what_was_saved_while_it_was_away() -> No
         c.FromDisk(4),
     )
     assert is_untold(fleet.state, claim)
-    fleet.hear(m.Untold(), m.Restarted(), m.DiskHolds((4, 70)))
+    fleet.hear(m.EpochUnsent(), m.Restarted(), m.DiskHolds((4, 70)))
     assert fleet.state.phase is FleetPhase.PARKING
     fleet.park(step=3)
     assert (fleet.state.phase, fleet.state.epoch, fleet.state.source) == (

@@ -255,7 +255,7 @@ def test_whatever_numbers_a_damaged_line_has_the_run_can_be_watched_and_accounte
     list(plain_lines(events, 1.0))
     screen(state_after(events))
     account = goodput(events)
-    assert sum(account.buckets_ns.values()) == account.held_ns
+    assert sum(account.buckets_ns.values()) == account.total_ns
     format_goodput(account)
 
 

@@ -34,7 +34,7 @@ def test_a_crash_costs_the_steps_since_the_checkpoint_and_the_time_between() -> 
     assert result.gap_ns == s(30)
     assert result.attempts == 2
     # 45 s of steps, 4 evaluations and checkpoints of 1 s in all, two starts of 4 s.
-    assert result.held_ns == s(45 + 4 + 8)
+    assert result.total_ns == s(45 + 4 + 8)
     assert result.goodput == 39 / 57
 
 
@@ -113,7 +113,7 @@ def test_what_came_after_the_last_ledger_is_unattributed() -> None:
 
 def test_a_run_without_events_has_no_goodput() -> None:
     result = goodput([])
-    assert (result.goodput, result.held_ns, result.attempts) == (0.0, 0, 0)
+    assert (result.goodput, result.total_ns, result.attempts) == (0.0, 0, 0)
 
 
 SECONDS = st.integers(0, 10**7).map(lambda us: us / 1e6)
@@ -160,10 +160,10 @@ def test_every_nanosecond_in_a_step_has_one_outcome(events: list[Event]) -> None
 def test_held_time_and_gaps_make_up_the_wall_time_from_first_to_last(events: list[Event]) -> None:
     result = goodput(events)
     first = [event for event in events if event.attempt == 0]
-    started_s = first[-1].t - goodput(first).held_ns / NS_PER_S
+    started_s = first[-1].t - goodput(first).total_ns / NS_PER_S
     wall_s = events[-1].t - started_s
     # Event times are unix seconds in a double, good to a quarter of a microsecond.
-    assert abs((result.held_ns + result.gap_ns) / NS_PER_S - wall_s) < 1e-5
+    assert abs((result.total_ns + result.gap_ns) / NS_PER_S - wall_s) < 1e-5
 
 
 @given(histories())

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from free_ports import free_port
 from phalanx.observe.metrics.endpoint import (
-    Answer,
     Endpoint,
+    HttpResponse,
     MetricsServer,
     Target,
     announce,
@@ -111,7 +111,7 @@ def test_however_often_one_asks_the_text_is_not_made_anew_all_the_time() -> None
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
     exporter = Exporter({"good": good}, LABELS, patience_s=100.0)
-    pages = {"/metrics": metrics_page(exporter), "/targets": json_page(lambda: [1]), "/bad": lambda _: Answer(b"%d" % (1 // 0)), "/large": lambda _: Answer(b"x" * 20_000_000, "text/plain")}  # fmt: skip
+    pages = {"/metrics": metrics_page(exporter), "/targets": json_page(lambda: [1]), "/bad": lambda _: HttpResponse(b"%d" % (1 // 0)), "/large": lambda _: HttpResponse(b"x" * 20_000_000, "text/plain")}  # fmt: skip
     with closing(MetricsServer(pages, "127.0.0.1", 0)) as serving, closing(exporter):
         yield serving
 

@@ -8,11 +8,11 @@ import threading
 import urllib.request
 from contextlib import ExitStack, closing
 
-from phalanx.observe.metrics.endpoint import Answer, MetricsServer
+from phalanx.observe.metrics.endpoint import HttpResponse, MetricsServer
 
 
 def test_clients_that_say_nothing_keep_nobody_waiting_however_many_they_are() -> None:
-    pages = {"/metrics": lambda _: Answer(b"1")}
+    pages = {"/metrics": lambda _: HttpResponse(b"1")}
     with ExitStack() as stack:
         server = stack.enter_context(closing(MetricsServer(pages, "127.0.0.1", 0, request_timeout_s=600.0)))
         for _ in range(600):
@@ -27,9 +27,9 @@ def test_clients_that_say_nothing_keep_nobody_waiting_however_many_they_are() ->
 def test_clients_that_wait_for_a_slow_page_are_bounded_and_the_others_are_hung_up_on() -> None:
     done = threading.Event()
 
-    def page(_: object) -> Answer:
+    def page(_: object) -> HttpResponse:
         done.wait()
-        return Answer(b"1")
+        return HttpResponse(b"1")
 
     with ExitStack() as stack:
         server = stack.enter_context(

@@ -82,10 +82,10 @@ def test_a_process_that_gives_no_sign_of_life_is_given_up_with_what_to_do(asked:
 def test_who_has_stood_still_itself_blames_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = linked()
     here.expect_life(30.0)
-    for said in (m.StageHeartbeat(), m.StageHeartbeat(), m.Held()):
+    for said in (m.StageHeartbeat(), m.StageHeartbeat(), m.PagesAllocated()):
         there.send(said)
     # What came meanwhile is read long after it was asked for, the answer behind signs of life.
-    assert here.receive(m.FROM_STAGE, longest_s=0.0) == m.Held()
+    assert here.receive(m.FROM_STAGE, longest_s=0.0) == m.PagesAllocated()
 
     now = [0.0]
     monkeypatch.setattr(m, "time", SimpleNamespace(monotonic=lambda: now[0]))

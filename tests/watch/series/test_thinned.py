@@ -104,7 +104,7 @@ def test_each_attempt_has_its_own_account_and_together_they_are_the_whole(tmp_pa
     file = write_events(tmp_path, crashed_run())
     accounts = attempt_accounts(read_events(file))
     whole = goodput(read_events(file))
-    assert sum(sum(one.buckets_ns.values()) for one in accounts) == whole.held_ns
+    assert sum(sum(one.buckets_ns.values()) for one in accounts) == whole.total_ns
     assert [(one.attempt, one.ranks, one.first_step, one.last_step, one.reason) for one in accounts] == [
         (0, 2, 1, 25, ""),
         (1, 2, 21, 40, "finished"),

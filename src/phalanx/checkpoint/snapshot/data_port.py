@@ -130,9 +130,9 @@ class Busy(_Message, frozen=True):
 
 
 Request = Describe | ReadImage | OfferSnapshot
-Answer = BytesFollow | PushAccepted | Missing | SnapshotRefused | Busy
+DataPortReply = BytesFollow | PushAccepted | Missing | SnapshotRefused | Busy
 REQUESTS: MessageDecoder[Request] = MessageDecoder(Request)
-ANSWERS: MessageDecoder[Answer] = MessageDecoder(Answer)
+ANSWERS: MessageDecoder[DataPortReply] = MessageDecoder(DataPortReply)
 
 
 # The server: buddies push snapshots to it, and restoring ranks read them.
@@ -424,7 +424,7 @@ def _connect(address: str, tls: ssl.SSLContext | None, timeout_s: float) -> Fram
         raise kind(f"{address}: no secure connection ({error})") from error
 
 
-def _failure(answer: Answer, peer: str) -> Exception:
+def _failure(answer: DataPortReply, peer: str) -> Exception:
     """Return the error that a negative answer of ``peer`` means; HolderLostError for an answer that does not fit."""
     match answer:
         case Missing(text):

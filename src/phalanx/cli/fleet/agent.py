@@ -256,7 +256,7 @@ def _wait_for(coordinator: str, folder: Path, patience_s: float, is_succeeded: C
     A different program on that port does not count. Raises TimeoutError after ``patience_s``.
     """
     host, port = split_address(coordinator)
-    said_s, began_s = -_SAY_AGAIN_S, time.monotonic()
+    printed_s, began_s = -_SAY_AGAIN_S, time.monotonic()
     looked_s = began_s
     while True:
         try:
@@ -272,8 +272,8 @@ def _wait_for(coordinator: str, folder: Path, patience_s: float, is_succeeded: C
                     f"no coordinator at {coordinator} for {patience_s:.0f} s (fleet.coordinator_lease_s): {error}. Start the node that "
                     "leads, then this one again"
                 ) from error
-            if time.monotonic() - said_s >= _SAY_AGAIN_S:
-                said_s = time.monotonic()
+            if time.monotonic() - printed_s >= _SAY_AGAIN_S:
+                printed_s = time.monotonic()
                 click.echo(f"waiting for the coordinator at {coordinator} ({error})", err=True)
             if time.monotonic() - looked_s >= _SAY_AGAIN_S / 6:
                 looked_s = time.monotonic()

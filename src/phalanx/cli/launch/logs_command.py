@@ -330,7 +330,7 @@ def _print(path: Path, run: SubmittedRun, last: int, *, follow: bool) -> None:
 
     If another node leads from then on, switch to its log, which is printed from its start.
     """
-    place, asked_s, ended = 0, 0.0, not follow
+    place, checked_s, ended = 0, 0.0, not follow
     first, decoder = True, _Decoder("replace")
     while True:
         if path.exists():
@@ -345,8 +345,8 @@ def _print(path: Path, run: SubmittedRun, last: int, *, follow: bool) -> None:
         if (now := leading_log(run)) != path:
             click.echo(f"{now.stem} leads from now on: {now}", err=True)
             path, place, first, decoder = now, 0, True, _Decoder("replace")
-        if time.monotonic() - asked_s > _ASK_S:
-            asked_s, ended = time.monotonic(), run.standing() is None
+        if time.monotonic() - checked_s > _ASK_S:
+            checked_s, ended = time.monotonic(), run.standing() is None
         else:
             time.sleep(_POLL_S)
 

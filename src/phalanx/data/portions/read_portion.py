@@ -14,7 +14,7 @@ from phalanx.data.formats.compressed import Compression
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions
 from phalanx.data.formats.read import FileFormat, Kind, documents
 from phalanx.data.formats.tables import columns_read
-from phalanx.data.portions.planning.plan import Piece, PreparationPlan, bring_parquet_footer
+from phalanx.data.portions.planning.plan import FileSpan, PreparationPlan, bring_parquet_footer
 from phalanx.data.portions.planning.raw_files import LocalBytes, require_unchanged, scratch_folder
 from phalanx.data.portions.planning.recipe import read_options
 from phalanx.data.portions.tasks import TaskManifest, Workplace
@@ -52,7 +52,7 @@ def read_portion(plan: PreparationPlan, number: int) -> Iterator[tuple[int, Docu
         require_unchanged(file)
 
 
-def _documents(plan: PreparationPlan, piece: Piece, *, stops: bool) -> Iterator[Document | BadDocument]:
+def _documents(plan: PreparationPlan, piece: FileSpan, *, stops: bool) -> Iterator[Document | BadDocument]:
     """Yield a piece's documents, from a temporary local copy of its bytes if the file is remote.
 
     If the caller ``stops`` at the first bad line, its number is that in the full file; otherwise a bad line's number
@@ -82,7 +82,7 @@ def _documents(plan: PreparationPlan, piece: Piece, *, stops: bool) -> Iterator[
             raise PreparationError(local.named(str(error))) from error
 
 
-def _bring(local: LocalBytes, piece: Piece, form: FileFormat, nbytes: int, options: ReadOptions) -> None:
+def _bring(local: LocalBytes, piece: FileSpan, form: FileFormat, nbytes: int, options: ReadOptions) -> None:
     """Copy the bytes of a piece that reading needs from a remote file: its lines, or of Parquet the footer and columns
     in use. All bytes of other formats; nothing of a file that is local already.
     """

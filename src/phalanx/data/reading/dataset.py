@@ -40,7 +40,7 @@ from phalanx.run.spec import RunSpec
 # samples as for a thousand. So a process that reads the run in sequence locates a batch with its first sample. A process that
 # takes a few samples of each step, such as one of many ranks, locates only those.
 
-Place = Callable[[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]
+SampleReader = Callable[[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]
 """Maps ``first`` and ``count`` to the source's number, and the record's number in the source's part, of each of these samples of the run."""
 
 _STRETCH = 8192
@@ -49,7 +49,7 @@ _STRETCH = 8192
 class LocatedAhead:
     """Returns the locations that ``place`` returns, with fewer calls of it. Thread-safe."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SampleReader) -> None:
         self._place = place
         self._located: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
         """First sample and locations of the last batch, assigned together so that threads see a consistent value."""
@@ -163,7 +163,7 @@ class RunData:
         index: DataIndex,
         tokenizer: Tokenizer,
         sources: Sequence[SourceData],
-        place: Place,
+        place: SampleReader,
         *,
         within_documents: bool = False,
     ) -> None:

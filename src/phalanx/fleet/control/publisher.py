@@ -19,7 +19,7 @@ from phalanx.fleet.core.requests import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase, FleetState, Incident, node_called
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.observe.events import EpochLeft, IncidentKind, Message
-from phalanx.observe.metrics.samples import Derived, Found, Kind, Labels, Metric, Sample, collect
+from phalanx.observe.metrics.samples import Derived, Kind, Labels, Metric, MetricValues, Sample, collect
 from phalanx.run.directory.paths import RunDirectory
 
 _FILE_SHARE = 0.02
@@ -141,18 +141,18 @@ ROLES = ("member", "spare", "warming", "lost", "quarantined", "drained", "leavin
 
 
 def _derived(
-    name: str, kind: Kind, text: str, compute: Callable[[FleetFile], Found], *labels: str
+    name: str, kind: Kind, text: str, compute: Callable[[FleetFile], MetricValues], *labels: str
 ) -> Derived[FleetFile]:
     return Derived(Metric(f"phalanx_fleet_{name}", kind, text, _SOURCE, labels), compute)
 
 
-def _roles(fleet: FleetFile) -> Found:
+def _roles(fleet: FleetFile) -> MetricValues:
     """Return the number of members by role."""
     counts = Counter(member.role for member in fleet.members)
     return [({"role": role}, counts[role]) for role in ROLES]
 
 
-def _phases(fleet: FleetFile) -> Found:
+def _phases(fleet: FleetFile) -> MetricValues:
     return [({"phase": phase.value}, float(phase is fleet.phase)) for phase in FleetPhase]
 
 

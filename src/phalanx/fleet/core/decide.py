@@ -474,7 +474,7 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     m.Rekeyed: requests.rekeyed,
     m.Diagnosed: requests.diagnosed,
     m.Restarted: requests.restarted,
-    m.Untold: requests.untold,
+    m.EpochUnsent: requests.end_unsent_epoch,
     m.StoodStill: requests.stood_still,
     m.Rollcall: rollcall,
 }

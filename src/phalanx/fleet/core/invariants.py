@@ -197,7 +197,7 @@ def resync(
         seen_epoch=max(state.seen_epoch, epoch),
         now_s=now_s,
         since_s=now_s,
-        asked_s=now_s,
+        reports_requested_s=now_s,
         reason=state.reason if over else detail,
         left_s=now_s if state.left_s is None else state.left_s,
         stopping=state.stopping,
@@ -254,7 +254,7 @@ meaning.
 """
 RESTARTED = (m.Restarted(),)
 """First batch of a coordinator: it began, and replayed the journal."""
-UNTOLD = (m.Untold(),)
+UNTOLD = (m.EpochUnsent(),)
 """Follows it if the epoch at the end of the journal was never claimed."""
 _REMEDY = "move it away and start again: the run continues from its newest checkpoint"
 

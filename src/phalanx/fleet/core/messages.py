@@ -343,7 +343,7 @@ class Restarted(WireMessage, frozen=True):
     """The coordinator was down and has replayed its journal: no node's silence until now counts."""
 
 
-class Untold(WireMessage, frozen=True):
+class EpochUnsent(WireMessage, frozen=True, tag="Untold"):
     """No node has received the epoch that is being bound: the coordinator died before it claimed that epoch,
     and the previous one trains on.
     """
@@ -399,7 +399,7 @@ ShellEvent = (
     | Enlarge
     | Diagnosed
     | Restarted
-    | Untold
+    | EpochUnsent
     | StoodStill
 )
 """Events from the coordinator's own shell."""

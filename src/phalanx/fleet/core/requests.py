@@ -156,7 +156,7 @@ def restarted(state: FleetState, event: m.Restarted, orders: list[Order]) -> Non
     state.step_s, state.next_lease_s = now_s, now_s + settings.lease_s
 
 
-def untold(state: FleetState, event: m.Untold, orders: list[Order]) -> None:  # noqa: ARG001
+def end_unsent_epoch(state: FleetState, event: m.EpochUnsent, orders: list[Order]) -> None:  # noqa: ARG001
     """End the epoch that is being bound, since it was sent to no node.
 
     Members of the previous one may have continued, and saved newer state than it would restore.
@@ -179,7 +179,9 @@ def stood_still(state: FleetState, event: m.StoodStill, orders: list[Order]) -> 
     state.suspects = {name: put_off(at_s) for name, at_s in state.suspects.items()}
     state.rolled_s, state.since_s = put_off(state.rolled_s), put_off(state.since_s)
     state.step_s = put_off(state.step_s)
-    state.asked_s = None if state.asked_s is None else put_off(state.asked_s)
+    state.reports_requested_s = (
+        None if state.reports_requested_s is None else put_off(state.reports_requested_s)
+    )
 
 
 # The size of a fleet changes by request. A node that is to go is *leaving*: it may hold no rank any more, so

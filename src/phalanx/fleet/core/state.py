@@ -177,7 +177,7 @@ class FleetState(Struct):
     """Why the last epoch was ended, or why the fleet waits."""
     planned: bool = False
     """True if the epoch is being left at a step boundary, not because of a fault."""
-    asked_s: float | None = None
+    reports_requested_s: float | None = None
     """Time of the last request for every node's description, because their state was lost or not to be
     trusted.
     """
@@ -192,7 +192,7 @@ class FleetState(Struct):
     pace_s: float = 0.0
     """Seconds that a step usually takes, smoothed."""
     diagnosed: bool = False
-    told_of_waiting: bool = False
+    is_wait_recorded: bool = False
     """True once an incident has recorded that the present step waits for samples."""
     best_step: int = NO_STEP
     """The furthest step ever completed, as far as known."""

@@ -299,7 +299,7 @@ def _by_claim_alone(claim: Claim, fencing: FencingToken, now_s: float) -> FleetS
         seen_epoch=claim.epoch,
         now_s=now_s,
         since_s=now_s,
-        asked_s=now_s,
+        reports_requested_s=now_s,
         left_s=None if claim.epoch == NO_EPOCH else now_s,
         reason=claim.reason,
         stopping=claim.stopping,

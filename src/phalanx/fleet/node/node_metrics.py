@@ -18,7 +18,7 @@ from phalanx.checkpoint.snapshot.segments import free_memory_bytes
 from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, RankSnapshot, WorkerPhase
 from phalanx.fleet.health.node_health import GpuReading, Xid, kernel_log, read_gpu, same_bus, xids
 from phalanx.fleet.node.agent_actions import WorkerLife
-from phalanx.observe.metrics.samples import Derived, Found, Kind, Labels, Metric, Sample, collect
+from phalanx.observe.metrics.samples import Derived, Kind, Labels, Metric, MetricValues, Sample, collect
 from phalanx.observe.record.notes import nvidia_driver
 from phalanx.observe.record.records import package_versions
 from phalanx.version import __version__
@@ -51,17 +51,17 @@ def _derived(name: str, kind: Kind, text: str, source: str, compute: Any, *label
     return Derived(Metric(f"phalanx_node_{name}", kind, text, source, labels), compute)
 
 
-def _phases(agent: AgentFacts) -> Found:
+def _phases(agent: AgentFacts) -> MetricValues:
     return [({"phase": phase.value}, float(phase is agent.phase)) for phase in WorkerPhase]
 
 
-def _step(agent: AgentFacts) -> Found:
+def _step(agent: AgentFacts) -> MetricValues:
     """Return the last step of the slowest worker with a rank; ``None`` if there is none."""
     steps = [worker.step for worker in agent.workers if worker.epoch != NO_EPOCH]
     return min(steps) if steps and min(steps) != NO_STEP else None
 
 
-def _running(agent: AgentFacts) -> Found:
+def _running(agent: AgentFacts) -> MetricValues:
     return Counter(worker.running for worker in agent.workers)[True]
 
 

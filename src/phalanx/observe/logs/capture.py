@@ -24,7 +24,7 @@ from typing import BinaryIO, TextIO
 
 from phalanx.observe.logs.assemble import Assembler, Record, clean, shortened
 from phalanx.observe.logs.line import Level, begun_text
-from phalanx.observe.logs.log_file import LogOrder, Place, Recorder, taken_from
+from phalanx.observe.logs.log_file import LogOrder, LogPosition, Recorder, taken_from
 from phalanx.observe.logs.masking import SecretMask
 
 _LONG = 4096
@@ -40,10 +40,10 @@ class Capture:
 
         ``tee``: what is caught is also written where it would have gone.
         """
-        self.place = Place()
+        self.place = LogPosition()
         if order.place is not None:
             with suppress(OSError, ValueError):
-                self.place = Place(order.place)
+                self.place = LogPosition(order.place)
         self._recorder = Recorder(
             order, order.path, SecretMask.of_environment(os.environ), self.place, self._complain
         )
@@ -264,7 +264,7 @@ def _level(number: int) -> Level:
     return "info" if number >= logging.INFO else "debug"
 
 
-def capture_output(environment: MutableMapping[str, str]) -> Place:
+def capture_output(environment: MutableMapping[str, str]) -> LogPosition:
     """Catch this process's output if its parent has ordered so, and take the order out of ``environment``.
 
     Return the place in the run (rank, step) that records carry, which the caller keeps up to date; without a usable
@@ -272,7 +272,7 @@ def capture_output(environment: MutableMapping[str, str]) -> Place:
     """
     order = taken_from(environment)
     if order is None:
-        return Place()
+        return LogPosition()
     if order.place is not None:
         with suppress(OSError):
             os.set_inheritable(order.place, False)
@@ -281,14 +281,14 @@ def capture_output(environment: MutableMapping[str, str]) -> Place:
     return capture.place
 
 
-def also_log(order: LogOrder) -> Place:
+def also_log(order: LogOrder) -> LogPosition:
     """Write the output of this process into a log too; it still goes where it went. Returns its place."""
     capture = Capture(order, tee=True)
     capture.install()
     return capture.place
 
 
-def place_of_process() -> Place:
+def place_of_process() -> LogPosition:
     """The place that the lines of this process carry; one that nobody reads if its output is not caught."""
     handlers = logging.getLogger().handlers
-    return next((handler.place for handler in handlers if isinstance(handler, RecordHandler)), Place())
+    return next((handler.place for handler in handlers if isinstance(handler, RecordHandler)), LogPosition())

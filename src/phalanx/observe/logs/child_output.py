@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 
 from phalanx.observe.logs.assemble import Assembler, Record
 from phalanx.observe.logs.line import Level, ended_text
-from phalanx.observe.logs.log_file import PER_LINE, VARIABLE, LogOrder, Place, Recorder
+from phalanx.observe.logs.log_file import PER_LINE, VARIABLE, LogOrder, LogPosition, Recorder
 from phalanx.observe.logs.masking import SecretMask
 
 _PIPE_BYTES = 1 << 20
@@ -53,7 +53,7 @@ class ChildOutput:
         with ExitStack() as opened:
             self._reading, self.descriptor = _pipe(opened)
             self._wake_reading, self._wake = _pipe(opened)
-            self.place, self._place_descriptor = Place.shared()
+            self.place, self._place_descriptor = LogPosition.shared()
             opened.pop_all()  # nothing below fails
         with suppress(OSError, AttributeError):  # the user's limit of large pipes, or a system without them
             fcntl.fcntl(self._reading, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)

@@ -266,7 +266,7 @@ class Recorder:
         order: LogOrder,
         path: Path,
         mask: SecretMask,
-        place: Place,
+        place: LogPosition,
         on_trouble: Callable[[str], None] = lambda _words: None,
     ) -> None:
         """Set up the writer of the log ``path``; ``mask`` removes secrets, and ``place`` has the process's rank and
@@ -397,28 +397,28 @@ _BYTES = 3 * 8
 _UNKNOWN = -(2**63)
 
 
-class _PlaceField:
-    """Attribute of a ``Place``: the number at ``index`` of its memory."""
+class _PositionField:
+    """Attribute of a ``LogPosition``: the number at ``index`` of its memory."""
 
     def __init__(self, index: int) -> None:
         self._index = index
 
-    def __get__(self, place: Place, _owner: type[Place]) -> int | None:
+    def __get__(self, place: LogPosition, _owner: type[LogPosition]) -> int | None:
         value = place.values[self._index]
         return None if value == _UNKNOWN else value
 
-    def __set__(self, place: Place, value: int | None) -> None:
+    def __set__(self, place: LogPosition, value: int | None) -> None:
         place.values[self._index] = _UNKNOWN if value is None else value
 
 
-class Place:
+class LogPosition:
     """Rank, epoch and step of a process; ``None`` is not known, or none."""
 
-    rank = _PlaceField(0)
+    rank = _PositionField(0)
     """The rank that the process holds."""
-    epoch = _PlaceField(1)
+    epoch = _PositionField(1)
     """The epoch of the fleet that it is in."""
-    step = _PlaceField(2)
+    step = _PositionField(2)
     """The step that it computes."""
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -433,7 +433,7 @@ class Place:
             self.rank = self.epoch = self.step = None
 
     @classmethod
-    def shared(cls) -> tuple[Place, int]:
+    def shared(cls) -> tuple[LogPosition, int]:
         """Return a new place, empty, and the descriptor by which a child process gets it; the caller closes that. Raises ``OSError``."""
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("phalanx-place", os.MFD_CLOEXEC)

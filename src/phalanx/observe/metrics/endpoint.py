@@ -51,7 +51,7 @@ _REQUEST_S, _ANSWER_S = 2.0, 10.0
 _PAUSE_S = 0.02
 
 
-class Answer(NamedTuple):
+class HttpResponse(NamedTuple):
     """The response of a path."""
 
     body: bytes
@@ -62,25 +62,25 @@ class Answer(NamedTuple):
 
 
 Headers = Mapping[str, str]
-Page = Callable[[Headers], Answer]
+Page = Callable[[Headers], HttpResponse]
 
 
 def metrics_page(exporter: Exporter) -> Page:
     """Return the page ``/metrics``: OpenMetrics for clients that accept it, else the text format; compressed for those that accept
     gzip."""
 
-    def page(headers: Headers) -> Answer:
+    def page(headers: Headers) -> HttpResponse:
         open_metrics = "application/openmetrics-text" in headers.get("accept", "")
         zipped = "gzip" in headers.get("accept-encoding", "")
         text = exporter.text(open_metrics=open_metrics, zipped=zipped)
-        return Answer(text, OPEN_METRICS if open_metrics else TEXT, zipped=zipped)
+        return HttpResponse(text, OPEN_METRICS if open_metrics else TEXT, zipped=zipped)
 
     return page
 
 
 def json_page(content: Callable[[], object]) -> Page:
     """A page of JSON, made at each request."""
-    return lambda _headers: Answer(json.dumps(content()).encode())
+    return lambda _headers: HttpResponse(json.dumps(content()).encode())
 
 
 class MetricsServer:
@@ -182,7 +182,7 @@ class MetricsServer:
         ]
         _send(connection, "\r\n".join(head).encode() + (b"" if method == "HEAD" else body))
 
-    def _answer(self, method: str, path: str, headers: Headers) -> Answer:
+    def _answer(self, method: str, path: str, headers: Headers) -> HttpResponse:
         """Return the page at ``path``; status 405 for other methods than GET and HEAD, 404 for other paths, 500 if
         the page raises.
         """
@@ -197,8 +197,8 @@ class MetricsServer:
             return _plain("500 Internal Server Error", f"{type(error).__name__}: {error}")
 
 
-def _plain(status: str, text: str) -> Answer:
-    return Answer(f"{text}\n".encode(), "text/plain; charset=utf-8", status)
+def _plain(status: str, text: str) -> HttpResponse:
+    return HttpResponse(f"{text}\n".encode(), "text/plain; charset=utf-8", status)
 
 
 def _request(connection: socket.socket, timeout_s: float) -> tuple[str, str, Headers]:

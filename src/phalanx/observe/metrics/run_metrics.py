@@ -15,7 +15,7 @@ import msgspec
 from phalanx.observe import events as run_events
 from phalanx.observe.goodput import Goodput, goodput
 from phalanx.observe.ledger import PHASES, Bucket, in_seconds
-from phalanx.observe.metrics.samples import Derived, Found, Kind, Metric
+from phalanx.observe.metrics.samples import Derived, Kind, Metric, MetricValues
 from phalanx.observe.throughput import typical
 from phalanx.run.sections.monitoring import MOST_TASKS
 
@@ -261,7 +261,7 @@ def _thinned(events: list[run_events.Event]) -> list[run_events.Event]:
 
 
 _EVENTS = "events.jsonl"
-Computed = Callable[[RunFacts], Found]
+Computed = Callable[[RunFacts], MetricValues]
 
 
 def _derived(
@@ -279,7 +279,7 @@ def _of(field: str, name: str) -> Computed:
     """Return a function that computes ``facts.FIELD.NAME``; ``None`` while the field is unknown."""
     read = attrgetter(name)
 
-    def compute(facts: RunFacts) -> Found:
+    def compute(facts: RunFacts) -> MetricValues:
         owner = getattr(facts, field)
         value: float | None = None if owner is None else read(owner)
         return value
@@ -291,15 +291,15 @@ def _count(kind: str) -> Computed:
     return lambda facts: facts.counts[kind]
 
 
-def _by(label: str, values: Mapping[str, float]) -> Found:
+def _by(label: str, values: Mapping[str, float]) -> MetricValues:
     return [({label: name}, value) for name, value in values.items()]
 
 
-def _goodput(facts: RunFacts) -> Found:
+def _goodput(facts: RunFacts) -> MetricValues:
     return facts.goodput.goodput_if_kept if facts.buckets or facts.ended_buckets else None
 
 
-def _outcomes(facts: RunFacts) -> Found:
+def _outcomes(facts: RunFacts) -> MetricValues:
     """Return the seconds of steps by outcome; ``None`` without a ledger."""
     if not facts.buckets and not facts.ended_buckets:
         return None
@@ -307,16 +307,16 @@ def _outcomes(facts: RunFacts) -> Found:
     return _by("outcome", {name.removeprefix("discarded."): value for name, value in outcomes.items()})
 
 
-def _buckets(facts: RunFacts) -> Found:
+def _buckets(facts: RunFacts) -> MetricValues:
     seconds = dict.fromkeys((bucket.value for bucket in Bucket), 0.0)
     return _by("bucket", {name: value for name, value in facts.all_buckets.items() if name in seconds})
 
 
-def _memory(facts: RunFacts) -> Found:
+def _memory(facts: RunFacts) -> MetricValues:
     return None if facts.memory is None else _by("kind", {k: float(v) for k, v in facts.memory.most.items()})
 
 
-def _tasks(facts: RunFacts) -> Found:
+def _tasks(facts: RunFacts) -> MetricValues:
     """Return the figures of each task's last evaluation, labeled by task and figure."""
     return [
         ({"task": body.task, "figure": name}, value)
@@ -325,21 +325,21 @@ def _tasks(facts: RunFacts) -> Found:
     ]
 
 
-def _recovery_seconds(facts: RunFacts) -> Found:
+def _recovery_seconds(facts: RunFacts) -> MetricValues:
     return _by("phase", {phase.value: facts.recovery_seconds[phase.value] for phase in PHASES})
 
 
-def _messages(facts: RunFacts) -> Found:
+def _messages(facts: RunFacts) -> MetricValues:
     return [({"level": level}, facts.counts[f"Message {level}"]) for level in ("info", "warning", "error")]
 
 
-def _state(facts: RunFacts) -> Found:
+def _state(facts: RunFacts) -> MetricValues:
     now = facts.over or ("training" if facts.step_t else "starting" if facts.attempts else "")
     states = ("starting", "training", "stopped", "finished")
     return [({"state": state}, float(state == now)) for state in states]
 
 
-def _software(facts: RunFacts) -> Found:
+def _software(facts: RunFacts) -> MetricValues:
     """Return an info sample with device, first 12 digits of the commit, and PyTorch version; ``None`` before the
     start.
 

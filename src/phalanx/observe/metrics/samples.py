@@ -59,7 +59,7 @@ class Sample(NamedTuple):
 
 
 Facts = TypeVar("Facts")
-Found = float | None | Iterable[tuple[Mapping[str, str], float]]
+MetricValues = float | None | Iterable[tuple[Mapping[str, str], float]]
 """The values of a metric: one number, or none, or numbers with labels that distinguish them."""
 
 
@@ -68,7 +68,7 @@ class Derived(Generic[Facts]):
     """A metric and how its numbers follow from the facts of its source."""
 
     metric: Metric
-    compute: Callable[[Facts], Found]
+    compute: Callable[[Facts], MetricValues]
 
 
 def collect(

@@ -356,7 +356,7 @@ class Unconfirmed:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReplayResult:
     """The result of replaying two runs."""
 
     from_step: int
@@ -406,14 +406,14 @@ def steps_to_replay(comparison: RunComparison, *, from_start: bool) -> tuple[int
 
 def judge_replays(
     replays: tuple[Replay, Replay], logs: tuple[Logged, Logged], steps: tuple[int, int]
-) -> Verdict:
+) -> ReplayResult:
     """Compare two replays with each other and with the logs of runs A and B; of each log at most the first
     unconfirmed number is kept. ``steps`` is the result of ``steps_to_replay``.
     """
     unconfirmed = []
     for run, replay, log in zip("AB", replays, logs, strict=True):
         unconfirmed += unconfirmed_numbers(run, replay.numbers, log)[:1]
-    return Verdict(*steps, compare_replays(*replays), tuple(unconfirmed))
+    return ReplayResult(*steps, compare_replays(*replays), tuple(unconfirmed))
 
 
 def unconfirmed_numbers(

@@ -132,7 +132,7 @@ class SimulatedCoordinator:
         # A head that crashed between its claim and its commands has still begun the epoch.
         self.disk.fence = max(self.disk.fence, self.claim.epoch)
         if succession.is_untold(self.state, self.claim):
-            self._decide(m.Untold())
+            self._decide(m.EpochUnsent())
         if not anew and self.up:  # before other events: deadlines may have passed while it was down
             self._decide(m.Restarted())
         self._tick(self.life)

@@ -53,7 +53,7 @@ _TAIL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileSpan:
     """A span of one raw file."""
 
     file: int
@@ -72,7 +72,7 @@ class PreparationPlan:
     files: tuple[RawFile, ...]
     formats: tuple[FileFormat, ...]
     """The format of each file."""
-    portions: tuple[tuple[Piece, ...], ...]
+    portions: tuple[tuple[FileSpan, ...], ...]
     software: dict[str, str]
     """Versions of the software that affects the output."""
     held_out_end: HeldOutEnd | None = None
@@ -148,14 +148,14 @@ def make_plan(
         files = list_raw_files(recipe.source, folder, out)
     portion_bytes = recipe.output.portion_bytes or default_portion_bytes(sum(file.nbytes for file in files))
     formats: list[FileFormat] = []
-    pieces: list[Piece] = []
+    pieces: list[FileSpan] = []
     with scratch_folder("phalanx-plan-") as scratch:
         for number, file in enumerate(files):
             options = read_options(recipe, file.source)
             source = recipe.source[file.source]
             form, file_spans = _inspected(file, portion_bytes, options, scratch, source)
             formats.append(form)
-            pieces += [Piece(number, span) for span in file_spans]
+            pieces += [FileSpan(number, span) for span in file_spans]
     if not pieces:
         raise CorpusError("the sources of the recipe hold no text: every file is empty")
     portions = tuple(_portions(pieces, portion_bytes))
@@ -247,9 +247,9 @@ def bring_parquet_footer(local: LocalBytes, nbytes: int) -> None:
     local.bring(max(0, nbytes - 8 - length), nbytes)
 
 
-def _portions(pieces: Sequence[Piece], portion_bytes: int) -> Iterator[tuple[Piece, ...]]:
+def _portions(pieces: Sequence[FileSpan], portion_bytes: int) -> Iterator[tuple[FileSpan, ...]]:
     """Yield the pieces in order, grouped so that no portion exceeds ``portion_bytes``; a larger piece is alone."""
-    current: list[Piece] = []
+    current: list[FileSpan] = []
     size = 0
     for piece in pieces:
         if current and size + piece.span.file_bytes > portion_bytes:
@@ -359,7 +359,7 @@ def read_plan(store: Store) -> PreparationPlan:
             head["portion_bytes"],
             tuple(RawFile(*row[:5]) for row in rows["files"]),
             tuple(FileFormat(Kind(row[5]), Compression(row[6])) for row in rows["files"]),
-            tuple(tuple(Piece(row[0], Span(*row[1:])) for row in portion) for portion in rows["portions"]),
+            tuple(tuple(FileSpan(row[0], Span(*row[1:])) for row in portion) for portion in rows["portions"]),
             head["software"],
             HeldOutEnd(**head["held_out_end"]) if "held_out_end" in head else None,
         )

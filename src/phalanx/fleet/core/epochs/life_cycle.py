@@ -266,7 +266,7 @@ def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
     state.awaiting, state.early, state.evidence, state.planned = set(plan.seats), set(), False, False
     state.ranks, state.source = plan.ranks, plan.source
     state.epoch_key = state.key
-    state.step, state.diagnosed, state.told_of_waiting = progress.step_of(plan.source), False, False
+    state.step, state.diagnosed, state.is_wait_recorded = progress.step_of(plan.source), False, False
     if state.step < before:
         # The restore lost steps: computing them again counts as progress too.
         state.best_step = state.step

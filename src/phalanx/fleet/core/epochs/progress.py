@@ -62,7 +62,7 @@ def stepped(state: FleetState, step: int) -> None:
         return
     pace_s = (state.now_s - state.step_s) / (step - state.step)
     state.pace_s = 0.8 * state.pace_s + 0.2 * pace_s if state.pace_s else pace_s
-    state.step, state.step_s, state.diagnosed, state.told_of_waiting = step, state.now_s, False, False
+    state.step, state.step_s, state.diagnosed, state.is_wait_recorded = step, state.now_s, False, False
     progressed(state, step)
     _settle(state, step)
 
@@ -77,8 +77,8 @@ def waits_for_samples(state: FleetState, node: Node, waiting_s: float) -> None:
     if state.phase is not FleetPhase.RUNNING:
         return
     state.step_s, state.diagnosed = state.now_s, False
-    if waiting_s >= TOLD_OF_WAITING_S and not state.told_of_waiting:
-        state.told_of_waiting = True
+    if waiting_s >= TOLD_OF_WAITING_S and not state.is_wait_recorded:
+        state.is_wait_recorded = True
         text = f"has waited {waiting_s:.0f} s for samples from an object store"
         note(state, node.name, text, kind=IncidentKind.DATA_WAIT)
 
@@ -179,7 +179,7 @@ def dialing_until_s(state: FleetState) -> float:
 
     It is ``form_s`` after the begin of forming, else after the last request for every node's description.
     """
-    start_s = state.since_s if state.phase is FleetPhase.FORMING else state.asked_s
+    start_s = state.since_s if state.phase is FleetPhase.FORMING else state.reports_requested_s
     return -math.inf if start_s is None else start_s + state.settings.form_s
 
 
@@ -192,7 +192,7 @@ def memory_may_come(state: FleetState) -> bool:
     has_computed = (
         state.fencing.attempt > 0 or state.durable or max(state.epoch, state.seen_epoch) != NO_EPOCH
     )
-    if not (has_computed or state.asked_s is not None) or state.now_s >= dialing_until_s(state):
+    if not (has_computed or state.reports_requested_s is not None) or state.now_s >= dialing_until_s(state):
         return False
     # After a resynchronization a heartbeat may come before the description. A node started as a spare counts
     # if it holds a state.
