@@ -207,7 +207,7 @@ def test_a_fleet_from_a_run_file_recovers_a_users_model_with_the_same_bits(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel": ParallelSpec(tensor=2)}, r"parallel\.tensor.*examples.mixer:Mixer does not say how"),
+        ({"parallel": ParallelSpec(tensor=2)}, r"parallel\.tensor.*examples.mixer:Mixer does not state how"),
         ({"fleet": FleetSpec(nodes=3), "parallel": ParallelSpec(pipeline=2)}, "3 ranks"),
     ],
 )

@@ -139,7 +139,7 @@ def readings_of_step(
     origin = origin or DataOrigin()
     if not origin.step < step:
         raise DatasetError(
-            f"the run's first own step is {origin.step + 1}, and step {step} is not its own: ask its parent"
+            f"the run's first own step is {origin.step + 1}, and step {step} is its parent's: give the directory of the parent"
         )
     batch = spec.train.batch_size
     samples = np.arange(batch, dtype=np.int64) + origin.sample + (step - 1 - origin.step) * batch

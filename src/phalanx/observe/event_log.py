@@ -2,7 +2,7 @@
 
 A line is one ``write`` on a file opened for appending, so what was appended survives a kill of the
 process. A kill in the middle of it leaves at most one torn line: the next writer closes that line
-first, and readers report it and go on. Readers need no lock and may come while the run writes.
+first, and readers report it and continue. Readers need no lock and may come while the run writes.
 
 The last section is the index of logged steps beside it, ``steps.bin``.
 """

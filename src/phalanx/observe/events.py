@@ -3,11 +3,11 @@
 A run directory holds ``events.jsonl``, one JSON object a line, appended by every attempt at the run
 (an attempt is one life of the job: a restart after a crash is the next). The live display, the loss
 curve, the goodput report and the sinks are all functions of this stream, so a view can be drawn while
-the run goes on, after it died, or on another machine, and all views agree.
+the run continues, after it died, or on another machine, and all views agree.
 
 A line is ``{"t": unix seconds, "attempt": n, "kind": "Step", ...}``. Three rules keep it readable:
 
-* A line that a killed writer left torn is reported as ``Torn``, and reading goes on (``event_log``).
+* A line that a killed writer left torn is reported as ``Torn``, and reading continues (``event_log``).
 * JSON has no NaN: non-finite numbers are the strings "NaN", "Infinity" and "-Infinity".
 * A kind or a shape that this version does not know is kept as ``Unknown``, never an error.
 """
@@ -400,7 +400,7 @@ class ChildTrained:
 
 @dataclass(frozen=True)
 class ChildTaken:
-    """A fork has ended: the run goes on as one of its children."""
+    """A fork has ended: the run continues as one of its children."""
 
     step: int
     """The step of the spike."""

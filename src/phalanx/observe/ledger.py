@@ -40,7 +40,7 @@ class Bucket(StrEnum):
     START_RESTORE = "start.restore"
     """Reading a checkpoint, or drawing the first weights."""
     START_DATA_SEEK = "start.data_seek"
-    """Finding the place in the data at which to go on."""
+    """Finding the place in the data at which to continue."""
     START_WARMUP = "start.warmup"
     """The first step, with its allocations and autotuning."""
     STEP_COMPUTE = "step.compute"

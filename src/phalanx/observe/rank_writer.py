@@ -1,7 +1,7 @@
 """Append frames to a file of ranks' numbers, and keep the file from growing without end.
 
 A frame is one write to a file opened for appending, so that what was written survives a kill of the process. What a kill or a full disk left
-unfinished is filled up with zeros before the next frame: readers see a frame whose checksums are wrong there, and go on.
+unfinished is filled up with zeros before the next frame: readers see a frame whose checksums are wrong there, and continue.
 
 When the file has grown to ``most_bytes`` or ``most_frames``, its older half is coarsened: each two neighboring frames of the same attempt
 become one, which has the larger of both numbers, as a cell of a heat map has. So a run of any length keeps its whole history, finer the newer it

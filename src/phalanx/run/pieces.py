@@ -184,7 +184,7 @@ def _lane_axes(spec: RunSpec) -> Iterator[Problem]:
     if parallel.context > 1 and not spec.model.context_tiles:
         yield Problem(
             "parallel.context",
-            "a sequence that context ranks share is cut into the pieces that lanes ask for only where it is in context tiles",
+            "a sequence that context ranks share is cut into the pieces that lanes need only where it is in context tiles",
             f"set it to 1, or model.context_tiles = {parallel.context} or more",
             ("model.lanes", "model.context_tiles"),
         )

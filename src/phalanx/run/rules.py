@@ -62,7 +62,7 @@ def _absorbed(spec: RunSpec) -> Iterator[Problem]:
     if latent_attention.is_absorbed(spec.model) and spec.precision.matmul != "compute":
         yield Problem(
             "model.mla.absorbed",
-            f"absorbed latent attention has no products of 8-bit operands, which precision.matmul = {spec.precision.matmul!r} asks for",
+            f"absorbed latent attention has no products of 8-bit operands, which precision.matmul = {spec.precision.matmul!r} requires",
             'set precision.matmul = "compute", or leave this out, so that keys and values are expanded',
             ("precision.matmul",),
         )
@@ -117,7 +117,7 @@ def _checkpoint(checkpoint: CheckpointSpec, fleet: FleetSpec) -> Iterator[Proble
         if not checkpoint.store and getattr(checkpoint, name) != getattr(default, name):
             yield Problem(
                 f"checkpoint.{name}",
-                "there is no store that it could be said of",
+                "there is no store for it",
                 "name one in checkpoint.store, or leave this out",
                 ("checkpoint.store",),
             )
@@ -166,7 +166,7 @@ def _custom_model(spec: RunSpec) -> Iterator[Problem]:
         if degree > 1:
             yield Problem(
                 path,
-                f"{model.factory} does not say how its blocks are divided over {degree} ranks",
+                f"{model.factory} does not state how its blocks are divided over {degree} ranks",
                 "set it to 1; a model of your own can be divided over shards and over a pipeline of its blocks",
                 ("model.factory",),
             )
@@ -270,7 +270,7 @@ def _fork(spec: RunSpec) -> Iterator[Problem]:
     if spec.fleet.audit_every_steps:
         yield Problem(
             "train.on_spike",
-            f"the steps of a fork are not audited, and fleet.audit_every_steps = {spec.fleet.audit_every_steps} asks for all steps to be",
+            f"the steps of a fork are not audited, and fleet.audit_every_steps = {spec.fleet.audit_every_steps} audits all steps",
             'set fleet.audit_every_steps = 0, or train.on_spike = "skip"',
             ("fleet.audit_every_steps",),
         )

@@ -116,7 +116,7 @@ def refuse_unused(overrides: Sequence[str], *, searching: bool, tokens: str | No
             )
         if searching and field in SEARCHED:
             raise PlanRequestError(
-                f"--set {text}: a search tries every layout, whatever {field} is: leave it out, give a condition "
+                f"--set {text}: a search tries every layout, for any {field}: leave it out, give a condition "
                 f"(--require '{SEARCHED[field]}=...'), or ask for one layout (--layout)"
             )
 

@@ -290,7 +290,7 @@ def dispatch_s(
     """Seconds until every token of every rank is at its experts; the way back takes the same with its own bytes.
 
     ``tokens`` of each rank go to ``per_token`` experts each, spread evenly over the group. A token crosses the
-    network once for each other domain that holds one of its experts, and goes on to the ranks there over the domain's
+    network once for each other domain that holds one of its experts, and continues to the ranks there over the domain's
     links (DeepEP, github.com/deepseek-ai/DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2). Both ways overlap:
     the slower counts. ``domain_limit`` is the most domains that the router lets a token go to. ``law`` names the
     constants for the way inside a domain: those of DeepEP's kernels, or those of an all-to-all that has as much to

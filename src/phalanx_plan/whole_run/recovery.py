@@ -2,12 +2,12 @@
 
 A saved state passes through tiers: from the accelerator into its host's memory (the only part for which
 training must stand still), from there to a peer's memory, to the node's own flash, or to the cluster's
-durable storage, while training goes on (Gemini, SOSP 2023; two-stage checkpoints of MegaScale,
+durable storage, while training continues (Gemini, SOSP 2023; two-stage checkpoints of MegaScale,
 arXiv:2402.15627). A farther tier survives more and takes longer to drain; the next save into it can begin
 when the last has drained. Every rank writes its own part, so that all links work at once.
 
 Three ways to recover, each a list of phases whose times were published: a warm spare takes the place of the lost node
-while all other processes live on; the run goes on without the lost replica until a node comes back; or
+while all other processes live on; the run continues without the lost replica until a node comes back; or
 everything is started again from durable storage. The time to read the state back is not in these lists: it
 follows from the checkpoint's size and tier. The phases carry the names of the goodput ledger's buckets, and so do the phases of a start.
 """

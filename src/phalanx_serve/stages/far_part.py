@@ -213,7 +213,7 @@ def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> s
 def _run_opened(link: StageLink, opened: m.OpenStage, run_dir: Path | None) -> str:
     """Open the part and work until the connection ends, then return an empty string.
 
-    If the part cannot be opened, or must not go on working (ServeError), send the reason to the server and return it.
+    If the part cannot be opened, or must not continue (ServeError), send the reason to the server and return it.
     A defect while opening is sent and raised; a defect while working is raised.
     """
     try:

@@ -127,7 +127,7 @@ def opened(place: SharedMemoryPlace, nbytes: int) -> memoryview:
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _all_seals() != _all_seals():
             raise OSError(errno.EPERM, f"the pages of process {place.pid} can still be changed")
         if os.fstat(descriptor).st_size < nbytes:
-            raise OSError(errno.ENODATA, f"the pages of process {place.pid} are fewer than it says")
+            raise OSError(errno.ENODATA, f"the pages of process {place.pid} are fewer than it has announced")
         return _map(descriptor, nbytes)
     finally:
         os.close(descriptor)

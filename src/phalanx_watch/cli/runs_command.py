@@ -64,7 +64,7 @@ class ListOptions:
 def list_command(options: ListOptions) -> None:
     """List the runs in FOLDERS (runs/ if none is given); a folder may be a run directory itself.
 
-    Each has a line: state, losses, speed, weights, tags, and the checkpoint that it goes on from. A condition is NAME OPERATOR VALUE, with
+    Each has a line: state, losses, speed, weights, tags, and the checkpoint that it continues from. A condition is NAME OPERATOR VALUE, with
     < <= > >= = != or ~ (contains); a name is a column or its heading, or a field of the run file such as optimizer.lr. With --on: what the cluster does
     with your runs, and why one waits.
 

@@ -429,7 +429,7 @@ def twin_sources(observed: o.Observed) -> Iterator[o.Reason]:
             f"{', '.join(names)}: fingerprint {fingerprints[names[0]][:16]}" for names in twins[:_NAMED]
         ),
         doing=observed.doing("training continues, and reads this text as often as all of them together"),
-        next="see whether data.path of one of them is a mistake (phalanx data show PATH); if not, one source with the sum of the weights says the "
+        next="see whether data.path of one of them is a mistake (phalanx data show PATH); if not, one source with the sum of the weights is the "
         "same, in a run of its own",
     )
 

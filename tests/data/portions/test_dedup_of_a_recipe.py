@@ -98,5 +98,5 @@ def test_the_bytes_are_the_same_on_a_hostile_executor(tmp_path: Path, seed: int)
 
 
 def test_a_dedup_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunFileError, match="dedup: asks for nothing"):
+    with pytest.raises(RunFileError, match="dedup: has no effect"):
         read_recipe(recipe_file(tmp_path, "[dedup]\nexact = false"))

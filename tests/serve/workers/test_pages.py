@@ -235,7 +235,7 @@ def test_pages_in_memory_can_be_neither_changed_nor_shortened_and_others_are_not
     with pytest.raises(PermissionError):
         os.ftruncate(shared.place.descriptor, 0)
     assert bytes(opened(shared.place, shared.nbytes)) == b"".join(PAGES.values())
-    with pytest.raises(OSError, match="fewer than it says"):
+    with pytest.raises(OSError, match="fewer than it has announced"):
         opened(shared.place, shared.nbytes + 1)
     descriptor = os.memfd_create("loose")
     try:

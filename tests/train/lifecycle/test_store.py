@@ -233,7 +233,7 @@ def test_a_place_with_checkpoints_of_nobody_knows_whom_is_not_taken(dataset: Pat
     (tmp_path / "store" / "committed").mkdir(parents=True)
     (tmp_path / "store" / "committed" / "00000002.json").write_text("{}")
     for _ in range(2):
-        with pytest.raises(RunDirectoryError, match=r"no run\.json says of which run"):
+        with pytest.raises(RunDirectoryError, match=r"no run\.json names their run"):
             claim_store(spec, "data")
 
 

@@ -238,5 +238,5 @@ def test_a_child_that_names_its_parents_directory_finds_the_parents_data(
 
 @pytest.mark.parametrize("override", ['checkpoint.init_from="elsewhere"', 'checkpoint.init_with="weights"'])
 def test_another_start_beside_the_parents_step_is_refused(parent: Path, override: str) -> None:
-    with pytest.raises(RunFileError, match="--from says it"):
+    with pytest.raises(RunFileError, match="--from sets it"):
         child_run(parent, 2, ["train.steps=8", override])

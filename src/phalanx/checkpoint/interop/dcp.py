@@ -159,7 +159,7 @@ def _same_as_embedding(folder: _Folder, index: FolderIndex, embedding: str, copy
             f"{folder.directory}: {copy} differs from {embedding}, and model.tie_embeddings = true makes them one; name the "
             "model that was trained, with model.tie_embeddings = false"
         )
-    return f"left out: {copy}, which repeats {embedding} as model.tie_embeddings = true says"
+    return f"left out: {copy}, which repeats {embedding} because model.tie_embeddings = true"
 
 
 def _require(

@@ -454,7 +454,7 @@ def _slurm(*command: str, may_fail: bool = False, tries: int = 1) -> str:
         if not process.returncode:
             return process.stdout
         output = " ".join((process.stderr or process.stdout).split()) or f"exit code {process.returncode}"
-        trouble = f"--slurm: {command[0]}: {output}; SBATCH_PARTITION, SBATCH_ACCOUNT and SBATCH_TIMELIMIT say where and for how long jobs run"
+        trouble = f"--slurm: {command[0]}: {output}; SBATCH_PARTITION, SBATCH_ACCOUNT and SBATCH_TIMELIMIT set where and for how long jobs run"
     if may_fail:
         return ""
     raise PreparationError(trouble)

@@ -27,7 +27,7 @@ _GPU = "cuda"
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Return True if work on ``device`` is queued there and runs on while the host goes on.
+    """Return True if work on ``device`` is queued there and runs on while the host continues.
 
     Raises ``ValueError`` for an accelerator of another kind. All that a CPU needs not do, such as waiting, would be left out there.
     """

@@ -282,4 +282,6 @@ def _answer(host: Host, output: str, mark: str, failure: str) -> str:
     for line in output.splitlines():
         if line.startswith(mark):
             return line.removeprefix(mark)
-    raise EngineError(f"{host.name}: its shell has {failure}, it said: {output.strip()[-300:] or 'nothing'}")
+    raise EngineError(
+        f"{host.name}: its shell has {failure}, its output: {output.strip()[-300:] or 'nothing'}"
+    )

@@ -283,7 +283,7 @@ def network_of(hosts: Sequence[Host]) -> Topology:
     Raises ``TopologyError`` if none does, or some do not: without their places there is no price.
     """
     if not any(host.domain for host in hosts):
-        raise TopologyError("no host says where it is in the network: domain=POD/RACK on every line")
+        raise TopologyError("no host has its place in the network: domain=POD/RACK on every line")
     without = [host.name for host in hosts if not host.domain]
     if without:
         raise TopologyError(

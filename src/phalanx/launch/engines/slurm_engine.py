@@ -60,7 +60,7 @@ class SlurmEngine:
         if not spec.launch.exclusive and not options & {"cpus-per-task", "cpus-per-gpu", "mincpus"}:
             yield (
                 f"launch.exclusive = false: Slurm gives the agent of a node and its {spec.fleet.workers_per_node} workers one core; "
-                'launch.options = ["--cpus-per-task=N"] asks for more'
+                'launch.options = ["--cpus-per-task=N"] requests more'
             )
 
     def submit(self, spec: RunSpec, working_dir: Path, request: SubmitRequest) -> SubmitReport:

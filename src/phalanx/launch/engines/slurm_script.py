@@ -6,7 +6,7 @@ Why each line is there, by tests on real clusters (Slurm 22.05 and 24.11):
 * ``--overlap``: after a node was lost, a step without it waits for ever for resources that are gone.
 * ``--signal=B:TERM@N``: only the batch shell gets a signal N seconds before the time limit, and has the fleet save and stop.
   At preemption Slurm sends SIGTERM to all tasks instead, and kills them after the partition's GraceTime (else KillWait): the leading agent has
-  the fleet save, the others wait for it. A run that has stopped so is queued again by its own script, and goes on with the same bits.
+  the fleet save, the others wait for it. A run that has stopped so is queued again by its own script, and continues with the same bits.
 * A job with ``--no-kill`` lives on without its first node too, though the batch shell and srun are lost with it (slurmctld's
   ``kill_running_job_by_node_name``; tried with 22.05): another node leads the fleet, and the last wrapper of an agent ends the job or queues it again,
   as the batch shell would have. Slurm itself would keep its nodes until the time limit.

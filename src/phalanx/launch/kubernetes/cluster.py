@@ -230,7 +230,7 @@ def kubectl(*words: str, namespace: str = "", stdin: str | None = None, timeout_
             ) from error
         if any(sign in message for sign in _UNREACHED):
             raise EngineError(
-                f"kubectl reaches no cluster: choose one by kubectl config use-context NAME or KUBECONFIG; it said: {message[-300:]}"
+                f"kubectl reaches no cluster: choose one by kubectl config use-context NAME or KUBECONFIG; its output: {message[-300:]}"
             ) from error
         raise
 

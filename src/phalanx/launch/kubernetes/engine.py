@@ -218,7 +218,7 @@ def _node(name: str, environ: Mapping[str, str], account: Path) -> dict[str, dic
         if again < _ASK_TIMES - 1:
             time.sleep(_ASK_AGAIN_S)
     raise EngineError(
-        f"launch.domain_labels: the API server at {where}:{port} does not tell the labels of node {name}: {wrong}"
+        f"launch.domain_labels: the API server at {where}:{port} does not return the labels of node {name}: {wrong}"
     )
 
 

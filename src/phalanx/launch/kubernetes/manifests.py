@@ -5,9 +5,9 @@ Why each field is there:
 * One Indexed Job, pod = node; spares are further indexes. A pod that is lost is replaced under its index, when it is gone for certain
   (``podReplacementPolicy: Failed``, the only value beside a ``podFailurePolicy``: kubernetes.io/docs/concepts/workloads/controllers/job).
 * ``backoffLimitPerIndex`` (Kubernetes 1.33; it needs completionMode Indexed and restartPolicy Never): a node that fails again and again gives up alone, and the
-  run goes on without it, as long as ``fleet.min_nodes`` are left (``maxFailedIndexes``).
+  run continues without it, as long as ``fleet.min_nodes`` are left (``maxFailedIndexes``).
 * ``podFailurePolicy``: a pod that was evicted, preempted or lost with its node does not count (condition DisruptionTarget), nor one that ended because the
-  run was saved and goes on (code 75); code 76 ends the job: the run was stopped for good, or has failed.
+  run was saved and continues (code 75); code 76 ends the job: the run was stopped for good, or has failed.
 * ``successPolicy`` (Kubernetes 1.33): the job is done when index 0, which leads, has ended with code 0.
 * The JobSet's ``failurePolicy`` is FailJobSet: once there is a policy, a failure that no rule matches restarts all jobs
   (pkg/controllers/failure_policy.go of JobSet 0.12).
@@ -35,7 +35,7 @@ from phalanx.launch.kubernetes.request import (
 from phalanx.run.read import launch_variables
 
 EXIT_GOES_ON, EXIT_OVER = 75, 76
-"""Exit codes of a pod: the run was saved and goes on, so the pod is started again; the run is over, though not finished."""
+"""Exit codes of a pod: the run was saved and continues, so the pod is started again; the run is over, though not finished."""
 _RETRIES = 10
 JOBSET, VOLCANO_JOB = "jobset.x-k8s.io/v1alpha2", "batch.volcano.sh/v1alpha1"
 

@@ -192,7 +192,7 @@ def problems(spec: RunSpec) -> Iterator[str]:
     launch = spec.launch
     yield from _not_for_pods(launch)
     if not launch.container_image:
-        yield "launch.container_image: the pods need an image with Phalanx in it: --image REGISTRY/phalanx:VERSION (docs/fleet/kubernetes.md says how to build one)"
+        yield "launch.container_image: the pods need an image with Phalanx in it: --image REGISTRY/phalanx:VERSION (docs/fleet/kubernetes.md describes the build)"
     pods = spec.fleet.nodes + spec.fleet.spares
     if launch.topology_label and not launch.unit:
         yield "launch.topology_label: how many nodes belong together? --set launch.unit=N; phalanx place prices units"

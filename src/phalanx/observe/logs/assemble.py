@@ -54,7 +54,7 @@ class Assembler:
         """Begin without text."""
         self._partial = ""
         self._cut = False
-        """The record of a line that has not ended was handed out; the rest of it goes on."""
+        """The record of a line that has not ended was handed out; the rest of it continues."""
         self._skipping = False
         """The rest of a line that was too long is left out."""
         self._kind = ""

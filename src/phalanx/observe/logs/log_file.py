@@ -321,7 +321,9 @@ class Recorder:
     def _tell_left_out(self) -> None:
         lines, nbytes = self._left_out, self._left_out_bytes
         self._left_out = self._left_out_bytes = 0
-        text = f"{lines:,} lines ({nbytes:,} bytes) are left out here: this process says more than its log takes in"
+        text = (
+            f"{lines:,} lines ({nbytes:,} bytes) are left out here: this process logs faster than its limit"
+        )
         self._file.write(self._line(text, "warning"))
 
     def _lost(self, lines: int, reason: str) -> bytes:

@@ -31,7 +31,7 @@ class LaunchSpec:
     """Slurm quality of service, or the priority class of Kueue or Kubernetes; empty means the default."""
     time_limit: Annotated[str, FLEET] = ""
     """Longest time of one job, as 2d, 12h, 90m or Slurm's D-HH:MM:SS; the run saves launch.grace_s before and queues again (under Kubernetes it
-    ends, and the same command goes on). Empty means the partition's limit."""
+    ends, and the same command continues). Empty means the partition's limit."""
     constraint: Annotated[str, FLEET] = ""
     """Features that the nodes must have, in Slurm's words, or under Kubernetes labels, as LABEL=VALUE,LABEL=VALUE."""
     reservation: Annotated[str, FLEET] = ""
@@ -111,10 +111,10 @@ class FleetSpec:
     min_nodes: Annotated[int, FLEET, POSITIVE] = 1
     """Smallest number of nodes to train on; with fewer the run waits, with its state in the agents' memory and in the newest checkpoint."""
     least_tensor: Annotated[int, FLEET, NOT_NEGATIVE] = 0
-    """Smallest tensor degree with which the run goes on when too few nodes are left for parallel.tensor, halved as often as needed: the
+    """Smallest tensor degree with which the run continues when too few nodes are left for parallel.tensor, halved as often as needed: the
     bits stay, each rank holds a larger share. It needs model.lanes; 0 means parallel.tensor, so that the run waits for nodes."""
     least_context: Annotated[int, FLEET, NOT_NEGATIVE] = 0
-    """Smallest context degree with which the run goes on, likewise. It needs model.context_tiles; 0 means parallel.context."""
+    """Smallest context degree with which the run continues, likewise. It needs model.context_tiles; 0 means parallel.context."""
     halve_first: Annotated[Literal["planned", "tensor", "context"], FLEET] = "planned"
     """The degree that is halved first, down to its least, where both may fall; "planned" takes the one for which the planner, called once at the
     start of a fleet, predicts the shorter step on half of the ranks, and enough memory."""

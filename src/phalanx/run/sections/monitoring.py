@@ -179,7 +179,7 @@ Preference = Literal["loss", "first"]
 
 @dataclass(frozen=True)
 class SpikeSpec:
-    """Forks at loss spikes, with train.on_spike = "fork": several cures are trained from one state, and the run goes on as one of them."""
+    """Forks at loss spikes, with train.on_spike = "fork": several cures are trained from one state, and the run continues as one of them."""
 
     candidates: Annotated[tuple[Literal["skip", "rate", "clip", "wide", "continue"], ...], LATER] = (
         "skip",

@@ -203,7 +203,7 @@ class CheckpointSpec:
     """When checkpoints are saved, and how many are kept."""
 
     every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 50
-    """Steps between checkpoints; the last step is always saved. 0 chooses the time between them while the run goes on, by how long a save
+    """Steps between checkpoints; the last step is always saved. 0 chooses the time between them while the run continues, by how long a save
     holds training up and how often machines fail (Daly 2006)."""
     hours_between_failures: Annotated[float, FLEET, NOT_NEGATIVE] = 0.0
     """Mean time between failures of the whole run, for every_steps = 0; 0 takes 50,675 hours of a rank (Llama 3, arXiv 2407.21783)."""
@@ -215,7 +215,7 @@ class CheckpointSpec:
     """Seconds that the commit of a checkpoint waits for the files of all ranks."""
     store: Annotated[str, FLEET] = ""
     """URL of an object store (s3://, gs://, az://, file://) or path where checkpoints are copied in the background; a run whose disk is
-    lost goes on from there. Empty means none."""
+    lost continues from there. Empty means none."""
     store_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Saved steps divisible by this are copied, and the last one; 0 means all."""
     store_keep_last: Annotated[int, FLEET, POSITIVE] = 2

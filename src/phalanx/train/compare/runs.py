@@ -3,7 +3,7 @@
 The files are run files, records, logged numbers and checkpoints. Numbers are compared by their bits: JSON carries a float64 exactly, and a
 tolerance would hide the difference.
 
-Nothing is computed again and nothing is written. ``phalanx.launch.local`` goes on from here: it computes the step at which the runs part
+Nothing is computed again and nothing is written. ``phalanx.launch.local`` continues from here: it computes the step at which the runs part
 once more.
 """
 

@@ -60,7 +60,7 @@ class Failure:
 
 
 class RunFailedError(RuntimeError):
-    """The run cannot go on, and the user can do something about it: ``remedy``, which is also a part of the message."""
+    """The run cannot continue, and the user can do something about it: ``remedy``, which is also a part of the message."""
 
     def __init__(self, message: str, remedy: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""A fork at a loss spike (``train.on_spike = "fork"``): children of the run, one after the other on the same ranks, one of which it goes on as.
+"""A fork at a loss spike (``train.on_spike = "fork"``): children of the run, one after the other on the same ranks, one of which it continues as.
 
 1. The run has saved its state before the spike.
 2. For each candidate the base is restored, and a child is trained to the fork's end (``phalanx.train.lifecycle.progress``). Only the child's

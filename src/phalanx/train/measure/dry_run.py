@@ -223,7 +223,7 @@ def _axes(mesh: Mesh) -> dict[str, str]:
 
 
 class _Counting(DispatchMode):
-    """Count collectives, and give them results that a step can go on with: as if all ranks had what this one has."""
+    """Count collectives, and give them results that a step can continue with: as if all ranks had what this one has."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Take the run directory for one start of a run: choose it, lock it, check whose it is, and choose the run's arithmetic.
 
 Its files are named in ``run/directory/paths.py``. By default the folder is named after the run and its identity, so that two runs can never
-meet in one folder: an unfinished run goes on where it was, a finished one is left alone and the next start gets a fresh folder. A folder
+meet in one folder: an unfinished run continues where it was, a finished one is left alone and the next start gets a fresh folder. A folder
 that is named explicitly is only ever continued by the run that it belongs to.
 
 The arithmetic is part of the identity, so a run file that leaves it open (``runtime.numerics = "auto"``) is completed by what the
@@ -79,7 +79,7 @@ def claim_store(spec: RunSpec, fingerprint: str, *, has_begun: bool = False) -> 
         except MissingObjectError:
             if ObjectTier(store).steps():
                 raise RunDirectoryError(
-                    f"checkpoint.store = {url} holds checkpoints, but no {OWNER} says of which run; give an empty place. To begin from "
+                    f"checkpoint.store = {url} holds checkpoints, but no {OWNER} names their run; give an empty place. To begin from "
                     "one of them: `phalanx checkpoint copy`, and checkpoint.init_from"
                 ) from None
             owner = (
@@ -237,7 +237,7 @@ def open_run(
 def _explain(error: OSError) -> str:
     """Return a clause on a failure to write the run directory, with a remedy for full disks, permissions and bad paths."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full; free some space and start again: whatever was saved before is intact"
+        return "the disk is full; free some space and start again: all that was saved before is intact"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{error.strerror}; give another run_dir"
     if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ENOENT):

@@ -48,7 +48,7 @@ def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSp
         if setting.startswith("checkpoint.init_"):
             raise RunFileError(
                 directory.run_file,
-                [Problem(setting.partition("=")[0], "--from says it", "leave out one of the two")],
+                [Problem(setting.partition("=")[0], "--from sets it", "leave out one of the two")],
             )
     spec = read_unchanged(directory)
     steps = committed_steps(directory.checkpoints) if directory.checkpoints.is_dir() else []

@@ -25,7 +25,7 @@ export function checkpointsView(host, page) {
         el("section", { class: "headline" }, el("h1", {}, el("b", { text: plural(found.length, "checkpoint") })), el("p", { class: "muted", text: `${bytes(total)} in all${answer.store ? ` · ${storeText(answer.store)}` : ""}` })),
         el("section", { class: "panel" }, el("div", { class: "bar slim" }, el("h2", { text: "Checkpoints" }), el("span", { class: "space" }), copyMenu("the checkpoints", copied, page.say)), table(["Step", "", "Size", "Saved", "Bytes checked", "Where", "Can be restored"], rows, "Checkpoints", [0, 2])),
         el("section", { class: "panel" }, el("h2", { text: "With them" }), el("dl", { class: "pairs deeds" },
-          deed("check every byte", answer.verify ?? `phalanx checkpoint verify ${run.path}`), deed("go on from one, as a run of its own", `phalanx train ${run.path} --from ${found[0].step} --set train.steps=${2 * (run.steps || found[0].step)}`), deed("give it to Hugging Face", `phalanx export ${run.path} --to hf DIR`))),
+          deed("check every byte", answer.verify ?? `phalanx checkpoint verify ${run.path}`), deed("continue from one, as a run of its own", `phalanx train ${run.path} --from ${found[0].step} --set train.steps=${2 * (run.steps || found[0].step)}`), deed("give it to Hugging Face", `phalanx export ${run.path} --to hf DIR`))),
       );
     },
   };

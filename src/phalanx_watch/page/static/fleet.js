@@ -28,7 +28,7 @@ export function fleetView(host, page) {
     async update(signal) {
       const fleet = await get(ofRun(page.id, "fleet"), {}, signal);
       if (!fleet.members?.length && !fleet.faults?.length && !fleet.happenings?.length) {
-        return put(host, empty("This run has no fleet", "A fleet replaces what fails while training goes on. Start one on this machine: ", command('phalanx train configs/quickstart.toml --nodes 2 --spares 1 --fault "kill rank 1 at step 20"')));
+        return put(host, empty("This run has no fleet", "A fleet replaces failed nodes and workers while training continues. Start one on this machine: ", command('phalanx train configs/quickstart.toml --nodes 2 --spares 1 --fault "kill rank 1 at step 20"')));
       }
       const { faults = [], epochs = [], members = [], happenings = [], now = null } = fleet;
       const copied = () => columns(faults.map((/** @type {any} */ fault) => ({ ...fault, phases: undefined, ...fault.phases })));

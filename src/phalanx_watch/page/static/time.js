@@ -117,7 +117,7 @@ export function timeView(host, page) {
     put(
       headline,
       el("h1", {}, el("b", { text: percent(answer.goodput) }), " goodput"),
-      el("p", { class: "muted", text: `Of ${duration(held)} held, the final weights are made of ${duration(answer.outcomes?.committed)} of steps${answer.outcomes?.pending > 0 ? `; ${duration(answer.outcomes.pending)} more are not covered by a checkpoint yet` : ""}. Kept steps: ${percent(kept / held)}.` }),
+      el("p", { class: "muted", text: `Of ${duration(held)} in all, the final weights are made of ${duration(answer.outcomes?.committed)} of steps${answer.outcomes?.pending > 0 ? `; ${duration(answer.outcomes.pending)} more are not covered by a checkpoint yet` : ""}. Kept steps: ${percent(kept / held)}.` }),
       known(answer.cost?.dollars) && el("p", { class: "money" }, el("b", { text: dollars(answer.cost.dollars) }), el("span", { class: "muted", text: `, of which ${dollars(answer.cost.not_in_the_weights)} are not in the weights (${number(answer.cost.accelerator_hours, 3)} accelerator-hours)` })),
     );
     put(fall, waterfall(losses(answer, by), held, answer.cost?.dollars ?? null, by === "cause" ? "not touched by a fault" : "useful computing"));
@@ -151,8 +151,8 @@ function waterfall(parts, held, money, kept) {
     return row(part.title, part.name, Math.max(0, left), part.seconds, part.tone, false);
   });
   return el(
-    "div", { class: money === null ? "rows" : "rows money", role: "table", "aria-label": "From the time held to useful computing" },
-    row("held by the run", "wall time, all attempts", 0, held, "--t-held", true),
+    "div", { class: money === null ? "rows" : "rows money", role: "table", "aria-label": "From all time to useful computing" },
+    row("all time of the run", "wall time, all attempts", 0, held, "--t-held", true),
     rows,
     row(kept, "what is left", 0, Math.max(0, left), "--t-compute", true),
   );

@@ -128,9 +128,7 @@ def recipe_of(table: Mapping[str, object], problems: list[Problem]) -> Preparati
                 Problem("source", "is missing", 'add [[source]] with url = "FOLDER, GLOB or URL"')
             )
         if recipe.dedup is not None and not recipe.dedup.exact and recipe.dedup.near is None:
-            problems.append(
-                Problem("dedup", "asks for nothing", "exact = true, or near = {}, or leave it out")
-            )
+            problems.append(Problem("dedup", "has no effect", "exact = true, or near = {}, or leave it out"))
         problems += _chat_problems(recipe.output)
         if recipe.output.seq_len == 1:
             problems.append(
