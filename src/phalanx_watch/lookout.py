@@ -141,7 +141,7 @@ _LEAST_REST_S, _LONG_REST_S = 1.0, 15.0
 _READING_S = 0.5
 """Seconds per round and run; a long stream is read over several rounds, so that it delays no other run."""
 _FIRST_S = 1.5
-_UNASKED_S = 300.0
+_IDLE_S = 300.0
 
 
 class Lookout:
@@ -167,7 +167,7 @@ class Lookout:
         """Last samples of each run."""
         self._seen: list[Sample] = []
         self._trouble: Exception | None = None
-        self._asked_s = 0.0
+        self._scraped_s = 0.0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._first = threading.Event()
@@ -178,7 +178,7 @@ class Lookout:
         Waits up to ``_FIRST_S`` for the first round; empty until it is done. Raises the last round's error.
         """
         with self._lock:
-            self._asked_s = time.monotonic()
+            self._scraped_s = time.monotonic()
             if self._thread is None:
                 self._first.clear()
                 self._thread = threading.Thread(target=self._watch, name="metrics-lookout", daemon=True)
@@ -189,7 +189,7 @@ class Lookout:
         return self._seen
 
     def _watch(self) -> None:
-        """Run rounds, with rests between them, until no samples were requested for ``_UNASKED_S``; then drop all
+        """Run rounds, with rests between them, until no samples were requested for ``_IDLE_S``; then drop all
         state and end.
 
         An error of a round is kept for ``samples``.
@@ -203,7 +203,7 @@ class Lookout:
             self._first.set()
             time.sleep(rest_s(time.thread_time() - began_s))
             with self._lock:
-                if time.monotonic() - self._asked_s > _UNASKED_S:
+                if time.monotonic() - self._scraped_s > _IDLE_S:
                     self._thread, self._seen, self._samplers, self._labels, self._last = None, [], {}, {}, {}
                     self._served = {}
                     return

@@ -50,7 +50,7 @@ def _rounding_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
 
     Portable kernels compute all elements in the same way.
     """
-    assert spec.model.moe is not None, "asked of mixtures"
+    assert spec.model.moe is not None, "only mixtures have experts"
     numerics = spec.runtime.numerics
     if numerics == "portable" or (numerics == "auto" and spec.runtime.device == "cpu"):
         return

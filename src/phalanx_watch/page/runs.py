@@ -59,7 +59,7 @@ class PageRuns:
     ) -> None:
         """Begin with nothing read of the runs in ``folders``."""
         self.folders = tuple(Path(os.path.abspath(folder)) for folder in folders)
-        self._clock, self._asked_s = clock, -math.inf
+        self._clock, self._requested_s = clock, -math.inf
         self._lock = threading.Lock()
         self._places: dict[str, RunPlace] = {}
         self._looked_s = -math.inf
@@ -123,7 +123,7 @@ class PageRuns:
 
     def series(self, place: RunPlace) -> RunSeries:
         """Return the run's numbers, refreshed from its file."""
-        self._asked_s = self._clock()
+        self._requested_s = self._clock()
         return self._series.get(place.path)
 
     def read_ahead(self, until: Callable[[], bool], sleep: Callable[[float], None] = time.sleep) -> None:
@@ -134,7 +134,7 @@ class PageRuns:
         rows = sorted(RunIndex(self.folders).rows(), key=lambda row: row.updated or 0.0, reverse=True)
         for path in (Path(row.path) for row in rows):
             while not (until() or self._series.full):
-                if self._clock() - self._asked_s < GIVES_WAY_S:
+                if self._clock() - self._requested_s < GIVES_WAY_S:
                     sleep(_LOOK_S)
                     continue
                 began_s = self._clock()

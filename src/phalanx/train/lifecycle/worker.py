@@ -226,7 +226,7 @@ def main(work: Callable[[Path, int, StopRequest], object | None] = run_rank) -> 
     any other has its traceback printed.
     """
     die_with_parent()
-    said_at = capture_output(os.environ)
+    log_position = capture_output(os.environ)
     stop = StopRequest((signal.SIGTERM, signal.SIGINT))
     stop.end_at_once()
     set_for_rank()
@@ -244,7 +244,7 @@ def main(work: Callable[[Path, int, StopRequest], object | None] = run_rank) -> 
     try:
         place = rank_from_environment(os.environ)
         assert place is not None, "started without a place"
-        rank = said_at.rank = place.rank
+        rank = log_position.rank = place.rank
         spec = read_resolved(directory)
         join(place, device_for(spec.runtime.device, place.local_rank), group_timeout_s(spec))
         result = work(arguments.run_dir, arguments.attempt, stop)

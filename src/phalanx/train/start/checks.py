@@ -153,7 +153,7 @@ def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
         yield f"this model cannot be exported as a Hugging Face model: {'; '.join(missing)}"
     if index.packed_seq_len and not spec.train.document_mask:
         reason = (
-            "a model of your own is not told where they end"
+            "a model of your own does not get their ends"
             if spec.model.factory
             else "train.document_mask = true keeps them apart"
         )
