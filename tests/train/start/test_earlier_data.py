@@ -51,7 +51,7 @@ def test_of_a_dataset_that_was_prepared_anew_the_run_before_is_named(spec: RunSp
     (note,) = notes_of_earlier_data(run)
     assert f"{before.directory.path}, at step 4, is of this run file" in note
     assert "begins at step 0" in note
-    assert "bring its dataset back" in note
+    assert "put its dataset back" in note
     saved(run)
     assert notes_of_earlier_data(opened(spec)) == [], "it is said once: a run that has saved goes on"
 
