@@ -24,6 +24,11 @@ BREAKS = {
     "fp8-tensorwise": 0,
     "fp8-rowwise": 0,
     "mxfp8": 0,
+    "mixture": 5,  # at FSDP2's hooks around the experts, which are a unit of their own
+    "fp8 mixture": 5,
+    "sinks": 6,  # at attention by rows, in products and softmax of their own
+    "cap on scores": 6,
+    "document mask": 4,  # at attention by document, whose lengths depend on the data
     "experts on two ranks": 3,  # at the exchange, whose sizes depend on the data
 }
 """Graph breaks of a step of two layers, by kind."""
