@@ -51,7 +51,8 @@ def _even_load(spec: RunSpec) -> int:
     if moe is None:
         return 1
     assert ranks == 1 or moe.experts == ranks**2
-    return spec.train.seq_len // spec.parallel.tensor * moe.per_token // moe.experts * ranks
+    tokens = spec.train.seq_len // (spec.parallel.context * spec.parallel.tensor)
+    return tokens * moe.per_token // moe.experts * ranks
 
 
 def kernels_of_a_step(spec: RunSpec, ranks: int = 1) -> Counter[str]:

@@ -12,7 +12,7 @@ Rows are ordered by expert, then slot. There are two kinds of products:
   copy of the expert's matrix for each slot. So there an expert's rows of all slots are one group of one product. That relies on
   the kernel: an element of the result is a sum over the inner dimension, in an order that does not depend on the row's tile. PyTorch's
   grouped kernel uses smaller tiles if experts have up to 128 rows on average (``GroupMM.cu``), so a single slot may get other tiles
-  than a hand. Both walk the inner dimension in steps of the same instruction. ``python -m bench.gpu bits`` compares them.
+  than a hand. Both walk the inner dimension in steps of the same instruction. ``python -m bench.gpu --only kernels`` compares them.
 - **The matrices' gradients**: a sum over the rows of each group, a *leaf*. A grouped product computes many leaves at once, separately.
 
 The slots' leaves are added level by level of their tree, in fp32. Nodes are not rounded, so a node may be added here or after an
