@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from bench.gpu.prediction import comparisons
 from bench.gpu.processes import run_processes, tell
 from bench.gpu.report import PartResult, page, verdicts
 from phalanx.hardware.local.detect import set_for_rank
@@ -213,13 +214,15 @@ def measure(arguments: argparse.Namespace, machine: dict[str, object], stop: thr
 
 def write(out: Path, machine: dict[str, object], results: dict[str, PartResult]) -> None:
     """Writes the report on ``results`` in place of an earlier one."""
+    compared = comparisons(str(machine.get("GPUs", "")), results)
     record = {
         "environment": machine,
         "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts(results)],
+        "predictions": [dataclasses.asdict(comparison) for comparison in compared],
         "parts": {name: dataclasses.asdict(result) for name, result in results.items()},
     }
     write_atomically(out.with_suffix(".json"), json.dumps(record, indent=1).encode(), durable=False)
-    write_atomically(out.with_suffix(".md"), page(machine, results).encode(), durable=False)
+    write_atomically(out.with_suffix(".md"), page(machine, results, compared).encode(), durable=False)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -27,6 +27,21 @@ class Verdict:
     holds: bool | None
     """``None``: not enough was found to say."""
     detail: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One predicted quantity of a step beside its measurement."""
+
+    run: str
+    quantity: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float | None:
+        """``predicted`` over ``measured``, minus 1; ``None`` if nothing was measured."""
+        return self.predicted / self.measured - 1 if self.measured else None
 
 
 def verdicts(parts: Mapping[str, PartResult]) -> list[Verdict]:
@@ -68,7 +83,11 @@ def _true(statement: str, value: object) -> Verdict:
     return Verdict(statement, None, str(value))
 
 
-def page(environment: Mapping[str, object], parts: Mapping[str, PartResult]) -> str:
+def page(
+    environment: Mapping[str, object],
+    parts: Mapping[str, PartResult],
+    comparisons: Sequence[Comparison] = (),
+) -> str:
     """The report as Markdown."""
     lines = ["# A GPU, first run", ""]
     lines += _table(("", ""), [(name, _shown(value)) for name, value in environment.items()])
@@ -77,12 +96,33 @@ def page(environment: Mapping[str, object], parts: Mapping[str, PartResult]) -> 
     lines += _table(
         ("statement", "holds", ""), [(v.statement, words[v.holds], v.detail) for v in verdicts(parts)]
     )
+    lines += _compared(comparisons)
     for part in parts.values():
         lines += [f"## {part.name}", "", f"{part.ended}, {part.seconds:.0f} s", ""]
         lines += _found(part.found)
         if part.output:
             lines += ["```", part.output.replace("```", "'''"), "```", ""]
     return "\n".join(lines)
+
+
+def _compared(comparisons: Sequence[Comparison]) -> list[str]:
+    if not comparisons:
+        return []
+    rows = [
+        (
+            row.run,
+            row.quantity,
+            _shown(row.predicted),
+            _shown(row.measured),
+            "" if row.error is None else f"{row.error:+.1%}",
+        )
+        for row in comparisons
+    ]
+    return [
+        "## Prediction beside measurement",
+        "",
+        *_table(("a step of", "", "predicted", "measured", "error"), rows),
+    ]
 
 
 def _found(found: Mapping[str, object]) -> list[str]:

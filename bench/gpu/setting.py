@@ -123,6 +123,20 @@ def speed_run(preset: str, sizes: Sizes, device: torch.device, ranks: int) -> Ru
     return run_of(resolve(PRESETS[preset], sizes.vocab_size), train, device, compiled=sizes.compile)
 
 
+def settings_of(spec: RunSpec) -> dict[str, object]:
+    """Return the settings on which the work of a step of a preset depends."""
+    train = spec.train
+    return {
+        "batch_size": train.batch_size,
+        "slots": train.slots,
+        "micro_batch_size": train.micro_batch_size,
+        "seq_len": train.seq_len,
+        "vocab_size": spec.model.vocab_size,
+        "sharding": spec.parallel.sharding,
+        "compile": spec.runtime.compile,
+    }
+
+
 def weights_after(spec: RunSpec, device: torch.device) -> str:
     """SHA-256 of the weights after a few steps on random tokens."""
     stepper, step = build_stepper(spec, device)

@@ -57,6 +57,7 @@ def speed(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
     sizes, ranks = sizes_for(device), dist.get_world_size()
     peak = measure_matmul_flops(device, torch.bfloat16)
     tell("measured matrix product, FLOP/s", peak)
+    tell("ranks", ranks)
     for preset in presets or sizes.presets:
         spec = speed_run(preset, sizes, device, ranks)
         for contender in contenders(on_gpu=on_gpu(device)):

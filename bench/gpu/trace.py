@@ -30,28 +30,43 @@ CLASSES = (
     ("grouped product", ("grouped",)),
     ("matrix product", ("gemm", "nvjet", "cutlass", "cublas", "xmma")),
     ("compiled pointwise", ("triton",)),
-    ("optimizer and norm", ("multi_tensor", "foreach", "minmax", "double", "aminmax")),
+    (
+        "optimizer and norm",
+        (
+            "multi_tensor",
+            "foreach",
+            "minmax",
+            "double",
+            "aminmax",
+            "_adamw_program",
+            "_peak_program",
+            "_extract_program",
+        ),
+    ),
     ("loss", ("softmax", "nll", "logsumexp")),
     ("copy", ("memcpy", "memset", "copy", "cat", "fill")),
     ("sort and index", ("sort", "scan", "index", "gather", "scatter", "searchsorted")),
-    ("reduction", ("reduce",)),
+    ("reduction", ("reduce", "layer_norm", "gammabeta", "_add_program")),
     ("other pointwise", ("elementwise",)),
 )
 """Classes of kernels, and words in their names, the first that fits."""
 
 
 def trace(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
-    """Profiles three steps of the first model."""
-    sizes = sizes_for(device)
-    spec = speed_run((presets or sizes.presets)[0], sizes, device, dist.get_world_size())
+    """Profiles some steps of the first model."""
+    sizes, ranks, steps = sizes_for(device), dist.get_world_size(), 3
+    preset = (presets or sizes.presets)[0]
+    spec = speed_run(preset, sizes, device, ranks)
+    for name, value in (("preset", preset), ("ranks", ranks), ("steps", steps)):
+        tell(name, value)
 
     def find() -> dict[str, Any]:
         step = ours(spec, device)
         for _ in range(3):
             step()
-        return summary(profiled(step, device, 3))
+        return summary(profiled(step, device, steps))
 
-    attempt(tell, "three steps", device, find)
+    attempt(tell, "profile", device, find)
 
 
 def profiled(step: Step, device: torch.device, steps: int) -> list[Event]:

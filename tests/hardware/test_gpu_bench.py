@@ -17,8 +17,10 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from bench.gpu.__main__ import Part, limit_of, parts_for
+from bench.gpu.prediction import RATES, comparisons, counted_runs
 from bench.gpu.processes import run_processes
 from bench.gpu.report import PartResult, page, verdicts
+from bench.gpu.setting import ON_GPU, settings_of, speed_run
 from bench.gpu.speed import contenders
 from bench.gpu.trace import kernel_class, summary
 from ranks import Ranks
@@ -195,6 +197,51 @@ def test_a_cpu_has_one_kind_of_attention_for_the_bare_loop() -> None:
         ("ours", None),
         ("bare PyTorch", None),
     ]
+
+
+def test_the_frozen_prediction_is_of_the_runs_that_are_measured_on_one_gpu_and_on_eight() -> None:
+    assert {place: run.settings for place, run in counted_runs().items()} == {
+        (preset, ranks): settings_of(speed_run(preset, ON_GPU, torch.device("cuda"), ranks))
+        for preset in ON_GPU.presets
+        for ranks in (1, 8)
+    }
+
+
+def measured_parts(step_s: float, steps: int) -> dict[str, PartResult]:
+    """A report of ``llama-1b`` on one GPU: its speed, and a trace of some steps with a gap of 1 ms in each."""
+    step = [kernel("nvjet_gemm", 0, 7000, 1), kernel("flash_fwd_kernel", 8000, 2000, 2)]
+    events = [event | {"ts": event["ts"] + 10_000 * number} for number in range(steps) for event in step]
+    trace = {"preset": "llama-1b", "ranks": 1, "steps": steps, "profile": summary(events)}
+    speed = {"ranks": 1, "llama-1b, ours": {"step_s": step_s}}
+    return {
+        "speed": PartResult("speed", "ok", 1.0, speed),
+        "trace": PartResult("trace", "ok", 1.0, trace),
+    }
+
+
+def test_a_report_has_the_predicted_beside_the_measured_time_of_a_step_by_class_of_kernel() -> None:
+    parts, work, rates = measured_parts(2.0, 3), counted_runs()["llama-1b", 1].ours, RATES["H200"]
+    rows = comparisons("NVIDIA H200, 570.0, 143771 MiB, 700.00 W", parts)
+    found = {(row.run, row.quantity): (row.predicted, row.measured) for row in rows}
+    trace = "llama-1b, trace of ours"
+    assert found["llama-1b, ours", "step, ms"] == pytest.approx((work.seconds(rates) * 1e3, 2000))
+    assert found[trace, "matrix product, ms"] == pytest.approx((work.product_flops / 650e9, 7.0))
+    assert found[trace, "attention, ms"] == pytest.approx((work.attention_flops / 350e9, 2.0))
+    assert found[trace, "idle, ms"] == pytest.approx((0.0, 1.0))
+    assert found[trace, "kernels"] == (work.launches, 2.0)
+    assert {f"{label}, ms" for label in work.bytes_by_class} <= {quantity for _, quantity in found}
+    text = page({}, parts, rows)
+    error = work.product_flops / 650e9 / 7.0 - 1
+    assert f"{error:+.1%} |" in next(line for line in text.splitlines() if "| matrix product, ms |" in line)
+
+
+def test_an_accelerator_without_assumed_rates_has_no_prediction() -> None:
+    assert comparisons("NVIDIA A100-SXM4-80GB", measured_parts(2.0, 3)) == []
+
+
+def test_a_trace_that_failed_is_compared_with_nothing() -> None:
+    failed = {"preset": "llama-1b", "ranks": 1, "steps": 3, "profile": {"error": "out of memory"}}
+    assert comparisons("NVIDIA H200", {"trace": PartResult("trace", "ok", 1.0, failed)}) == []
 
 
 def test_parts_that_are_wanted_most_come_first_and_fit_into_the_ranks() -> None:

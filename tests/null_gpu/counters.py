@@ -8,6 +8,7 @@ the compiler are the real ones.
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import tempfile
 from collections import Counter
@@ -58,6 +59,7 @@ def kernels() -> Counter[str]:
     return numbers
 
 
+@functools.cache
 def _demangled(name: str) -> str:
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     demangle.restype = ctypes.c_void_p

@@ -1,12 +1,11 @@
 """Launches, products, bytes and host time of a step, counted on the null GPU; and the time that a GPU would take for them.
 
-The time is a roofline (Williams et al., 2009, "Roofline: an insightful visual performance model", doi 10.1145/1498765.1498785), one
-operation after another: products and attention at a rate of FLOP/s, all other operations at a rate of bytes/s. ``RATES`` are
-assumptions, the same for every row. Collectives are not counted. The compiler's kernels do not pass the dispatcher: their bytes are what
-Inductor states for each (``kernel_num_gb``, the bytes of its distinct loads and stores).
+The rates are those of ``bench.gpu.prediction``, the same for every row. Collectives are not counted. The compiler's kernels do not pass the
+dispatcher: their bytes are what Inductor states for each (``kernel_num_gb``, the bytes of its distinct loads and stores).
 
 ``python -m null_gpu.roofline`` prints the table, ``python -m null_gpu.roofline compiled`` the rows with this word in their names, and
-``python -m null_gpu.roofline NAME WHO LAYERS`` the counts of one row in JSON.
+``python -m null_gpu.roofline NAME WHO LAYERS`` the counts of one row in JSON. ``python -m null_gpu.roofline freeze`` counts what
+``make gpu`` measures, and writes it to ``bench/gpu/prediction.json``.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import functools
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from bench.gpu.setting import run_of
+from bench.gpu.prediction import FILE, RATES, CountedRun, Work
+from bench.gpu.setting import ON_GPU, run_of, settings_of, speed_run
 from bench.gpu.speed import bare
+from bench.gpu.trace import kernel_class
 from null_gpu import answers, counters
 from null_gpu.kinds import changed
 from null_gpu.programs import printed
@@ -46,51 +48,12 @@ LAYERS = 4
 """Layers that are counted; the rest of a model is extrapolated from two counts."""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Assumed rates of one accelerator; nothing here was measured by this project."""
-
-    product_flops: float
-    attention_flops: float
-    """FlashAttention 2, forward and backward together."""
-    bytes_per_s: float
-    peak_flops: float
-    """Dense bf16 FLOP/s of the data sheet, to which MFU refers."""
-
-
-RATES = {
-    "H100": Rates(6.5e14, 3.5e14, 2.8e12, 9.89e14),
-    "H200": Rates(6.5e14, 3.5e14, 4.0e12, 9.89e14),
-    "B200": Rates(1.5e15, 3.5e14, 6.4e12, 2.25e15),
-}
-"""Two thirds of the peak for products, five sixths of the memory's bandwidth, frozen before anything was measured."""
-
-
-@dataclass
-class Counts:
-    """A step's work on one rank."""
-
-    launches: float = 0.0
-    host_s: float = 0.0
-    product_flops: float = 0.0
-    attention_flops: float = 0.0
-    other_bytes: float = 0.0
-
-    def seconds(self, rates: Rates) -> float:
-        """Time on the device, without waits for the host."""
-        return (
-            self.product_flops / rates.product_flops
-            + self.attention_flops / rates.attention_flops
-            + self.other_bytes / rates.bytes_per_s
-        )
-
-
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up operations as the dispatcher sees them, backward passes and what compiled graphs call included."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counts = Counts()
+        self.work = Work()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -100,6 +63,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        counters.reset()
         result = func(*args, **(kwargs or {}))
         name, packet = func._schema.name, func._overloadpacket
         if "attention" in name:
@@ -108,22 +72,32 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             query = args[1 if "backward" in name else 0]
             batch, heads, length, width = query.shape
             products = 5 if "backward" in name else 2
-            self.counts.attention_flops += products * batch * heads * length**2 * width
+            self.work.attention_flops += products * batch * heads * length**2 * width
         elif packet in flop_registry:
-            self.counts.product_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            self.work.product_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
         elif not (func.is_view or "empty" in name or name.startswith(("c10d::", "_c10d"))):
-            self.counts.other_bytes += _device_bytes((args, kwargs)) + _device_bytes(result)
+            _add_bytes(self.work, counters.kernels(), _device_bytes((args, kwargs)) + _device_bytes(result))
         return result
 
 
+def _add_bytes(work: Work, kernels: Counter[str], size: float) -> None:
+    """Add the bytes of an operation to the classes of its kernels, by their numbers; a copy launches none."""
+    classes = Counter[str]()
+    for name, number in (kernels or {"memcpy": 1}).items():
+        classes[kernel_class(name)] += number
+    for label, number in classes.items():
+        sizes = work.bytes_by_class
+        sizes[label] = sizes.get(label, 0.0) + size * number / classes.total()
+
+
 @contextmanager
-def compiled_kernels(counts: Counts) -> Iterator[None]:
-    """Add the bytes of the compiler's kernels that are launched inside to ``counts``."""
+def compiled_kernels(work: Work) -> Iterator[None]:
+    """Add the bytes of the compiler's kernels that are launched inside to ``work``."""
     launch = CachingAutotuner.run
 
     @functools.wraps(launch)
     def counted_launch(kernel: CachingAutotuner, *args: Any, **options: Any) -> Any:
-        counts.other_bytes += 1e9 * kernel.inductor_meta["kernel_num_gb"]
+        _add_bytes(work, Counter(["triton"]), 1e9 * kernel.inductor_meta["kernel_num_gb"])
         return launch(kernel, *args, **options)  # type: ignore[no-untyped-call]
 
     CachingAutotuner.run = counted_launch  # type: ignore[method-assign,assignment]
@@ -182,22 +156,38 @@ ROWS = {
     ),
 }
 """By name: a run, and its ranks."""
+MEASURED = {
+    (preset, ranks): (speed_run(preset, ON_GPU, CUDA, ranks), ranks)
+    for preset in ON_GPU.presets
+    for ranks in (1, 8)
+}
+"""What ``make gpu`` measures on one GPU and on eight."""
+RUNS = ROWS | {f"make gpu, {preset}, ranks {ranks}": run for (preset, ranks), run in MEASURED.items()}
 
 
-def counted(name: str, who: str) -> Counts:
+def counted(name: str, who: str) -> Work:
     """Count the second step of a row in processes of their own, for ``who``: "ours" or "bare"."""
-    few, more = (
-        Counts(**json.loads(printed("roofline", name, who, str(n))[-1])) for n in (LAYERS, 2 * LAYERS)
-    )
-    layers = ROWS[name][0].model.layers
-    per_layer = (layers - LAYERS) / LAYERS
-    return Counts(
-        **{field: value + (getattr(more, field) - value) * per_layer for field, value in asdict(few).items()}
+    few, more = (Work(**json.loads(printed("roofline", name, who, str(n))[-1])) for n in (LAYERS, 2 * LAYERS))
+    layers = RUNS[name][0].model.layers
+    per_layer: float = (layers - LAYERS) / LAYERS
+
+    def of_all(value: float, other: float) -> float:
+        return value + (other - value) * per_layer
+
+    return Work(
+        of_all(few.launches, more.launches),
+        max(0.0, of_all(few.host_s, more.host_s)),  # extrapolated from two noisy times
+        of_all(few.product_flops, more.product_flops),
+        of_all(few.attention_flops, more.attention_flops),
+        {
+            label: of_all(few.bytes_by_class.get(label, 0.0), size)
+            for label, size in more.bytes_by_class.items()
+        },
     )
 
 
-def _count(name: str, who: str, layers: int) -> Counts:
-    spec, ranks = ROWS[name]
+def _count(name: str, who: str, layers: int) -> Work:
+    spec, ranks = RUNS[name]
     spec = changed(spec, "model", layers=layers)
     answers.pretend()
     inductor.compile_threads = 1
@@ -213,18 +203,34 @@ def _count(name: str, who: str, layers: int) -> Counts:
         step()
         host_s, launches = time.process_time() - begin_s, counters.on_device()
         counting = Counting()
-        with compiled_kernels(counting.counts), counting:
+        with compiled_kernels(counting.work), counting:
             step()
-    found = counting.counts
+    work = counting.work
     if who == "ours":  # Triton programs, which the dispatcher does not see.
-        found.other_bytes += (
-            (UPDATE_BYTES + NORM_BYTES) * count(spec.model, spec.train.seq_len).parameters / ranks
+        parameters = count(spec.model, spec.train.seq_len).parameters
+        _add_bytes(work, Counter(["_adamw_program"]), (UPDATE_BYTES + NORM_BYTES) * parameters / ranks)
+    return replace(work, launches=launches, host_s=host_s)
+
+
+def freeze() -> None:
+    """Count what ``make gpu`` measures, and write it to the file from which its report predicts."""
+    runs = [
+        CountedRun(
+            preset,
+            ranks,
+            settings_of(spec),
+            *(counted(f"make gpu, {preset}, ranks {ranks}", who) for who in ("ours", "bare")),
         )
-    return replace(found, launches=launches, host_s=host_s)
+        for (preset, ranks), (spec, _) in MEASURED.items()
+    ]
+    FILE.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
 
 
 def main() -> None:
-    """Print the counts of one row and who, or a table of all rows, or of those whose name holds a word."""
+    """Print the counts of one row and who, or a table of all rows, or of those whose name holds a word; or freeze counts."""
+    if sys.argv[1:] == ["freeze"]:
+        freeze()
+        return
     if len(sys.argv) > 2:
         name, who, layers = sys.argv[1:]
         print(json.dumps(asdict(_count(name, who, int(layers)))))
@@ -234,16 +240,14 @@ def main() -> None:
     )
     print("|---|---|---|---|---|" + "---|" * (len(RATES) + 1))
     word = sys.argv[1] if sys.argv[1:] else ""
-    for name, (spec, ranks) in ROWS.items():
+    for name, (spec, ranks) in RUNS.items():
         if word not in name:
             continue
         tokens = spec.train.batch_size * spec.train.seq_len / ranks
         flops = count(spec.model, spec.train.seq_len).flops_per_token * tokens
         rows = {who: counted(name, who) for who in ("ours", "bare")}
         for who, found in rows.items():
-            host = (
-                f"{found.host_s:.2f}" if found.host_s > 0 else "unclear"
-            )  # extrapolated from two noisy times
+            host = f"{found.host_s:.2f}" if found.host_s > 0 else "unclear"
             mfu = [f"{flops / found.seconds(rates) / rates.peak_flops:.3f}" for rates in RATES.values()]
             ratio = found.seconds(RATES["H200"]) / rows["bare"].seconds(RATES["H200"])
             print(
