@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes that tests start would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-core test-plan test-serve test-watch test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl null-gpu servers clients docs lint contract reference bench gpu env env-dev clean
+.PHONY: quickstart test test-core test-plan test-serve test-watch test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl null-gpu null-gpu-first-run servers clients docs lint contract reference bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
@@ -90,6 +90,10 @@ null-gpu:  ## whole steps under PyTorch's CUDA build on a GPU that computes noth
 	tests/null_gpu/with.sh $(VENV)-null-gpu -m pytest tests/null_gpu tests/serve/kv_cache/test_decode_attention.py
 	@# Memory that nothing writes is zero only at its first use: both runs read the same then.
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 tests/null_gpu/with.sh $(VENV)-null-gpu -m pytest -p null_gpu.conftest tests/train/test_cuda.py
+
+null-gpu-first-run:  ## make gpu on the null GPU, from a bare environment with wheels; after make null-gpu
+	rm -rf build/first-run
+	$(VENV)-null-gpu/bin/python tests/null_gpu/first_run.py build/first-run
 
 test-newest:  ## the suite with the newest releases of all dependencies; TORCH=torch==2.14.1 chooses one of PyTorch
 	$(MAKE) VENV=$(VENV)-newest RESOLVED=newest test-resolved

@@ -193,7 +193,9 @@ def measure(arguments: argparse.Namespace, machine: dict[str, object], stop: thr
     deadline_s = time.monotonic() + arguments.minutes * 60
     gpus = gpu_count() if arguments.device == "cuda" else 0
     parts = [
-        part
+        dataclasses.replace(
+            part, limit_s=part.limit_s * arguments.slower, least_s=part.least_s * arguments.slower
+        )
         for part in parts_for(gpus, arguments.ranks or max(1, gpus))
         if not arguments.only or part.name in arguments.only
     ]
@@ -233,6 +235,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", action="append", default=[], help="a part; may be given again")
     parser.add_argument("--preset", action="append", default=[], help="models whose speed is measured")
     parser.add_argument("--minutes", type=float, default=9.5)
+    parser.add_argument("--slower", type=float, default=1.0, help="factor on the time limits of the parts")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="gives OUT.json and OUT.md")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--place", nargs=3, help=argparse.SUPPRESS)
