@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -165,5 +164,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-    os.environ.pop("LD_PRELOAD", None)
     main()
