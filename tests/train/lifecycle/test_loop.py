@@ -12,6 +12,11 @@ import pytest
 
 from phalanx.checkpoint.committed.copying import verify
 from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.data.errors import DataError
+from phalanx.data.formats.document import Document
+from phalanx.data.preparing.prepare import prepare
+from phalanx.data.reading.dataset import RunData
+from phalanx.data.stored.shard_writer import BLOCK_BYTES
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import (
     CheckpointSaved,
@@ -24,9 +29,11 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.goodput import goodput
 from phalanx.process.this_process import StopRequest
+from phalanx.run.directory.paths import newest_in_words
 from phalanx.run.spec import CheckpointSpec, EvalSpec, RunSpec
 from phalanx.train.evaluation import observers
 from phalanx.train.lifecycle import loop
+from phalanx.train.lifecycle.progress import BadStep
 from ranks import Ranks
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
 
@@ -235,14 +242,73 @@ def test_when_no_checkpoint_is_good_the_run_refuses_to_begin_anew(
         ranks.run(1, train_on_this_rank, spec)
 
 
+def first_unreadable(spec: RunSpec, folder: Path) -> tuple[int, list[int]]:
+    """The first step of a run that cannot read its samples in ``folder``, and its slots that cannot; (0, []) if there is none."""
+    data = RunData.open(folder, spec.train.seq_len, spec.runtime.seed)
+    per_slot = spec.train.batch_size // spec.train.slots
+    for step in range(1, spec.train.steps + 1):
+        bad = []
+        for slot in range(spec.train.slots):
+            try:
+                data.train_samples((step - 1) * spec.train.batch_size + slot * per_slot, per_slot)
+            except DataError:
+                bad.append(slot)
+        if bad:
+            return step, bad
+    return 0, []
+
+
+@pytest.mark.parametrize(("sharding", "shard_ranks"), [("none", 0), ("zero3", 2)])
+def test_if_one_of_two_ranks_cannot_read_its_samples_both_save_the_steps_before(
+    ranks: Ranks, tmp_path: Path, sharding: str, shard_ranks: int
+) -> None:
+    texts = (" ".join(f"{n * i % 991:x}" for i in range(200)) for n in range(1_500))
+    prepare(
+        [Document(f"document-{n}", text) for n, text in enumerate(texts)],
+        tmp_path / "data",
+        tokenizer="bytes",
+    )
+    spec = on_layout(tiny_run(tmp_path / "data", tmp_path / "run"), sharding, shard_ranks)
+    spec = dataclasses.replace(spec, checkpoint=CheckpointSpec(every_steps=1_000))
+    (shard,) = (tmp_path / "data").glob("train-*.bin")
+    content = shard.read_bytes()
+    for block in range(len(content) // BLOCK_BYTES):
+        at = block * BLOCK_BYTES
+        shard.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        step, slots = first_unreadable(spec, tmp_path / "data")
+        if step >= 3 and len(slots) == 1:
+            break
+    else:
+        raise AssertionError("no block is first read by one slot of a later step")
+    with pytest.raises(AssertionError, match="not what was written"):
+        ranks.run(2, train_on_this_rank, spec)
+    tier = DiskTier(tmp_path / "run" / "checkpoints")
+    assert tier.steps() == [step - 1]
+    shard.write_bytes(content)
+    (resumed, *_) = ranks.run(2, train_on_this_rank, spec)
+    alone = on_layout(dataclasses.replace(spec, run_dir=str(tmp_path / "undisturbed")), "none", 0)
+    (undisturbed,) = ranks.run(1, train_on_this_rank, alone)
+    assert resumed["weights_sha256"] == undisturbed["weights_sha256"]
+
+
 @pytest.mark.parametrize("saved", [True, False])
 @pytest.mark.parametrize("begun", [0, 7])
 def test_a_run_that_stops_before_its_first_step_does_not_say_that_a_step_is_saved(
     begun: int, saved: bool
 ) -> None:
-    assert loop.what_is_kept(begun, begun, saved=saved).startswith("no step was done since the start")
-    assert loop.what_is_kept(begun, begun + 1, saved=True) == f"step {begun + 1} is saved"
-    assert "failed" in loop.what_is_kept(begun, begun + 1, saved=False)
+    newest = newest_in_words(begun)
+    kept = loop.what_is_kept(begun, begun, saved=saved, newest=newest)
+    assert kept.startswith("no step was done since the start")
+    assert loop.what_is_kept(begun, begun + 1, saved=True, newest=newest) == f"step {begun + 1} is saved"
+
+
+def test_words_of_what_is_kept_claim_a_checkpoint_only_where_there_is_one() -> None:
+    bad = BadStep(NonFinite(5, "loss nan", skipped=False, first_sample=0, samples=8), "loss nan")
+    for step, newest in ((0, "there is no checkpoint yet"), (4, "the newest checkpoint is of step 4")):
+        assert newest_in_words(step) == newest
+        assert loop.what_is_kept(0, 5, saved=False, newest=newest) == f"the last checkpoint failed; {newest}"
+        assert f"could not be saved: {newest}" in str(bad.error(saved=False, newest=newest))
+        assert newest not in str(bad.error(saved=True, newest=newest))
 
 
 class StopAfter(StopRequest):

@@ -85,6 +85,11 @@ def committed_steps(root: Path) -> list[int]:
     )
 
 
+def newest_in_words(step: int) -> str:
+    """Return the words for a run whose newest checkpoint is that of ``step``; with 0 it has none."""
+    return f"the newest checkpoint is of step {step:,}" if step else "there is no checkpoint yet"
+
+
 def locate_checkpoints(path: Path, step: int | None = None) -> tuple[Path, int | None]:
     """Return the folder of checkpoints for ``path``, and the step: that of ``path``, or ``step``.
 
@@ -203,6 +208,10 @@ class RunDirectory:
     def committed_steps(self) -> list[int]:
         """Return the steps with a committed checkpoint, oldest first. Raises ``OSError``."""
         return committed_steps(self.checkpoints) if self.checkpoints.is_dir() else []
+
+    def newest_checkpoint(self) -> str:
+        """Return the words for the newest committed checkpoint, or for none. Raises ``OSError``."""
+        return newest_in_words(max(self.committed_steps(), default=0))
 
     def read_record(self) -> JsonObject:
         """Return the content of ``record.json``; empty if there is none.

@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from typing import NoReturn
 
-import numpy as np
-from numpy.typing import NDArray
+import torch.distributed as dist
 
-from phalanx.data.errors import DataError
-from phalanx.data.reading.prefetch import Prefetch, WaitEndedError
+from phalanx.data.reading.prefetch import WaitEndedError
 from phalanx.hardware.local.device import gpu_use, on_gpu
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EndedEarly, Finished, MemoryMeasured, Step, Stopped
@@ -40,7 +39,13 @@ from phalanx.train.lifecycle.observers import (
     open_observers,
     report_start,
 )
-from phalanx.train.lifecycle.progress import SampleSupply, TrainProgress, judge_nonfinite, judge_spike
+from phalanx.train.lifecycle.progress import (
+    BridgedSamples,
+    SampleSupply,
+    TrainProgress,
+    judge_nonfinite,
+    judge_spike,
+)
 from phalanx.train.lifecycle.saving import Saving, save_due
 from phalanx.train.profile.instruments import NvtxRanges, nvtx_ranges
 from phalanx.train.profile.recording import Recording
@@ -75,7 +80,8 @@ class Trainer:
     _recording: Recording
     _batches: ExitStack
     """Closes the reading of samples ahead."""
-    _read_from: Callable[[SampleSupply], Prefetch[NDArray[np.int64]]]
+    _samples: BridgedSamples
+    _read_from: Callable[[SampleSupply], BridgedSamples]
     _audit: Audit | None
     _layers: LayerMeter
     _observers: tuple[Observer, ...]
@@ -101,9 +107,9 @@ class Trainer:
         """Train as ``train`` does; the result is also returned after an early stop. Return ``None`` on a request to stop, even in the last
         evaluation, after the saves and copies under way.
 
-        If the wait for samples is ended, save the steps of this start and return ``None``. On ``DataError``, a run of one rank saves them
-        and raises; with several ranks it only raises. Other errors within a step are raised without a save. If a non-finite or spiking step
-        ends the run, the state before it is saved, and the error raised.
+        If the wait for samples is ended, save the steps of this start and return ``None``. If a rank's samples cannot be read, all ranks
+        save them, and that rank raises ``DataError``. Other errors within a step are raised without a save. If a non-finite or spiking
+        step ends the run, the state before it is saved, and the error raised.
         """
         training, progress = self._training, self._progress
         report_start(training)
@@ -123,24 +129,21 @@ class Trainer:
                 try:
                     self._layers.begin(number)
                     report = self._compute(number)
-                    self._layers.end(report)
+                    if not report.flags.no_samples:
+                        self._layers.end(report)
                 except WaitEndedError:
                     # The state is that of the step before: only a step's update changes it, and the samples come before that.
                     if progress.step > self._at_start.step:
                         self._saving.save(progress)
                     self._stop()
                     return None
-                except DataError:
-                    # The state is that of the previous step. A single rank can save it: no other rank waits in a collective.
-                    if progress.step > self._at_start.step and training.mesh.ranks == 1:
-                        self._saving.save(progress)
-                        self._saving.settle()
-                    raise
                 except Exception:
                     training.inputs.stop.step_failed()
                     raise
                 training.inputs.stop.step_ended()
                 self._guardian.computed()
+                if report.flags.no_samples:
+                    self._end_without_samples()
                 self._step_s.append(time.perf_counter() - begin_s)
                 if (concluded := self._advance(report)) is None:
                     self._stop()
@@ -165,17 +168,20 @@ class Trainer:
         alone = training.mesh.ranks == 1 and training.inputs.warm is None
         self._batches = opened.enter_context(ExitStack())
 
-        def read_from(place: SampleSupply) -> Prefetch[NDArray[np.int64]]:
+        def read_from(place: SampleSupply) -> BridgedSamples:
             """Return the samples of ``place``, read ahead until training ends; a rank that is alone gives up waiting
             once a stop is requested.
             """
-            return self._batches.enter_context(
+            samples = self._batches.enter_context(
                 place.prefetch(
                     training.mesh.rank,
                     self._reporter.warn,
                     enough=(lambda: training.inputs.stop.made) if alone else None,
                 )
             )
+            # An audit would compare what other ranks compute of the same slots, and blame this one's machine.
+            self._samples = BridgedSamples(samples, lambda: self._audit is None)
+            return self._samples
 
         self._read_from = read_from
 
@@ -239,7 +245,8 @@ class Trainer:
 
     def _compute(self, number: int) -> StepReport:
         """Run step ``number``; before the update, wait for the checkpoint that copies the weights. In one step of an
-        attempt, also measure the memory of each rank and emit it. Raises ``WaitEndedError``, ``DataError``.
+        attempt, also measure the memory of each rank and emit it. Raises ``WaitEndedError``, and ``DataError`` where no
+        samples were read before (``BridgedSamples``).
         """
         built, device = self._training.built, self._training.mesh.device
         meter = None
@@ -256,6 +263,7 @@ class Trainer:
             report = self._stepper.run(
                 number,
                 self._flags(),
+                lacks_samples=lambda: self._samples.error is not None,
                 before_sums=self._training.inputs.stop.join_step,
                 before_update=before_update,
                 audit=self._audit,
@@ -265,6 +273,20 @@ class Trainer:
             self._memory_bytes, least = extremes(meter.result(), device)
             self._reporter.emit(MemoryMeasured(number, self._memory_bytes, least))
         return report
+
+    def _end_without_samples(self) -> NoReturn:
+        """Save the steps of this start, and raise the error of this rank's samples; a rank without one waits until those end.
+
+        A collective, after a step that was not applied because a rank lacked its samples.
+        """
+        if self._progress.step > self._at_start.step:
+            self._saving.save(self._progress)
+            self._saving.settle()
+        if self._samples.error is not None:
+            raise self._samples.error
+        # Broken by the end of that rank, or ended by the launcher: only the rank at fault shall name an error.
+        dist.barrier()
+        raise AssertionError("a rank without samples did not end")
 
     def _advance(self, report: StepReport) -> StepReport | None:
         """Count a step as done, and return its report; after a fork, that of the last step of the child that was taken.
@@ -283,7 +305,8 @@ class Trainer:
             self._reporter.emit(bad.event)
             if bad.remedy:
                 self._saving.save(progress)
-                raise bad.error(saved=self._saving.settle())
+                saved = self._saving.settle()
+                raise bad.error(saved=saved, newest=self._training.inputs.directory.newest_checkpoint())
         if spike is not None and train.on_spike == "fork":
             return self._fork(report)
         progress.advance(report, self._stepper.updates, train, spike)
@@ -369,7 +392,8 @@ class Trainer:
         saved = self._saving.settle()
         self._saving.settle_copies()
         step = self._progress.step
-        kept = what_is_kept(self._at_start.step, step, saved=saved)
+        newest = self._training.inputs.directory.newest_checkpoint()
+        kept = what_is_kept(self._at_start.step, step, saved=saved, newest=newest)
         self._reporter.emit(Stopped(step, f"stopped on request; {kept}", self._ledger.seconds()))
 
     def _finish(self) -> RunResult | None:
@@ -452,12 +476,11 @@ class Trainer:
         return typical(speeds, len(speeds))
 
 
-def what_is_kept(started_at: int, step: int, *, saved: bool) -> str:
-    """Describe what is kept of a run that stops after ``step`` steps; this start began after ``started_at`` of them."""
+def what_is_kept(started_at: int, step: int, *, saved: bool, newest: str) -> str:
+    """Describe what is kept of a run that stops after ``step`` steps; this start began after ``started_at`` of them.
+
+    ``newest``: its newest checkpoint, in words.
+    """
     if step == started_at:
         return "no step was done since the start, and nothing was to be saved"
-    return (
-        f"step {step} is saved"
-        if saved
-        else "the last checkpoint failed; those that were saved before are kept"
-    )
+    return f"step {step} is saved" if saved else f"the last checkpoint failed; {newest}"

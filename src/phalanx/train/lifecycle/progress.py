@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.data.errors import DataError
 from phalanx.data.reading.cached_shard import fetched_bytes, most_ahead_bytes
 from phalanx.data.reading.dataset import RunData
 from phalanx.data.reading.prefetch import Prefetch
@@ -156,9 +157,12 @@ class BadStep:
     remedy: str = ""
     """The action for the user, if the run ends; empty if training continues with or without the step."""
 
-    def error(self, *, saved: bool) -> RunFailedError:
-        """Return the error that ends the run, with problem and remedy. ``saved``: the weights as they were before the step are durable."""
-        kept = "and saved" if saved else "but could not be saved: older checkpoints are kept"
+    def error(self, *, saved: bool, newest: str) -> RunFailedError:
+        """Return the error that ends the run, with problem and remedy.
+
+        ``saved``: the weights as they were before the step are durable. ``newest``: the run's newest checkpoint, in words.
+        """
+        kept = "and saved" if saved else f"but could not be saved: {newest}"
         step = self.event.step
         kind = NonFiniteError if isinstance(self.event, NonFinite) else LossSpikeError
         weights = f"the weights are those of step {step - 1}, {kept}"
@@ -286,7 +290,7 @@ class SampleSupply:
         def warn_of_wait(waited_s: float) -> None:
             warn(
                 f"rank {rank} has waited {waited_s:.0f} s for samples from {', '.join(dataset.url for dataset in cached)}; the run waits "
-                f"until data.timeout_s = {self._spec.data.timeout_s:g} s are over and ends with its last checkpoint then (at a second request to stop, at once)",
+                f"until data.timeout_s = {self._spec.data.timeout_s:g} s are over, saves and ends then (at a second request to stop, at once)",
                 IncidentKind.DATA_WAIT,
             )
 
@@ -321,6 +325,36 @@ class SampleSupply:
         per_slot = train.batch_size // train.slots
         first = self._begun_sample + (step - 1 - self._begun_step) * train.batch_size
         return first + slot * per_slot, per_slot
+
+
+class BridgedSamples:
+    """The samples of a rank's rounds. From the first round whose samples cannot be read, those of the round before are repeated.
+
+    The other ranks wait for this one in the step's collectives. It completes them with repeated samples, and all ranks can
+    save the state before the step. A step with repeated samples must not be applied.
+    """
+
+    def __init__(self, samples: Batches, bridges: Callable[[], bool]) -> None:
+        """``bridges``: while it returns False, an error is raised at once."""
+        self._samples, self._bridges = samples, bridges
+        self._last: NDArray[np.int64] | None = None
+        self.error: DataError | None = None
+        """The error of the first samples that could not be read."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> NDArray[np.int64]:
+        """Return the samples of the next round. Raises ``DataError`` where there are none before it, and what ``samples`` raises beside."""
+        if self.error is None:
+            try:
+                self._last = next(self._samples)
+            except DataError as error:
+                if self._last is None or not self._bridges():
+                    raise
+                self.error = error
+        assert self._last is not None
+        return self._last
 
 
 # Decisions of a fork at a loss spike: the state from which its children begin, their steps, and the child that is taken.

@@ -134,9 +134,8 @@ def _end_before_a_step(training: Training) -> None:
     from phalanx.train.lifecycle.loop import what_is_kept
 
     step = training.restored.step if training.restored is not None else 0
-    stopped = Stopped(
-        step, f"stopped on request; {what_is_kept(step, step, saved=False)}", training.inputs.ledger.seconds()
-    )
+    kept = what_is_kept(step, step, saved=False, newest=training.inputs.directory.newest_checkpoint())
+    stopped = Stopped(step, f"stopped on request; {kept}", training.inputs.ledger.seconds())
     is_reported = threading.Event()
 
     def report() -> None:
