@@ -129,7 +129,7 @@ def diverged(observed: o.Observed) -> Iterator[o.Reason]:
             *(change.evidence if change is not None else ()),
             *((vanished,) if vanished else ()),
         ),
-        doing=observed.doing("training continues; its older checkpoints are kept by checkpoint.keep_last"),
+        doing=observed.doing(f"training continues; {observed.newest_checkpoint}"),
         next=change.next
         if change is not None
         else f"lower optimizer.weight_decay, {where}: {back} --set optimizer.weight_decay=..."

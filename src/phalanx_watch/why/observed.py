@@ -17,6 +17,7 @@ from phalanx.fleet.control.fleet_file import FleetFile
 from phalanx.launch.engines.engine import JobStanding
 from phalanx.observe import events as run_events
 from phalanx.observe.record.notes import Throttling
+from phalanx.run.directory.paths import newest_in_words
 from phalanx.run.spec import RunSpec
 
 Code = Literal[
@@ -628,6 +629,11 @@ class Observed:
         damaged = {step for step, _ in self.damaged_checkpoints}
         steps = {step for step, _ in self.checkpoints} | ({saved[1].step} if saved else set())
         return max(steps - damaged, default=0)
+
+    @cached_property
+    def newest_checkpoint(self) -> str:
+        """Words for the newest durable checkpoint, or for none."""
+        return newest_in_words(self.saved_step)
 
     def checkpoint_before(self, step: int) -> int | None:
         """Return the newest step before ``step`` with a checkpoint on disk; None if there is none."""

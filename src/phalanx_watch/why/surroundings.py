@@ -28,6 +28,7 @@ from phalanx_watch.why import observed as o
 
 
 _URL = "://"
+_FAILED_SAVE = "a save that fails costs nothing but itself: training continues, and {newest}"
 
 
 def failed_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
@@ -45,8 +46,7 @@ def failed_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
     step = observed.saved_step
     if saves and not observed.finished:
         is_critical = len(saves) > 1 or not step
-        newest = f"the newest good checkpoint is step {step:,}" if step else "there is no good checkpoint"
-        yield _failing(observed, "Checkpoints", saves, newest, is_critical=is_critical)
+        yield _failing(observed, "Checkpoints", saves, observed.newest_checkpoint, is_critical=is_critical)
     if copies:
         newest = f"the newest copy is step {copied[1].step:,}" if copied else "there is no copy"
         if step:
@@ -77,9 +77,7 @@ def _failing(
         where=last.path,
         since=since,
         evidence=(f"step {last.step:,}: {last.reason}", newest),
-        doing=observed.doing(
-            "training continues, and the next checkpoint is tried when it is due; older ones are kept"
-        ),
+        doing=observed.doing("training continues, and the next checkpoint is tried when it is due"),
         next=f"see what became of the fleet's coordinator, and whether this node reaches it: phalanx status {observed.run}"
         if last.is_held
         else f"make room or mend {last.path} (df -h; phalanx checkpoint list {observed.run})",
@@ -107,11 +105,13 @@ def old_checkpoint(observed: o.Observed) -> Iterator[o.Reason]:
         return
     yield o.Reason(
         code="checkpoint-old",
-        title=f"The newest checkpoint is {format_duration(age_s)} old",
+        title=f"The newest checkpoint is {format_duration(age_s)} old"
+        if observed.saved_step
+        else f"No checkpoint in {format_duration(age_s)}",
         where=f"{observed.run}/checkpoints",
         since=saved_at + every_s,
         evidence=(
-            f"training is at step {step:,}, the newest checkpoint is step {observed.saved_step:,}",
+            f"training is at step {step:,}, {observed.newest_checkpoint}",
             f"one is due every {format_duration(every_s)}"
             + (f" (checkpoint.every_steps = {every})" if every else ""),
         ),
@@ -267,7 +267,7 @@ def full_disk(observed: o.Observed) -> Iterator[o.Reason]:
                 f"{free_files:,} more files can be made (inodes), though {free:,} bytes are free",
                 f"a checkpoint takes {max(1, observed.checkpoint_files):,} files",
             ),
-            doing="a save that fails costs nothing but itself: training continues, and older checkpoints are kept",
+            doing=_FAILED_SAVE.format(newest=observed.newest_checkpoint),
             next=f"remove files, not bytes: df -i {observed.run} has the count, du --inodes -x shows where they are; or another file system, or quota",
         )
         return
@@ -284,7 +284,7 @@ def full_disk(observed: o.Observed) -> Iterator[o.Reason]:
                 else ()
             ),
         ),
-        doing="a save that fails costs nothing but itself: training continues, and older checkpoints are kept",
+        doing=_FAILED_SAVE.format(newest=observed.newest_checkpoint),
         next=f"make room (df -h {observed.run}; du -sh {observed.run}/*), or keep fewer: checkpoint.keep_last, checkpoint.keep_every",
     )
 

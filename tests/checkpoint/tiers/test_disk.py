@@ -1,5 +1,6 @@
 """The disk tier when things go wrong: damage, missing files, full and forbidden storage."""
 
+import errno
 import json
 import os
 import resource
@@ -18,7 +19,7 @@ from checkpoint.shards import shards_of
 from checkpoint.worlds import box_of, save_by_all, save_state, shards_from
 from phalanx.checkpoint.committed.copying import verify
 from phalanx.checkpoint.committed.restore import restore
-from phalanx.checkpoint.format.blocks import page_aligned, verified_blocks, write_blocks
+from phalanx.checkpoint.format.blocks import explain, page_aligned, verified_blocks, write_blocks
 from phalanx.checkpoint.format.errors import (
     CorruptError,
     FormatVersionError,
@@ -175,6 +176,17 @@ def test_blocks_come_back_as_written_whatever_size_and_alignment(
 def _small_disk(tmp_path: Path) -> Iterator[Path]:
     with small_disk(tmp_path / "small", "4m") as mount:
         yield mount
+
+
+def test_a_checkpoint_that_was_deleted_while_it_is_read_is_told_from_a_lost_file(tmp_path: Path) -> None:
+    error, file = FileNotFoundError(errno.ENOENT, "No such file"), "rank-00000.safetensors"
+    (tmp_path / "step-00000002").mkdir()
+    lost = explain(error, tmp_path / "step-00000002" / file, 0)
+    deleted = explain(error, tmp_path / "step-00000001" / file, 0)
+    assert isinstance(lost, MissingFileError)
+    assert isinstance(deleted, MissingFileError)
+    assert "checkpoint.keep_last" in str(deleted)
+    assert "checkpoint.keep_last" not in str(lost)
 
 
 def test_a_full_disk_fails_the_save_but_neither_training_nor_older_checkpoints(small_disk: Path) -> None:

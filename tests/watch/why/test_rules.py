@@ -503,6 +503,22 @@ def test_a_disk_that_fails_is_named_with_its_error_and_what_is_still_good(run: W
     assert run.codes() == []
 
 
+@pytest.mark.parametrize(
+    ("saved", "words"), [(0, "there is no checkpoint yet"), (30, "the newest checkpoint is of step 30")]
+)
+def test_reasons_about_the_disk_name_the_newest_checkpoint_only_where_there_is_one(
+    run: Watched, saved: int, words: str
+) -> None:
+    run.write([*([CheckpointSaved(saved, "c", 2 * 10**9, 1.0)] if saved else []), *steps(31, 40)])
+    full, no_files = DiskSeen(10, 10**12), DiskSeen(10**12, 10**12, free_files=0)
+    for disk in (full, no_files):
+        assert words in only(run.reasons(disk=disk, checkpoint_files=4)).doing
+    run.write([CheckpointFailed(70, "/runs/x/checkpoints", "Input/output error")])
+    reason = only(run.reasons())
+    assert (reason.code, reason.evidence[1]) == ("checkpoint-failed", words)
+    assert "older" not in reason.doing
+
+
 @pytest.mark.parametrize("name", ["/store/x", "/store/x/"])
 def test_copies_that_fail_are_counted_since_the_newest_copy_also_once_the_run_has_finished(
     tmp_path: Path, name: str
@@ -621,9 +637,9 @@ def test_a_whole_fleet_has_nothing_wrong(run: Watched) -> None:
 
 
 def test_a_lost_node_is_named_and_so_are_spares_that_are_used_up(run: Watched) -> None:
-    lost = Member("node-1", "lost", "host-1", reason="no heartbeat for 15 s")
+    lost = Member("node-1", "lost", "host-1", reason="no heartbeat for 15 s", fault=IncidentKind.LOST)
     members = (member("node-0", 0), member("node-2", 1), lost)
-    told = (happening(run.t - 5, "node-1", lost.reason),)
+    told = (happening(run.t - 5, "node-1", lost.reason, held_ranks=True),)
     found = run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members, happenings=told, recoveries=1))
     assert [one.code for one in found] == ["lost-node", "no-spares"]
     assert found[0].where == "node node-1 (host-1)"

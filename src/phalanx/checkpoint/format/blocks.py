@@ -82,13 +82,18 @@ def explain(error: OSError, path: Path, needed_bytes: int) -> CheckpointError:
         return AbandonedError(
             f"{path}: the save's folder is gone: the save was abandoned meanwhile, or swept away."
         )
+    if isinstance(error, FileNotFoundError) and not path.parent.exists():
+        return MissingFileError(
+            f"{path}: is missing, with its folder. A run that trains deletes its older checkpoints (checkpoint.keep_last): take a newer step, "
+            "or keep this one by checkpoint.keep_every."
+        )
     if isinstance(error, FileNotFoundError):
         return MissingFileError(f"{path}: is missing. Restore another step, or copy the file back.")
     if isinstance(error, PermissionError):
         return StorageError(f"{path}: permission denied. Grant this user access, or name another folder.")
     return StorageError(
-        f"{path}: {error.strerror} ({errno.errorcode.get(error.errno or 0, '?')}). The storage failed; earlier checkpoints "
-        "are intact. Check the disk or mount, then save again or restore from elsewhere."
+        f"{path}: {error.strerror} ({errno.errorcode.get(error.errno or 0, '?')}). The storage failed; earlier "
+        "checkpoints, if there are any, are intact. Check the disk or mount, then save again or restore from elsewhere."
     )
 
 

@@ -276,7 +276,8 @@ def _await_files(
         if time.monotonic() > deadline:
             raise AbandonedError(
                 f"{folder.name}: {len(absent)} of {writers} have not written after {patience.timeout_s} s "
-                f"(first: {absent[:8]}). They died or their storage is slow; the older checkpoints are intact."
+                f"(first: {absent[:8]}). They died or their storage is slow; earlier checkpoints, "
+                "if there are any, are intact."
             )
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, _LONGEST_POLL_S)

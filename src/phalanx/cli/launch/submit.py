@@ -360,7 +360,7 @@ def cancel_job(name: str, namespace: str, *, now: bool, wait: bool) -> None:
     if not now and not job.ended:
         click.echo(f"job {job.name} saves and ends (phalanx cancel --now ends it at once)")
     cluster.end(job, at_once=now, wait=wait)
-    done = "is cancelled; the same phalanx submit resumes from its newest checkpoint"
+    done = "is cancelled; the same phalanx submit resumes from its newest checkpoint, if it has one"
     click.echo(f"job {job.name} {done if wait and not now else 'gets a request to end'}")
 
 

@@ -28,7 +28,14 @@ from phalanx.observe.display.terminal import show_events
 from phalanx.observe.event_log import EventLogError, follow
 from phalanx.observe.ledger import Recovery
 from phalanx.plugins import load_plugin
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, RunResult, read_resolved, step_of
+from phalanx.run.directory.paths import (
+    RunDirectory,
+    RunDirectoryError,
+    RunResult,
+    newest_in_words,
+    read_resolved,
+    step_of,
+)
 from phalanx.run.rules import Comparison, compared
 from phalanx.run.spec import RunSpec, SampleSpec
 from phalanx.train.lifecycle.ending import Ending
@@ -229,7 +236,7 @@ def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, stor
         step = max(run.directory.committed_steps(), default=0)
         how = f"{ending.message or 'stopped'}{' without saving' if ending.unsaved else ''};"
         # The last save may have failed, and on a full disk no event records that.
-        _print_marked(console, how, f"the newest checkpoint is of step {step}; to continue: {again}")
+        _print_marked(console, how, f"{newest_in_words(step)}; to continue: {again}")
         if as_json:
             fleets = {"unsaved_steps": ending.unsaved_steps} if story else {}
             click.echo(json.dumps({"stopped": True, "saved_step": step} | fleets))
