@@ -45,11 +45,11 @@ SAMPLING_JSON = '{"temperature":1.0,"top_k":0,"top_p":1.0,"min_p":0.0,"seed":0,"
         ),
         (
             FleetIncident(1.5, 0, "n1", "no heartbeat"),
-            '{"unix_s":1.5,"epoch":0,"node":"n1","what":"no heartbeat","kind":"note","step":-1}',
+            '{"unix_s":1.5,"epoch":0,"node":"n1","what":"no heartbeat","kind":"note","step":-1,"held_ranks":false}',
         ),
         (
             Incident(1.5, 0, "n1", "no heartbeat"),
-            '{"at_s":1.5,"epoch":0,"node":"n1","what":"no heartbeat","ended_epoch":false,"level":"warning","kind":"note","step":-1}',
+            '{"at_s":1.5,"epoch":0,"node":"n1","what":"no heartbeat","ended_epoch":false,"level":"warning","kind":"note","step":-1,"held_ranks":false}',
         ),
         (
             Barred("n1", Eligibility.QUARANTINED, "no heartbeat"),

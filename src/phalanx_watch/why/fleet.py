@@ -243,6 +243,12 @@ def lost_nodes(observed: o.Observed) -> Iterator[o.Reason]:
     spares = sum(member.role in ("spare", "warming") for member in fleet.members)
     target_nodes = observed.spec.fleet.nodes if observed.spec else 0
     short = bool(target_nodes) and seated < target_nodes
+    faults = {member.name: member.fault for member in away}
+    held_ranks = {
+        happening.node: happening.held_ranks
+        for happening in fleet.happenings
+        if faults.get(happening.node) is happening.kind
+    }
     yield o.Reason(
         code="lost-node",
         title=f"{len(away)} node{'s are' if len(away) > 1 else ' is'} lost or put aside: {', '.join(sorted(names)[:5])}",
@@ -266,8 +272,10 @@ def lost_nodes(observed: o.Observed) -> Iterator[o.Reason]:
         else "training continues with fewer ranks: the bits stay the same"
         if short
         else "a spare has taken its place"
-        if fleet.recoveries or fleet.regroups
-        else "training continues: it had no ranks",
+        if any(held_ranks.values())
+        else "training continues: it had no ranks"
+        if held_ranks.keys() == names
+        else "training continues",
         next=f"see what became of them (phalanx status {observed.run}); a node that is well again: phalanx fleet add {observed.run} NODE, "
         "a new one: phalanx agent there",
     )

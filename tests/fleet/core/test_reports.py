@@ -225,6 +225,14 @@ def test_a_worker_that_fails_twice_without_having_been_warm_in_between_has_faile
     assert [incident.text for incident in fleet.state.incidents] == [node.reason]
 
 
+def test_an_incident_records_whether_its_node_held_ranks() -> None:
+    fleet = running()
+    (spare,) = fleet.state.spares
+    fleet.hear(m.WorkerHung(spare, 1, m.NO_EPOCH, 0, 3.0), m.WorkerHung("0", 1, fleet.state.epoch, 0, 3.0))
+    held_ranks = {incident.node: incident.held_ranks for incident in fleet.state.incidents if incident.node}
+    assert held_ranks == {spare: False, "0": True}
+
+
 def test_an_innocent_worker_is_noted_and_must_be_warm_again() -> None:
     fleet = running()
     fleet.hear(m.WorkerExited("4", 1, m.NO_EPOCH, 0, -9, "killed", innocent=True))

@@ -19,6 +19,7 @@ from phalanx.observe.events import (
     CheckpointSaved,
     EpochLeft,
     Evaluated,
+    IncidentKind,
     LayerStatistics,
     Message,
     NonFinite,
@@ -33,7 +34,7 @@ from phalanx_watch.why.processes import processes_of
 from phalanx_watch.why.reasons import reasons
 from tiny_runs import make_dataset
 from watch.why.test_rules import FLEET, NOTHING_DUE, only, spike
-from watch.why.watched import T0, Watched, fleet_file, member, steps
+from watch.why.watched import T0, Watched, fleet_file, happening, member, steps
 
 VOCABULARY = dataclasses.replace(NOTHING_DUE, model=ModelSpec(vocab_size=4096))
 """Its untrained model has a loss of 8.3."""
@@ -490,10 +491,12 @@ def test_a_fleet_that_trains_on_fewer_ranks_than_its_nodes_allow_says_why(run: W
 
 
 def test_a_spare_that_was_lost_is_not_said_to_be_replaced(run: Watched) -> None:
-    members = (member("node-0", 0), member("node-1", 1), Member("node-2", "lost", "host-2"))
-    found = run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members))
-    (one,) = [reason for reason in found if reason.code == "lost-node"]
-    assert one.doing == "training continues: it had no ranks"
+    lost = Member("node-2", "lost", "host-2", fault=IncidentKind.LOST)
+    members = (member("node-0", 0), member("node-1", 1), lost)
+    incidents = (happening(run.t - 5, "node-2", "no heartbeat for 15 s"),)
+    fleet = fleet_file(run.t, members=members, happenings=incidents, recoveries=1)
+    (reason,) = [reason for reason in run.reasons(spec=FLEET, fleet=fleet) if reason.code == "lost-node"]
+    assert reason.doing == "training continues: it had no ranks"
 
 
 def test_the_room_for_the_next_checkpoint_is_that_of_all_ranks(run: Watched) -> None:

@@ -112,6 +112,12 @@ def member(name: str, rank: int) -> Member:
 
 
 def happening(
-    t: float, node: str, what: str, kind: IncidentKind = IncidentKind.LOST, step: int = -1
+    t: float,
+    node: str,
+    what: str,
+    kind: IncidentKind = IncidentKind.LOST,
+    step: int = -1,
+    *,
+    held_ranks: bool = False,
 ) -> FleetIncident:
-    return FleetIncident(t, 0, node, what, kind, step)
+    return FleetIncident(t, 0, node, what, kind, step, held_ranks)

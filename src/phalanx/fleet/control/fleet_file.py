@@ -68,6 +68,8 @@ class FleetIncident(msgspec.Struct, frozen=True):
     kind: IncidentKind = IncidentKind.NOTE
     step: int = NO_STEP
     """The step that it concerns, if it concerns one."""
+    held_ranks: bool = False
+    """True if the node had ranks then."""
 
 
 class FleetFile(msgspec.Struct, frozen=True):
@@ -163,7 +165,9 @@ def _happening(incident: Incident) -> FleetIncident:
     """Return an incident as fleet.json has it."""
     end_text = EpochLeft(incident.epoch, incident.text).text
     text = end_text if incident.ended_epoch else incident.text
-    return FleetIncident(incident.at_s, incident.epoch, incident.node, text, incident.kind, incident.step)
+    return FleetIncident(
+        incident.at_s, incident.epoch, incident.node, text, incident.kind, incident.step, incident.held_ranks
+    )
 
 
 def _role(state: FleetState, node: Node, seated: bool) -> str:

@@ -123,6 +123,8 @@ class Incident(Struct, frozen=True):
     kind: IncidentKind = IncidentKind.NOTE
     step: int = NO_STEP
     """The step that it concerns, if it concerns one."""
+    held_ranks: bool = False
+    """True if ``node`` had a seat then."""
 
 
 class Distrust(Struct, frozen=True):
@@ -401,7 +403,8 @@ def note(
     """Record an incident at the present time and epoch; only the newest ``INCIDENTS_KEPT`` are kept. ``node`` may
     be empty.
     """
-    incident = Incident(state.now_s, state.epoch, node, text, ended_epoch, level, kind, step)
+    held_ranks = node in state.nodes and state.nodes[node].seat != NO_SEAT
+    incident = Incident(state.now_s, state.epoch, node, text, ended_epoch, level, kind, step, held_ranks)
     state.incidents.append(incident)
     del state.incidents[:-INCIDENTS_KEPT]
 
