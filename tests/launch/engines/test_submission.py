@@ -17,7 +17,7 @@ import pytest
 
 from launch.engines.slurm_cluster import missing
 from phalanx.cli.train.session import resume_command
-from phalanx.launch.engines.engine import engine_named, standing_or_end
+from phalanx.launch.engines.engine import SubmitRequest, engine_named, standing_or_end
 from phalanx.launch.engines.order import EngineError, LaunchOrder
 from phalanx.launch.engines.submission import (
     Submitted,
@@ -25,6 +25,7 @@ from phalanx.launch.engines.submission import (
     mark_stopped,
     only_submission,
 )
+from phalanx.run.directory.paths import RunDirectory, RunResult
 from phalanx.run.spec import DataSpec, FleetSpec, LaunchSpec, RunSpec
 
 
@@ -45,6 +46,38 @@ def test_a_second_submission_is_refused_while_the_first_prepares_and_taken_when_
         raise ZeroDivisionError
     with only_submission(order(tmp_path)), only_submission(order(tmp_path / "another")):
         pass
+
+
+def finished_run(run_dir: Path, launch: LaunchSpec) -> RunSpec:
+    """A run with a complete result, as it is submitted once more."""
+    run_dir.mkdir(exist_ok=True)
+    RunDirectory(run_dir).write_result(RunResult(step=9, weights_sha256=""))
+    return RunSpec(data=DataSpec(path=str(run_dir)), run_dir=str(run_dir), launch=launch)
+
+
+def test_a_finished_run_is_refused_on_hosts_with_all_other_problems(tmp_path: Path) -> None:
+    spec = finished_run(tmp_path, LaunchSpec(engine="local", gpus_per_node=8))
+    with pytest.raises(EngineError) as refused:
+        engine_named("local").submit(spec, tmp_path, SubmitRequest())
+    assert "is finished; give another run_dir" in str(refused.value)
+    assert "launch.gpus_per_node = 8" in str(refused.value)
+    assert not order(tmp_path).folder.exists()
+
+
+def test_a_finished_run_is_refused_under_slurm_with_all_other_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("squeue", "scontrol", "sinfo", "sacctmgr"):  # a cluster without jobs and partitions
+        (tools / name).write_text("#!/bin/sh\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=":")
+    spec = finished_run(tmp_path / "run", LaunchSpec(engine="slurm", partition="nowhere"))
+    with pytest.raises(EngineError) as refused:
+        engine_named("slurm").submit(spec, tmp_path, SubmitRequest())
+    assert "is finished; give another run_dir" in str(refused.value)
+    assert "there is no partition 'nowhere'" in str(refused.value)
 
 
 def test_a_full_disk_is_said_before_anything_is_submitted(tmp_path: Path) -> None:

@@ -112,7 +112,9 @@ def test_a_failed_run_is_submitted_anew_and_a_finished_one_is_not(cluster: ApiSe
     (job,) = cluster.of("jobsets")
     assert job["metadata"]["uid"] != before
     job["status"] = {"terminalState": "Completed"}
-    assert "is finished" in submit(fails=True)
+    refused = submit("--queue", "nowhere", fails=True)
+    assert "is finished" in refused
+    assert "nowhere" in refused
 
 
 def test_what_the_cluster_lacks_is_said_at_once_with_the_remedy(cluster: ApiServer) -> None:

@@ -58,7 +58,9 @@ class HostsEngine:
             text = "\n".join(f"# on {name}\n{script}" for name, script in scripts.items())
             return SubmitReport({"scripts": scripts, "run_dir": spec.run_dir}, text)
         where = f"{len(hosts)} hosts" if self.has_hosts else "this machine"
-        submission.refuse_finished(order, spec)
+        if finished := submission.finished_problems(order, spec):
+            # Hosts are not contacted: that would write into the finished run's directory.
+            refuse_for([*finished, *bare.problems(order, hosts)], _CANNOT_START)
         with submission.only_submission(order):
             spec, price = self.verified(order, spec, listed, hosts)
             submission.write_files(order, spec, scripts[hosts[0].name])

@@ -75,9 +75,9 @@ class SlurmEngine:
         if request.dry_run:
             script = batch_script(order if request.lender is None else _borrowing(order, request.lender))
             return SubmitReport({"script": script, "run_dir": spec.run_dir}, script)
-        submission.refuse_finished(order, spec)
         _refuse_second(order)
-        refuse_for(slurm.preflight(order), "this job would never start")
+        problems = [*submission.finished_problems(order, spec), *slurm.preflight(order)]
+        refuse_for(problems, "this job would never start")
         # On the nodes of the partition that are free now.
         best, why_not = price_or_reason(
             lambda planner: planner.best_placement(

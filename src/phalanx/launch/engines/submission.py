@@ -155,12 +155,11 @@ def wait_for_submitter(run_dir: Path, notify: Callable[[str], None]) -> str:
     return notified
 
 
-def refuse_finished(order: LaunchOrder, spec: RunSpec) -> None:
-    """Raise ``EngineError`` if the run directory has a complete result for ``spec``."""
-    if RunDirectory(order.run_dir).complete_result(spec) is not None:
-        raise EngineError(
-            f"the run in {order.run_dir} is finished; give another run_dir to train it once more"
-        )
+def finished_problems(order: LaunchOrder, spec: RunSpec) -> list[str]:
+    """Return a problem if the run directory has a complete result for ``spec``, else nothing."""
+    if RunDirectory(order.run_dir).complete_result(spec) is None:
+        return []
+    return [f"the run in {order.run_dir} is finished; give another run_dir to train it once more"]
 
 
 def write_files(order: LaunchOrder, spec: RunSpec, script: str) -> Path:

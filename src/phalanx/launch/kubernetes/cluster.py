@@ -25,12 +25,17 @@ _GONE_S = 900.0
 def preflight(request: PodRequest) -> list[str]:
     """Return everything that the cluster lacks for a run (queue, claims); empty if nothing.
 
-    Without problems or a failed job of this name, it also creates the job as a dry run on the server. Raises
-    ``EngineError`` for a refusal there, if the run's job exists and has not failed, or if no cluster is reached.
+    A completed job of the run is one of the problems. Without problems or a failed job of this name, it also creates the
+    job as a dry run on the server. Raises ``EngineError`` for a refusal there, if the run's job waits or runs, or if no
+    cluster is reached.
     """
-    earlier = refuse_second(request)
     namespace, queue = request.launch.namespace, request.launch.partition
+    earlier = job_named(request.name, namespace, [_resource(request)])
     wrong: list[str] = []
+    if earlier is not None and earlier.state == "completed":
+        wrong.append(_finished(request, earlier))
+    elif earlier is not None and not earlier.ended:
+        raise _second(request, earlier)
     if queue:
         wrong += _missing_queue(
             "queues.scheduling.volcano.sh" if request.volcano else "localqueues.kueue.x-k8s.io",
@@ -51,15 +56,23 @@ def refuse_second(request: PodRequest) -> ClusterJob | None:
     """Return the run's failed job, or ``None``. Raises ``EngineError`` if its job is running, waiting or completed."""
     job = job_named(request.name, request.launch.namespace, [_resource(request)])
     if job is not None and job.state == "completed":
-        raise EngineError(
-            f"the run in {request.run_dir} is finished (job {job.name}); give another run_dir to train it once more"
-        )
+        raise EngineError(_finished(request, job))
     if job is not None and not job.ended:
-        raise EngineError(
-            f"the run in {request.run_dir} is job {job.name} already ({job.sentence}): follow it with phalanx status {job.name} --on kubernetes, or "
-            f"end it with phalanx cancel {job.name} --on kubernetes"
-        )
+        raise _second(request, job)
     return job
+
+
+def _finished(request: PodRequest, job: ClusterJob) -> str:
+    """Return the problem of a run whose job has completed."""
+    return f"the run in {request.run_dir} is finished (job {job.name}); give another run_dir to train it once more"
+
+
+def _second(request: PodRequest, job: ClusterJob) -> EngineError:
+    """Return the error for the submission of a run whose job waits or runs."""
+    return EngineError(
+        f"the run in {request.run_dir} is job {job.name} already ({job.sentence}): follow it with phalanx status {job.name} --on kubernetes, or "
+        f"end it with phalanx cancel {job.name} --on kubernetes"
+    )
 
 
 def _missing_queue(resource: str, queue: str, namespace: str) -> Iterator[str]:
