@@ -193,7 +193,9 @@ def test_the_end_of_a_conversation_is_a_token_that_the_template_does_not_use(tok
 
 
 def test_a_tokenizer_without_a_token_to_spare_is_refused(tokenizer: BpeTokenizer) -> None:
-    with pytest.raises(TokenizerError, match="none is left to end conversations with"):
+    with pytest.raises(
+        TokenizerError, match=r"none is left to end conversations with: .*t\.add_special_tokens"
+    ):
         document_end(tokenizer, template_of(" ".join(SPECIALS)))
     with pytest.raises(TokenizerError, match="the tokenizer that their template was made for"):
         ChatEncoder(BytesTokenizer(), ChatLayout(template_of(CHATML)), 50)

@@ -8,13 +8,19 @@ import pytest
 
 from phalanx.data.reading.sources import MixtureIndex
 from phalanx.data.stored.index import DatasetIndex, Recipe, ShardFile, Split
-from phalanx.run.spec import ModelSpec, MoeSpec, RunSpec, RuntimeSpec, TrainSpec
+from phalanx.run.spec import ModelSpec, MoeSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec
 from phalanx.train.start.checks import start_notes, thread_notes
 
 ENOUGH = Split((ShardFile("0", 10**12, ""),), 10, 10**12, "")
 INDEX = DatasetIndex(
     "uint16", 300, "bytes", "", ENOUGH, ENOUGH, None, Recipe("", "bytes", None, 0.05, 10**12)
 )
+
+
+@pytest.mark.parametrize(("warmup_steps", "is_noted"), [(99, False), (100, True), (200, True)])
+def test_a_warmup_that_the_run_does_not_leave_is_noted(warmup_steps: int, is_noted: bool) -> None:
+    run = RunSpec(train=TrainSpec(steps=100), schedule=ScheduleSpec(warmup_steps=warmup_steps))
+    assert any("schedule.warmup_steps" in note for note in start_notes(run, INDEX)) is is_noted
 
 
 @pytest.mark.parametrize(

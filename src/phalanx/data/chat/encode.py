@@ -218,7 +218,9 @@ def document_end(tokenizer: PublishedTokenizer, template: ChatTemplate) -> int:
         if content not in used and content not in template.source and content not in yielded:
             return number
     raise TokenizerError(
-        "all special tokens of the tokenizer are used by the chat template, and none is left to end conversations with: add one to the tokenizer"
+        "all special tokens of the tokenizer are used by the chat template, and none is left to end conversations with: add one to the tokenizer, "
+        'with transformers: t = AutoTokenizer.from_pretrained(FOLDER); t.add_special_tokens({"additional_special_tokens": ["<|enddoc|>"]}); '
+        "t.save_pretrained(FOLDER). Its id must be below the model's vocab_size"
     )
 
 

@@ -134,8 +134,13 @@ def thread_notes(spec: RunSpec, ranks: int, cores: int) -> Iterator[str]:
 
 
 def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
-    """Yield sentences on what the user may not have meant: many epochs, sources that are one dataset, no export, attention across packed
+    """Yield sentences on what the user may not have meant: a warmup of the whole run, many epochs, sources that are one dataset, no export, attention across packed
     documents, no held-out loss."""
+    if spec.schedule.warmup_steps >= spec.train.steps:
+        yield (
+            f"schedule.warmup_steps = {spec.schedule.warmup_steps:,} is not less than train.steps = {spec.train.steps:,}: the learning rate rises to "
+            "the end, and never falls. A shorter warmup is another run: --set schedule.warmup_steps=..."
+        )
     tokens = spec.train.steps * spec.train.batch_size * spec.train.seq_len
     epochs = tokens / max(index.train_tokens, 1)
     if epochs > _MANY_EPOCHS and not spec.data.sources:  # for sources, data.sources.epochs is the limit
