@@ -18,7 +18,9 @@ from phalanx.parallel.process_group.rendezvous import (
     first_host,
     join,
     leave,
+    missing_for_nccl,
     rank_from_environment,
+    require_interface,
 )
 from small_disks import fill, small_disk
 
@@ -155,6 +157,40 @@ def test_a_chosen_interface_that_is_not_there_is_named_with_its_variable_and_tho
         RendezvousError, match=rf"GLOO_SOCKET_IFNAME is nowhere0, .* set it to one of .*{loopback}"
     ):
         join(environment, torch.device("cpu"), timeout_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "missing"),
+    [
+        ("eth", set()),
+        ("=eth", {"eth"}),
+        ("=eth0,ib0", set()),
+        ("ib", {"ib"}),
+        ("ib0,ib1", {"ib0", "ib1"}),
+        ("^ib", set()),
+    ],
+)
+def test_the_interfaces_of_nccl_are_looked_for_by_its_own_rules(chosen: str, missing: set[str]) -> None:
+    assert missing_for_nccl(chosen, {"lo", "eth0"}) == missing
+
+
+def test_an_interface_of_nccl_that_is_not_there_is_named_before_ranks_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nowhere")
+    require_interface(torch.device("cpu"))
+    with pytest.raises(RendezvousError, match=r"NCCL_SOCKET_IFNAME is nowhere, .* set it to one of"):
+        require_interface(torch.device("cuda"))
+
+
+def test_a_rank_that_waits_for_rank_0_prints_its_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RendezvousError):
+        join(
+            *(RankEnvironment(1, 2, 1, "tcp://127.0.0.1:1", "torchrun"), torch.device("cpu"), 1.0),
+            silent_s=0.0,
+        )
+    assert "rank 1 of 2 on " in (line := capsys.readouterr().err)
+    assert "is waiting for rank 0 at 127.0.0.1:1" in line
 
 
 def test_ranks_that_never_come_are_reported() -> None:

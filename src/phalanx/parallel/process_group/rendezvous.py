@@ -11,7 +11,10 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import unquote, urlparse
@@ -36,6 +39,8 @@ from phalanx.run.peers import AddressError, read_host, read_port
 _DEFAULT_PORT = "29500"  # torchrun's
 _STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 _FIRST_PORT, _PORTS = 20_000, 10_000
+_SILENT_S = 10.0
+"""Time after which a rank prints that it waits for rank 0."""
 
 
 class RendezvousError(RuntimeError):
@@ -158,17 +163,20 @@ def backends_for(device: torch.device) -> str:
     return "nccl" if on_gpu(device) else "gloo"
 
 
-def join(environment: RankEnvironment, device: torch.device, timeout_s: float) -> None:
+def join(
+    environment: RankEnvironment, device: torch.device, timeout_s: float, *, silent_s: float = _SILENT_S
+) -> None:
     """Make this process a rank of the default process group: gloo on CPUs, NCCL on GPUs. Waits for all ranks.
 
     First chooses gloo's network interface, in the environment: loopback with the launcher of ``phalanx train``, else,
-    on CPUs only, the one towards rank 0. On GPUs it makes the device current. Raises ``RendezvousError`` if the address
-    cannot be used, no interface is found, GLOO_SOCKET_IFNAME names one that is not there, or some rank did not join within ``timeout_s``
-    seconds, which is also the timeout of collectives.
+    on CPUs only, the one towards rank 0. On GPUs it makes the device current. After ``silent_s`` seconds a line on standard error names
+    the address at which this rank waits for rank 0.
+
+    Raises ``RendezvousError`` if the address cannot be used, no interface is found, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names one
+    that is not there, or some rank did not join within ``timeout_s`` seconds, which is also the timeout of collectives.
     """
     _require_address(environment)
-    if not on_gpu(device):
-        require_interface()
+    require_interface(device)
     if environment.launcher == "phalanx":
         # All ranks are on this machine: a laptop's host name may resolve to nowhere, loopback always works.
         choose_interface(["127.0.0.1"], shared=False)
@@ -179,16 +187,37 @@ def join(environment: RankEnvironment, device: torch.device, timeout_s: float) -
         # Ranks of one machine meet in a file. PyTorch does not decode a ``file://`` URL, and would open a file with ``%20`` in its name.
         address = urlparse(environment.meeting_point)
         store = FileStore(unquote(address.path), environment.ranks) if address.scheme == "file" else None
-        dist.init_process_group(
-            backend=backends_for(device),
-            init_method=None if store else environment.meeting_point,
-            store=store,
-            rank=environment.rank,
-            world_size=environment.ranks,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        with _waiting_named(environment, silent_s):
+            dist.init_process_group(
+                backend=backends_for(device),
+                init_method=None if store else environment.meeting_point,
+                store=store,
+                rank=environment.rank,
+                world_size=environment.ranks,
+                timeout=timedelta(seconds=timeout_s),
+            )
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
         raise RendezvousError(_explain(error, environment)) from error
+
+
+@contextmanager
+def _waiting_named(environment: RankEnvironment, silent_s: float) -> Iterator[None]:
+    """Context that prints after ``silent_s`` seconds where this rank waits for rank 0, if they meet at an address."""
+    address = urlparse(environment.meeting_point)
+    if address.scheme != "tcp" or environment.rank == 0:
+        yield
+        return
+    line = (
+        f"rank {environment.rank} of {environment.ranks} on {host_name()} is waiting for rank 0 at {address.netloc} (MASTER_ADDR, MASTER_PORT): "
+        "is it started, and does no firewall lie between?"
+    )
+    timer = threading.Timer(silent_s, lambda: print(line, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _require_address(environment: RankEnvironment) -> None:
@@ -205,16 +234,34 @@ def _require_address(environment: RankEnvironment) -> None:
         ) from error
 
 
-def require_interface() -> None:
-    """Raise ``RendezvousError`` if GLOO_SOCKET_IFNAME names an interface that this machine does not have, as far as they can be listed."""
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+def require_interface(device: torch.device) -> None:
+    """Raise ``RendezvousError`` if the variable of the back end of ``device`` names an interface that this machine does not have, as far
+    as they can be listed. It is GLOO_SOCKET_IFNAME on CPUs, NCCL_SOCKET_IFNAME on GPUs.
+    """
+    is_nccl = on_gpu(device)
+    variable = "NCCL_SOCKET_IFNAME" if is_nccl else "GLOO_SOCKET_IFNAME"
+    chosen = os.environ.get(variable, "")
     interfaces = {interface.name for interface in local_interfaces()}
-    missing = [name for name in chosen.split(",") if name not in interfaces]
+    missing = missing_for_nccl(chosen, interfaces) if is_nccl else set(chosen.split(",")) - interfaces
     if chosen and interfaces and missing:
         raise RendezvousError(
-            f"GLOO_SOCKET_IFNAME is {chosen}, and {host_name()} has no interface {' and no '.join(missing)} with an address: unset the variable, "
+            f"{variable} is {chosen}, and {host_name()} has no interface {' and no '.join(sorted(missing))} with an address: unset the variable, "
             f"or set it to one of {', '.join(sorted(interfaces))}"
         )
+
+
+def missing_for_nccl(chosen: str, interfaces: Set[str]) -> Set[str]:
+    """Return the names in a value of NCCL_SOCKET_IFNAME if NCCL finds none of them among ``interfaces``, else nothing.
+
+    Names are beginnings of interfaces' names; after "=" they are whole names, and after "^" the interfaces to leave out
+    (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
+    """
+    if chosen.startswith("^"):
+        return set()
+    names = set(filter(None, chosen.removeprefix("=").split(",")))
+    if chosen.startswith("="):
+        return set() if names & interfaces else names
+    return set() if any(name.startswith(tuple(names)) for name in interfaces) else names
 
 
 def choose_interface(addresses: Sequence[str], *, shared: bool) -> None:

@@ -109,8 +109,8 @@ class RankWorker:
             )
         self._device = rendezvous.device_for(self._spec.runtime.device, args.worker)
         make_current(self._device)
+        rendezvous.require_interface(self._device)
         if not on_gpu(self._device):
-            rendezvous.require_interface()
             rendezvous.choose_interface(resolved(args.host), shared=not is_loopback(args.host))
         self._segments = segments_from(args.segments)
         tls = read_certificates(args.certificates).client_context() if args.certificates else None
