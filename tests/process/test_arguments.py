@@ -30,6 +30,7 @@ class Arguments:
         Arguments(Path("run"), 0),
         Arguments(Path("a b"), -3, "node", (3, 5), ("kill rank 0 at step 3", ""), True, Path("c"), "wait"),
         Arguments(Path("run"), 1, sentences=()),
+        Arguments(Path("-run"), 1, "--is-spare", (-1, 2), ("-", "", "--name", "none")),
     ],
 )
 def test_arguments_come_back_as_they_were_given(args: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:

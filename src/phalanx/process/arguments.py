@@ -21,8 +21,16 @@ def words_of(args: DataclassInstance) -> list[str]:
     for field in fields(args):
         value = getattr(args, field.name)
         if value != field.default:
+            option = _option(field.name)
             values = () if value is True else value if isinstance(value, tuple) else (value,)
-            words += [_option(field.name), *map(str, values)]
+            texts = [str(value) for value in values]
+            if not any(text.startswith("-") for text in texts):
+                words += [option, *texts]
+            else:  # a word with a hyphen would be an option of its own
+                words += [
+                    *([option] if isinstance(value, tuple) else []),
+                    *(f"{option}={text}" for text in texts),
+                ]
     return words
 
 
@@ -38,12 +46,14 @@ def parsed(kind: type[_T], program: str) -> _T:
         if hint is bool:
             parser.add_argument(option, action="store_true")
             continue
+        is_tuple = get_origin(hint) is tuple
         parser.add_argument(
             option,
             type=str if get_origin(hint) is Literal else (*get_args(hint), hint)[0],
-            nargs="*" if get_origin(hint) is tuple else None,
+            action="extend" if is_tuple else "store",
+            nargs="*" if is_tuple else None,
             required=field.default is MISSING,
-            default=field.default,
+            default=argparse.SUPPRESS if is_tuple else field.default,  # else the words would extend it
         )
     values = vars(parser.parse_args())
     return kind(
