@@ -29,6 +29,18 @@ def loopback_names(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*_NAMES, host)))
 
 
+def split_target(target: str) -> tuple[str, str]:
+    """Return host and path of an HTTP request's target, both quoted. The host is empty for a target that is no URL.
+
+    A client that takes the server for a proxy sends the whole URL. Its host counts, and not the Host header's (RFC 9112, 3.2.2).
+    """
+    scheme, separator, rest = target.partition("://")
+    if not separator or scheme.lower() not in ("http", "https"):
+        return "", target
+    host, slash, path = rest.partition("/")
+    return host, slash + path or "/"
+
+
 def host_name(header: str) -> str:
     """Return the name or address in a Host header, without port and brackets; empty if it has another form."""
     match = _HOST.fullmatch(header)

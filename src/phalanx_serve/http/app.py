@@ -9,6 +9,7 @@ from contextlib import ExitStack, aclosing, contextmanager, nullcontext, suppres
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 from starlette.applications import Starlette
@@ -19,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phalanx.run.peers import host_name
+from phalanx.run.peers import host_name, split_target
 from phalanx_serve.http.admission import AdmittedLoad, Demand, Keys, KeyUse, LengthLimit, retry_after
 from phalanx_serve.http.counts import CONTENT_TYPE, Counts
 from phalanx_serve.http.limits import Limits
@@ -247,6 +248,9 @@ def application(gateway: Gateway) -> ASGIApp:
         """
         scope[_SERVERS_SEND] = send
         headers = Headers(scope=scope)
+        host, path = split_target(scope.get("raw_path", b"").decode("latin-1"))
+        if host:
+            scope["path"], scope["raw_path"] = unquote(path), path.encode("latin-1")
         if "transfer-encoding" in headers and "content-length" in headers:
             # A proxy may use the other header and read the remainder as another client's request (RFC 9112, 6.1).
             error = RefusedError(
@@ -255,7 +259,7 @@ def application(gateway: Gateway) -> ASGIApp:
             response = refusal(gateway, error)
             response.headers["Connection"] = "close"
             return await response(scope, receive, send)
-        if gateway.hosts and host_name(headers.get("host", "")) not in gateway.hosts:
+        if gateway.hosts and host_name(host or headers.get("host", "")) not in gateway.hosts:
             error = RefusedError(
                 f"this host name is not the server's, which has no keys (--key-file): use one of {', '.join(gateway.hosts)}",
                 status=421,

@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -259,6 +259,41 @@ def test_a_server_without_keys_answers_its_own_names_alone(path: str) -> None:
     answers = asyncio.run(asked())
     assert [answer.status_code for answer in answers] == [200, 200, 200, 421, 421]
     assert "--key-file" in answers[-1].json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("target", "status"), [(b"http://localhost/v1/models", 200), (b"http://evil.example/v1/models", 421)]
+)
+def test_a_target_that_is_a_url_is_answered_by_its_path_and_judged_by_its_host(
+    target: bytes, status: int
+) -> None:
+    server = gateway()
+    server.hosts = loopback_names("127.0.0.1")
+    statuses: list[int] = []
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "GET",
+        "scheme": "http",
+        "query_string": b"",
+        "path": target.decode(),
+        "raw_path": target,
+        "root_path": "",
+        "headers": [(b"host", b"localhost")],
+        "client": ("127.0.0.1", 9),
+        "server": ("127.0.0.1", 8000),
+        "asgi": {"version": "3.0"},
+    }
+    asyncio.run(application(server)(scope, receive, send))
+    assert statuses == [status]
 
 
 def test_a_file_that_is_no_pack_is_refused_with_what_makes_one(tmp_path: Path) -> None:
