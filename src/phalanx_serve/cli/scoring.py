@@ -240,7 +240,7 @@ def _together(every: Sequence[Scored]) -> Scored:
 def given_texts(content: bytes, name: str) -> list[str | list[int]]:
     """Parse a file: one plain text, or a text or tokens from the JSON object on each line.
 
-    It is JSON lines if its name ends in .jsonl or its first line is such an object. Blank lines are skipped. Raises
+    It is JSON lines if its name ends in .jsonl or its first line is a JSON object. Blank lines are skipped. Raises
     ClickException for a line of another form, an empty file or text, more than ``_MOST_BYTES``, or text that is not
     UTF-8.
     """
@@ -256,7 +256,12 @@ def given_texts(content: bytes, name: str) -> list[str | list[int]]:
         raise click.ClickException(f"{name} is empty: give a text, or a JSON object on each line")
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not name.endswith(".jsonl") and _given(name, *lines[0]) is None:
-        return [text]
+        if (keys := _keys(lines[0][1])) is None:
+            return [text]
+        raise click.ClickException(
+            f'{name}, line {lines[0][0]}: an object with {", ".join(map(repr, keys)) or "no field"}: give {{"text": "..."}} or '
+            '{"tokens": [1, 2, ...]}; if the file is one text, give it as the "text" of such a line'
+        )
     texts: list[str | list[int]] = []
     for number, line in lines:
         parsed = _given(name, number, line)
@@ -268,6 +273,15 @@ def given_texts(content: bytes, name: str) -> list[str | list[int]]:
             raise click.ClickException(f"{name}, line {number}: the text is empty; leave the line out")
         texts.append(parsed)
     return texts
+
+
+def _keys(line: str) -> list[str] | None:
+    """Return the fields of the JSON object that a line is; None if it is none."""
+    try:
+        table = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return list(table) if isinstance(table, dict) else None
 
 
 def _damage(line: str) -> str:

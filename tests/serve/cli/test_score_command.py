@@ -71,6 +71,7 @@ def test_another_format_than_the_runs_is_noted(folder: Path, result: dict[str, o
         ("abcde" * 5, "text 1 has 25 tokens, and the run was trained on sequences of 24"),
         ('{"tokens": [1, 400000]}', "token id 400000 is outside the model's vocabulary"),
         ('{"text": "ab"}\n{"words": "ab"}', "line 2: give"),
+        ('{"txt": "ab"}', "line 1: an object with 'txt': give"),
         ('{"text": "ab", "text": "cd"}', "line 1: key 'text' is there twice"),
         ('{"text": "ab"}\n{"text": "ab"', "line 2: not JSON (Expecting"),
         ('{"text": "ab"}\n{"tokens": []}', "line 2: the text is empty"),
