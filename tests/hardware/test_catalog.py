@@ -84,6 +84,7 @@ def test_a_cluster_is_named_by_accelerators_or_by_domains(description: str, key:
         ("h999:8", "there are h100"),
         ("h100:0", "at least one"),
         ("h100:8:8", "NAME:ACCELERATORS"),
+        (f"h100:{'9' * 5_000}", "5,000 digits: write NAME:ACCELERATORS"),
         ("h100 x 1000000", "describe a larger fabric"),
         ("missing.toml:8", "phalanx calibrate"),
     ],

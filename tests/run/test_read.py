@@ -51,6 +51,16 @@ def test_an_empty_file_is_the_default_run(tmp_path: Path) -> None:
     assert read("", folder=tmp_path) == RunSpec()
 
 
+def test_a_set_that_would_drop_the_other_fields_of_a_table_is_refused_with_their_names(
+    tmp_path: Path,
+) -> None:
+    text = "[train]\nsteps = 7\nbatch_size = 16"
+    for override in ("train={}", "train={steps = 9}"):
+        problem = problems_of(text, override, folder=tmp_path)["train"]
+        assert "train.batch_size" in str(problem)
+    assert read(text, "train.steps=9", folder=tmp_path).train.batch_size == 16
+
+
 @given(run_specs())
 @settings(max_examples=25)  # a tenth of a second each
 def test_a_run_that_is_written_as_toml_reads_back_equal(spec: RunSpec) -> None:

@@ -144,6 +144,7 @@ def _merged(base: Values, own: Values) -> dict[str, object]:
 
 _USER_FILE = ("accelerator", "system", "profile", "source", "date")
 _DATA = Path(__file__).parent / "data"
+_MOST_DIGITS = 15
 _CLUSTER = re.compile(r"\s*(?P<name>[^:\s]+?)\s*(?:(?P<sign>[:x×])\s*(?P<count>[\d_,]+))?\s*")
 
 
@@ -195,7 +196,12 @@ def cluster(description: str) -> Cluster:
         )
     file = cluster_file(description)
     chosen = system(match["name"]) if file is None else load_user(file)
-    count = int(re.sub("[_,]", "", match["count"] or "1"))
+    digits = re.sub("[_,]", "", match["count"] or "1")
+    if len(digits) > _MOST_DIGITS:
+        raise HardwareError(
+            f"a cluster of a number with {len(digits):,} digits: write NAME:ACCELERATORS, as in h100:16384"
+        )
+    count = int(digits)
     return chosen.of(count if match["sign"] == ":" else count * chosen.domain.size)
 
 

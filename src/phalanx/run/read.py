@@ -195,12 +195,19 @@ def _apply_override(table: JsonObject, override: str) -> list[Problem]:
     if isinstance(place, list):
         remedy = f"give {'.'.join(sections)}.NAME.field=value, or the whole list"
         return [Problem(path, f"{sections[-1]} is a list of tables", remedy)]
+    before = place.get(last)
     try:
         document = tomllib.loads(f"value = {text.strip()}")
         # Further lines would give further keys: then the text is no TOML value either.
         place[last] = document["value"] if len(document) == 1 else text.strip()
     except (ValueError, RecursionError):
         place[last] = text.strip()  # Text that is not TOML is a string without quotes.
+    value = place[last]
+    if not sections and isinstance(value, dict) and isinstance(before, dict) and before.keys() - value.keys():
+        dropped = ", ".join(f"{last}.{name}" for name in sorted(before.keys() - value.keys())[:5])
+        place[last] = before
+        problem = f"the whole table would be replaced, and lose {dropped}"
+        return [Problem(path, problem, f"give {last}.FIELD=value for each field")]
     return []
 
 

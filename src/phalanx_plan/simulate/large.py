@@ -494,10 +494,11 @@ class LargeFleet:
     def run(self, on_progress: OnProgress) -> FleetReport:
         """Simulate the complete scenario and return its report. Raises BrokenInvariant.
 
-        ``on_progress`` is called with (simulated days, all days) after each of ``_PARTS`` parts.
+        ``on_progress`` is called with (simulated days, all days) after each node that joins at the start, and after each of ``_PARTS`` parts.
         """
         for name in list(self.incarnation):
             self.receive(self._joined(name))
+            on_progress(0.0, self.scenario.days)
         self._next_incident()
         end_s = self.scenario.days * DAY_S
         for part in range(1, _PARTS + 1):

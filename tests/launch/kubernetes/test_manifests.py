@@ -387,3 +387,19 @@ def test_the_dockerfile_has_no_complaint_of_its_linter_and_copies_what_is_sent()
 def test_manifests_are_a_stream_of_yaml() -> None:
     manifests = [*beside(request(**FULL)), job_of(request(**FULL), "word")]
     assert list(yaml.safe_load_all(text_of(manifests))) == manifests
+
+
+@pytest.mark.parametrize(
+    ("launch", "field"),
+    [
+        ({"container_image": "registry.example/phalanx 0.1"}, "launch.container_image"),
+        ({"container_image": "phalanx:"}, "launch.container_image"),
+        ({"namespace": "My_Team"}, "launch.namespace"),
+        ({"namespace": "-team"}, "launch.namespace"),
+        ({"container_image": "localhost:5000/team/phalanx:0.1", "namespace": "team-1"}, ""),
+        ({"container_image": f"registry.example/phalanx@sha256:{'a' * 64}"}, ""),
+    ],
+)
+def test_names_that_no_cluster_takes_are_refused_without_one(launch: dict[str, Any], field: str) -> None:
+    named = [problem.partition(":")[0] for problem in problems(spec_of(**launch))]
+    assert named == ([field] if field else [])

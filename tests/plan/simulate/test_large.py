@@ -95,3 +95,11 @@ def test_the_command_in_the_message_of_a_broken_invariant_simulates_the_same_sce
     _, _, again = str(caught.value).partition("phalanx simulate ")
     result = CliRunner().invoke(command, [*again.split(), "--json"])
     assert json.loads(result.output)["scenario"] == dataclasses.asdict(scenario)
+
+
+def test_progress_is_reported_from_the_first_node_that_joins() -> None:
+    progress: list[tuple[float, float]] = []
+    simulate(SMALL, lambda *days: progress.append(days))
+    joined = [days for days, _ in progress if days == 0.0]
+    assert len(joined) == SMALL.nodes + SMALL.spares
+    assert progress[-1] == (SMALL.days, SMALL.days)

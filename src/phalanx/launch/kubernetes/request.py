@@ -36,6 +36,9 @@ _TOLERATION = re.compile(
 )
 _QUANTITY = re.compile(r"\d+(\.\d+)?([EPTGMk]i?|m)?")
 _USER = re.compile(r"(\d+)(?::(\d+))?")
+_NAMESPACE = re.compile("[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_IMAGE = re.compile(r"[a-zA-Z0-9][\w./-]*(:\d+/[\w./-]+)?(:[\w][\w.-]{0,127})?(@[a-z0-9]+:[0-9a-fA-F]{32,})?")
+"""A reference of distribution (reference/regexp.go), without its rules for each part."""
 _LABEL = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 
 
@@ -193,6 +196,10 @@ def problems(spec: RunSpec) -> Iterator[str]:
     yield from _not_for_pods(launch)
     if not launch.container_image:
         yield "launch.container_image: the pods need an image with Phalanx in it: --image REGISTRY/phalanx:VERSION (docs/fleet/kubernetes.md describes the build)"
+    elif not _IMAGE.fullmatch(launch.container_image):
+        yield f"launch.container_image: {launch.container_image!r} is no name of an image: --image REGISTRY/NAME:VERSION, or NAME@sha256:DIGEST"
+    if launch.namespace and not _NAMESPACE.fullmatch(launch.namespace):
+        yield f"launch.namespace: {launch.namespace!r} is no name: up to 63 lowercase letters, digits and inner hyphens (kubectl get namespaces)"
     pods = spec.fleet.nodes + spec.fleet.spares
     if launch.topology_label and not launch.unit:
         yield "launch.topology_label: how many nodes belong together? --set launch.unit=N; phalanx place prices units"
