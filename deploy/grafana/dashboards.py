@@ -339,7 +339,7 @@ NODES = Dashboard(
         ]),
         Row("Accelerators (DCGM's names)", [
             Panel("Temperature", [Query(f"DCGM_FI_DEV_GPU_TEMP{_GPU}", "{{node}} {{gpu}}")], "celsius"),
-            Panel("Clock of the multiprocessors (MHz)", [Query(f"DCGM_FI_DEV_SM_CLOCK{_GPU}", "{{node}} {{gpu}}")], "none"),
+            Panel("Clock of the multiprocessors", [Query(f"1e6 * DCGM_FI_DEV_SM_CLOCK{_GPU}", "{{node}} {{gpu}}")], "hertz"),
             Panel("Uncorrectable memory errors, newest Xid", [Query(f"DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{_GPU}", "{{node}} {{gpu}} errors"), Query(f"DCGM_FI_DEV_XID_ERRORS{_GPU}", "{{node}} {{gpu}} Xid")], "none"),
         ]),
     ],
@@ -373,7 +373,7 @@ SERVE = Dashboard(
             Panel("Texts that are computed", [Query(_served("vllm:num_requests_running"), _SERVER)], "none", kind="stat", width=6),
             Panel("Texts that wait", [Query(_served("vllm:num_requests_waiting"), _SERVER)], "none", kind="stat", width=6, thresholds=((None, "green"), (1, "orange"))),
             Panel("Pages in use", [Query(_served("vllm:kv_cache_usage_perc"), _SERVER)], "percentunit", kind="stat", width=6, thresholds=((None, "green"), (0.95, "red"))),
-            Panel("Tokens a second", [Query(_served_rate("vllm:generation_tokens_total"), _SERVER)], "none", kind="stat", width=6),
+            Panel("Tokens a second", [Query(_served_rate("vllm:generation_tokens_total"), _SERVER)], "short", kind="stat", width=6),
         ], height=4),
         Row("What a user waits for", [
             Panel("To the first token", _quantiles("vllm:time_to_first_token_seconds"), "s"),
@@ -382,7 +382,7 @@ SERVE = Dashboard(
         ]),
         Row("Work", [
             Panel("Texts", [Query(_served("vllm:num_requests_running"), f"{_SERVER} computed"), Query(_served("vllm:num_requests_waiting"), f"{_SERVER} waiting")], "none"),
-            Panel("Tokens a second", [Query(_served_rate("vllm:prompt_tokens_total"), f"{_SERVER} prompts"), Query(_served_rate("vllm:generation_tokens_total"), f"{_SERVER} generated")], "none"),
+            Panel("Tokens a second", [Query(_served_rate("vllm:prompt_tokens_total"), f"{_SERVER} prompts"), Query(_served_rate("vllm:generation_tokens_total"), f"{_SERVER} generated")], "short"),
             Panel("Pages in use", [Query(_served("vllm:kv_cache_usage_perc"), _SERVER)], "percentunit"),
             Panel("Texts that ended", [Query(_served_rate("vllm:request_success_total", "finished_reason"), f"{_SERVER} {{{{finished_reason}}}}")], "ops"),
             Panel("Refused, and left by clients", [Query(_served_rate("phalanx_requests_refused_total", "status"), f"{_SERVER} {{{{status}}}}"), Query(_served_rate("phalanx_requests_cancelled_total"), f"{_SERVER} left")], "ops"),

@@ -52,6 +52,16 @@ def test_panels_have_identities_of_their_own_and_do_not_lie_on_each_other(dashbo
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.uid)
+def test_units_are_those_of_the_panel_and_not_words_of_its_title(dashboard: Dashboard) -> None:
+    units: dict[str, set[str]] = {}
+    for panel in json.loads(json.dumps(dashboard.to_json()["panels"])):
+        assert not re.search(r"\((MHz|GHz|s|ms|bytes|%)\)", panel["title"])
+        if panel["type"] != "row":
+            units.setdefault(panel["title"], set()).add(panel["fieldConfig"]["defaults"]["unit"])
+    assert units.get("Tokens a second", {"short"}) == {"short"}
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.uid)
 def test_no_panel_names_a_data_source_or_is_of_a_kind_that_grafana_has_removed(dashboard: Dashboard) -> None:
     text = json.dumps(dashboard.to_json())
     assert set(re.findall(r'"uid": "(\$\{\w+\})"', text)) == {"${datasource}"}
