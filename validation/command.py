@@ -65,8 +65,8 @@ def command(table: Path | None, as_json: bool, report: Path | None, learning: bo
     else:
         _print(found)
     if report is not None:
-        rows = read_judged() if table is None else ()
-        report.write_text(document(found, rows, date.today().isoformat()), encoding="utf-8")
+        judged = read_judged() if table is None else ()
+        report.write_text(document(found, judged, date.today().isoformat()), encoding="utf-8")
         click.echo(f"wrote {report}", err=True)
 
 
