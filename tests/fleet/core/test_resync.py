@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -256,6 +257,14 @@ def test_after_any_history_it_keeps_its_invariants_and_answers_every_event(
         how(fleet.state)
     resynced(fleet, before)
     assert decode_state(encode_state(fleet.state)) == fleet.state
+
+
+def test_a_journal_written_before_its_fields_were_renamed_is_read() -> None:
+    fleet = running()
+    fleet.state.reports_requested_s, fleet.state.is_wait_recorded = 7.0, True
+    earlier = json.loads(encode_state(fleet.state))
+    assert (earlier["asked_s"], earlier["told_of_waiting"]) == (7.0, True)
+    assert decode_state(json.dumps(earlier).encode()) == fleet.state
     for wait_s, event in later:
         before = mark(fleet.state)
         fleet.hear(event, after_s=wait_s)

@@ -162,8 +162,8 @@ class NonFiniteDoubt(Struct, frozen=True):
 StateSource = Fresh | FromDisk | RestorePoint
 
 
-class FleetState(Struct):
-    """The complete state of the core."""
+class FleetState(Struct, rename={"reports_requested_s": "asked_s", "is_wait_recorded": "told_of_waiting"}):
+    """The complete state of the core. Renamed fields keep their names in journals that exist."""
 
     settings: CoreSettings
     fencing: FencingToken
