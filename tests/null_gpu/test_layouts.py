@@ -22,7 +22,7 @@ ADDING = re.compile(
     r"^(gemm|bgemm|gemv|lt|dot) |flash|fmha|reduce_kernel|layer_norm|GammaBeta|[sS]oft[mM]ax|embedding|indexing_backward|segment|scan|grouped"
     r"|cutlass|^triton:(?!triton_poi_)"
 )
-"""Of the compiler's programs all but the pointwise ones."""
+"""Names of kernels that add. The compiler's programs do, except pointwise ones."""
 EXACT = re.compile(r"double|reduce_kernel<\d+, \d+, at::native::ReduceOp<(long|int),")
 """Kernels on fp64 and integers: losses, exact norms, counts."""
 TRAIN = TrainSpec(steps=100, batch_size=8, slots=8, micro_batch_size=1, seq_len=1024)
