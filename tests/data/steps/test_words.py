@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data.dedup import band_rows, signature, similar_pairs
+from phalanx.data.errors import PreparationError
 from phalanx.data.formats.document import Document
 from phalanx.data.steps.choose import Decontaminate, digest_of_file
 from phalanx.data.steps.step import (
@@ -85,6 +86,16 @@ def test_a_passage_of_an_evaluation_is_found_in_text_without_spaces_and_a_short_
     before, after = letters(script, 60, 6), letters(script, 60, 7)
     assert isinstance(step(Document("a", before + passage[20:180] + after)), Dropped)
     assert not isinstance(step(Document("b", before + passage[20:32] + after)), Dropped)
+
+
+def test_an_evaluation_without_a_text_of_enough_words_is_refused_with_the_field(tmp_path: Path) -> None:
+    file = tmp_path / "evaluation.txt"
+    file.write_text("What is the capital of France?")
+    against, digests = (str(file),), (digest_of_file(file),)
+    document = Document("a", "What is the capital of France? Paris.")
+    with pytest.raises(PreparationError, match=r"no text has 13 words.*lower step\.ngram"):
+        Decontaminate(against, sha256=digests)(document)
+    assert isinstance(Decontaminate(against, ngram=5, sha256=digests)(document), Dropped)
 
 
 def test_rules_count_the_words_of_text_without_spaces() -> None:

@@ -143,7 +143,7 @@ class Decontaminate:
     @cached_property
     def _evaluation_ngrams(self) -> frozenset[int]:
         """Hashes of all n-grams of the evaluation files, which are read once. Raises ``PreparationError`` if a file
-        has changed or has a bad document.
+        has changed, has a bad document, or no text of ``ngram`` words.
         """
         grams: set[int] = set()
         options = ReadOptions(text_field=self.text_field)
@@ -153,12 +153,17 @@ class Decontaminate:
                 raise PreparationError(
                     f"{path} changed since the plan was made; plan again, with another --out"
                 )
-            form = recognize(path)
+            form, of_file = recognize(path), set[int]()
             for span in spans(path, form, 1 << 40, options):
                 for document in documents(path, path.name, form, span, options):
                     if not isinstance(document, Document):
                         raise PreparationError(f"{document}; mend it: it is to be decontaminated against")
-                    grams.update(_ngrams(document.text, self.ngram))
+                    of_file.update(_ngrams(document.text, self.ngram))
+            if not of_file:
+                raise PreparationError(
+                    f"{path}: no text has {self.ngram} words, so nothing would be decontaminated against it; lower step.ngram and plan again"
+                )
+            grams |= of_file
         return frozenset(grams)
 
 
