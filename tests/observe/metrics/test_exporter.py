@@ -142,6 +142,11 @@ def test_a_text_is_compressed_for_who_can_read_it(server: MetricsServer) -> None
     assert json.loads(get(server, "/targets", **{"Accept-Encoding": "gzip"})[2]) == [1]
 
 
+def test_a_target_that_is_a_url_is_answered_by_its_path(server: MetricsServer) -> None:
+    assert get(server, "http://localhost/targets?x=1")[0] == 200
+    assert get(server, "http://localhost/secret")[0] == 404
+
+
 def test_what_is_not_there_or_fails_is_told_by_its_status(server: MetricsServer) -> None:
     assert get(server, "/secret")[0] == 404
     assert get(server, "/bad")[0] == 500

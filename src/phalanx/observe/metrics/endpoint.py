@@ -29,6 +29,7 @@ from phalanx.observe.metrics.samples import OPEN_METRICS, TEXT, Labels
 from phalanx.process.this_process import RESERVE
 from phalanx.run.directory.files import read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.peers import split_target
 from phalanx.run.spec import ObserveSpec
 
 # A small HTTP server for metrics on threads of its own, with bounds on the cost of every client.
@@ -219,7 +220,8 @@ def _request(connection: socket.socket, timeout_s: float) -> tuple[str, str, Hea
     first, *lines = data.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
     method, target, _version = first.split(" ")
     pairs: Sequence[tuple[str, str, str]] = [line.partition(":") for line in lines]
-    return method, target.partition("?")[0], {n.strip().lower(): v.strip().lower() for n, _, v in pairs}
+    _, path = split_target(target.partition("?")[0])
+    return method, path, {n.strip().lower(): v.strip().lower() for n, _, v in pairs}
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
