@@ -1,8 +1,13 @@
-"""Planned changes of a run that can change its loss: a stage of its data, or other fields than its parent's."""
+"""Planned changes of a run that can change its loss: a stage of its data, or other fields than its parent's; and what a child loses at its
+beginning."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+from statistics import median
 
 from phalanx.observe.events import Evaluated, Step
 from phalanx.run.rules import stages_of
@@ -33,7 +38,7 @@ def change_before(observed: o.Observed, step: int) -> Change | None:
     if observed.spec is None:
         return None
     stage, _ = observed.stage_of(step)
-    origin = observed.origin
+    origin = observed.origin if observed.origin and observed.origin.init_with == "training" else None
     # More steps alone are a continuation as planned.
     fields = (
         [field for field in origin.changed_fields if not field.startswith("train.steps:")] if origin else []
@@ -59,6 +64,146 @@ def change_before(observed: o.Observed, step: int) -> Change | None:
         tuple(_stage_evidence(observed, observed.spec, stage)),
         f"phalanx data show {observed.run} --step {stage + 1} (are these the texts that you mean?)",
     )
+
+
+def worse_than_parent(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if a run that took over weights begins with a higher loss than its parent ended with, on the same data, or if its first
+    updates raise the loss.
+
+    Info once the loss is back. Also of a finished run.
+    """
+    origin = observed.origin
+    if origin is None or origin.init_with == "training" or not origin.same_data:
+        return
+    before = [loss for loss in origin.losses if math.isfinite(loss)][-o.RECENT_STEPS :]
+    steps = _first_steps(observed, 0)
+    if len(before) < o.RECENT_STEPS or len(steps) < o.RECENT_STEPS:
+        return
+    usual, most = median(before), max(before)
+    losses = [step.loss for step in steps]
+    at_once = min(losses[:2]) > most
+    stretches = [losses[first : first + o.BUMP_STEPS] for first in range(len(losses) - o.BUMP_STEPS + 1)]
+    height = max(map(median, stretches))
+    if not at_once and height <= most:
+        return
+    rate = max(step.lr for step in steps)
+    since = [step.loss for _, step in observed.steps][-o.RECENT_STEPS :]
+    is_back = median(since) <= most
+    updates = [
+        f"the learning rate is up to {rate:.3g} in these steps, and was {origin.rate:.3g} at the parent's step",
+        *(
+            [
+                'the optimizer began empty (checkpoint.init_with = "weights"): by their scale, Adam\'s first updates move each weight by the full rate'
+            ]
+            if origin.init_with == "weights"
+            else []
+        ),
+    ]
+    fields = "; ".join(origin.changed_fields[:_MOST_LISTED])
+    yield o.Reason(
+        code="worse-than-parent",
+        severity="info" if is_back else "warning",
+        title=f"The loss begins at {losses[0]:.4g}, before any update, and the parent's was {usual:.4g}"
+        if at_once
+        else f"The first updates raise the loss: from {losses[0]:.4g} to {height:.4g}",
+        where="step 1" if at_once else f"steps 2 to {steps[-1].step:,}",
+        since=observed.began_at,
+        evidence=(
+            f"the parent's loss was {usual:.4g}, at most {most:.4g}, in its last {len(before)} steps up to {origin.step:,} of {origin.run}, on the same data",
+            *(
+                [
+                    "the weights compute another function than there: fields without a shape, such as model.rope_theta, are not compared at a start"
+                ]
+                if at_once
+                else updates
+            ),
+            *(
+                [f"fields that differ: {fields}"]
+                if fields
+                else ["no field of the run differs from the parent's"]
+            ),
+            *(["the loss is back where it was"] if is_back else []),
+        ),
+        doing=observed.doing("training continues"),
+        next="in a run of its own, with the parent's fields of [model]: phalanx train RUN_FILE --set FIELD=VALUE"
+        if at_once
+        else 'in a run of its own, take over the optimizer\'s state too (checkpoint.init_with = "optimizer" or "training"), or lengthen '
+        "schedule.warmup_steps",
+    )
+
+
+def rate_jumps(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield an "info" reason if a run that continues its parent's training begins with a far higher learning rate than the parent ended with,
+    by its longer schedule and no other field.
+
+    Also of a finished run.
+    """
+    origin = observed.origin
+    if origin is None or origin.init_with != "training" or not origin.rate:
+        return
+    if any(field.startswith("optimizer.lr:") for field in origin.changed_fields):
+        return
+    steps = _first_steps(observed, origin.step)
+    if not steps or steps[0].lr < o.RATE_JUMP * origin.rate:
+        return
+    first = steps[0]
+    losses = [loss for loss in origin.losses if math.isfinite(loss)][-o.RECENT_STEPS :]
+    yield o.Reason(
+        code="rate-jumps",
+        severity="info",
+        title=f"The learning rate begins again at {first.lr / origin.rate:.1f} times the parent's",
+        where=f"step {first.step:,}",
+        since=observed.began_at,
+        evidence=(
+            f"it was {origin.rate:.3g} at step {origin.step:,} of {origin.run}, and is {first.lr:.3g} at step {first.step:,}",
+            "the schedule is planned for the whole of the longer run: the loss rises by the higher rate, until it decays again",
+            *(
+                [
+                    f"the loss was {median(losses):.4g} before, and {median(step.loss for step in steps):.4g} in the {len(steps)} logged steps after"
+                ]
+                if losses
+                else []
+            ),
+            *origin.changed_fields[:_MOST_LISTED],
+        ),
+        doing=observed.doing("training continues"),
+        next=f"to go on without a rise, keep the parent's last rate: phalanx train {origin.run} --from {origin.step} --set schedule.kind=constant "
+        f"--set schedule.warmup_steps=0 --set optimizer.lr={origin.rate:.3g}; or continue from before its decay (--from an earlier step)",
+    )
+
+
+def read_again(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield an "info" reason if a run that took over weights reads the same samples as its parent, from the first on.
+
+    Also of a finished run.
+    """
+    origin = observed.origin
+    if origin is None or origin.init_with == "training" or not origin.same_order or not origin.samples:
+        return
+    yield o.Reason(
+        code="read-again",
+        severity="info",
+        title=f"The run reads the samples of its parent again, from the first to number {origin.samples:,}",
+        where="the order of the samples",
+        since=observed.began_at,
+        evidence=(
+            f"the data, runtime.seed and train.seq_len are those of {origin.run}, which had read {origin.samples:,} samples by step {origin.step:,}",
+            f'checkpoint.init_with = "{origin.init_with}" takes over no place in the data: a training loss below the held-out loss is memory',
+        ),
+        doing=observed.doing("training continues"),
+        next='to go on where the parent ended: checkpoint.init_with = "training"; for another order, another runtime.seed',
+    )
+
+
+def _first_steps(observed: o.Observed, after: int) -> list[Step]:
+    """Return up to ``RECENT_STEPS`` logged steps of the run from ``after`` + 1 on, if that one was logged and all losses are finite; else none."""
+    steps = list(
+        islice(
+            (step for _, step in o.of_kind(Step, observed.all_events) if step.step > after), o.RECENT_STEPS
+        )
+    )
+    is_start = bool(steps) and steps[0].step == after + 1
+    return steps if is_start and all(math.isfinite(step.loss) for step in steps) else []
 
 
 def _stage_evidence(observed: o.Observed, spec: RunSpec, stage: int) -> list[str]:

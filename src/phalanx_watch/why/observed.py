@@ -37,6 +37,9 @@ Code = Literal[
     "loss-spike",
     "diverged",
     "raised-loss",
+    "worse-than-parent",
+    "rate-jumps",
+    "read-again",
     "not-learning",
     "endless-warmup",
     "loss-too-low",
@@ -216,6 +219,10 @@ SMALL_UPDATE = 1e-4
 """Change of a layer's weights in a step over their size. Some 1e-3 is usual (cs231n.github.io/neural-networks-3, "Ratio of weights:updates")."""
 NORM_GROWN = 20.0
 """Factor on the least gradient norm of the run's past, for a window of steps. Norms that rise slowly while the loss falls stay below."""
+RATE_JUMP = 3.0
+"""Factor on the learning rate with which a parent ended. The rate of a cosine that is planned for a few more steps hardly rises."""
+BUMP_STEPS = 5
+"""Steps in a row whose median is the height of a bump: one batch may be hard."""
 LAYER_MEASUREMENTS = 5
 """Measurements of layers that are needed to compare the newest with the past."""
 NEWEST_MEASUREMENTS = 2
@@ -412,7 +419,17 @@ class OriginSeen:
     losses: tuple[float, ...] = ()
     """Losses of the steps before it, the newest last."""
     changed_fields: tuple[str, ...] = ()
-    """Fields of the run that differ from the parent's, with both values."""
+    """Fields of the run that differ from the parent's, with both values; those of the model first."""
+    init_with: str = "training"
+    """The part of the parent's state that was taken over."""
+    rate: float = 0.0
+    """Learning rate of that step; 0 if unknown."""
+    samples: int = 0
+    """Samples that the parent had read, in its order."""
+    same_data: bool = False
+    """True if both runs have the same data."""
+    same_order: bool = False
+    """True if both read them in the same order."""
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,10 @@ from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_url
 from phalanx.store.store import StoreError
 from phalanx.train.lifecycle.ending import read_failure
+from phalanx.train.step.rules import multiplier
 from phalanx_watch import ranks as comparison
 from phalanx_watch.runs.probe import KernelLocks
-from phalanx_watch.why import fleet, layers, numbers, progress, skipped, speed, surroundings, unusual
+from phalanx_watch.why import changes, fleet, layers, numbers, progress, skipped, speed, surroundings, unusual
 from phalanx_watch.why import observed as o
 from phalanx_watch.why.processes import processes_of
 
@@ -74,6 +75,9 @@ RULES: tuple[Rule, ...] = (
         numbers.spike,
         numbers.diverged,
         numbers.raised_loss,
+        changes.worse_than_parent,
+        changes.rate_jumps,
+        changes.read_again,
         numbers.not_learning,
         numbers.endless_warmup,
         numbers.loss_too_low,
@@ -449,28 +453,41 @@ def _checkpoints(directory: RunDirectory) -> list[tuple[int, float]]:
     return checkpoints
 
 
+_ORDERING = ("data.", "runtime.seed", "train.seq_len")
+"""Beginnings of the paths of fields that order the samples."""
+
+
 def _origin(record: dict[str, object], spec: RunSpec) -> o.OriginSeen | None:
-    """Return the parent's checkpoint that ``spec`` continues; None if there is none, or it cannot be read."""
+    """Return the parent's checkpoint that ``spec`` begins from; None if there is none, or it cannot be read."""
     lineage = read_lineage(record)
-    if not lineage or lineage[-1].init_with != "training":
+    if not lineage:
         return None
     parent = RunDirectory(Path(lineage[-1].run_dir))
     with suppress(
         OSError, RunDirectoryError, RecursionError, CheckpointError, KeyError, TypeError, ValueError
     ):
         index = step_folder(parent.checkpoints, lineage[-1].step) / CHECKPOINT_INDEX
-        # The fields "step" and "recent" of TrainProgress, whose module needs PyTorch: reasons are listed without it.
+        # Fields of TrainProgress, whose module needs PyTorch: reasons are listed without it.
         extra: dict[str, Any] = decode_index(read_small(index), str(index)).extra
-        changes = field_differences(read_resolved(parent), spec)
+        parent_spec, step = read_resolved(parent), int(extra["step"])
+        changes = [
+            change
+            for change in field_differences(parent_spec, spec)
+            if change.owner == "run" and not change.path.startswith("checkpoint.")
+        ]
+        fingerprint = read_small_json(parent.record).get("data_fingerprint", "")
+        rate = parent_spec.optimizer.lr * multiplier(parent_spec.schedule, step, parent_spec.train.steps)
+        same_data = record.get("data_fingerprint") == fingerprint != ""
         return o.OriginSeen(
             str(parent.path),
-            int(extra["step"]),
+            step,
             tuple(float(loss) for loss, _ in extra.get("recent", ())),
-            tuple(
-                str(change)
-                for change in changes
-                if change.owner == "run" and not change.path.startswith("checkpoint.")
-            ),
+            tuple(map(str, sorted(changes, key=lambda change: not change.path.startswith("model.")))),
+            lineage[-1].init_with,
+            rate * float(extra.get("rate_scale", 1.0)),
+            int(extra.get("next_sample", 0)),
+            same_data,
+            same_data and not any(change.path.startswith(_ORDERING) for change in changes),
         )
     return None
 

@@ -16,7 +16,7 @@ from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory, step_fol
 from phalanx.run.identity import Origin, lineage_table
 from phalanx.run.spec import CheckpointSpec, DataSpec, EvalSpec, ModelSpec, RunSpec, SourceSpec, TrainSpec
 from phalanx.train.lifecycle.progress import TrainProgress
-from phalanx_watch.why.observed import OriginSeen
+from phalanx_watch.why.observed import OriginSeen, Reason
 from watch.why.test_rules import only, spike
 from watch.why.watched import T0, Watched, step, steps
 
@@ -148,16 +148,127 @@ def test_the_level_and_the_fields_of_the_parent_are_read_from_the_checkpoint_tha
     folder.mkdir(parents=True)
     parent.run_file.write_text('[data]\npath = "words"\n')
     run.directory.run_file.write_text('[data]\npath = "words"\n[optimizer]\nlr = 0.5\n')
-    progress = dataclasses.asdict(TrainProgress(300, loss=2.0, recent=[[2.1, 0.5], [2.0, 0.6]]))
+    progress = dataclasses.asdict(
+        TrainProgress(300, loss=2.0, next_sample=9600, recent=[[2.1, 0.5], [2.0, 0.6]])
+    )
     (folder / CHECKPOINT_INDEX).write_bytes(encode_index(Index(300, 0, 1, progress, None, ())))
     lineage = lineage_table([Origin(str(parent.path), "", 300, "", "training")])
     run.directory.record.write_text(json.dumps({"lineage": lineage}))
     before = RunSpec().optimizer.lr
+    run.directory.record.write_text(json.dumps({"lineage": lineage, "data_fingerprint": "ab"}))
+    parent.record.write_text(json.dumps({"data_fingerprint": "ab"}))
     assert run.seen().origin == OriginSeen(
-        str(parent.path), 300, (2.1, 2.0), (f"optimizer.lr: {before} -> 0.5",)
+        run=str(parent.path),
+        step=300,
+        losses=(2.1, 2.0),
+        changed_fields=(f"optimizer.lr: {before} -> 0.5",),
+        rate=before * 0.1,
+        samples=9600,
+        same_data=True,
+        same_order=True,
     )
     (folder / CHECKPOINT_INDEX).unlink()
     assert run.seen().origin is None
+
+
+# --- what a child loses at its beginning --------------------------------------------------------------------
+
+
+def begun(path: Path, losses: Sequence[float], origin: OriginSeen, rate: float = 1e-3) -> list[Reason]:
+    """The reasons of a child run whose first steps have these losses, and later ones its parent's."""
+    run = Watched(path, SPEC)
+    run.write([step(number, loss=loss, lr=rate) for number, loss in enumerate(losses, 1)])
+    run.write(steps(len(losses) + 1, 60, lambda number: {**wavering(2.0)(number), "lr": rate}))
+    return run.reasons(origin=origin)
+
+
+def taken_over(*fields: str, **changes: Any) -> OriginSeen:
+    """Weights of a parent whose loss was 2."""
+    taken = dataclasses.replace(continued(fields), init_with="weights", rate=1e-4, same_data=True)
+    return dataclasses.replace(taken, **changes)
+
+
+BUMP = [2.0, 2.0, 2.3, 2.6, 2.8, 2.8, 2.7, 2.6, 2.5, 2.3]
+
+
+def test_a_child_that_begins_with_a_higher_loss_before_any_update_is_named_with_the_fields_that_differ(
+    tmp_path: Path,
+) -> None:
+    theta = "model.rope_theta: 10000.0 -> 500000.0"
+    reason = only(begun(tmp_path, [2.9, 2.8, 2.6, 2.4, 2.2], taken_over(theta)))
+    assert (reason.code, reason.severity) == ("worse-than-parent", "info")
+    assert "begins at 2.9, before any update" in reason.title
+    assert reason.evidence[-2:] == (f"fields that differ: {theta}", "the loss is back where it was")
+    assert "began empty" not in str(reason.evidence)
+
+
+def test_first_updates_that_raise_the_loss_are_named_with_the_empty_optimizer_and_both_rates(
+    tmp_path: Path,
+) -> None:
+    reason = only(begun(tmp_path / "weights", BUMP, taken_over()))
+    assert reason.title == "The first updates raise the loss: from 2 to 2.7"
+    assert "up to 0.001 in these steps, and was 0.0001" in reason.evidence[1]
+    assert "the optimizer began empty" in reason.evidence[2]
+    other = only(begun(tmp_path / "optimizer", BUMP, taken_over(init_with="optimizer")))
+    assert not any("began empty" in line for line in other.evidence)
+
+
+def test_a_child_that_stays_worse_than_its_parent_is_a_warning(tmp_path: Path) -> None:
+    reason = only(begun(tmp_path, [2.9] * 60, taken_over()))
+    assert (reason.code, reason.severity) == ("worse-than-parent", "warning")
+
+
+@pytest.mark.parametrize(
+    ("losses", "origin"),
+    [
+        ([2.0, 2.1, 1.9, 2.3, 2.0], taken_over()),
+        (BUMP, taken_over(same_data=False)),
+        (BUMP, taken_over(losses=())),
+    ],
+    ids=["one hard batch", "other data", "an imported model"],
+)
+def test_a_child_that_begins_as_its_parent_ended_or_cannot_be_compared_has_no_reason(
+    tmp_path: Path, losses: list[float], origin: OriginSeen
+) -> None:
+    assert begun(tmp_path, losses, origin) == []
+
+
+@pytest.mark.parametrize(
+    ("rate", "fields", "code"),
+    [
+        (1e-3, ["train.steps: 300 -> 900"], "rate-jumps"),
+        (2e-4, ["train.steps: 300 -> 900"], None),
+        (1e-3, ["optimizer.lr: 0.0001 -> 0.001"], None),
+    ],
+    ids=["longer", "a little higher", "as the run file says"],
+)
+def test_a_longer_run_that_begins_again_at_a_high_rate_is_noted(
+    tmp_path: Path, rate: float, fields: list[str], code: str | None
+) -> None:
+    run = Watched(tmp_path, SPEC)
+    run.write(steps(301, 330, lambda _: {"lr": rate}))
+    reasons = run.reasons(origin=dataclasses.replace(continued(fields), rate=1e-4))
+    assert [reason.code for reason in reasons] == ([code] if code else [])
+    for reason in reasons:
+        assert reason.severity == "info"
+        assert "10.0 times" in reason.title
+        assert "--set optimizer.lr=0.0001" in reason.next
+
+
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [
+        ({"same_order": True, "samples": 2400}, ["read-again"]),
+        ({"same_order": False, "samples": 2400}, []),
+        ({"same_order": True, "samples": 2400, "init_with": "training"}, []),
+    ],
+    ids=["same order", "another seed", "the place is taken over"],
+)
+def test_a_child_that_reads_the_samples_of_its_parent_from_the_first_on_is_noted(
+    tmp_path: Path, changes: dict[str, Any], codes: list[str]
+) -> None:
+    reasons = begun(tmp_path, [2.0], taken_over(**changes))
+    assert [reason.code for reason in reasons] == codes
 
 
 # --- weights that vanish ---------------------------------------------------------------------------------
