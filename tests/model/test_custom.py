@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from examples import mixer as mixers
 from examples.mixer import GatedConvolution, Mixer
 from torch import Tensor, nn
 
-from phalanx.model.custom import Chain, CustomModelError, blocks_of, custom_facts
+from phalanx.model.custom import Chain, CustomModelError, blocks_of, custom_facts, gradient_notes
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 
@@ -120,6 +122,51 @@ def use_no_norm(model: Mixer) -> None:
     model.blocks[1].norm.forward = lambda x: x
 
 
+def through(function: Callable[[Tensor], Tensor]) -> type[Mixer]:
+    """A ``Mixer`` whose second block's input goes through a function first."""
+
+    class Through(GatedConvolution):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(function(x))
+
+    return changed(lambda model: model.blocks.__setitem__(1, Through(16)))
+
+
+def backwards(factor: float) -> Callable[[Tensor], Tensor]:
+    """A function that leaves its argument alone, and multiplies its gradient."""
+
+    def hooked(y: Tensor) -> Tensor:
+        if y.requires_grad:
+            y.register_hook(lambda gradient: factor * gradient)
+        return y
+
+    return hooked
+
+
+class Hooked(GatedConvolution):
+    """Has a gradient that is not its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + backwards(-0.1)(super().forward(x) - x)
+
+
+class SwitchedOff(GatedConvolution):
+    """A product of two factors that both begin at zero."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.first_bias = nn.ParameterDict({"bias": nn.Parameter(torch.empty(dim))})
+        self.second_bias = nn.ParameterDict({"bias": nn.Parameter(torch.empty(dim))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x * self.first_bias["bias"] * self.second_bias["bias"]
+
+
+def with_block(block: type[GatedConvolution]) -> type[Mixer]:
+    """A ``Mixer`` with another last block."""
+    return changed(lambda model: model.blocks.__setitem__(2, block(16)))
+
+
 REFUSED = {
     "exits": (Exits, r"model\.factory: .* section: SystemExit\(3\) \(.*test_custom\.py, line \d+\); mend it"),
     "has_no_kind": (
@@ -203,6 +250,19 @@ REFUSED = {
         ),
         "set its dropout to 0",
     ),
+    "looks_ahead": (
+        through(lambda x: x + F.pad(x[:, 1:], (0, 0, 0, 1))),
+        r"blocks\.1 is not causal: .* changes with tokens 1 or more later",
+    ),
+    "looks_far_ahead": (through(lambda x: x - x.mean(1, keepdim=True)), r"blocks\.1 is not causal"),
+    "mixes_sequences": (
+        through(lambda x: x - x.mean(0)),
+        r"blocks\.1 computes a sequence otherwise beside other sequences",
+    ),
+    "drops": (
+        through(lambda x: F.dropout(x, 0.1)),
+        r"blocks\.1 gives another result for the same input the second time",
+    ),
     "skipping": (Skipping, "the output before blocks.2"),
     "function": (lambda _spec: GatedConvolution, "object of type type; it must return an nn.Module"),
 }
@@ -224,6 +284,30 @@ def named(factory: str) -> ModelSpec:
 def test_a_model_that_would_be_trained_wrongly_is_refused_with_the_remedy(name: str) -> None:
     with pytest.raises(CustomModelError, match=REFUSED[name][1]):
         custom_facts(named(name), seq_len=8)
+
+
+def test_a_check_of_blocks_leaves_random_numbers_as_they_were() -> None:
+    before = torch.get_rng_state()
+    custom_facts(SPEC, seq_len=8)
+    assert list(gradient_notes(SPEC)) == []
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("block", "notes"),
+    [
+        (Hooked, r"the gradient of blocks\.2\..* is not the slope"),
+        (SwitchedOff, r"no gradient reaches blocks\.2\.first_bias\.bias, blocks\.2\.second_bias\.bias"),
+        (GatedConvolution, None),
+    ],
+)
+def test_gradients_that_are_not_the_blocks_own_and_parameters_that_get_none_are_noted(
+    monkeypatch: pytest.MonkeyPatch, block: type[GatedConvolution], notes: str | None
+) -> None:
+    monkeypatch.setattr(mixers, "Other", with_block(block), raising=False)
+    texts = list(gradient_notes(named("Other")))
+    assert bool(texts) == bool(notes)
+    assert all(re.search(notes, text) for text in texts if notes)
 
 
 @pytest.mark.parametrize("tied", [False, True])

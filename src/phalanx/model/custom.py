@@ -11,13 +11,14 @@ A model that cannot be trained correctly is refused when it is built, with the r
 - random numbers in the forward pass, which would differ between ranks;
 - parameters that are shared, frozen or not fp32;
 - a ``forward`` that computes something other than the chain. Both are called on the meta device, at no cost in memory or FLOP. The
-  input of each part must be the very tensor that the previous part returned, without writes in between.
+  input of each part must be the very tensor that the previous part returned, without writes in between;
+- a block that reads later tokens or other sequences, or gives two results for one input. The first blocks are computed once, on the CPU.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, get_args
 
@@ -56,7 +57,7 @@ class CustomModel(Protocol):
     def blocks(self) -> nn.ModuleList:
         """``model.layers`` modules, each from hidden states ``(b, s, d)`` to hidden states ``(b, s, d)``.
 
-        A block must be causal; that is not checked.
+        A block must be causal, and compute each sequence by itself.
         """
 
     @property
@@ -174,6 +175,7 @@ def custom_facts(spec: ModelSpec, seq_len: int, dtype: torch.dtype = torch.float
     costs = _forward_costs(chain, tokens)
     _require_gradients(chain, tokens)
     _require_same_forward(model, spec, tokens)
+    _require_sound_blocks(spec, parameters)
     return CustomFacts(parameters, tuple(3 * cost / seq_len for cost in costs))
 
 
@@ -513,3 +515,148 @@ def _require_same_forward(model: nn.Module, spec: ModelSpec, tokens: Tensor) -> 
             f"{spec.factory}: its forward does more than embedding, blocks, norm and head, and training would leave that "
             "out; move it into one of them, or remove forward"
         )
+
+
+# Blocks as functions, computed once on a few random vectors on the CPU: what a build on the meta device cannot show.
+
+
+_PROBED = 1 << 24
+"""Parameters of the blocks that are computed, the first ones: some tenths of a second. Later blocks are usually of the same classes."""
+_SEQUENCES, _TOKENS = 2, 16
+_DIFFERENT = 1e-5
+"""Part of the size of a result from which two differ by more than rounding; fp32 rounds to 1e-7."""
+_NUDGE = 1e-2
+"""Length of a step along a gradient, in sizes of the parameter. The error of the central difference falls with its square."""
+_WRONG_SLOPE = 2.0
+"""Factor between a measured slope and a gradient from which the gradient is wrong."""
+
+_Probe = tuple[str, nn.Module, Tensor]
+"""Name of a block, the block, and hidden states for it."""
+
+
+def _require_sound_blocks(spec: ModelSpec, parameters: Sequence[Parameter]) -> None:
+    """Raise ``CustomModelError`` for the first block that reads later tokens or other sequences, or gives two results for one input.
+
+    Blocks that cannot be computed on a CPU, and those after ``_PROBED`` parameters, are not checked.
+    """
+    for name, block, x in _probes(spec, parameters):
+        changed = x.clone()
+        changed[:, _TOKENS // 2 :] += 1
+        try:
+            with torch.no_grad():
+                y, again = block(x), block(x)
+                with_other_tokens, alone = block(changed), block(x[:1])
+        except Exception:  # kernels of a GPU, or of a fixed length
+            continue
+        size = _DIFFERENT * float(y.square().mean().sqrt())
+        seen = (with_other_tokens - y).abs().amax(dim=(0, 2))[: _TOKENS // 2] > size  # (tokens,)
+        refusals = (
+            (
+                bool((again - y).abs().max() > size),
+                "gives another result for the same input the second time",
+                "random numbers and state between calls differ from rank to rank; remove them (F.dropout, attributes that change)",
+            ),
+            (
+                bool(seen.any()),
+                f"is not causal: the result at a position changes with tokens {_TOKENS // 2 - int(seen.nonzero().min()) if seen.any() else 0} or more later",
+                "a loss with such a block is a leak, and no generation has it; pad convolutions on the left alone, or mask attention (is_causal=True)",
+            ),
+            (
+                bool((alone - y[:1]).abs().max() > size),
+                "computes a sequence otherwise beside other sequences than alone",
+                "evaluation and the division into slots would change it; take no mean over the batch",
+            ),
+        )
+        for is_refused, cause, remedy in refusals:
+            if is_refused:
+                raise CustomModelError(f"{spec.factory}: {name} {cause}; {remedy}")
+
+
+def gradient_notes(spec: ModelSpec) -> Iterator[str]:
+    """Yield a sentence for each parameter of a user's blocks whose gradient is not the slope of the block's result, or is exactly zero before
+    and after a first step.
+
+    Straight-through gradients, of rounded weights for example, are such on purpose. Blocks that cannot be computed on a CPU, and those after
+    ``_PROBED`` parameters, are not checked.
+    """
+    with torch.device("meta"):
+        model = cast(nn.Module, _build(load_factory(spec.factory), spec))
+        kinds = tuple(_parameters(Chain(spec), model))
+    for name, block, x in _probes(spec, kinds):
+        try:
+            yield from _wrong_gradients(name, block, x)
+        except Exception:  # kernels of a GPU, or of a fixed length
+            continue
+
+
+def _wrong_gradients(name: str, block: nn.Module, x: Tensor) -> Iterator[str]:
+    """Yield the sentences of ``gradient_notes`` on one block, which is changed."""
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+
+    def result() -> Tensor:
+        return cast(Tensor, (block(x) * weights).sum())
+
+    named = dict(block.named_parameters())
+    gradients = torch.autograd.grad(result(), list(named.values()), allow_unused=True)
+    for key, parameter, gradient in zip(named, named.values(), gradients, strict=True):
+        if gradient is None or not (norm := float(gradient.norm())):
+            continue
+        nudge = _NUDGE * (float(parameter.detach().norm()) or 1.0) * gradient / norm
+        with torch.no_grad():
+            above = float(_result_at(parameter, nudge, result))
+            below = float(_result_at(parameter, -nudge, result))
+        slope = (above - below) / (2 * float(nudge.norm()))
+        if not 1 / _WRONG_SLOPE < slope / norm < _WRONG_SLOPE:
+            yield (
+                f"the gradient of {name}.{key} is not the slope of what its block computes: along it the result changes by {slope / norm:.2g} times as "
+                "much; look at the block's autograd.Function or hooks on tensors (a straight-through gradient is such on purpose)"
+            )
+    with torch.no_grad():
+        for parameter, gradient in zip(named.values(), gradients, strict=True):
+            if gradient is not None:
+                parameter.sub_(0.1 * gradient)
+    second = torch.autograd.grad(result(), list(named.values()), allow_unused=True)
+    dead = [
+        key
+        for key, before, after in zip(named, gradients, second, strict=True)
+        if before is not None and after is not None and not before.any() and not after.any()
+    ]
+    if dead:
+        yield (
+            f"no gradient reaches {', '.join(f'{name}.{key}' for key in dead)} from its initial values, also after a step: they would never learn; two "
+            "factors of a product that both begin at zero do that (parameter_kind)"
+        )
+
+
+def _result_at(parameter: Tensor, nudge: Tensor, result: Callable[[], Tensor]) -> Tensor:
+    """Return ``result`` with ``nudge`` added to a parameter, which is then as before."""
+    before = parameter.detach().clone()
+    parameter.add_(nudge)
+    y = result()
+    parameter.copy_(before)
+    return y
+
+
+def _probes(spec: ModelSpec, parameters: Sequence[Parameter]) -> Iterator[_Probe]:
+    """Yield blocks in fp64 on the CPU, with initial values by the kinds of ``parameters``, until they have ``_PROBED`` parameters; each with
+    hidden states ``(b, s, d)``. The state of PyTorch's random numbers is as before."""
+    generator = torch.Generator().manual_seed(0)
+    kinds = {parameter.name: parameter.kind for parameter in parameters}
+    with torch.device("meta"):
+        chain = Chain(spec)
+    remaining = _PROBED
+    for name, block in chain.blocks.items():
+        remaining -= sum(parameter.numel() for parameter in block.parameters())
+        if remaining < 0:
+            return
+        filled = block.to_empty(device="cpu").double()
+        with torch.no_grad():
+            for key, parameter in filled.named_parameters():
+                kind = kinds[f"blocks.{name}.{key}"]
+                if kind in ("norm", "bias"):
+                    parameter.fill_(float(kind == "norm"))
+                else:
+                    parameter.normal_(std=spec.init_std, generator=generator)
+        x = torch.randn((_SEQUENCES, _TOKENS, spec.dim), generator=generator, dtype=torch.float64)
+        with torch.random.fork_rng(devices=[]):
+            yield f"blocks.{name}", filled, x

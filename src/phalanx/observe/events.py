@@ -47,6 +47,8 @@ class IncidentKind(StrEnum):
     """A start has passed over a damaged checkpoint."""
     THREADS = "threads"
     """Ranks have more threads than their machine has cores for."""
+    MODEL = "model"
+    """A block of a user's model has a gradient that is not its own."""
     PROFILE_REFUSED = "profile-refused"
     """A request for a profile is not followed."""
 

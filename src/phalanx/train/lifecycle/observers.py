@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from phalanx.hardware.local.device import most_memory_bytes, on_gpu
+from phalanx.model.custom import gradient_notes
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.events import IncidentKind, Restored, RunStarted, Step
 from phalanx.observe.ledger import Bucket
@@ -224,6 +225,9 @@ def report_start(training: Training) -> None:
         ranks = 1 if is_bound() else machines.count(machines[training.mesh.rank])
         for note in thread_notes(inputs.spec, ranks, usable_cores()):
             reporter.warn(note, IncidentKind.THREADS)
+    if inputs.spec.model.factory and reporter.speaks:
+        for note in gradient_notes(inputs.spec.model):
+            reporter.warn(note, IncidentKind.MODEL)
     if restored is None or restored.taken_over:
         for note in start_notes(inputs.spec, training.data.index):
             reporter.warn(note)
