@@ -1,5 +1,7 @@
 """A run's record of its surroundings, and the imports of the package itself."""
 
+import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -17,6 +19,7 @@ from phalanx.observe.record.records import (
     command_line,
     cpu_model,
     environment_record,
+    module_digests,
     package_versions,
     process_age_ns,
     usable_cores,
@@ -186,3 +189,18 @@ def test_variables_that_libraries_act_by_are_recorded_and_secrets_only_named() -
         "OMP_NUM_THREADS": "1",
         "TORCH_AUTH_KEY": "***",
     }
+
+
+def test_code_outside_of_installed_packages_is_recorded_by_its_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "helper_of_a_model.py"
+    source.write_text("SCALE = 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("helper_of_a_model")
+    before = module_digests()
+    assert before["helper_of_a_model"] == hashlib.sha256(b"SCALE = 1.0\n").hexdigest()[:12]
+    assert not any(name.partition(".")[0] in ("phalanx", "json", "pytest", "numpy") for name in before)
+    source.write_text("SCALE = 1.1\n")
+    assert module_digests()["helper_of_a_model"] != before["helper_of_a_model"]
+    monkeypatch.delitem(sys.modules, "helper_of_a_model")

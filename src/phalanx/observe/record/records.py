@@ -18,8 +18,10 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import pairwise
@@ -58,7 +60,7 @@ _ARM_CORES = {
 """Names of cores by implementer and part, as ``lscpu`` has them (util-linux, ``sys-utils/lscpu-arm.c``)."""
 
 _VARIABLES = re.compile(
-    r"(PHALANX|OMP|MKL|KMP|GOMP|OPENBLAS|NCCL|TORCH|PYTORCH|CUDA|CUBLAS|HIP|ROCR|GLOO|UCX|XLA)_\w+"
+    r"(PHALANX|OMP|MKL|KMP|GOMP|OPENBLAS|NCCL|TORCH|PYTORCH|CUDA|CUBLAS|HIP|ROCR|GLOO|UCX|XLA)_\w+|PYTHON(TRACEMALLOC|DEVMODE|MALLOC)"
 )
 _OF_ONE_PROCESS = frozenset(
     f"PHALANX_{name}" for name in ("COMMAND", "LAUNCHER", "MEETING_POINT", "RANK", "RANKS", "RUN_TOKEN")
@@ -66,6 +68,7 @@ _OF_ONE_PROCESS = frozenset(
 """Variables by which a launcher identifies each rank: they are no facts of the run."""
 _LONGEST_VALUE = 500
 _MOST_VARIABLES = 200
+_MOST_MODULES = 256
 _LONGEST_COMMAND = 4000
 
 
@@ -74,10 +77,32 @@ def environment_record() -> dict[str, object]:
     return {
         "code": dict(own_code()),
         "packages": package_versions(),
+        "modules": module_digests(),
         "host": host_facts(),
         "command": command_line(),
         "variables": variables(),
     }
+
+
+def module_digests() -> dict[str, str]:
+    """Return the SHA-256 (12 hex digits) of each imported source file that no installed package, nor Python, nor this package has, by the name
+    of its module: code of the user's own, and packages installed in place. At most ``_MOST_MODULES``."""
+    installed = (*sysconfig.get_paths().values(), str(OWN_PACKAGE.parent))
+    digests: dict[str, str] = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if (
+            name == "__main__"
+            or not isinstance(file, str)
+            or not file.endswith(".py")
+            or file.startswith(installed)
+        ):
+            continue
+        with suppress(OSError):
+            digests[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+        if len(digests) == _MOST_MODULES:
+            break
+    return digests
 
 
 def command_line(words: Sequence[str] | None = None, mask: SecretMask | None = None) -> str:

@@ -151,6 +151,7 @@ def start_record(
     return {
         **record,
         "data_fingerprint": index.fingerprint,
+        "held_out_sequences": spec.evaluation.sequences,
         "data": provenance(index, addresses(spec.data)),
         "numerics": dict(numerics),
     }
