@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from statistics import median
 
-from phalanx.observe.events import Evaluated, Step
+from phalanx.observe.events import Evaluated, RunStarted, Step, TaskEvaluated
 from phalanx.run.rules import stages_of
 from phalanx.run.spec import RunSpec
 from phalanx_watch.why import observed as o
@@ -67,8 +67,8 @@ def change_before(observed: o.Observed, step: int) -> Change | None:
 
 
 def worse_than_parent(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if a run that took over weights begins with a higher loss than its parent ended with, on the same data, or if its first
-    updates raise the loss.
+    """Yield a reason if a run that took over weights begins with a higher loss than its parent ended with, on the same data, if its first
+    updates raise the loss, or if its first held-out loss is higher than the parent's last.
 
     Info once the loss is back. Also of a finished run.
     """
@@ -84,52 +84,66 @@ def worse_than_parent(observed: o.Observed) -> Iterator[o.Reason]:
     at_once = min(losses[:2]) > most
     stretches = [losses[first : first + o.BUMP_STEPS] for first in range(len(losses) - o.BUMP_STEPS + 1)]
     height = max(map(median, stretches))
-    if not at_once and height <= most:
+    evaluations = [body for _, body in o.of_kind(Evaluated, observed.all_events)]
+    held_out = None if origin.held_out is None or not evaluations else evaluations[0]
+    is_worse = held_out is not None and held_out.loss > (1 + o.HELD_OUT_WORSE) * (origin.held_out or 0.0)
+    if at_once:
+        title = f"The loss begins at {losses[0]:.4g}, before any update, and the parent's was {usual:.4g}"
+    elif height > most:
+        title = f"The first updates raise the loss: from {losses[0]:.4g} to {height:.4g}"
+    elif is_worse and held_out is not None:
+        title = f"The held-out loss is {held_out.loss:.4g} at step {held_out.step:,}, and the parent's was {origin.held_out:.4g}"
+    else:
         return
-    rate = max(step.lr for step in steps)
-    since = [step.loss for _, step in observed.steps][-o.RECENT_STEPS :]
-    is_back = median(since) <= most
-    updates = [
-        f"the learning rate is up to {rate:.3g} in these steps, and was {origin.rate:.3g} at the parent's step",
-        *(
-            [
-                'the optimizer began empty (checkpoint.init_with = "weights"): by their scale, Adam\'s first updates move each weight by the full rate'
-            ]
-            if origin.init_with == "weights"
-            else []
-        ),
-    ]
-    fields = "; ".join(origin.changed_fields[:_MOST_LISTED])
+    is_back = (
+        evaluations[-1].loss <= (origin.held_out or 0.0)
+        if is_worse
+        else median([step.loss for _, step in observed.steps][-o.RECENT_STEPS :]) <= most
+    )
+    is_other_model = at_once or any(field.startswith("model.") for field in origin.changed_fields)
     yield o.Reason(
         code="worse-than-parent",
         severity="info" if is_back else "warning",
-        title=f"The loss begins at {losses[0]:.4g}, before any update, and the parent's was {usual:.4g}"
-        if at_once
-        else f"The first updates raise the loss: from {losses[0]:.4g} to {height:.4g}",
+        title=title,
         where="step 1" if at_once else f"steps 2 to {steps[-1].step:,}",
         since=observed.began_at,
         evidence=(
             f"the parent's loss was {usual:.4g}, at most {most:.4g}, in its last {len(before)} steps up to {origin.step:,} of {origin.run}, on the same data",
             *(
                 [
-                    "the weights compute another function than there: fields without a shape, such as model.rope_theta, are not compared at a start"
+                    f"held out: {held_out.loss:.4g} at step {held_out.step:,}, {origin.held_out:.4g} at the end of the parent"
                 ]
-                if at_once
-                else updates
+                if held_out is not None
+                else []
             ),
             *(
-                [f"fields that differ: {fields}"]
-                if fields
-                else ["no field of the run differs from the parent's"]
+                [
+                    "the weights compute another function than there: fields without a shape, such as model.rope_theta, are not compared at a start"
+                ]
+                if is_other_model
+                else []
             ),
+            *([] if at_once else _first_updates(origin, max(step.lr for step in steps))),
+            f"fields that differ: {'; '.join(origin.changed_fields[:_MOST_LISTED])}"
+            if origin.changed_fields
+            else "no field of the run differs from the parent's",
             *(["the loss is back where it was"] if is_back else []),
         ),
         doing=observed.doing("training continues"),
         next="in a run of its own, with the parent's fields of [model]: phalanx train RUN_FILE --set FIELD=VALUE"
-        if at_once
+        if is_other_model
         else 'in a run of its own, take over the optimizer\'s state too (checkpoint.init_with = "optimizer" or "training"), or lengthen '
         "schedule.warmup_steps",
     )
+
+
+def _first_updates(origin: o.OriginSeen, rate: float) -> Iterator[str]:
+    """Yield what makes the first updates large: a higher ``rate`` than the parent's last, and an empty optimizer."""
+    yield f"the learning rate is up to {rate:.3g} in these steps, and was {origin.rate:.3g} at the parent's step"
+    if origin.init_with == "weights":
+        yield (
+            'the optimizer began empty (checkpoint.init_with = "weights"): by their scale, Adam\'s first updates move each weight by the full rate'
+        )
 
 
 def rate_jumps(observed: o.Observed) -> Iterator[o.Reason]:
@@ -192,6 +206,43 @@ def read_again(observed: o.Observed) -> Iterator[o.Reason]:
         ),
         doing=observed.doing("training continues"),
         next='to go on where the parent ended: checkpoint.init_with = "training"; for another order, another runtime.seed',
+    )
+
+
+def other_ruler(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield an "info" reason if evaluations score other held-out sequences, or another file of a task, than earlier ones of the run.
+
+    Also of a finished run.
+    """
+    lines, since = list[str](), observed.began_at
+    starts = [(event.t, event.body) for event in observed.all_events if isinstance(event.body, RunStarted)]
+    counts = [(t, start.environment.get("held_out_sequences")) for t, start in starts]
+    for (_, before), (t, now) in pairwise(counts):
+        if isinstance(before, int) and isinstance(now, int) and before != now:
+            lines.append(
+                f"held-out loss: of {before:,} sequences before, of {now:,} now (evaluation.sequences)"
+            )
+            since = t
+    scored: dict[str, TaskEvaluated] = {}
+    for t, body in o.of_kind(TaskEvaluated, observed.all_events):
+        last = scored.get(body.task)
+        if last is not None and (last.sha256, last.items) != (body.sha256, body.items):
+            lines.append(
+                f"task {body.task}: {body.items:,} items of file {body.sha256[:12]} since step {body.step:,}, {last.items:,} of {last.sha256[:12]} before"
+            )
+            since = t
+        scored[body.task] = body
+    if not lines:
+        return
+    yield o.Reason(
+        code="other-ruler",
+        severity="info",
+        title="Evaluations before and after a start do not compare",
+        where="[evaluation]",
+        since=since,
+        evidence=tuple(lines[-_MOST_LISTED:]),
+        doing=observed.doing("training continues; the weights do not depend on it"),
+        next=f"score both checkpoints by one file or number of sequences: phalanx eval {observed.run} --step STEP",
     )
 
 

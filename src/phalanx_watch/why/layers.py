@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from phalanx.observe.display.state import described_layer, groups_of, values_of
-from phalanx.observe.events import LayerStatistics
+from phalanx.observe.events import IncidentKind, LayerStatistics, Message
 from phalanx_watch.why import observed as o
 
 Measurement = tuple[float, LayerStatistics]
@@ -202,6 +202,23 @@ def dead_units(observed: o.Observed) -> Iterator[o.Reason]:
             "such units get no gradient and seldom come back",
         ),
         "lower optimizer.lr or lengthen schedule.warmup_steps, in a run of its own",
+    )
+
+
+def wrong_gradients(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if the newest start has warned of gradients of the user's own blocks. Also of a finished run."""
+    started = [event for event in observed.all_events if event.attempt == observed.attempt]
+    notes = [(t, note) for t, note in o.of_kind(Message, started) if note.incident is IncidentKind.MODEL]
+    if not notes:
+        return
+    yield o.Reason(
+        code="wrong-gradients",
+        title="Blocks of the model have gradients that are not their own",
+        where=observed.spec.model.factory if observed.spec else "model.factory",
+        since=notes[0][0],
+        evidence=tuple(note.text for _, note in notes[:_NAMED]),
+        doing=observed.doing("training continues with them"),
+        next="mend the backward pass or the initial values of these blocks, and train a run of its own; data and learning rate are not at fault",
     )
 
 

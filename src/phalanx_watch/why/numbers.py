@@ -9,8 +9,10 @@ from statistics import median
 
 from phalanx.observe.display.state import described_layer, first_nonfinite
 from phalanx.observe.events import Evaluated, LayerStatistics, LossSpike, NonFinite, Step
+from phalanx.run.rules import stages_of
 from phalanx_watch.why import observed as o
-from phalanx_watch.why.changes import Change, change_before
+from phalanx_watch.why import surroundings
+from phalanx_watch.why.changes import Change, change_before, other_ruler
 from phalanx_watch.why.layers import vanished_weights
 from phalanx_watch.why.skipped import suspect_of_nonfinite
 
@@ -257,10 +259,10 @@ def _update_ratio(observed: o.Observed) -> float:
 def endless_warmup(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the warmup is not shorter than the run, so that no step has the full learning rate.
 
-    None before step ``RECENT_STEPS``, or for a finished run.
+    None before step ``RECENT_STEPS``. Also of a finished run.
     """
     spec = observed.spec
-    if spec is None or observed.last_step is None or observed.finished:
+    if spec is None or observed.last_step is None:
         return
     _, step = observed.last_step
     warmup = spec.schedule.warmup_steps
@@ -330,6 +332,66 @@ def _compressed_loss(observed: o.Observed, evaluated: Evaluated | None) -> float
     if xz is None or evaluated is None or not evaluated.bits_per_byte:
         return math.inf
     return xz * evaluated.loss / evaluated.bits_per_byte
+
+
+def held_out_rises(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if the held-out loss, or that of a source, is ``HELD_OUT_RISEN`` above its best in both newest evaluations.
+
+    None if it diverged, or evaluations do not compare. Also of a finished run.
+    """
+    curves: dict[str, list[tuple[float, int, float]]] = {}
+    for t, body in o.of_kind(Evaluated, observed.all_events):
+        for name, loss in {"": body.loss, **body.sources}.items():
+            if math.isfinite(loss):
+                curves.setdefault(name, []).append((t, body.step, loss))
+    risen = {
+        name: min(curve, key=lambda point: point[2])
+        for name, curve in curves.items()
+        if len(curve) >= o.EVALUATIONS
+        and min(loss for _, _, loss in curve[-o.NEWEST_MEASUREMENTS :])
+        > (1 + o.HELD_OUT_RISEN) * min(loss for _, _, loss in curve)
+    }
+    if not risen or any(diverged(observed)) or any(other_ruler(observed)):
+        return
+    sources = ", ".join(name for name in risen if name)
+    epochs = surroundings.epochs_read(observed)
+    since, best_step, _ = min(risen.values(), key=lambda point: point[1])
+    yield o.Reason(
+        code="held-out-rises",
+        title=f"The held-out loss{f' of {sources}' if sources else ''} rises since step {best_step:,}",
+        where=f"source {sources}" if sources else "held-out text",
+        since=since,
+        evidence=(
+            *(
+                f"{name or 'all held-out text'}: {loss:.4g} at step {step:,}, {curves[name][-1][2]:.4g} at step {curves[name][-1][1]:,}"
+                for name, (_, step, loss) in risen.items()
+            ),
+            *(
+                f"{f'source {name}' if name else 'the training text'} has been read {epochs[name]:.3g} times: it is memorized"
+                for name in epochs
+                if epochs[name] > 1 and (name in risen or len(epochs) == 1)
+            ),
+            *_weights_now(observed, [name for name in risen if name]),
+        ),
+        doing=observed.doing("training continues, and fits the held-out text less and less"),
+        next=f"use the checkpoint of step {best_step:,} if it is there (phalanx checkpoint list {observed.run}; evaluation.keep_best keeps it); in a run of "
+        "its own, more text of this kind or fewer steps",
+    )
+
+
+def _weights_now(observed: o.Observed, names: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence on each named source that the present stage of the data reads less of than the first."""
+    spec = observed.spec
+    if spec is None or observed.last_step is None:
+        return
+    stages = stages_of(spec.data)
+    start, _ = observed.stage_of(observed.last_step[1].step)
+    stage = stages.index(start) if start in stages else 0
+    for source in spec.data.sources:
+        if source.name in names and stage < len(source.weights) and source.weights[stage] < source.weights[0]:
+            yield (
+                f"the weight of source {source.name} is {source.weights[stage]:g} since step {start + 1:,}, and was {source.weights[0]:g}: it is forgotten"
+            )
 
 
 def growing_norm(observed: o.Observed) -> Iterator[o.Reason]:

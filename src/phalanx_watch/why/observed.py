@@ -42,6 +42,7 @@ Code = Literal[
     "read-again",
     "not-learning",
     "endless-warmup",
+    "held-out-rises",
     "loss-too-low",
     "unusual-fields",
     "growing-norm",
@@ -49,12 +50,14 @@ Code = Literal[
     "saturated-layer",
     "collapsed-router",
     "dead-units",
+    "wrong-gradients",
     "changed-run-file",
     "other-data",
     "data-gone",
     "held-out-leak",
     "twin-sources",
     "repeated-text",
+    "other-ruler",
     "checkpoint-failed",
     "checkpoint-old",
     "slow-checkpoints",
@@ -77,6 +80,7 @@ Code = Literal[
     "low-goodput",
     "expert-imbalance",
     "changed-libraries",
+    "debugging-on",
     "mixed-machines",
     "clock-skew",
 ]
@@ -207,6 +211,12 @@ TOO_GOOD = 0.02
 XZ_SHARE = 0.1
 """Share of what ``xz -9`` leaves of the held-out text. Of English, Chinchilla leaves a third of what LZMA does (arXiv
 2309.10668, table 1); regular text is short for both."""
+HELD_OUT_RISEN = 0.05
+"""Share by which a held-out loss must exceed its best. A higher rate costs a percent or two for a while."""
+EVALUATIONS = 4
+"""Evaluations of a curve: the best, and two that agree, are not the first ones."""
+EPOCHS = 10.0
+"""Times that a source was read. Up to four are nearly as good as new text, and from sixteen on more add nothing (arXiv 2305.16264)."""
 UNLEARNED = 0.01
 """Share of an untrained model's loss by which the loss must have fallen after two windows of steps with the full rate."""
 CLIPPED = 10.0
@@ -219,6 +229,8 @@ SMALL_UPDATE = 1e-4
 """Change of a layer's weights in a step over their size. Some 1e-3 is usual (cs231n.github.io/neural-networks-3, "Ratio of weights:updates")."""
 NORM_GROWN = 20.0
 """Factor on the least gradient norm of the run's past, for a window of steps. Norms that rise slowly while the loss falls stay below."""
+HELD_OUT_WORSE = 0.02
+"""Share by which the first held-out loss must exceed the parent's last. It is that of the same texts, and trained weights lower it."""
 RATE_JUMP = 3.0
 """Factor on the learning rate with which a parent ended. The rate of a cosine that is planned for a few more steps hardly rises."""
 BUMP_STEPS = 5
@@ -243,6 +255,10 @@ SKEW_S = 5.0
 """Limit on the difference between two clocks that wrote one stream. With NTP machines agree within milliseconds;
 leases and log order suffer from seconds.
 """
+CLOCK_JUMP_S = 60.0
+"""Jump of a clock between two steps; corrections by NTP are below a second."""
+COPIES_BEHIND = 3
+"""Checkpoints that are not in the store: one is being copied, and one may be due."""
 IMBALANCE = 0.6
 """Share of the largest possible router imbalance (all tokens to the same experts), after the router had time to
 learn.
@@ -344,6 +360,8 @@ class ProcessSeen:
     address_space: float = 0.0
     """Used share of its limit of address space (``ulimit -v``); 0 without a limit."""
     dead_links: tuple[DeadLinkSeen, ...] = ()
+    cores: frozenset[int] = frozenset()
+    """Cores that it may run on; empty if unknown."""
 
 
 @dataclass(frozen=True)
@@ -428,6 +446,8 @@ class OriginSeen:
     """Samples that the parent had read, in its order."""
     same_data: bool = False
     """True if both runs have the same data."""
+    held_out: float | None = None
+    """Its newest held-out loss up to that step, of as many sequences as the run's; None if unknown."""
     same_order: bool = False
     """True if both read them in the same order."""
 
@@ -468,6 +488,8 @@ class Observed:
     damaged_checkpoints: tuple[tuple[int, str], ...] = ()
     """Step and error of the checkpoints that lack a file, or part of one, from the newest down to the first that does not. Only of a run
     that has ended and is not finished."""
+    removed_checkpoint: int = 0
+    """Newest step that was saved on this disk, if it and all newer ones are gone; else 0."""
     checkpoint_bytes: int = 0
     """Bytes of the newest checkpoint on disk, all ranks' images together."""
     checkpoint_files: int = 0
@@ -651,6 +673,11 @@ class Observed:
     def newest_checkpoint(self) -> str:
         """Words for the newest durable checkpoint, or for none."""
         return newest_in_words(self.saved_step)
+
+    @property
+    def saved_step_on_disk(self) -> int:
+        """Newest step with a checkpoint on disk; 0 if there is none."""
+        return max((step for step, _ in self.checkpoints), default=0)
 
     def checkpoint_before(self, step: int) -> int | None:
         """Return the newest step before ``step`` with a checkpoint on disk; None if there is none."""

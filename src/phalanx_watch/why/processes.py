@@ -41,7 +41,9 @@ def processes_of(
         if stat := _stat(proc / str(pid)):
             process = proc / str(pid)
             dead = tuple(_dead_links(process, dead_sockets)) if with_links else ()
-            yield o.ProcessSeen(pid, stat[0], _rank(process), _address_space(process, stat), dead)
+            yield o.ProcessSeen(
+                pid, stat[0], _rank(process), _address_space(process, stat), dead, _cores(pid)
+            )
         waiting += _children(proc / str(pid))
 
 
@@ -64,6 +66,13 @@ def _address_space(process: Path, stat: list[str]) -> float:
             if line.startswith("Max address space"):
                 return int(stat[_SIZE]) / int(line.split()[3])  # "unlimited" is no number
     return 0.0
+
+
+def _cores(pid: int) -> frozenset[int]:
+    """Return the cores that a process may run on; empty if they cannot be read."""
+    with suppress(OSError, AttributeError):  # Linux has the call
+        return frozenset(os.sched_getaffinity(pid))
+    return frozenset()
 
 
 _ESTABLISHED = "01"

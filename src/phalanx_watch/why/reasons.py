@@ -30,7 +30,7 @@ from phalanx.data.stored.index import SPLITS
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.launch.engines.engine import JobStanding
 from phalanx.observe.event_log import EventLogError
-from phalanx.observe.events import FROM_OUTSIDE, Event, RunStarted, Step, decode
+from phalanx.observe.events import FROM_OUTSIDE, CheckpointSaved, Evaluated, Event, RunStarted, Step, decode
 from phalanx.observe.logs.line import what_happened, who
 from phalanx.observe.logs.read_lines import first_logged_failure, read_lines
 from phalanx.observe.metrics.endpoint import coordinator_address
@@ -80,6 +80,7 @@ RULES: tuple[Rule, ...] = (
         changes.read_again,
         numbers.not_learning,
         numbers.endless_warmup,
+        numbers.held_out_rises,
         numbers.loss_too_low,
         unusual.unusual_fields,
         numbers.growing_norm,
@@ -90,6 +91,8 @@ RULES: tuple[Rule, ...] = (
         surroundings.held_out_leak,
         surroundings.twin_sources,
         surroundings.repeated_text,
+        surroundings.source_read_often,
+        changes.other_ruler,
         fleet.no_coordinator,
     ),
     *(
@@ -100,6 +103,8 @@ RULES: tuple[Rule, ...] = (
         surroundings.slow_checkpoints,
         surroundings.damaged_checkpoints,
         surroundings.passed_over_checkpoints,
+        surroundings.removed_checkpoint,
+        surroundings.late_copies,
     ),
     *(
         fleet.not_finite_nodes,
@@ -110,14 +115,21 @@ RULES: tuple[Rule, ...] = (
         fleet.hardware,
         speed.throttled,
         speed.too_many_threads,
+        speed.few_cores,
         fleet.straggler,
         fleet.slow_link,
         fleet.growing_memory,
         fleet.metrics_elsewhere,
     ),
-    *(layers.growing_layer, layers.saturated_layer, layers.collapsed_router, layers.dead_units),
+    *(
+        layers.growing_layer,
+        layers.saturated_layer,
+        layers.collapsed_router,
+        layers.dead_units,
+        layers.wrong_gradients,
+    ),
     *(speed.slow_data, speed.slower_than_before, speed.low_goodput, layers.imbalance),
-    *(surroundings.other_libraries, surroundings.clock_skew),
+    *(surroundings.debugging_on, surroundings.other_libraries, surroundings.clock_skew),
 )
 """Rules in the order in which reasons of equal severity are listed."""
 _ORDER = ("critical", "warning", "info")
@@ -297,6 +309,7 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         first_failure=failed_first(directory) if failures or is_held is False else None,
         job=job,
         damaged_checkpoints=tuple(_damaged_checkpoints(directory)) if needs_files else (),
+        removed_checkpoint=_removed_checkpoint(directory, events),
         checkpoint_bytes=checkpoint_bytes,
         checkpoint_files=checkpoint_files,
         checkpoints=tuple(_checkpoints(directory)),
@@ -487,9 +500,32 @@ def _origin(record: dict[str, object], spec: RunSpec) -> o.OriginSeen | None:
             rate * float(extra.get("rate_scale", 1.0)),
             int(extra.get("next_sample", 0)),
             same_data,
+            _held_out_loss(parent, parent_spec, spec, step),
             same_data and not any(change.path.startswith(_ORDERING) for change in changes),
         )
     return None
+
+
+def _held_out_loss(parent: RunDirectory, parent_spec: RunSpec, spec: RunSpec, step: int) -> float | None:
+    """Return the newest held-out loss of ``parent`` up to ``step``, of as many sequences as evaluations of ``spec`` score; None without one."""
+    count = spec.evaluation.sequences
+    evaluations = [
+        event.body
+        for part in read_ends(parent.events)[:2]
+        for event in part
+        if isinstance(event.body, Evaluated) and event.body.step <= step
+    ]
+    losses = [
+        body.loss
+        for body in evaluations
+        if count
+        == (
+            parent_spec.evaluation.final_sequences
+            if body.step == parent_spec.train.steps
+            else parent_spec.evaluation.sequences
+        )
+    ]
+    return losses[-1] if losses else None
 
 
 def _damaged_checkpoints(directory: RunDirectory) -> Iterator[tuple[int, str]]:
@@ -514,6 +550,16 @@ def _checkpoint_size(directory: RunDirectory) -> tuple[int, int]:
             files = index.world_size + len(index.catalogs) + 1  # images, catalogs, the index
             return sum(ref.data_bytes for ref in index.catalogs), files
     return 0, 0
+
+
+def _removed_checkpoint(directory: RunDirectory, events: Sequence[Event]) -> int:
+    """Return the newest step that was saved in this directory, if it and all newer ones are gone; else 0."""
+    saved = next((event.body for event in reversed(events) if isinstance(event.body, CheckpointSaved)), None)
+    if saved is None or Path(saved.path).resolve() != directory.checkpoints.resolve():
+        return 0
+    with suppress(OSError):
+        return saved.step if max(directory.committed_steps(), default=0) < saved.step else 0
+    return 0
 
 
 def _disk(directory: RunDirectory) -> o.DiskSeen | None:

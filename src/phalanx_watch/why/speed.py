@@ -245,6 +245,35 @@ def throttled(observed: o.Observed) -> Iterator[o.Reason]:
         )
 
 
+def few_cores(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if the ranks on this machine's processors are bound to fewer cores than they have threads, while other cores are free
+    to none of them. Nothing unless the run is running."""
+    ranks = [process for process in observed.processes if process.rank is not None and process.cores]
+    on_cpus = observed.started is not None and observed.started.device == "cpu"
+    if not ranks or not observed.running or not on_cpus or observed.load is None or observed.spec is None:
+        return
+    shared = frozenset[int]().union(*(process.cores for process in ranks))
+    threads = observed.spec.runtime.threads * len(ranks)
+    if len(shared) >= min(threads, observed.load.cores):
+        return
+    names = ", ".join(
+        f"{rank}" for rank in sorted({process.rank for process in ranks if process.rank is not None})[:8]
+    )
+    yield o.Reason(
+        code="too-many-threads",
+        title=f"{threads} threads of {len(ranks)} rank{'s' * (len(ranks) > 1)} are bound to {len(shared)} of the {observed.load.cores} cores",
+        where=f"rank{'s' * (len(ranks) > 1)} {names}",
+        since=None,
+        evidence=(
+            f"they may run on core{'s' * (len(shared) > 1)} {', '.join(map(str, sorted(shared)[:32]))} alone (affinity), and the machine has "
+            f"{observed.load.cores}",
+        ),
+        doing="training continues, and the ranks take turns on these cores",
+        next=f"taskset -acp 0-{observed.load.cores - 1} PID for each of {', '.join(str(process.pid) for process in ranks[:8])}; or look at how they were "
+        "started (taskset, srun --cpu-bind, a container's cpuset)",
+    )
+
+
 def too_many_threads(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if the newest start has warned that its ranks have more threads than cores."""
     own_events = (event for event in observed.all_events if event.attempt == observed.attempt)

@@ -5,7 +5,7 @@ synchronized clocks.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 
@@ -21,6 +21,7 @@ from phalanx.observe.events import (
     Step,
 )
 from phalanx.observe.throughput import format_duration
+from phalanx.run.rules import stages_of
 from phalanx.store.open_store import joined
 from phalanx_watch.why import observed as o
 
@@ -224,6 +225,65 @@ def damaged_checkpoints(observed: o.Observed) -> Iterator[o.Reason]:
             if intact
             else f"To start from scratch: remove {observed.run}/checkpoints"
         ),
+    )
+
+
+def removed_checkpoint(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if the newest checkpoint that was saved is gone, which the run's own rules keep."""
+    step = observed.removed_checkpoint
+    if not step or observed.finished:
+        return
+    left = observed.saved_step_on_disk
+    yield o.Reason(
+        code="checkpoint-damaged",
+        severity="warning" if left else "critical",
+        title=f"The checkpoint of step {step:,} was saved, and is gone",
+        where=f"{observed.run}/checkpoints",
+        evidence=(
+            "the run itself keeps the newest checkpoints (checkpoint.keep_last): another process has removed it",
+            f"the newest that is left is step {left:,}" if left else "no checkpoint is left",
+        ),
+        doing=observed.doing(
+            "training continues; an end now would cost all steps since the newest that is left"
+        ),
+        next="does something remove old files there, such as a purge of scratch? Keep a copy elsewhere (checkpoint.store), or another run_dir",
+    )
+
+
+def late_copies(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if ``COPIES_BEHIND`` checkpoints have been saved since the newest one that is in the store, and none has failed."""
+    if not observed.running or observed.spec is None or not observed.spec.checkpoint.store:
+        return
+    checkpoint, copied = observed.spec.checkpoint, observed.newest(CheckpointCopied)
+    every = checkpoint.store_every_steps
+    reached = copied[1].step if copied else 0
+    saves = [
+        (t, save)
+        for t, save in o.of_kind(CheckpointSaved, observed.mine)
+        if save.step > reached and (not every or save.step % every == 0)
+    ]
+    if len(saves) < o.COPIES_BEHIND or any(failed_checkpoints(observed)):
+        return
+    (since, _), (_, last) = saves[0], saves[-1]
+    limit = (
+        f" at most {checkpoint.store_mib_s:g} MiB/s (checkpoint.store_mib_s)"
+        if checkpoint.store_mib_s
+        else ""
+    )
+    yield o.Reason(
+        code="checkpoint-old",
+        title=f"Copies to the store are {len(saves)} checkpoints behind",
+        where=checkpoint.store,
+        since=since,
+        evidence=(
+            f"the newest copy is step {reached:,}, the newest checkpoint step {last.step:,}"
+            if reached
+            else f"no copy is there, step {last.step:,} is saved",
+            f"a checkpoint has {last.size_bytes:,} bytes{limit}"
+            + (f"; the newest copy took {format_duration(copied[1].seconds)}" if copied else ""),
+        ),
+        doing="training continues; if this disk is lost, all steps since the newest copy are",
+        next=f"copy fewer, or faster: phalanx train {observed.run} --set checkpoint.store_every_steps=... or checkpoint.store_mib_s=0",
     )
 
 
@@ -465,6 +525,94 @@ def repeated_text(observed: o.Observed) -> Iterator[o.Reason]:
     )
 
 
+def epochs_read(observed: o.Observed) -> dict[str, float]:
+    """Return how often each source was read by the newest step; the run's only dataset is ""; those of unknown size are left out."""
+    spec, last = observed.spec, observed.last_step
+    if spec is None or last is None:
+        return {}
+    stages, tokens = stages_of(spec.data), float(spec.train.batch_size * spec.train.seq_len)
+    ends = [min(end, last[1].step) for end in (*stages[1:], last[1].step)]
+    read: dict[str, float] = {}
+    for number, (start, end) in enumerate(zip(stages, ends, strict=True)):
+        weights = {
+            source.name: source.weights[number]
+            for source in spec.data.sources
+            if number < len(source.weights)
+        }
+        total = sum(weights.values())
+        shares = {name: weight / total for name, weight in weights.items()} if total else {"": 1.0}
+        for name, share in shares.items():
+            read[name] = read.get(name, 0.0) + max(0, end - start) * tokens * share
+    parts = {source.name: source.use[1] - source.use[0] for source in spec.data.sources}
+    sizes = {name: dataset.get("train_tokens") for name, dataset in _datasets(observed).items()}
+    return {
+        name: count / (size * parts.get(name, 1.0))
+        for name, count in read.items()
+        if isinstance(size := sizes.get(name), int) and size and parts.get(name, 1.0)
+    }
+
+
+def source_read_often(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield an "info" reason if a source of a mixture was read ``EPOCHS`` times: its weight is a share of the samples, not of its size.
+
+    Also of a finished run.
+    """
+    epochs = epochs_read(observed)
+    often = {name: times for name, times in epochs.items() if name and times >= o.EPOCHS}
+    if not often:
+        return
+    yield o.Reason(
+        code="repeated-text",
+        severity="info",
+        title=f"Sources are read many times: {', '.join(f'{name} {times:.0f}' for name, times in often.items())}",
+        where=", ".join(f"source {name}" for name in often),
+        evidence=(
+            f"by the newest step: {', '.join(f'{name} {times:.3g} times' for name, times in epochs.items())}",
+            "a weight is a share of the samples, whatever the size of the source: beyond some ten times its text is memorized",
+        ),
+        doing=observed.doing("training continues"),
+        next="lower its weight, or bound it (data.sources.NAME.epochs), in a run of its own; the held-out loss of the source shows whether it still learns",
+    )
+
+
+def debugging_on(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if the newest start had an environment variable that slows each operation for debugging."""
+    variables = observed.started.environment.get("variables") if observed.started else None
+    slow = {
+        name: str(value)
+        for name, value in (variables.items() if isinstance(variables, dict) else ())
+        if str(value).upper() in _DEBUGGING.get(name, ())
+        or (name in _DEBUGGING_IF_SET and str(value) not in ("", "0"))
+    }
+    if not slow:
+        return
+    yield o.Reason(
+        code="debugging-on",
+        title=f"Debugging is switched on: {', '.join(slow)}",
+        where="environment variables of the ranks",
+        since=observed.began_at,
+        evidence=tuple(f"{name}={value}" for name, value in slow.items()),
+        doing=observed.doing(
+            "training continues, with the checks that these variables add to each operation"
+        ),
+        next=f"if it is not meant: unset {' '.join(slow)}, and start the run again: phalanx train {observed.run}",
+    )
+
+
+_DEBUGGING = {
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
+    "NCCL_DEBUG": ("TRACE",),
+    "PYTHONMALLOC": ("DEBUG", "PYMALLOC_DEBUG", "MALLOC_DEBUG"),
+}
+"""Values that cost time, in capitals: collectives are compared between ranks, or each call is logged."""
+_DEBUGGING_IF_SET = (
+    "CUDA_LAUNCH_BLOCKING",
+    "TORCH_SHOW_CPP_STACKTRACES",
+    "PYTHONTRACEMALLOC",
+    "PYTHONDEVMODE",
+)
+
+
 def _data_path(observed: o.Observed) -> str:
     """Return the path of the run's data, or those of up to three sources."""
     if observed.spec is None:
@@ -492,7 +640,8 @@ def other_libraries(observed: o.Observed) -> Iterator[o.Reason]:
     first, now = observed.first_started, observed.started
     if first is None or now is None or first is now:
         return
-    before, after = _packages(first), _packages(now)
+    before = _recorded(first, "packages") | _recorded(first, "modules")
+    after = _recorded(now, "packages") | _recorded(now, "modules")
     changed = [
         f"{name}: {before[name]} before, {after[name]} now"
         for name in before
@@ -501,7 +650,7 @@ def other_libraries(observed: o.Observed) -> Iterator[o.Reason]:
     if changed:
         yield o.Reason(
             code="changed-libraries",
-            title="The run continues with other libraries than it began with",
+            title="The run continues with other libraries or code than it began with",
             where=", ".join(line.split(":")[0] for line in changed[:_NAMED]),
             since=observed.began_at,
             evidence=tuple(changed[:_NAMED]),
@@ -510,16 +659,46 @@ def other_libraries(observed: o.Observed) -> Iterator[o.Reason]:
         )
 
 
-def _packages(started: RunStarted) -> Mapping[str, str]:
-    """Return the packages that a start recorded, by name; empty without a record."""
-    packages = started.environment.get("packages")
+def _set_forward(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield an "info" reason for the largest jump of the wall clock between two logged steps of an attempt, which count their seconds by
+    another clock."""
+    jump_s, after, since = 0.0, 0, 0.0
+    for (t, step), (later_t, later) in pairwise(observed.steps):
+        between = sum(
+            later.ledger[name] - step.ledger.get(name, 0.0)
+            for name in later.ledger
+            if not name.startswith("step.")
+        )
+        if (gap_s := later_t - t - later.logged_s - between) > jump_s:
+            jump_s, after, since = gap_s, step.step, t
+    if jump_s < o.CLOCK_JUMP_S:
+        return
+    yield o.Reason(
+        code="clock-skew",
+        severity="info",
+        title=f"The clock jumped by {format_duration(jump_s)} after step {after:,}",
+        where=f"the machine of the first rank, after step {after:,}",
+        since=since,
+        evidence=(
+            f"two logged steps are stamped {format_duration(jump_s)} farther apart than the run counted between them: the clock was set, or the "
+            "machine slept",
+        ),
+        doing="nothing: no time of training was lost; only times that are shown, such as the time left, are wrong",
+        next="let the machine keep time: chronyc tracking (or timedatectl)",
+    )
+
+
+def _recorded(started: RunStarted, entry: str) -> dict[str, str]:
+    """Return the versions of packages, or the digests of modules, that a start recorded, by name; empty without a record."""
+    versions = started.environment.get(entry)
     return (
-        {str(name): str(version) for name, version in packages.items()} if isinstance(packages, dict) else {}
+        {str(name): str(version) for name, version in versions.items()} if isinstance(versions, dict) else {}
     )
 
 
 def clock_skew(observed: o.Observed) -> Iterator[o.Reason]:
-    """Yield a reason if events are over ``SKEW_S`` in this machine's future, or one is stamped so much before the event above it.
+    """Yield a reason if events are over ``SKEW_S`` in this machine's future, one is stamped so much before the event above it, or the clock
+    was set forward between two steps.
 
     Copies of checkpoints to a store may be stamped earlier. Nothing for a finished run.
     """
@@ -533,6 +712,7 @@ def clock_skew(observed: o.Observed) -> Iterator[o.Reason]:
         if earlier.t - later.t > back and not isinstance(later.body, CheckpointCopied):
             back, since = earlier.t - later.t, later.t
     worst = max(ahead, back)
+    yield from _set_forward(observed)
     if worst <= o.SKEW_S:
         return
     by_fleet = observed.fleet is not None and observed.newest(Message) is not None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.format.manifest import Index, encode_index
-from phalanx.observe.events import Evaluated, LayerStatistics
+from phalanx.observe.events import Evaluated, LayerStatistics, RunStarted, TaskEvaluated
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory, step_folder
 from phalanx.run.identity import Origin, lineage_table
 from phalanx.run.spec import CheckpointSpec, DataSpec, EvalSpec, ModelSpec, RunSpec, SourceSpec, TrainSpec
@@ -213,6 +213,41 @@ def test_first_updates_that_raise_the_loss_are_named_with_the_empty_optimizer_an
     assert not any("began empty" in line for line in other.evidence)
 
 
+def test_a_held_out_loss_above_the_parents_shows_what_the_losses_of_small_batches_hide(
+    tmp_path: Path,
+) -> None:
+    noisy = tuple(2.0 + number % 7 for number in range(40))
+    run = Watched(tmp_path, SPEC)
+    run.write([*steps(1, 20), Evaluated(20, 3.3), *steps(21, 40), Evaluated(40, 3.2)])
+    worse = only(run.reasons(origin=taken_over(losses=noisy, held_out=3.1)))
+    assert (worse.code, worse.severity) == ("worse-than-parent", "warning")
+    assert "held-out loss is 3.3 at step 20, and the parent's was 3.1" in worse.title
+    assert any("the optimizer began empty" in line for line in worse.evidence)
+    assert run.reasons(origin=taken_over(losses=noisy, held_out=3.25)) == []
+    run.write([*steps(41, 60), Evaluated(60, 3.0)])
+    assert only(run.reasons(origin=taken_over(losses=noisy, held_out=3.1))).severity == "info"
+
+
+@pytest.mark.parametrize(("sequences", "held_out"), [(64, 2.6), (8, None)])
+def test_the_held_out_loss_of_the_parent_is_compared_only_if_it_is_of_as_many_sequences(
+    tmp_path: Path, sequences: int, held_out: float | None
+) -> None:
+    spec = dataclasses.replace(SPEC, evaluation=EvalSpec(every_steps=0, sequences=sequences))
+    parent, run = Watched(tmp_path / "parent", SPEC), Watched(tmp_path / "child", spec)
+    parent.write([Evaluated(200, 2.8), Evaluated(300, 2.6), Evaluated(400, 2.4)])
+    folder = step_folder(parent.directory.checkpoints, 300)
+    folder.mkdir(parents=True)
+    parent.directory.run_file.write_text("[train]\nsteps = 1000\n")
+    run.directory.run_file.write_text(f"[evaluation]\nsequences = {sequences}\n")
+    progress = dataclasses.asdict(TrainProgress(300, loss=2.0))
+    (folder / CHECKPOINT_INDEX).write_bytes(encode_index(Index(300, 0, 1, progress, None, ())))
+    lineage = lineage_table([Origin(str(parent.directory.path), "", 300, "", "weights")])
+    run.directory.record.write_text(json.dumps({"lineage": lineage}))
+    origin = run.seen().origin
+    assert origin is not None
+    assert (origin.init_with, origin.held_out) == ("weights", held_out)
+
+
 def test_a_child_that_stays_worse_than_its_parent_is_a_warning(tmp_path: Path) -> None:
     reason = only(begun(tmp_path, [2.9] * 60, taken_over()))
     assert (reason.code, reason.severity) == ("worse-than-parent", "warning")
@@ -291,3 +326,67 @@ def test_a_loss_that_rises_while_the_weights_of_a_layer_vanish_is_a_divergence_b
     for reason in reasons:
         assert "feed_forward.weight_norm of layer 0 was 8 at its most and is 0.1 now" in reason.evidence[-1]
         assert "--from 90 --set optimizer.weight_decay=" in reason.next
+
+
+# --- held-out text ---------------------------------------------------------------------------------------
+
+
+def evaluated(path: Path, losses: Sequence[dict[str, float]], spec: RunSpec = STAGED) -> Watched:
+    """A run of 600 steps with evaluations, each of sources and of all text."""
+    run = Watched(path, dataclasses.replace(spec, evaluation=EvalSpec(every_steps=100)))
+    datasets = {"data": {"code": {"train_tokens": 40_960}, "crawl": {"train_tokens": 10**9}}}
+    run.write([RunStarted("r", 100_000, ranks=4, environment=datasets)])
+    for number, sources in enumerate(losses):
+        run.write(steps(100 * number + 1, 100 * number + 100))
+        run.write([Evaluated(100 * number + 100, sum(sources.values()) / len(sources), sources=sources)])
+    return run
+
+
+def test_a_source_whose_held_out_loss_rises_is_named_with_how_often_it_was_read_and_its_weight(
+    tmp_path: Path,
+) -> None:
+    curve = [(3.0, 3.0), (2.5, 2.8), (2.6, 2.6), (2.8, 2.4), (2.9, 2.2), (3.0, 2.0)]
+    run = evaluated(tmp_path, [{"code": code, "crawl": crawl} for code, crawl in curve])
+    reason = next(reason for reason in run.reasons(finished=True) if reason.code == "held-out-rises")
+    assert (reason.severity, reason.where) == ("warning", "source code")
+    assert "since step 200" in reason.title
+    assert "code: 2.5 at step 200, 3 at step 600" in reason.evidence
+    assert any("source code has been read 78 times: it is memorized" in line for line in reason.evidence)
+    assert any(
+        "source code is 0.3 since step 301, and was 1: it is forgotten" in line for line in reason.evidence
+    )
+    assert "crawl" not in "".join(reason.evidence)
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [(3.0, 2.5, 2.4, 2.45, 2.4), (3.0, 2.5, 2.4, 2.4, 2.7), (2.4, 2.6, 2.6)],
+    ids=["wavers", "one of other sequences", "few evaluations"],
+)
+def test_a_held_out_loss_that_wavers_has_no_reason(tmp_path: Path, curve: Sequence[float]) -> None:
+    run = evaluated(tmp_path, [{"crawl": loss} for loss in curve], SPEC)
+    assert run.codes(finished=True) == []
+
+
+def test_a_source_that_is_read_many_times_is_noted_before_its_held_out_loss_rises(tmp_path: Path) -> None:
+    reason = only(evaluated(tmp_path, [{"code": 3.0}, {"code": 2.9}]).reasons())
+    assert (reason.code, reason.severity) == ("repeated-text", "info")
+    assert "code 40" in reason.title
+    assert "crawl 0" not in reason.title
+
+
+def test_another_number_of_sequences_or_another_file_of_a_task_is_noted(tmp_path: Path) -> None:
+    run = Watched(tmp_path, SPEC)
+
+    def start(attempt: int, count: int, task: TaskEvaluated) -> None:
+        begin = RunStarted("r", 100_000, ranks=4, environment={"held_out_sequences": count})
+        run.write([begin, *steps(20 * attempt + 1, 20 * attempt + 20), task], attempt)
+
+    start(1, 64, TaskEvaluated(20, "quiz", "choice", 12, sha256="ab"))
+    start(2, 64, TaskEvaluated(40, "quiz", "choice", 12, sha256="ab"))
+    assert run.codes() == []
+    start(3, 8, TaskEvaluated(60, "quiz", "choice", 12, sha256="cd"))
+    reason = only(run.reasons())
+    assert (reason.code, reason.severity) == ("other-ruler", "info")
+    assert reason.evidence[0].startswith("held-out loss: of 64 sequences before, of 8 now")
+    assert reason.evidence[1].startswith("task quiz: 12 items of file cd since step 60")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.metrics.endpoint import Target, announce
 from phalanx.observe.record.notes import Throttling
+from phalanx.run.directory.paths import CHECKPOINT_INDEX, step_folder
 from phalanx.run.spec import CheckpointSpec, EvalSpec, FleetSpec, MoeSpec, ObserveSpec, RunSpec
 from phalanx.train.lifecycle.ending import RunFailedError, report_failure
 from phalanx.train.step.machines import MACHINE_FIGURES, machines_used
@@ -469,6 +471,19 @@ def test_no_rank_is_the_suspect_if_others_have_such_steps_or_none_could_have(
     assert reason.code == "skipped-steps"
     assert "health" not in reason.next
     assert "phalanx data show" in reason.next
+
+
+def test_warnings_of_a_models_own_gradients_are_a_reason_also_once_the_run_is_finished(run: Watched) -> None:
+    run.write([Message("warning", "any words", IncidentKind.MODEL), *steps(31, 40)])
+    for is_finished in (False, True):
+        reason = only(run.reasons(finished=is_finished))
+        assert (reason.code, reason.severity, reason.evidence) == (
+            "wrong-gradients",
+            "warning",
+            ("any words",),
+        )
+    run.write([RunStarted("r", 100_000, ranks=4), *steps(41, 60)], attempt=1)
+    assert run.codes() == []
 
 
 def test_experts_that_are_not_used_are_named_once_the_router_has_had_time(run: Watched) -> None:
@@ -973,3 +988,102 @@ def test_steps_that_the_fleet_does_and_nobody_writes_down_are_told_apart_from_a_
     assert "step 90" in found.evidence[0]
     run.fleet(118, step=30)
     assert run.codes(120, spec=FLEET) == ["stalled"]
+
+
+# --- the machine, the disk and the clock -------------------------------------------------------------------
+
+
+def bound(*cores: int) -> list[ProcessSeen]:
+    return [ProcessSeen(100 + rank, "R", rank, cores=frozenset(cores)) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "codes"),
+    [("cpu", (0,), ["too-many-threads"]), ("cpu", (0, 1), []), ("cpu", (), []), ("cuda", (0,), [])],
+    ids=["one core", "a core each", "unknown", "on a GPU"],
+)
+def test_ranks_that_are_bound_to_fewer_cores_than_they_need_are_named_with_the_way_out(
+    run: Watched, device: str, cores: tuple[int, ...], codes: list[str]
+) -> None:
+    run.write([RunStarted("r", 100_000, ranks=2, device=device), *steps(31, 40)], attempt=1)
+    reasons = run.reasons(processes=tuple(bound(*cores)), load=LoadSeen(1.0, 4))
+    assert [reason.code for reason in reasons] == codes
+    for reason in reasons:
+        assert "2 threads of 2 ranks are bound to 1 of the 4 cores" in reason.title
+        assert "taskset -acp 0-3 PID for each of 100, 101" in reason.next
+
+
+def test_a_clock_that_was_set_forward_between_two_steps_is_noted_and_a_long_evaluation_is_not(
+    run: Watched,
+) -> None:
+    run.write(
+        [step(31, ledger={**step(31).ledger, "eval": 600.0}), Evaluated(31, 2.0, seconds=600.0)], every_s=600
+    )
+    run.write(steps(32, 40, lambda number: {"ledger": {**step(number).ledger, "eval": 600.0}}))
+    assert run.codes() == []
+    run.t += 3600
+    run.write(steps(41, 50, lambda number: {"ledger": {**step(number).ledger, "eval": 600.0}}))
+    reason = only(run.reasons())
+    assert (reason.code, reason.severity) == ("clock-skew", "info")
+    assert "after step 40" in reason.title
+
+
+def test_a_saved_checkpoint_that_another_process_removed_is_missed_before_it_is_needed(run: Watched) -> None:
+    place = run.directory.checkpoints
+    for number in (10, 20):
+        folder = step_folder(place, number)
+        folder.mkdir(parents=True)
+        (folder / CHECKPOINT_INDEX).write_text("{}")
+    run.write([CheckpointSaved(20, str(place), 10), *steps(31, 32)])
+    assert run.codes() == []
+    shutil.rmtree(step_folder(place, 20))
+    reason = only(run.reasons())
+    assert (reason.code, reason.severity) == ("checkpoint-damaged", "warning")
+    assert "the newest that is left is step 10" in reason.evidence
+    shutil.rmtree(step_folder(place, 10))
+    assert only(run.reasons()).severity == "critical"
+
+
+def test_copies_to_a_store_that_fall_behind_are_named_before_the_disk_is_lost(run: Watched) -> None:
+    store = CheckpointSpec(every_steps=10, store="file:///store", store_mib_s=0.5)
+    run.spec = dataclasses.replace(run.spec, checkpoint=store)
+    run.write([CheckpointSaved(10, "c", 10), CheckpointCopied(10, "file:///store/r", 30.0)])
+    run.write([CheckpointSaved(20, "c", 10), CheckpointSaved(30, "c", 10)])
+    assert run.codes() == []
+    run.write([*steps(31, 40), CheckpointSaved(40, "c", 10)])
+    reason = only(run.reasons())
+    assert (reason.code, reason.title) == ("checkpoint-old", "Copies to the store are 3 checkpoints behind")
+    assert "at most 0.5 MiB/s" in reason.evidence[1]
+    run.write([CheckpointCopied(20, "file:///store/r", 30.0)])
+    assert run.codes() == []
+
+
+def test_code_of_the_users_own_that_changed_between_two_starts_is_named(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run", NOTHING_DUE)
+    for attempt, digest in enumerate(("ab", "cd")):
+        environment = {"packages": {"torch": "2"}, "modules": {"helper": digest, "model": "ef"}}
+        run.write([RunStarted("r", 100_000, environment=environment), *steps(1, 5)], attempt)
+    run.directory.events.write_bytes(run.directory.events.read_bytes().split(b"\n", 1)[1])
+    reason = only(run.reasons())
+    assert (reason.code, reason.where) == ("changed-libraries", "helper")
+    assert reason.evidence == ("helper: ab before, cd now",)
+
+
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [
+        ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "1"}, "TORCH_DISTRIBUTED_DEBUG"),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING"),
+        ({"CUDA_LAUNCH_BLOCKING": "0", "NCCL_DEBUG": "WARN", "TORCH_DISTRIBUTED_DEBUG": "OFF"}, ""),
+    ],
+)
+def test_a_variable_that_slows_each_operation_for_debugging_is_named(
+    run: Watched, variables: dict[str, str], names: str
+) -> None:
+    environment = {"variables": variables}
+    run.write([RunStarted("r", 100_000, ranks=4, environment=environment), *steps(31, 40)], attempt=1)
+    reasons = run.reasons()
+    assert [(reason.code, reason.severity) for reason in reasons] == [("debugging-on", "warning")] * bool(
+        names
+    )
+    assert all(names in reason.title for reason in reasons)
