@@ -30,6 +30,7 @@ Code = Literal[
     "job-waiting",
     "gone",
     "stopped",
+    "ended-early",
     "silent",
     "failed",
     "not-finite",
@@ -45,6 +46,7 @@ Code = Literal[
     "held-out-rises",
     "loss-too-low",
     "unusual-fields",
+    "unusual-text",
     "growing-norm",
     "growing-layer",
     "saturated-layer",
@@ -221,6 +223,17 @@ UNLEARNED = 0.01
 """Share of an untrained model's loss by which the loss must have fallen after two windows of steps with the full rate."""
 CLIPPED = 10.0
 """Factor of the gradient norm over its limit in the median step. Small batches exceed the usual limit of 1 by two or three times."""
+DECAYED = 0.8
+"""Share of the peak rate from which it has hardly begun to decay."""
+REPEATED_SHARE = 0.2
+"""Share of the windows of 32 tokens that an earlier sample has: licenses and boilerplate have a few percent."""
+MOST_SPANS, FEW_SPANS = 0.8, 0.05
+"""Shares of learned spans that count as all, and as none."""
+JSON_SHARE = 0.5
+DOUBLY_ENCODED = 0.3
+BYTES_PER_TOKEN = 1.7
+"""A BPE of some thousand tokens has three or more on its own language, and one for each byte on text of another."""
+LARGE_VOCABULARY = 2048
 FAR_OFF = 10.0
 """Factor beyond the usual values of a field from which it harms any run; nearer ones may be meant."""
 MOST_UNUSUAL = 8

@@ -13,6 +13,7 @@ from itertools import takewhile
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe import events as run_events
 from phalanx.observe.throughput import format_duration
+from phalanx.train.step.rules import multiplier
 from phalanx_watch.why import observed as o
 
 # Ended runs, with or without a recorded reason.
@@ -198,6 +199,46 @@ def stopped(observed: o.Observed) -> Iterator[o.Reason]:
         evidence=(stop.reason,),
         doing=observed.after_end,
         next=f"phalanx train {observed.run}",
+    )
+
+
+def ended_early(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if ``evaluation.stop_after`` ended the run before its learning rate decayed, or by a figure whose changes are within its
+    error. Also of a finished run."""
+    ended = observed.newest(run_events.EndedEarly)
+    spec, last = observed.spec, observed.last_step
+    if ended is None or spec is None or last is None:
+        return
+    t, end = ended
+    evidence = []
+    steps = spec.train.steps
+    if multiplier(spec.schedule, steps, steps) < o.DECAYED <= last[1].lr / spec.optimizer.lr:
+        evidence.append(
+            f"the learning rate was still {last[1].lr:.3g} of {spec.optimizer.lr:.3g} (schedule.kind = {spec.schedule.kind!r}): the fall of the loss "
+            "that comes with its decay was never taken"
+        )
+    task, _, figure = end.figure.rpartition(".")
+    scores = [
+        (body.figures[figure], body.figures.get(f"{figure}_error", 0.0))
+        for _, body in o.of_kind(run_events.TaskEvaluated, observed.all_events)
+        if body.task == task and body.step >= end.best_step and figure in body.figures
+    ]
+    if scores and (change := max(value for value, _ in scores) - min(value for value, _ in scores)) < max(
+        error for _, error in scores
+    ):
+        evidence.append(
+            f"{end.figure} changed by {change:.3g} since step {end.best_step:,}, and its standard error is {max(error for _, error in scores):.3g}: chance"
+        )
+    if not evidence:
+        return
+    yield o.Reason(
+        code="ended-early",
+        title=f"The run ended early at step {end.step:,} of {steps:,}, without a good reason",
+        where="evaluation.stop_after",
+        since=t,
+        evidence=(end.text, *evidence),
+        doing=observed.after_end,
+        next=f"go on: phalanx train {observed.run} --from {end.step} --set evaluation.stop_after=0; or judge by more items (evaluation.keep_best)",
     )
 
 

@@ -1,12 +1,13 @@
-"""Fields of the run file that are far from what runs have, and clipping that decides the size of each step."""
+"""Fields of the run file and text that are far from what runs have, and clipping that decides the size of each step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from phalanx.observe.events import Step
+from phalanx.observe.events import Evaluated, Step
 from phalanx.run.fields import ValueRange
 from phalanx.run.identity import all_fields
 from phalanx.run.spec import RunSpec
@@ -136,6 +137,86 @@ def unusual_fields(observed: o.Observed) -> Iterator[o.Reason]:
         doing=observed.doing("training continues with them"),
         next=f"if they are not meant, the defaults in a run of its own: phalanx train RUN_FILE {changes}",
     )
+
+
+_OTHER_ROLES = frozenset({"user", "human", "prompter", "system"})
+
+
+def unusual_text(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield one reason for all that is unusual in the first samples, as the newest start recorded them: text that repeats itself, a loss on the
+    wrong tokens, markup, or another encoding or language than the tokenizer's. Also of a finished run."""
+    facts = observed.started.environment.get("first_samples") if observed.started else None
+    lines = [*_unusual_samples(facts if isinstance(facts, dict) else {}), *_unfit_tokenizer(observed)]
+    if not lines:
+        return
+    yield o.Reason(
+        code="unusual-text",
+        title=f"Unusual in the training text: {'; '.join(title for title, _ in lines)}",
+        where="the training data",
+        since=observed.began_at,
+        evidence=tuple(sentence for _, sentence in lines),
+        doing=observed.doing("training continues"),
+        next=f"phalanx data show {observed.run} --step 1 (are these the texts that you mean?); prepare them again: phalanx data prepare",
+    )
+
+
+def _unusual_samples(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield title and sentence of each unusual figure of the first samples."""
+
+    def share(name: str) -> float:
+        value = facts.get(name)
+        return float(value) if isinstance(value, int | float) else math.nan
+
+    first = f"of the first {facts.get('samples')} samples"
+    if share("repeated") >= o.REPEATED_SHARE:
+        yield (
+            "it repeats itself",
+            f"{share('repeated'):.0%} of the stretches of 32 tokens {first} are in an earlier one too: copies of documents, perhaps with other headers, "
+            "which the held-out text may have as well ([dedup] of a recipe removes near copies)",
+        )
+    if share("held_out_repeated") >= o.REPEATED_SHARE:
+        yield (
+            "held-out text is trained on",
+            f"{share('held_out_repeated'):.0%} of the stretches of 32 tokens in the first held-out samples are in the first {facts.get('samples')} of training "
+            "too: the held-out loss measures memory (near copies; --hold-out-by text, or [dedup])",
+        )
+    if share("ends_learned") <= o.FEW_SPANS and share("next_special") >= o.MOST_SPANS:
+        yield (
+            "the end of an answer is not learned",
+            f"{share('next_special'):.0%} of the learned spans are followed by a special token without a loss, and none ends with one: the model never "
+            "learns to stop; put the end token inside of {% generation %} in the chat template",
+        )
+    if facts.get("role") in _OTHER_ROLES and share("role_share") >= o.MOST_SPANS:
+        yield (
+            "the loss is on the wrong side",
+            f"{share('role_share'):.0%} of the learned spans follow the word {facts.get('role')!r}: put {{% generation %}} of the chat template around the "
+            "answers of the assistant",
+        )
+    if share("json_lines") >= o.JSON_SHARE:
+        yield (
+            "it is JSON",
+            f"{share('json_lines'):.0%} of the lines {first} begin with an object of JSON: keys and escapes are learned (--text-field names the text)",
+        )
+    if share("doubly_encoded") >= o.DOUBLY_ENCODED:
+        yield (
+            "it is encoded twice",
+            f"{share('doubly_encoded'):.0%} of the characters beyond ASCII {first} are UTF-8 that was read as Latin-1 (such as \u00c3\u00a9 for \u00e9)",
+        )
+
+
+def _unfit_tokenizer(observed: o.Observed) -> Iterator[tuple[str, str]]:
+    """Yield title and sentence on a tokenizer with a large vocabulary whose tokens have hardly more than a byte of this text."""
+    evaluated = observed.newest(Evaluated)
+    vocabulary = observed.spec.model.vocab_size if observed.spec else 0
+    if evaluated is None or not evaluated[1].bits_per_byte or vocabulary < o.LARGE_VOCABULARY:
+        return
+    per_token = evaluated[1].loss / math.log(2) / evaluated[1].bits_per_byte
+    if per_token < o.BYTES_PER_TOKEN:
+        yield (
+            "the tokenizer does not suit it",
+            f"a token has {per_token:.2g} bytes of text, with a vocabulary of {vocabulary:,}: it was trained on another language or kind of text; a loss "
+            "per token looks low, bits per byte do not",
+        )
 
 
 def _short_sight(spec: RunSpec) -> dict[str, str]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -17,18 +18,31 @@ from phalanx.launch.engines.engine import JobStanding
 from phalanx.observe.events import (
     CheckpointFailed,
     CheckpointSaved,
+    EndedEarly,
     EpochLeft,
     Evaluated,
+    Finished,
     IncidentKind,
     LayerStatistics,
     Message,
     NonFinite,
     RunStarted,
     Stopped,
+    TaskEvaluated,
     decode,
 )
 from phalanx.observe.logs.line import LogLine, encode, ended_text
-from phalanx.run.spec import CheckpointSpec, DataSpec, ModelSpec, RunSpec, ScheduleSpec, SourceSpec, TrainSpec
+from phalanx.run.spec import (
+    CheckpointSpec,
+    DataSpec,
+    EvalSpec,
+    ModelSpec,
+    OptimizerSpec,
+    RunSpec,
+    ScheduleSpec,
+    SourceSpec,
+    TrainSpec,
+)
 from phalanx_watch.why.observed import DeadLinkSeen, DiskSeen, ProcessSeen
 from phalanx_watch.why.processes import processes_of
 from phalanx_watch.why.reasons import reasons
@@ -519,3 +533,38 @@ def test_a_run_without_a_run_file_can_be_judged(tmp_path: Path) -> None:
     run = Watched(tmp_path / "run", RunSpec())
     run.write(steps(1, 60))
     assert run.codes(spec=None) == []
+
+
+# --- an end by evaluation.stop_after ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "named"), [("wsd", 1e-3, True), ("wsd", 2e-4, False), ("constant", 1e-3, False)]
+)
+def test_an_end_before_the_rate_has_decayed_is_named(
+    tmp_path: Path, kind: Literal["wsd", "constant"], rate: float, named: bool
+) -> None:
+    spec = RunSpec(
+        optimizer=OptimizerSpec(lr=1e-3), schedule=ScheduleSpec(kind=kind), evaluation=EvalSpec(every_steps=0)
+    )
+    run = Watched(tmp_path, dataclasses.replace(spec, checkpoint=CheckpointSpec(every_steps=1000)))
+    run.write([*steps(1, 40, lambda _: {"lr": rate}), EndedEarly(40, "loss", 3, 25, 2.0), Finished({})])
+    reasons = run.reasons(finished=True)
+    assert [reason.code for reason in reasons] == ["ended-early"] * named
+    assert all("was still 0.001 of 0.001" in reason.evidence[1] for reason in reasons)
+
+
+@pytest.mark.parametrize(("error", "named"), [(0.14, True), (0.01, False)])
+def test_an_end_by_a_figure_that_changes_by_less_than_its_error_is_named(
+    tmp_path: Path, error: float, named: bool
+) -> None:
+    spec = RunSpec(evaluation=EvalSpec(every_steps=0), checkpoint=CheckpointSpec(every_steps=1000))
+    run = Watched(tmp_path, spec)
+    for number, accuracy in enumerate((0.58, 0.5, 0.5, 0.58), 1):
+        figures = {"accuracy": accuracy, "accuracy_error": error}
+        run.write([*steps(10 * number - 9, 10 * number, lambda _: {"lr": 1e-4})])
+        run.write([TaskEvaluated(10 * number, "quiz", "choice", 12, figures)])
+    run.write([EndedEarly(40, "quiz.accuracy", 3, 10, 0.58), Finished({})])
+    reasons = run.reasons(finished=True)
+    assert [reason.code for reason in reasons] == ["ended-early"] * named
+    assert all("changed by 0.08 since step 10" in reason.evidence[1] for reason in reasons)

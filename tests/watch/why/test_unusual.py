@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.model.facts.presets import PRESETS
+from phalanx.observe.events import Evaluated, RunStarted
 from phalanx.run.read import read_run
 from phalanx.run.spec import (
     CheckpointSpec,
@@ -109,3 +110,58 @@ def test_no_run_file_of_ours_has_an_unusual_field(tmp_path: Path, path: Path) ->
     assert "unusual-fields" not in [
         reason.code for reason in reasons(tmp_path / "run", read_run(path, PRESETS))
     ]
+
+
+# --- text ------------------------------------------------------------------------------------------------
+
+HEALTHY = {
+    "samples": 64,
+    "learned": 0.3,
+    "repeated": 0.04,
+    "held_out_repeated": 0.03,
+    "ends_learned": 1.0,
+    "next_special": 0.0,
+    "role": "assistant",
+    "role_share": 1.0,
+    "json_lines": 0.1,
+    "doubly_encoded": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("facts", "title"),
+    [
+        ({}, ""),
+        ({"repeated": 0.4}, "it repeats itself"),
+        ({"held_out_repeated": 0.5}, "held-out text is trained on"),
+        ({"ends_learned": 0.0, "next_special": 1.0}, "the end of an answer is not learned"),
+        ({"next_special": 1.0}, ""),
+        ({"role": "user"}, "the loss is on the wrong side"),
+        ({"role": "user", "role_share": 0.3}, ""),
+        ({"json_lines": 0.9}, "it is JSON"),
+        ({"doubly_encoded": 0.9}, "it is encoded twice"),
+    ],
+)
+def test_unusual_figures_of_the_first_samples_are_named(
+    tmp_path: Path, facts: dict[str, float | str], title: str
+) -> None:
+    run = Watched(tmp_path, SPEC)
+    start = RunStarted("r", 100_000, ranks=4, environment={"first_samples": {**HEALTHY, **facts}})
+    run.write([start, *steps(1, 20)], attempt=1)
+    for is_finished in (False, True):
+        found = run.reasons(finished=is_finished)
+        assert [(reason.code, reason.severity) for reason in found] == [("unusual-text", "warning")] * bool(
+            title
+        )
+        assert all(title in reason.title and "data show" in reason.next for reason in found)
+
+
+@pytest.mark.parametrize(
+    ("bits_per_byte", "vocabulary", "codes"), [(2.0, 4096, ["unusual-text"]), (0.7, 4096, []), (2.0, 257, [])]
+)
+def test_a_tokenizer_of_another_language_has_a_byte_or_so_for_each_token(
+    tmp_path: Path, bits_per_byte: float, vocabulary: int, codes: list[str]
+) -> None:
+    run = Watched(tmp_path, dataclasses.replace(SPEC, model=ModelSpec(vocab_size=vocabulary)))
+    run.write([*steps(1, 20), Evaluated(20, 2.0, bits_per_byte)])
+    assert run.codes() == codes

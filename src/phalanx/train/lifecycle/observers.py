@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from phalanx.data.reading.dataset import facts_of_samples
 from phalanx.hardware.local.device import most_memory_bytes, on_gpu
 from phalanx.model.custom import gradient_notes
 from phalanx.observe.event_log import newest_event
@@ -258,7 +259,10 @@ def _started(training: Training) -> RunStarted:
         peak_flops_per_s=training.peak.flops_per_s,
         peak_source=training.peak.source,
         xz_bits_per_byte=index.held_out_xz_bits_per_byte,
-        environment=start_record(inputs.spec, inputs.directory, index, training.numerics.probes),
+        environment={
+            **start_record(inputs.spec, inputs.directory, index, training.numerics.probes),
+            "first_samples": facts_of_samples(training.data),
+        },
     )
 
 
