@@ -92,7 +92,7 @@ def module_digests() -> dict[str, str]:
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if (
-            name == "__main__"
+            name.startswith("__")
             or not isinstance(file, str)
             or not file.endswith(".py")
             or file.startswith(installed)
