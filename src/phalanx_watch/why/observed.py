@@ -679,18 +679,14 @@ class Observed:
         """Newest durable step on disk that is not known to be damaged; 0 if there is none."""
         saved = self.newest(run_events.CheckpointSaved)
         damaged = {step for step, _ in self.damaged_checkpoints}
-        steps = {step for step, _ in self.checkpoints} | ({saved[1].step} if saved else set())
+        is_there = saved is not None and saved[1].step != self.removed_checkpoint
+        steps = {step for step, _ in self.checkpoints} | ({saved[1].step} if saved and is_there else set())
         return max(steps - damaged, default=0)
 
     @cached_property
     def newest_checkpoint(self) -> str:
         """Words for the newest durable checkpoint, or for none."""
         return newest_in_words(self.saved_step)
-
-    @property
-    def saved_step_on_disk(self) -> int:
-        """Newest step with a checkpoint on disk; 0 if there is none."""
-        return max((step for step, _ in self.checkpoints), default=0)
 
     def checkpoint_before(self, step: int) -> int | None:
         """Return the newest step before ``step`` with a checkpoint on disk; None if there is none."""

@@ -233,7 +233,7 @@ def removed_checkpoint(observed: o.Observed) -> Iterator[o.Reason]:
     step = observed.removed_checkpoint
     if not step or observed.finished:
         return
-    left = observed.saved_step_on_disk
+    left = observed.saved_step
     yield o.Reason(
         code="checkpoint-damaged",
         severity="warning" if left else "critical",

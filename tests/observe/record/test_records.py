@@ -103,7 +103,7 @@ def test_versions_are_those_installed() -> None:
 def test_the_record_is_plain_json() -> None:
     record = environment_record()
     assert json.loads(json.dumps(record)) == record
-    assert set(record) == {"code", "packages", "host", "command", "variables"}
+    assert set(record) == {"code", "packages", "modules", "host", "command", "variables"}
     assert 1 <= record["host"]["cores"] == usable_cores() <= (os.cpu_count() or 1)
 
 

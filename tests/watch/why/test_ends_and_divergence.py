@@ -231,7 +231,7 @@ def test_a_loss_is_too_low_for_a_text_that_a_compressor_does_not_make_as_small(
 ) -> None:
     run.write([RunStarted("r", 100_000, xz_bits_per_byte=xz_bits_per_byte)])
     run.write(steps(31, 90, lambda _: {"loss": 0.03}))
-    run.write([Evaluated(90, 0.035, bits_per_byte=0.05)])
+    run.write([Evaluated(90, 0.035, bits_per_byte=0.025)])  # two bytes a token
     assert run.codes() == codes
 
 
@@ -446,7 +446,8 @@ def test_the_processes_of_a_run_are_its_holder_and_what_that_started(tmp_path: P
         os.waitpid(child.pid, os.WUNTRACED)
         states = {process.pid: process for process in processes_of(run.directory)}
         assert os.getpid() in states
-        assert states[child.pid] == ProcessSeen(child.pid, "T", 3)
+        cores = frozenset(os.sched_getaffinity(child.pid))
+        assert states[child.pid] == ProcessSeen(child.pid, "T", 3, cores=cores)
     finally:
         child.kill()
         child.wait()
@@ -470,7 +471,8 @@ def test_a_rank_that_torchrun_has_started_beside_the_holder_is_among_the_process
         os.waitpid(rank.pid, os.WUNTRACED)
         processes = {process.pid: process for process in processes_of(run.directory)}
         assert processes.keys() == {holder.pid, rank.pid}
-        assert processes[rank.pid] == ProcessSeen(rank.pid, "T", 1)
+        cores = frozenset(os.sched_getaffinity(rank.pid))
+        assert processes[rank.pid] == ProcessSeen(rank.pid, "T", 1, cores=cores)
     finally:
         for process in (holder, rank, stranger):
             process.kill()
