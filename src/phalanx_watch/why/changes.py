@@ -181,7 +181,7 @@ def rate_jumps(observed: o.Observed) -> Iterator[o.Reason]:
             *origin.changed_fields[:_MOST_LISTED],
         ),
         doing=observed.doing("training continues"),
-        next=f"to go on without a rise, keep the parent's last rate: phalanx train {origin.run} --from {origin.step} --set schedule.kind=constant "
+        next=f"to continue without a rise, keep the parent's last rate: phalanx train {origin.run} --from {origin.step} --set schedule.kind=constant "
         f"--set schedule.warmup_steps=0 --set optimizer.lr={origin.rate:.3g}; or continue from before its decay (--from an earlier step)",
     )
 

@@ -238,7 +238,7 @@ def ended_early(observed: o.Observed) -> Iterator[o.Reason]:
         since=t,
         evidence=(end.text, *evidence),
         doing=observed.after_end,
-        next=f"go on: phalanx train {observed.run} --from {end.step} --set evaluation.stop_after=0; or judge by more items (evaluation.keep_best)",
+        next=f"continue: phalanx train {observed.run} --from {end.step} --set evaluation.stop_after=0; or judge by more items (evaluation.keep_best)",
     )
 
 
