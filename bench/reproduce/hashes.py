@@ -1,7 +1,8 @@
 """Do the first steps of a run have one hash, whatever the processor's instructions, threads and ranks, and on 64-bit Arm?
 
 Each row is a kind of run: dense, a mixture, lanes, packed data, bf16, each optimizer, operands of 8 bits. It is trained with portable numerics on several machines: this one under each
-instruction set, with 1 to 8 threads, and with 2 and 3 ranks. Exit code 1: a kind has two hashes.
+instruction set, with 1 to 8 threads, and with 2 and 3 ranks. With Debian's ``qemu-user-static``, also on an emulated Haswell, which has AVX2 and no AVX-512.
+Exit code 1: a kind has two hashes.
 
 ``--root ROOT`` adds 64-bit Arm, alone and as rank 1 of 2. ``bench/reproduce/arm_root.sh ROOT`` makes this machine: Python and PyTorch for 64-bit Arm under qemu's
 emulation in ROOT, and ROOT/python, which runs them.
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import phalanx
-from bench.common.instruction_sets import LIMITS, instruction_sets
+from bench.common.instruction_sets import LIMITS, emulated_haswell, instruction_sets
 from bench.running import record, run_bench
 from phalanx.data.preparing.files import CORPORA
 from phalanx.data.preparing.prepare import prepare
@@ -56,22 +57,24 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What computes a run: an interpreter for each rank, threads, and variables of the environment."""
+    """What computes a run: an interpreter's command for each rank, threads, and variables of the environment."""
 
-    pythons: tuple[Path, ...]
+    pythons: tuple[tuple[str, ...], ...]
     threads: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def machines(root: Path | None) -> dict[str, Machine]:
     """Return the machines by name, this one without limits first."""
-    here = Path(sys.executable)
+    here = (sys.executable,)
     found = {"1 thread": Machine((here,))}
     found |= {name: Machine((here,), 1, LIMITS[name]) for name in instruction_sets() if LIMITS[name]}
     found |= {f"{threads} threads": Machine((here,), threads) for threads in (2, 3, 4, 8)}
     found |= {f"{ranks} ranks": Machine((here,) * ranks) for ranks in (2, 3)}
+    if haswell := emulated_haswell():
+        found["haswell"] = Machine(((*haswell, *here),))
     if root is not None:
-        arm = (root / "python").absolute()
+        arm = (str((root / "python").absolute()),)
         found |= {"arm": Machine((arm,)), "rank 1 on arm": Machine((here, arm))}
     return found
 
@@ -99,7 +102,7 @@ def weights(kind: str, values: Sequence[str], machine: Machine, folder: Path) ->
     arguments = ("-m", "phalanx.train.lifecycle.worker", str(folder), "--attempt", str(run.attempt))
     processes = [
         subprocess.Popen(
-            [python, *arguments], env=environment | {"PHALANX_RANK": str(rank)}, stdout=subprocess.DEVNULL
+            [*python, *arguments], env=environment | {"PHALANX_RANK": str(rank)}, stdout=subprocess.DEVNULL
         )
         for rank, python in enumerate(machine.pythons)
     ]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.common.instruction_sets import emulated_haswell
 from phalanx.hardware.kernels.compiler import BUILDS, OPTIONS, compiled
 from phalanx.hardware.portable.build import library_file
 
@@ -75,10 +76,10 @@ def test_kernels_without_the_widest_vectors_have_the_stored_bits(build: str, tmp
 
 
 def test_kernels_have_the_stored_bits_on_a_processor_without_avx_512(tmp_path: Path) -> None:
-    compiler, emulator = compiler_here("x86_64"), shutil.which("qemu-x86_64-static")
-    if emulator is None:
+    compiler, emulator = compiler_here("x86_64"), emulated_haswell()
+    if not emulator:
         pytest.skip("needs Debian's qemu-user-static (make servers)")
-    assert digests(compiler, tmp_path, emulator=(emulator, "-cpu", "Haswell")) == STORED
+    assert digests(compiler, tmp_path, emulator=emulator) == STORED
 
 
 def test_kernels_have_the_stored_bits_on_64_bit_arm(tmp_path: Path) -> None:
