@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mpmath import mp, mpf
 from torch import Tensor
 
-from phalanx.model.init import normal, random_words, stream_key
+from phalanx.model.init import normal, normal_quantiles, random_words, stream_key
 
 CUT = 3.0
 COUNT = 1 << 17
@@ -82,6 +83,16 @@ def test_no_number_is_beyond_the_cut() -> None:
 def truncated_deviation() -> float:
     mass = NormalDist().cdf(CUT) - NormalDist().cdf(-CUT)
     return math.sqrt(1 - 2 * CUT * NormalDist().pdf(CUT) / mass)
+
+
+def test_the_table_is_the_same_where_libraries_are_off_by_eight_ulp_of_a_probability() -> None:
+    with mp.workprec(120):
+        low, allowed = mp.ncdf(-CUT), mpf(2) ** -50
+        deviation = mp.sqrt(1 - 2 * CUT * mp.npdf(CUT) / (1 - 2 * low))
+        for place, entry in enumerate(normal_quantiles()):
+            probability = low + (1 - 2 * low) * place / 4096
+            below, above = (mp.ncdf((entry + side) * deviation / 2**30) for side in (mpf(-0.5), mpf(0.5)))
+            assert below + allowed < probability < above - allowed, place
 
 
 def test_numbers_follow_the_cut_normal_distribution() -> None:

@@ -9,13 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mpmath import mp, mpf
 
 from phalanx_serve.engine.sampler import (
     LogitsError,
+    binary_powers,
     draw,
     draw_rows,
     drawn_together,
     gumbel,
+    gumbel_quantiles,
     kept,
     require_sampling,
 )
@@ -49,6 +52,26 @@ def test_ids_beyond_the_tokenizer_are_drawn_by_nobody(
     padded = replace(sampling, vocab_size=vocab_size)
     assert draw(scores, padded, 3) == draw(known, sampling, 3)
     assert drawn_together(scores[None], [padded], [3]).tolist() == [draw(known, sampling, 3)]
+
+
+# The tables
+
+
+def test_entries_of_the_table_of_powers_are_the_nearest_integers() -> None:
+    with mp.workprec(120):
+        for place, entry in enumerate(binary_powers()):
+            assert abs(mpf(2) ** (40 - mpf(place) / 4096) - entry) <= 0.5, place
+
+
+def test_the_table_of_gumbel_numbers_is_the_same_where_logarithms_are_off_by_one_ulp() -> None:
+    places = [mpf(2) ** (octave - 54) * (1 + mpf(cell) / 256) for octave in range(53) for cell in range(256)]
+    places.append(mpf(0.5))
+    with mp.workprec(120):
+        exact = [-mp.log(-log(place)) for log in (lambda x: mp.log1p(-x), mp.log) for place in places]
+        for value, entry in zip(exact, gumbel_quantiles(), strict=True):
+            # The outer logarithm's error, and that of its argument.
+            allowed = math.ulp(float(value)) + 2**-52
+            assert abs(value * 2**30 - entry) < 0.5 - allowed * 2**30, value
 
 
 # The distribution

@@ -130,11 +130,11 @@ def random_words(key: int | Tensor, index: Tensor) -> Tensor:
 
 
 @functools.cache
-def _normal_table() -> tuple[int, ...]:
+def normal_quantiles() -> tuple[int, ...]:
     """Return the quantiles of the normal truncated at ±3 and scaled to variance 1, at 4097 evenly spaced
     probabilities from 0 to 1, in units of 2^-30.
 
-    Entries are rounded to 30 bits, coarser than any disagreement between mathematical libraries.
+    No entry is so near the middle between two integers that mathematical libraries would round it differently.
     """
     normal = NormalDist()
     low, high = normal.cdf(-_CUTOFF), normal.cdf(_CUTOFF)
@@ -150,10 +150,10 @@ def normal(key: int, index: Tensor) -> Tensor:
 
     The value is an integer times 2^-30, exact in fp64.
     """
-    table = torch.tensor(_normal_table(), dtype=torch.int64, device=index.device)
+    table = torch.tensor(normal_quantiles(), dtype=torch.int64, device=index.device)
     words = random_words(key, index)
     cell = _shift_right(words, 64 - _TABLE_BITS)
     fraction = _shift_right(words, 64 - _TABLE_BITS - _FRACTION_BITS) & ((1 << _FRACTION_BITS) - 1)
     left, right = table[cell], table[cell + 1]
     fixed = left + (((right - left) * fraction) >> _FRACTION_BITS)
-    return fixed.double() * 2.0**-_FRACTION_BITS
+    return fixed.double() * math.ldexp(1.0, -_FRACTION_BITS)

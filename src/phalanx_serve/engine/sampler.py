@@ -23,6 +23,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -190,6 +191,7 @@ _MANTISSA = 52
 _WEIGHT = 40  # bits of the likeliest token's weight: 2^22 tokens of it fit into 63
 _EXPONENT = 24  # bits behind the point of a binary logarithm
 _POWER_CELLS = 12
+_ONE = 1 << 128  # fixed-point one, from which the table of powers is rounded
 _OCTAVE = 1.4426950408889634 * (1 << _EXPONENT)  # log2(e), in these units
 _FIRST_LOOK = 1024  # tokens that hold top_p of most distributions
 _AT_ONCE = 1 << 24  # logits that are drawn from together: 128 MiB for each of some tensors
@@ -462,10 +464,14 @@ def _nucleus(ids: Tensor, masses: Tensor, total: int, top_p: float) -> Tensor:
 
 
 @functools.cache
-def _power_table() -> tuple[int, ...]:
-    """Return 2^-x at 4097 points from 0 to 1, in units of 2^-40."""
-    steps = 1 << _POWER_CELLS
-    return tuple(round(2.0 ** (-i / steps) * (1 << _WEIGHT)) for i in range(steps + 1))
+def binary_powers() -> tuple[int, ...]:
+    """Return 2^-x at 4097 points from 0 to 1, in units of 2^-40: powers of 2^(-1/4096), in integers."""
+    ratio = _ONE >> 1
+    for _ in range(_POWER_CELLS):
+        ratio = math.isqrt(ratio * _ONE)
+    powers = accumulate(range(1 << _POWER_CELLS), lambda power, _: power * ratio // _ONE, initial=_ONE)
+    unit = _ONE >> _WEIGHT
+    return tuple((power + unit // 2) // unit for power in powers)
 
 
 def _masses(scores: Tensor) -> Tensor:
@@ -474,7 +480,7 @@ def _masses(scores: Tensor) -> Tensor:
     fraction = halvings & ((1 << _EXPONENT) - 1)
     remainder = _EXPONENT - _POWER_CELLS
     cell, inner = fraction >> remainder, fraction & ((1 << remainder) - 1)
-    table = _on(scores.device, _power_table)
+    table = _on(scores.device, binary_powers)
     lower, right = table[cell], table[cell + 1]
     return (lower - (((lower - right) * inner) >> remainder)) >> (halvings >> _EXPONENT)
 
@@ -483,12 +489,12 @@ def _masses(scores: Tensor) -> Tensor:
 
 
 @functools.cache
-def _gumbel_table() -> tuple[int, ...]:
+def gumbel_quantiles() -> tuple[int, ...]:
     """Return Gumbel quantiles in units of 2^-30, for ``x`` over the octaves from 2^-54 to 1/2: at 1 - x, and then at
     x.
 
-    Steps shrink with the octave, so both tails are as exact as the middle. Rounding is coarser than any disagreement
-    between mathematical libraries.
+    Steps shrink with the octave, so both tails are as exact as the middle. No entry is so near the middle between two
+    integers that libraries with errors below 1 ulp would round it differently.
     """
     places = [
         math.ldexp(1 + (i % (1 << _CELLS)) / (1 << _CELLS), (i >> _CELLS) - _OCTAVES - 1)
@@ -510,10 +516,10 @@ def gumbel(key: int | Tensor, index: Tensor) -> Tensor:
     bits = ((((words >> 12) & ((1 << _MANTISSA) - 1)) << 1) | 1).double().view(torch.int64)
     cell = (bits >> (_MANTISSA - _CELLS)) - (1023 << _CELLS) + (words & 1) * (_SIDE + 1)
     fraction = (bits >> (_MANTISSA - _CELLS - _FRACTION)) & ((1 << _FRACTION) - 1)
-    table = _on(index.device, _gumbel_table)
+    table = _on(index.device, gumbel_quantiles)
     lower, right = table[cell], table[cell + 1]
     fixed = lower + (((right - lower) * fraction) >> _FRACTION)
-    return fixed.double() * 2.0**-_FRACTION
+    return fixed.double() * math.ldexp(1.0, -_FRACTION)
 
 
 @functools.lru_cache(maxsize=32)
