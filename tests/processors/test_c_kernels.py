@@ -2,10 +2,12 @@
 
 Compiled with warnings as errors and with the options of the package. Other processors are emulated: x86-64 with AVX2 and without AVX-512, on which the
 package's own build chooses its AVX2 kernels, and 64-bit Arm. An emulator keeps the bits and not the speed, nor Arm's weak memory order.
+The C++ file needs PyTorch's library to run: for Arm its syntax and types are checked.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import shutil
 import subprocess
@@ -104,3 +106,16 @@ def test_libraries_of_a_build_have_no_wider_vectors_than_its_name(
         command = [disassembler, "--disassemble", "--no-show-raw-insn", str(library)]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert {register for register in ("ymm", "zmm") if f"%{register}" in code} == vectors, library.name
+
+
+def test_the_file_that_registers_the_kernels_is_valid_on_64_bit_arm() -> None:
+    compiler, package = shutil.which("aarch64-linux-gnu-g++"), importlib.util.find_spec("torch")
+    if compiler is None or package is None or package.origin is None:
+        pytest.skip("needs PyTorch and Debian's g++-aarch64-linux-gnu")
+    options = [option for option in OPTIONS if option != "-shared"]
+    # Headers of PyTorch are the system's here: their warnings are not ours.
+    includes = ("-isystem", str(Path(package.origin).parent / "include"))
+    source = KERNELS / "portable" / "registered.cpp"
+    command = [compiler, *options, *WARNINGS, *includes, "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
