@@ -128,6 +128,8 @@ class Facts:
     """Functions that are called by a name without a dot."""
     pickling: set[str]
     """Ways of pickling."""
+    inexact: set[str]
+    """Calls and powers of numbers whose last bit is the C library's."""
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +145,7 @@ def facts(tree: ast.Module) -> Facts:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    return Facts(imports(tree), calls, pickling(tree))
+    return Facts(imports(tree), calls, pickling(tree), inexact(tree))
 
 
 def imports(tree: ast.Module) -> set[str]:
@@ -285,6 +287,85 @@ def test_ways_of_pickling_are_found_in_all_their_spellings() -> None:
         "DTensor.from_local(x, mesh, run_check=True)",
     ):
         assert pickling(ast.parse(line)), line
+
+
+EXACT = frozenset(
+    [
+        *("inf", "nan", "pi", "isfinite", "isinf", "isnan", "floor", "ceil", "prod", "gcd", "lcm", "isqrt"),
+        *("sqrt", "fsum", "ldexp", "frexp"),
+    ]
+)
+"""Names of ``math`` whose results IEEE 754 or CPython itself states."""
+OF_THE_LIBRARY = frozenset(
+    ["cos", "sin", "tan", "tanh", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "power"]
+)
+"""Functions of NumPy that vary between machines."""
+
+
+def inexact(tree: ast.Module) -> set[str]:
+    """Expressions whose last bit the C library decides: its functions, and powers unless the base is a whole number that is written down."""
+    expressions: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="math"), attr=name) if name not in EXACT:
+                expressions.add(ast.unparse(node))
+            case ast.Attribute(value=ast.Name(id="np" | "numpy"), attr=name) if name in OF_THE_LIBRARY:
+                expressions.add(ast.unparse(node))
+            case ast.ImportFrom(module="math" | "cmath") | ast.Call(func=ast.Name(id="pow")):
+                expressions.add(ast.unparse(node))
+            case ast.BinOp(op=ast.Pow(), left=ast.Constant(value=int())):
+                pass
+            case ast.BinOp(op=ast.Pow()) | ast.AugAssign(op=ast.Pow()):
+                expressions.add(ast.unparse(node))
+    return expressions
+
+
+DECIDE_BITS = (
+    *("phalanx.data", "phalanx.model", "phalanx.parallel", "phalanx.train"),
+    *("phalanx_serve.engine", "phalanx_serve.kv_cache"),
+)
+"""Packages whose numbers enter weights, losses or tokens."""
+INEXACT = {
+    # Tensors, whose powers are a portable kernel's.
+    "phalanx.model.layers.attention.rotary": {
+        "spec.rope_theta ** exponents",
+        "spec.window_rope_theta ** exponents",
+    },
+    # Tables in whole numbers; tests show that no library would round an entry differently.
+    "phalanx.model.init": {"math.exp"},
+    "phalanx_serve.engine.sampler": {"math.log", "math.log1p"},
+    # Figures for people.
+    "phalanx.model.facts.optimizer_state": {"short ** 2", "short ** 3", "height ** 3", "width ** 3"},
+    "phalanx.train.compare.spike": {"math.log"},
+    "phalanx.train.evaluation.scoring": {"math.log"},
+    "phalanx.train.evaluation.tasks": {"math.log"},
+    "phalanx.train.measure.calibrate": {"(length * scale) ** 2", "scale ** 3"},
+    "phalanx.train.statistics": {"math.log", "first ** 2", "(second / first ** 2) ** 2"},
+}
+
+
+def test_numbers_that_decide_bits_come_from_no_c_library(house: Mapping[str, Facts]) -> None:
+    # Libraries differ in the last bit; phalanx.hardware.portable.correctly_rounded does not.
+    assert {
+        name: named.inexact
+        for name, named in house.items()
+        if named.inexact and any(f"{name}.".startswith(f"{package}.") for package in DECIDE_BITS)
+    } == INEXACT
+
+
+def test_calls_of_the_c_library_are_found_in_all_their_spellings() -> None:
+    for line in (
+        "math.cos(x)",
+        "values = map(math.log, numbers)",
+        "from math import exp",
+        "pow(beta, number)",
+        "beta**number",
+        "10.0**-decade",
+        "beta **= 2",
+        "np.log(values)",
+    ):
+        assert inexact(ast.parse(line)), line
+    assert not inexact(ast.parse("math.sqrt(dim) + 2 ** decade + math.ldexp(1.0, -30)"))
 
 
 def test_quick_commands_import_neither_torch_nor_the_client_of_object_stores() -> None:

@@ -10,6 +10,7 @@ Shapes: ``b`` batch, ``s`` sequence, ``d`` model width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -293,8 +294,10 @@ class Transformer(nn.Module):
         """
         assert self.embedding is not None, "this stage of a pipeline has no embedding"
         vectors: Tensor = self.embedding(tokens)
+        if not self.spec.scale_embeddings:
+            return vectors
         # A Python number: a tensor would be copied to the GPU from pageable memory, and the host would wait.
-        return vectors * rounded(self.spec.dim**0.5, vectors.dtype) if self.spec.scale_embeddings else vectors
+        return vectors * rounded(math.sqrt(self.spec.dim), vectors.dtype)
 
     def _length(self, positions: Tensor, cache: Sequence[Cache] | None) -> int:
         """Return the number of tokens in the full sequence if the rotation depends on it; else 0.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -236,8 +237,7 @@ class FewRows:
             isinstance(core, CausalCore) and not core.window and not core.score.cap for core in cores
         ) or any(attention.sinks is not None for _, attention in self._attentions):
             return None
-        scale: float = (spec.score_width or some.head_dim) ** -0.5
-        return scale
+        return 1 / math.sqrt(spec.score_width or some.head_dim)
 
     def __call__(self, x: Tensor, spans: Sequence[RowSpan], rule: Rule, length: int) -> Tensor:
         """Compute tokens ``(rows,)`` or states ``(rows, dim)`` through all layers, and return states ``(rows, dim)``.

@@ -46,7 +46,7 @@ _TILE_BYTES = 1 << 14
 _MOST_TILE = 128
 _SLOTS = 16
 """Splits that are combined at a time."""
-_LOG2_E = math.log2(math.e)
+_LOG2_E = 1.4426950408889634
 
 
 def _rows_at(numbers: tl.tensor, column: tl.constexpr, like: tl.tensor) -> tl.tensor:
@@ -463,7 +463,7 @@ def differences(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> li
             tensor[:, : length - 1] = draw(heads, length - 1, width)[0]
         spans.append(RowSpan(kv, length - 1, length))
     key, value = (draw(heads, len(spans), width) for width in widths)
-    core = CausalCore(spec.score_width**-0.5 if spec.score_width else None, 0, spec.score_cap)
+    core = CausalCore(1 / math.sqrt(spec.score_width) if spec.score_width else None, 0, spec.score_cap)
     for _ in range(2):  # compiled, and launched as in later steps
         batched = DecodeAttention(spans)
         batched.store(0, core, key, value)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from phalanx.hardware.portable.correctly_rounded import log
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.run.factory import FactoryError
 from phalanx.run.kinds import block
@@ -247,7 +248,7 @@ def stage_layers(spec: RunSpec, costs: Sequence[float] = ()) -> list[range]:
 
 def _temperature(factor: float, strength: float) -> float:
     """Return the attention temperature for a context ``factor`` times as long (arXiv 2309.00071, equation 22)."""
-    return 0.1 * strength * math.log(factor) + 1.0
+    return 0.1 * strength * log(factor) + 1.0
 
 
 def rotary_temperature(scaling: RopeScalingSpec | None) -> float:
@@ -255,9 +256,7 @@ def rotary_temperature(scaling: RopeScalingSpec | None) -> float:
     factor (arXiv 2402.13753, as in Phi-3: arXiv 2404.14219). 1 for other kinds.
     """
     if scaling is not None and scaling.kind == "longrope":
-        return scaling.temperature or math.sqrt(
-            1 + math.log(scaling.factor) / math.log(scaling.original_max_seq_len)
-        )
+        return scaling.temperature or math.sqrt(1 + log(scaling.factor) / log(scaling.original_max_seq_len))
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     if scaling.temperature:
@@ -270,7 +269,8 @@ def softmax_temperature(scaling: RopeScalingSpec | None) -> float:
     """Return the factor of latent attention's scores: 1, except for DeepSeek's YaRN with ``mscale_all_dim``."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
-    return _temperature(scaling.factor, scaling.mscale_all_dim) ** 2
+    temperature = _temperature(scaling.factor, scaling.mscale_all_dim)
+    return temperature * temperature
 
 
 def longest_short(spec: ModelSpec) -> int:

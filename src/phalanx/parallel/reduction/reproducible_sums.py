@@ -240,7 +240,7 @@ class Bins:
             torch.mul(x, piece.spans_of(first), out=remainder).mul_(piece.spans_of(second))
             torch.round(remainder, out=high)  # upper digit: the nearest multiple of the upper bin's unit
             # lower digit: that of the remainder, in the next bin
-            remainder.sub_(high).mul_(2.0**width).round_()
+            remainder.sub_(high).mul_(math.ldexp(1.0, width)).round_()
             for number, value in enumerate((high, remainder)):
                 piece.of(self.words[:, number]).add_(digit.copy_(value))
 
@@ -281,7 +281,7 @@ class Bins:
         for piece in self._pieces():
             high, low = (piece.of(self.words[:, number]) for number in (0, 1))  # (shares, spans, size) each
             value = buffer[: high.numel()].view(high.shape).copy_(high)  # (shares, spans, size)
-            value.mul_(2.0**width).add_(low).mul_(piece.spans_of(unit))
+            value.mul_(math.ldexp(1.0, width)).add_(low).mul_(piece.spans_of(unit))
             if any_not_finite:
                 value = torch.where(
                     piece.spans_of(is_not_finite), torch.where(high > 0, math.nan, 0.0), value

@@ -9,6 +9,7 @@ is made of; where latent attention is absorbed, each head's own products too, wh
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -142,7 +143,7 @@ def _numbers(*shape: int, salt: int, dtype: torch.dtype) -> Tensor:
     index = torch.arange(count, dtype=torch.int64) + 7_919 * salt
     mixed = (index * 2_654_435_761 + salt) & 0xFFFFFFFF
     mixed = (mixed ^ (mixed >> 15)) * 2_246_822_519 & 0xFFFFFFFF
-    return ((mixed >> 8) * 2.0**-23 - 1.0).to(torch.float32).view(shape).to(dtype)  # (*shape,)
+    return ((mixed >> 8) * math.ldexp(1.0, -23) - 1.0).to(torch.float32).view(shape).to(dtype)  # (*shape,)
 
 
 def _probes(spec: RunSpec, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], tuple[Tensor, ...]]]]:
@@ -262,7 +263,7 @@ def _latent_attention(spec: RunSpec, mla: MlaSpec, heads: int, dtype: torch.dtyp
     latent = _numbers(1, 1, seq, mla.kv_rank, salt=18, dtype=dtype).requires_grad_()
     shared = _numbers(1, 1, seq, mla.rope_head_dim, salt=19, dtype=dtype).requires_grad_()
     key, value = latents_as_keys(latent, shared)
-    y = CausalCore((mla.nope_head_dim + mla.rope_head_dim) ** -0.5)(query, key, value)
+    y = CausalCore(1 / math.sqrt(mla.nope_head_dim + mla.rope_head_dim))(query, key, value)
     upstream = _numbers(*y.shape, salt=20, dtype=dtype)
     return y, *torch.autograd.grad(y, (query, latent, shared), upstream)
 

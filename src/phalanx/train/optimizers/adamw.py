@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.hardware.kernels.choose import kernels_for
 from phalanx.hardware.kernels.reference import REFERENCE, UpdateFactors
+from phalanx.hardware.portable.correctly_rounded import power
 from phalanx.model.init import flat_indices, random_words, stream_key
 from phalanx.parallel.divisions import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
@@ -140,9 +141,9 @@ def adamw_update(
         new_mean=1.0 - spec.beta1,
         keep_square=spec.beta2,
         new_square=1.0 - spec.beta2,
-        root_divisor=math.sqrt(1.0 - spec.beta2**number),
+        root_divisor=math.sqrt(1.0 - power(spec.beta2, number)),
         eps=spec.eps,
-        rate=lr / (1.0 - spec.beta1**number),
+        rate=lr / (1.0 - power(spec.beta1, number)),
         decay=decay_factor,
     )
     if weights:
@@ -263,7 +264,7 @@ def dynamic_codes(signed: bool) -> tuple[float, ...]:
     for decade in range(7):
         count = 2 ** (decade if signed else decade + 1)
         width = 0.9 / count
-        positive += [10.0 ** (decade - 6) * (0.1 + width * (i + 0.5)) for i in range(count)]
+        positive += [1 / 10 ** (6 - decade) * (0.1 + width * (i + 0.5)) for i in range(count)]
     negative = [-code for code in positive] if signed else []
     return tuple(sorted([*negative, 0.0, *positive, 1.0]))
 

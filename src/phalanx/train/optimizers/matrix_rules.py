@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.hardware.portable.correctly_rounded import power
 from phalanx.model.facts.optimizer_state import BlockGrid
 from phalanx.parallel.mesh import piece
 from phalanx.train.optimizers.matrix_optimizer import MatrixRule
@@ -85,8 +86,8 @@ class Shampoo(MatrixRule):
         # Adam's step: its first moment M is preconditioned, and each block gets its length.
         mean = state["exp_avg"].lerp_(gradient, 1 - spec.beta1)
         squares = state["exp_avg_sq"].lerp_(gradient.square(), 1 - spec.beta2)
-        adam = mean / (squares.sqrt() / math.sqrt(1 - spec.beta2**number) + spec.eps)
-        adam.div_(1 - spec.beta1**number)
+        adam = mean / (squares.sqrt() / math.sqrt(1 - power(spec.beta2, number)) + spec.eps)
+        adam.div_(1 - power(spec.beta1, number))
         for block in MatrixBlocks(gradient.shape[0], gradient.shape[1], spec.block_size):
             # L <- b L + (1 - b) G G^T, R <- b R + (1 - b) G^T G
             self._update_statistics(block, block.of(gradient), state)
@@ -166,8 +167,8 @@ class Soap(MatrixRule):
         """
         spec = self.spec
         squares.lerp_((left.T @ gradient @ right).square(), 1 - spec.beta2)
-        root = squares.sqrt().div_(math.sqrt(1 - spec.beta2**number)).add_(spec.eps)
-        turned = (left.T @ mean @ right).div_(1 - spec.beta1**number)
+        root = squares.sqrt().div_(math.sqrt(1 - power(spec.beta2, number))).add_(spec.eps)
+        turned = (left.T @ mean @ right).div_(1 - power(spec.beta1, number))
         step: Tensor = left @ turned.div_(root) @ right.T
         return step
 
@@ -209,7 +210,7 @@ class Adafactor(MatrixRule):
         """
         of_rows, of_columns = state["row_mean_square"], state["column_mean_square"]
         # At step 1 the weight is 1: the mean of one gradient is that gradient.
-        weight = max(number**-_DECAY_EXPONENT, 1 - self.spec.beta2)
+        weight = max(power(number, -_DECAY_EXPONENT), 1 - self.spec.beta2)
         squares = gradient.square()
         of_rows.lerp_(squares.mean(1), weight)
         of_columns.lerp_(squares.mean(0), weight)

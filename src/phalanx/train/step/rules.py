@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from phalanx.hardware.portable.correctly_rounded import cos
 from phalanx.observe.throughput import usual_deviation
 from phalanx.run.spec import ScheduleSpec, TrainSpec
 
@@ -110,5 +111,5 @@ def multiplier(schedule: ScheduleSpec, step: int, steps: int) -> float:
     if step <= begin:
         return 1.0
     progress = (step - begin) / max(1, steps - begin)
-    shape = (1 + math.cos(math.pi * progress)) / 2 if schedule.kind == "cosine" else 1 - progress
+    shape = (1 + cos(math.pi * progress)) / 2 if schedule.kind == "cosine" else 1 - progress
     return schedule.floor + (1 - schedule.floor) * shape

@@ -18,6 +18,7 @@ Shapes: ``b`` batch, ``h`` query heads, ``k`` key/value heads, ``q`` queries, ``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -303,7 +304,7 @@ class Score:
 
     def factor(self, query: Tensor) -> float:
         """Return the factor for queries ``(..., e)``."""
-        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:

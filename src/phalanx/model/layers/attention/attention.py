@@ -9,6 +9,7 @@ Shapes: ``b`` batch, ``s`` sequence, ``d`` model width, ``h`` query heads, ``k``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
@@ -270,7 +271,7 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(widths[1], spec.norm_eps, offset=spec.norm_offset) if spec.qk_norm else None
         self.rotated = attention_of(spec, layer) != "no-position"
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
-        scale = spec.score_width**-0.5 if spec.score_width else None
+        scale = 1 / math.sqrt(spec.score_width) if spec.score_width else None
         self.core: Core = CausalCore(scale, window_of(spec, layer), spec.score_cap)
 
     def forward(

@@ -20,6 +20,7 @@ Shapes as in ``phalanx.model.layers.attention.attention``; ``r`` is the rank of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -71,7 +72,7 @@ class MlaAttention(nn.Module):
         self.kv_up = Linear(mla.kv_rank, spec.heads * (mla.nope_head_dim + mla.value_head_dim), bias=False)
         self.output = Linear(spec.heads * mla.value_head_dim, spec.dim, bias=False)
         temperature = softmax_temperature(spec.rope_scaling)
-        scale = self.head_dim**-0.5 * temperature
+        scale = temperature / math.sqrt(self.head_dim)
         self.absorbed = mla.absorbed
         """True if ``kv_up`` is multiplied with queries and results instead of with latents; a cache may use either form."""
         # Absorbed queries are wider than a head, so the default scale would be wrong.

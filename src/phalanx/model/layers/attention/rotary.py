@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.hardware.kernels.layer_kernel import layer_kernels
+from phalanx.hardware.portable.correctly_rounded import log
 from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.model.facts.shape import rotary_temperature
 from phalanx.run.kinds.attention import attention_kind
@@ -64,7 +65,7 @@ def _stretch_by_turns(frequencies: Tensor, scaling: RopeScalingSpec, theta: floa
     pairs = len(frequencies)
 
     def pair_that_turns(turns: float) -> float:
-        return pairs * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / math.log(theta)
+        return pairs * log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / log(theta)
 
     first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
     if scaling.truncate:
