@@ -92,7 +92,14 @@ def test_a_value_is_encoded_under_the_keys_of_its_format(value: object, json: st
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys"), [(Node, {"reason": "why", "snapshots": "held"}), (FleetState, {"last_seen_s": "heard"})]
+    ("kind", "keys"),
+    [
+        (Node, {"reason": "why", "snapshots": "held"}),
+        (
+            FleetState,
+            {"last_seen_s": "heard", "reports_requested_s": "asked_s", "is_wait_recorded": "told_of_waiting"},
+        ),
+    ],
 )
 def test_the_state_of_a_fleet_keeps_its_keys(kind: type, keys: dict[str, str]) -> None:
     fields = msgspec.structs.fields(kind)

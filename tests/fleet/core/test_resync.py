@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import pytest
@@ -270,11 +269,3 @@ def test_the_mark_of_the_state_before_counts_where_the_epoch_was_what_broke() ->
     assert fleet.state.seen_epoch == 7
     state, _ = step(fleet.state, m.Tick(), 1e3)
     assert state.epoch == 7
-
-
-def test_a_journal_written_before_its_fields_were_renamed_is_read() -> None:
-    fleet = running()
-    fleet.state.reports_requested_s, fleet.state.is_wait_recorded = 7.0, True
-    earlier = json.loads(encode_state(fleet.state))
-    assert (earlier["asked_s"], earlier["told_of_waiting"]) == (7.0, True)
-    assert decode_state(json.dumps(earlier).encode()) == fleet.state

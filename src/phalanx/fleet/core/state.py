@@ -162,8 +162,8 @@ class NonFiniteDoubt(Struct, frozen=True):
 StateSource = Fresh | FromDisk | RestorePoint
 
 
-class FleetState(Struct, rename={"reports_requested_s": "asked_s", "is_wait_recorded": "told_of_waiting"}):
-    """The complete state of the core. Renamed fields keep their names in journals that exist."""
+class FleetState(Struct):
+    """The complete state of the core."""
 
     settings: CoreSettings
     fencing: FencingToken
@@ -179,7 +179,7 @@ class FleetState(Struct, rename={"reports_requested_s": "asked_s", "is_wait_reco
     """Why the last epoch was ended, or why the fleet waits."""
     planned: bool = False
     """True if the epoch is being left at a step boundary, not because of a fault."""
-    reports_requested_s: float | None = None
+    reports_requested_s: float | None = field(name="asked_s", default=None)
     """Time of the last request for every node's description, because their state was lost or not to be
     trusted.
     """
@@ -194,7 +194,7 @@ class FleetState(Struct, rename={"reports_requested_s": "asked_s", "is_wait_reco
     pace_s: float = 0.0
     """Seconds that a step usually takes, smoothed."""
     diagnosed: bool = False
-    is_wait_recorded: bool = False
+    is_wait_recorded: bool = field(name="told_of_waiting", default=False)
     """True once an incident has recorded that the present step waits for samples."""
     best_step: int = NO_STEP
     """The furthest step ever completed, as far as known."""
