@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
@@ -111,6 +112,12 @@ def test_a_node_whose_loss_alone_is_not_finite_is_left_out_while_the_step_is_com
     assert fleet.state.recoveries == 1
 
 
+def test_of_the_reports_that_a_step_is_not_finite_the_first_counts_and_the_others_are_stale() -> None:
+    fleet = running()
+    nan(fleet, 6, 2)
+    assert (fleet.state.recoveries, fleet.state.stale) == (1, 3)
+
+
 def test_a_step_that_is_not_finite_elsewhere_either_is_the_runs_and_its_first_node_is_let_in_again() -> None:
     fleet = running()
     nan(fleet, 6, 2)
@@ -192,3 +199,36 @@ def test_nobody_is_found_at_fault_for_a_step_that_the_next_epoch_skips() -> None
     reach(fleet, 21)
     assert fleet.state.doubt is None
     assert not any("at fault" in incident.text for incident in fleet.state.incidents)
+
+
+def test_a_blamed_node_that_an_operator_has_drained_stays_drained_when_the_doubt_is_withdrawn() -> None:
+    fleet = running()
+    victim = fleet.state.seats[1]
+    held = tuple(m.RankSnapshot(4, rank, 20, "own", 1, epoch=0) for rank in range(4))
+    fleet.hear(m.Joined("9", 1, 1, "9", 7, snapshots=held, meeting_points=("9:1",)))
+    fleet.hear(m.Suspect(victim, "nonfinite", epoch=0, ranks=(1,), step=8), m.Drain(victim))
+    fleet.park(step=7)
+    assert fleet.state.source == RestorePoint(4, 20)
+    assert fleet.state.nodes[victim].eligibility is Eligibility.DRAINED
+
+
+@pytest.mark.parametrize("step", [6, 5], ids=["the same step", "an earlier step"])
+def test_a_blamed_node_that_an_operator_has_drained_stays_drained_when_a_step_fails_without_it(
+    step: int,
+) -> None:
+    fleet = running()
+    victim = fleet.state.seats[2]
+    nan(fleet, 6, 2)
+    fleet.hear(m.Drain(victim))
+    fleet.bind()
+    nan(fleet, step, 0, 1, 3)
+    assert fleet.state.nodes[victim].eligibility is Eligibility.DRAINED
+
+
+def test_a_blamed_node_that_an_operator_has_drained_keeps_that_reason_when_it_is_proven_at_fault() -> None:
+    fleet = running()
+    victim = fleet.state.seats[2]
+    nan(fleet, 6, 2)
+    fleet.hear(m.Drain(victim))
+    reach(fleet, 6)
+    assert fleet.state.nodes[victim].reason == "drained by the operator"

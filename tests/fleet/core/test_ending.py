@@ -175,6 +175,19 @@ def test_as_long_as_memory_holds_every_state_it_is_saved_by_others_and_else_the_
     assert fleet.state.phase is FleetPhase.FINISHED
 
 
+def test_each_try_to_save_has_the_next_epoch_number_and_late_reports_of_an_earlier_try_are_stale() -> None:
+    fleet = running(4, spares=0)
+    fleet.hear(*(m.Drain(name) for name in fleet.state.seats))
+    fleet.park(step=7)
+    fleet.hear(m.StopRun())
+    assert (fleet.state.phase, fleet.state.epoch) == (FleetPhase.SAVING, 1)
+    fleet.hear(m.NotSaved("0", 1, 1, "no space left"))
+    assert (fleet.state.phase, fleet.state.epoch) == (FleetPhase.SAVING, 2)
+    fleet.hear(m.NotSaved("1", 1, 1, "no space left"))
+    assert (fleet.state.epoch, fleet.state.stale) == (2, 1)
+    assert fleet.state.nodes["1"].snapshots, "the node may be able to write its share of the second try"
+
+
 def test_an_order_to_save_that_was_lost_is_repeated() -> None:
     fleet = all_barred()
     fleet.hear(m.StopRun())
@@ -332,6 +345,16 @@ def test_a_run_whose_whole_journal_is_lost_has_begun_for_all_that_is_known() -> 
     fleet.hear(m.StopRun(), *(dials(name) for name in "012"))
     assert fleet.state.phase is FleetPhase.FORMING
     fleet.hear(dials("3"))
+    assert fleet.state.phase is FleetPhase.SAVING
+
+
+def test_a_stop_waits_for_members_that_still_dial_although_as_many_spares_with_an_empty_memory_are_there() -> (
+    None
+):
+    fleet = forming_anew()
+    fleet.hear(m.StopRun(), *(dials(name, None, spare=True) for name in "4567"))
+    assert fleet.state.phase is FleetPhase.FORMING
+    fleet.hear(*map(dials, "0123"))
     assert fleet.state.phase is FleetPhase.SAVING
 
 
