@@ -162,7 +162,33 @@ class SwitchedOff(GatedConvolution):
         return super().forward(x) + x * self.first_bias["bias"] * self.second_bias["bias"]
 
 
-def with_block(block: type[GatedConvolution]) -> type[Mixer]:
+class Attention(nn.Module):
+    """Causal attention whose keys have a bias. It changes no result: softmax does not depend on it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(dim, dim) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), is_causal=True)
+
+
+class Experts(nn.Module):
+    """Sends each token to one of many experts, so that some get none, and a small change of the router sends it elsewhere."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(dim), nn.Linear(dim, 64, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        weight, chosen = self.router(y).softmax(-1).max(-1, keepdim=True)
+        outputs = (expert(y) * (chosen == number) for number, expert in enumerate(self.experts))
+        return x + weight * sum(outputs)
+
+
+def with_block(block: type[nn.Module]) -> type[Mixer]:
     """A ``Mixer`` with another last block."""
     return changed(lambda model: model.blocks.__setitem__(2, block(16)))
 
@@ -299,10 +325,12 @@ def test_a_check_of_blocks_leaves_random_numbers_as_they_were() -> None:
         (Hooked, r"the gradient of blocks\.2\..* is not the slope"),
         (SwitchedOff, r"no gradient reaches blocks\.2\.first_bias\.bias, blocks\.2\.second_bias\.bias"),
         (GatedConvolution, None),
+        (Attention, None),
+        (Experts, None),
     ],
 )
 def test_gradients_that_are_not_the_blocks_own_and_parameters_that_get_none_are_noted(
-    monkeypatch: pytest.MonkeyPatch, block: type[GatedConvolution], notes: str | None
+    monkeypatch: pytest.MonkeyPatch, block: type[nn.Module], notes: str | None
 ) -> None:
     monkeypatch.setattr(mixers, "Other", with_block(block), raising=False)
     texts = list(gradient_notes(named("Other")))

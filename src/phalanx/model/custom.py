@@ -525,10 +525,16 @@ _PROBED = 1 << 24
 _SEQUENCES, _TOKENS = 2, 16
 _DIFFERENT = 1e-5
 """Part of the size of a result from which two differ by more than rounding; fp32 rounds to 1e-7."""
-_NUDGE = 1e-2
-"""Length of a step along a gradient, in sizes of the parameter. The error of the central difference falls with its square."""
+_NUDGES = 1e-2, 1e-4
+"""Lengths of steps along a gradient, in sizes of the parameter. The error of the central difference falls with their square."""
 _WRONG_SLOPE = 2.0
 """Factor between a measured slope and a gradient from which the gradient is wrong."""
+_SAME_SLOPE = 0.1
+"""Part by which the slopes of both steps may differ. They differ by more where routing switches between experts, or by rounding."""
+_NO_CHANGE = 1e-9
+"""Part of the size of a result below which a change is rounding: a bias of attention's keys has a gradient of 1e-17 instead of 0."""
+_UNZERO = 1e-6
+"""Size of the values that replace zeros: too small to switch routing between experts."""
 
 _Probe = tuple[str, nn.Module, Tensor]
 """Name of a block, the block, and hidden states for it."""
@@ -573,10 +579,10 @@ def _require_sound_blocks(spec: ModelSpec, parameters: Sequence[Parameter]) -> N
 
 
 def gradient_notes(spec: ModelSpec) -> Iterator[str]:
-    """Yield a sentence for each parameter of a user's blocks whose gradient is not the slope of the block's result, or is exactly zero before
-    and after a first step.
+    """Yield a sentence for each parameter of a user's blocks whose gradient is not the slope of the block's result, and for those whose gradient
+    is zero before and after a first step because they and a factor of theirs begin at zero.
 
-    Straight-through gradients, of rounded weights for example, are such on purpose. Blocks that cannot be computed on a CPU, and those after
+    Not judged are gradients at the size of rounding, and slopes that depend on the length of the step, as with routing to experts. Straight-through gradients, of rounded weights for example, are such on purpose. Blocks that cannot be computed on a CPU, and those after
     ``_PROBED`` parameters, are not checked.
     """
     with torch.device("meta"):
@@ -598,17 +604,18 @@ def _wrong_gradients(name: str, block: nn.Module, x: Tensor) -> Iterator[str]:
 
     named = dict(block.named_parameters())
     gradients = torch.autograd.grad(result(), list(named.values()), allow_unused=True)
+    with torch.no_grad():
+        size = float((block(x) * weights).norm())
     for key, parameter, gradient in zip(named, named.values(), gradients, strict=True):
-        if gradient is None or not (norm := float(gradient.norm())):
+        norm = 0.0 if gradient is None else float(gradient.norm())
+        length = float(parameter.detach().norm()) or 1.0
+        if gradient is None or norm * _NUDGES[0] * length <= _NO_CHANGE * size:
             continue
-        nudge = _NUDGE * (float(parameter.detach().norm()) or 1.0) * gradient / norm
-        with torch.no_grad():
-            above = float(_result_at(parameter, nudge, result))
-            below = float(_result_at(parameter, -nudge, result))
-        slope = (above - below) / (2 * float(nudge.norm()))
-        if not 1 / _WRONG_SLOPE < slope / norm < _WRONG_SLOPE:
+        far, near = (_slope(parameter, nudge * length * gradient / norm, result) for nudge in _NUDGES)
+        is_wrong = not 1 / _WRONG_SLOPE < near / norm < _WRONG_SLOPE
+        if is_wrong and abs(far - near) <= _SAME_SLOPE * abs(near):
             yield (
-                f"the gradient of {name}.{key} is not the slope of what its block computes: along it the result changes by {slope / norm:.2g} times as "
+                f"the gradient of {name}.{key} is not the slope of what its block computes: along it the result changes by {near / norm:.2g} times as "
                 "much; look at the block's autograd.Function or hooks on tensors (a straight-through gradient is such on purpose)"
             )
     with torch.no_grad():
@@ -618,9 +625,15 @@ def _wrong_gradients(name: str, block: nn.Module, x: Tensor) -> Iterator[str]:
     second = torch.autograd.grad(result(), list(named.values()), allow_unused=True)
     dead = [
         key
-        for key, before, after in zip(named, gradients, second, strict=True)
-        if before is not None and after is not None and not before.any() and not after.any()
+        for key, parameter, before, after in zip(named, named.values(), gradients, second, strict=True)
+        if before is not None and after is not None and not (before.any() or after.any() or parameter.any())
     ]
+    # Biases of experts that get no token stay without a gradient, whatever their values are.
+    with torch.no_grad():
+        for key in dead:
+            named[key].add_(_UNZERO)
+    third = torch.autograd.grad(result(), [named[key] for key in dead], allow_unused=True) if dead else ()
+    dead = [key for key, gradient in zip(dead, third, strict=True) if gradient is not None and gradient.any()]
     if dead:
         yield (
             f"no gradient reaches {', '.join(f'{name}.{key}' for key in dead)} from its initial values, also after a step: they would never learn; two "
@@ -628,13 +641,16 @@ def _wrong_gradients(name: str, block: nn.Module, x: Tensor) -> Iterator[str]:
         )
 
 
-def _result_at(parameter: Tensor, nudge: Tensor, result: Callable[[], Tensor]) -> Tensor:
-    """Return ``result`` with ``nudge`` added to a parameter, which is then as before."""
+def _slope(parameter: Tensor, nudge: Tensor, result: Callable[[], Tensor]) -> float:
+    """Return the slope of ``result`` along ``nudge``, by a central difference; the parameter is then as before."""
     before = parameter.detach().clone()
-    parameter.add_(nudge)
-    y = result()
-    parameter.copy_(before)
-    return y
+    with torch.no_grad():
+        parameter.add_(nudge)
+        above = float(result())
+        parameter.copy_(before - nudge)
+        below = float(result())
+        parameter.copy_(before)
+    return (above - below) / (2 * float(nudge.norm()))
 
 
 def _probes(spec: ModelSpec, parameters: Sequence[Parameter]) -> Iterator[_Probe]:
