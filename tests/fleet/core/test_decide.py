@@ -110,13 +110,14 @@ def test_a_coordinator_without_its_journal_never_uses_the_number_of_an_epoch_twi
     assert fleet.state.epoch == 42
 
 
-def test_a_rollcall_means_the_same_as_the_reports_that_it_stands_for() -> None:
+@pytest.mark.parametrize("parked_step", [0, 5])
+def test_a_rollcall_means_the_same_as_the_reports_that_it_stands_for(parked_step: int) -> None:
     one, other = running(), running()
     for fleet in (one, other):
         fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
-    one.park(step=5)
-    other.hear(m.Rollcall("parked", 0, steps=(5,), absent=()))
-    assert other.state.source == one.state.source
+    one.park(step=parked_step)
+    other.hear(m.Rollcall("parked", 0, steps=(parked_step,), absent=()))
+    assert other.state.source == one.state.source == RestorePoint(4, parked_step)
     assert other.state.seats == one.state.seats
     assert sorted(one.said) == sorted(other.said) or dict(one.said)["4"] == dict(other.said)["4"]
     other.hear(m.Rollcall("bound", 1))

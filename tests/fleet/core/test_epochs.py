@@ -382,6 +382,26 @@ def test_a_rollcall_is_heard_of_all_but_the_absent() -> None:
     assert fleet.state.next_lease_s == 25.0
 
 
+def test_the_lease_of_a_node_that_is_absent_from_a_roll_call_runs_from_the_roll_call_before() -> None:
+    fleet = running(lease_s=15.0, stall_s=1e6)
+    fleet.hear(m.Rollcall("heartbeat", 0), after_s=10.0)
+    for _ in range(2):
+        fleet.hear(m.Rollcall("heartbeat", 0, absent=("4",)), m.Tick(), after_s=7.0)
+    assert fleet.state.nodes["4"].alive
+    fleet.hear(m.Tick(), after_s=1.0)
+    assert [name for name, node in fleet.state.nodes.items() if not node.alive] == ["4"]
+
+
+def test_after_most_nodes_fell_silent_the_one_that_is_absent_from_the_next_roll_call_is_lost_at_once() -> (
+    None
+):
+    fleet = running(lease_s=15.0, stall_s=1e6)
+    fleet.hear(m.Tick(), after_s=15.0)
+    assert all(node.alive for node in fleet.state.nodes.values())
+    fleet.hear(m.Rollcall("heartbeat", 0, absent=("4",)), m.Tick(), after_s=1.0)
+    assert [name for name, node in fleet.state.nodes.items() if not node.alive] == ["4"]
+
+
 # --- deadlines ----------------------------------------------------------------------------------------
 
 
