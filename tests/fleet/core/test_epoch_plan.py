@@ -317,6 +317,26 @@ def test_the_shares_of_all_members_name_holders_of_every_state_and_grow_with_the
     assert max(sizes[32]) < 1_000, "a node is named once, and not for each of its eight ranks"
 
 
+def test_each_member_gets_holders_where_the_members_are_more_than_the_states() -> None:
+    fleet = running(4, spares=0, formation=Formation(1, (1, 2, 3, 4), shard_ranks=1))
+    fleet.hear(m.Disconnected("1", 1), m.Broken("0", 1, 0, 0))
+    fleet.park(step=5)
+    binds = [command for _, command in fleet.said if isinstance(command, c.Bind)]
+    assert [bind.ranks for bind in binds] == [3, 3, 3]
+    assert all(resumed(bind).shared and resumed(bind).holders for bind in binds)
+
+
+def test_a_bind_has_the_seconds_since_training_was_interrupted() -> None:
+    fleet = Fleet(settings(2))
+    fleet.join("0", "1")
+    assert [command.left_s_ago for _, command in fleet.said if isinstance(command, c.Bind)] == [None, None]
+    fleet.bind()
+    fleet.hear(m.Broken("0", 1, 0, 0))
+    fleet.hear(after_s=3.0)
+    fleet.park()
+    assert [command.left_s_ago for _, command in fleet.said if isinstance(command, c.Bind)] == [3.0, 3.0]
+
+
 def test_a_bind_with_a_holder_of_nothing_or_of_no_number_is_refused_by_the_field() -> None:
     (bind, *_) = binds_of_a_shrunken_fleet(8)
     said = m.encode(bind)
