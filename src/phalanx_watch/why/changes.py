@@ -66,14 +66,20 @@ def change_before(observed: o.Observed, step: int) -> Change | None:
     )
 
 
+_OF_SEQUENCES = ("data.", "train.seq_len:", "train.document_mask:")
+"""Fields that change the loss of the same weights. The fingerprint of the data has none of them."""
+
+
 def worse_than_parent(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if a run that took over weights begins with a higher loss than its parent ended with, on the same data, if its first
     updates raise the loss, or if its first held-out loss is higher than the parent's last.
 
-    Info once the loss is back. Also of a finished run.
+    Info once the loss is back. Also of a finished run. Nothing if its sequences are others: a token with less context has a higher loss.
     """
     origin = observed.origin
     if origin is None or origin.init_with == "training" or not origin.same_data:
+        return
+    if any(field.startswith(_OF_SEQUENCES) for field in origin.changed_fields):
         return
     before = [loss for loss in origin.losses if math.isfinite(loss)][-o.RECENT_STEPS :]
     steps = _first_steps(observed, 0)
@@ -212,7 +218,7 @@ def read_again(observed: o.Observed) -> Iterator[o.Reason]:
 def other_ruler(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield an "info" reason if evaluations score other held-out sequences, or another file of a task, than earlier ones of the run.
 
-    Also of a finished run.
+    Also of a finished run. Figures of a user's observer have no file, and events of older versions do not name it: nothing for them.
     """
     lines, since = list[str](), observed.began_at
     starts = [(event.t, event.body) for event in observed.all_events if isinstance(event.body, RunStarted)]
@@ -226,7 +232,8 @@ def other_ruler(observed: o.Observed) -> Iterator[o.Reason]:
     scored: dict[str, TaskEvaluated] = {}
     for t, body in o.of_kind(TaskEvaluated, observed.all_events):
         last = scored.get(body.task)
-        if last is not None and (last.sha256, last.items) != (body.sha256, body.items):
+        is_known = last is not None and bool(last.sha256 and body.sha256)
+        if last is not None and is_known and (last.sha256, last.items) != (body.sha256, body.items):
             lines.append(
                 f"task {body.task}: {body.items:,} items of file {body.sha256[:12]} since step {body.step:,}, {last.items:,} of {last.sha256[:12]} before"
             )

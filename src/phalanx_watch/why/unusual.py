@@ -171,8 +171,8 @@ def _unusual_samples(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     if share("repeated") >= o.REPEATED_SHARE:
         yield (
             "it repeats itself",
-            f"{share('repeated'):.0%} of the stretches of 32 tokens {first} are in an earlier one too: copies of documents, perhaps with other headers, "
-            "which the held-out text may have as well ([dedup] of a recipe removes near copies)",
+            f"{share('repeated'):.0%} of the stretches of 32 tokens {first} are in an earlier one too: a small source that is read again, or copies of "
+            "documents, perhaps with other headers, which the held-out text may have as well ([dedup] of a recipe removes near copies)",
         )
     if share("held_out_repeated") >= o.REPEATED_SHARE:
         yield (

@@ -259,8 +259,10 @@ def test_a_child_that_stays_worse_than_its_parent_is_a_warning(tmp_path: Path) -
         ([2.0, 2.1, 1.9, 2.3, 2.0], taken_over()),
         (BUMP, taken_over(same_data=False)),
         (BUMP, taken_over(losses=())),
+        ([2.9] * 60, taken_over("train.seq_len: 2048 -> 512")),
+        (BUMP, taken_over("data.stages: [] -> [0, 300]")),
     ],
-    ids=["one hard batch", "other data", "an imported model"],
+    ids=["one hard batch", "other data", "an imported model", "less context", "another mixture"],
 )
 def test_a_child_that_begins_as_its_parent_ended_or_cannot_be_compared_has_no_reason(
     tmp_path: Path, losses: list[float], origin: OriginSeen
@@ -390,3 +392,13 @@ def test_another_number_of_sequences_or_another_file_of_a_task_is_noted(tmp_path
     assert (reason.code, reason.severity) == ("other-ruler", "info")
     assert reason.evidence[0].startswith("held-out loss: of 64 sequences before, of 8 now")
     assert reason.evidence[1].startswith("task quiz: 12 items of file cd since step 60")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sha256"), [("choice", "ab"), ("observer", "")], ids=["before files were named", "an observer"]
+)
+def test_figures_whose_file_is_not_recorded_are_not_compared(tmp_path: Path, kind: str, sha256: str) -> None:
+    run = Watched(tmp_path, SPEC)
+    run.write([*steps(1, 20), TaskEvaluated(20, "quiz", kind, 12)])
+    run.write([*steps(21, 40), TaskEvaluated(40, "quiz", kind, 13, sha256=sha256)])
+    assert run.codes() == []
