@@ -555,12 +555,17 @@ def _checkpoint_size(directory: RunDirectory) -> tuple[int, int]:
 
 
 def _removed_checkpoint(directory: RunDirectory, events: Sequence[Event]) -> int:
-    """Return the newest step that was saved in this directory, if it and all newer ones are gone; else 0."""
+    """Return the newest step that was saved in this directory, if it and all newer ones are gone; else 0. Those that the run itself has set
+    aside, as damaged or by an audit, are not gone."""
     saved = next((event.body for event in reversed(events) if isinstance(event.body, CheckpointSaved)), None)
     if saved is None or Path(saved.path).resolve() != directory.checkpoints.resolve():
         return 0
     with suppress(OSError):
-        return saved.step if max(directory.committed_steps(), default=0) < saved.step else 0
+        set_aside = directory.checkpoints.glob(
+            f".damaged-{step_folder(directory.checkpoints, saved.step).name}-*"
+        )
+        is_there = max(directory.committed_steps(), default=0) >= saved.step or any(set_aside)
+        return 0 if is_there else saved.step
     return 0
 
 

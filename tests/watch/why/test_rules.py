@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.fleet.control.fleet_file import Member
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.events import (
@@ -1027,6 +1028,19 @@ def test_a_clock_that_was_set_forward_between_two_steps_is_noted_and_a_long_eval
     reason = next(reason for reason in run.reasons() if reason.code == "clock-skew")
     assert reason.severity == "info"
     assert "after step 40" in reason.title
+
+
+def test_a_checkpoint_that_the_run_itself_has_set_aside_was_not_removed_by_another_process(
+    run: Watched,
+) -> None:
+    place = run.directory.checkpoints
+    for saved in (10, 20):
+        folder = step_folder(place, saved)
+        folder.mkdir(parents=True)
+        (folder / CHECKPOINT_INDEX).write_text("{}")
+    run.write([CheckpointSaved(20, str(place), 10), *steps(31, 32)])
+    DiskTier(place).set_aside(20)
+    assert run.codes(damaged_checkpoints=()) == []
 
 
 def test_a_saved_checkpoint_that_another_process_removed_is_missed_before_it_is_needed(run: Watched) -> None:
