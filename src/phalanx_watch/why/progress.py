@@ -204,10 +204,10 @@ def stopped(observed: o.Observed) -> Iterator[o.Reason]:
 
 def ended_early(observed: o.Observed) -> Iterator[o.Reason]:
     """Yield a reason if ``evaluation.stop_after`` ended the run before its learning rate decayed, or by a figure whose changes are within its
-    error. Also of a finished run."""
+    error, and no later step followed. Also of a finished run."""
     ended = observed.newest(run_events.EndedEarly)
     spec, last = observed.spec, observed.last_step
-    if ended is None or spec is None or last is None:
+    if ended is None or spec is None or last is None or last[1].step > ended[1].step:
         return
     t, end = ended
     evidence = []

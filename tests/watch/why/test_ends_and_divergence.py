@@ -556,6 +556,14 @@ def test_an_end_before_the_rate_has_decayed_is_named(
     assert all("was still 0.001 of 0.001" in reason.evidence[1] for reason in reasons)
 
 
+def test_an_end_after_which_the_run_was_continued_is_none(tmp_path: Path) -> None:
+    spec = RunSpec(evaluation=EvalSpec(every_steps=0), checkpoint=CheckpointSpec(every_steps=1000))
+    run = Watched(tmp_path, spec)
+    run.write([*steps(1, 40), EndedEarly(40, "loss", 3, 25, 2.0)])
+    run.write([RunStarted("r", 100_000, ranks=4), *steps(41, 60)], attempt=1)
+    assert run.codes() == []
+
+
 @pytest.mark.parametrize(("error", "named"), [(0.14, True), (0.01, False)])
 def test_an_end_by_a_figure_that_changes_by_less_than_its_error_is_named(
     tmp_path: Path, error: float, named: bool
