@@ -190,7 +190,7 @@ def test_a_rank_that_waits_for_rank_0_prints_its_address(capsys: pytest.CaptureF
             silent_s=0.0,
         )
     assert "rank 1 of 2 on " in (line := capsys.readouterr().err)
-    assert "is waiting for rank 0 at 127.0.0.1:1" in line
+    assert "is waiting for the others, which meet at rank 0's address 127.0.0.1:1" in line
 
 
 def test_ranks_that_never_come_are_reported() -> None:

@@ -40,7 +40,7 @@ _DEFAULT_PORT = "29500"  # torchrun's
 _STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 _FIRST_PORT, _PORTS = 20_000, 10_000
 _SILENT_S = 10.0
-"""Time after which a rank prints that it waits for rank 0."""
+"""Time after which a rank prints that it waits for the others."""
 
 
 class RendezvousError(RuntimeError):
@@ -170,7 +170,7 @@ def join(
 
     First chooses gloo's network interface, in the environment: loopback with the launcher of ``phalanx train``, else,
     on CPUs only, the one towards rank 0. On GPUs it makes the device current. After ``silent_s`` seconds a line on standard error names
-    the address at which this rank waits for rank 0.
+    the address at which this rank waits for the others.
 
     Raises ``RendezvousError`` if the address cannot be used, no interface is found, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names one
     that is not there, or some rank did not join within ``timeout_s`` seconds, which is also the timeout of collectives.
@@ -202,14 +202,14 @@ def join(
 
 @contextmanager
 def _waiting_named(environment: RankEnvironment, silent_s: float) -> Iterator[None]:
-    """Context that prints after ``silent_s`` seconds where this rank waits for rank 0, if they meet at an address."""
+    """Context that prints after ``silent_s`` seconds that this rank waits for the others, rank 0 among them, if they meet at an address."""
     address = urlparse(environment.meeting_point)
     if address.scheme != "tcp" or environment.rank == 0:
         yield
         return
     line = (
-        f"rank {environment.rank} of {environment.ranks} on {host_name()} is waiting for rank 0 at {address.netloc} (MASTER_ADDR, MASTER_PORT): "
-        "is it started, and does no firewall lie between?"
+        f"rank {environment.rank} of {environment.ranks} on {host_name()} is waiting for the others, which meet at rank 0's address "
+        f"{address.netloc} (MASTER_ADDR, MASTER_PORT): are all ranks started, and does no firewall lie between?"
     )
     timer = threading.Timer(silent_s, lambda: print(line, file=sys.stderr, flush=True))
     timer.daemon = True
