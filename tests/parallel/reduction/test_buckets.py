@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from phalanx.parallel.divisions import BUCKET_ELEMENTS, in_buckets
 
 
-@example([BUCKET_ELEMENTS - 1, 1, BUCKET_ELEMENTS - 1, 1])
+@example([BUCKET_ELEMENTS - 1, 1, BUCKET_ELEMENTS - 1, 1, 1])
 @given(st.lists(st.integers(1, 2 * BUCKET_ELEMENTS)))
 def test_buckets_keep_the_order_and_are_full_with_their_last_item(sizes: list[int]) -> None:
     buckets = list(in_buckets(sizes, lambda size: size))
