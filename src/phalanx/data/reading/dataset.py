@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.errors import DatasetError
+from phalanx.data.errors import DataError, DatasetError
 from phalanx.data.order.permutation import SampleOrder
 from phalanx.data.reading.cached_dataset import CachedDataset, CachedShards
 from phalanx.data.reading.sources import (
@@ -400,7 +400,8 @@ _DOUBLY_ENCODED = re.compile("[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 
 
 def facts_of_samples(data: RunData) -> dict[str, float | int | str]:
-    """Return figures of the first samples of a run, as far as they are there; none of data in an object store, which may be slow.
+    """Return figures of the first samples of a run, as far as they are there; none of data in an object store, which may be slow, and
+    none if a part of them cannot be read.
 
     ``repeated`` is the share of windows of learned tokens that an earlier sample has too, and ``held_out_repeated`` that of held-out windows that
     these samples have. ``ends_learned`` and ``next_special`` are shares of the
@@ -410,14 +411,17 @@ def facts_of_samples(data: RunData) -> dict[str, float | int | str]:
     samples = data.index.samples(TRAIN, data.seq_len)
     if data.cached or not samples:
         return {}
-    read = data.train_samples(0, min(samples, max(1, _LOOKED_AT // data.seq_len)))
+    try:
+        read = data.train_samples(0, min(samples, max(1, _LOOKED_AT // data.seq_len)))
+        held_out, _ = _windows(data.held_out_samples(0, min(_DECODED, data.held_out_len)))
+    except (DataError, OSError):  # the step that needs the damaged part raises it, on every rank after a save
+        return {}
     tokens, learned = inputs_of(read), read[:, :-1] >= 0
     facts: dict[str, float | int | str] = {"samples": len(tokens), "learned": float(learned.mean())}
     windows, rows = _windows(read)
     if windows.size:
         _, first, same = np.unique(windows, return_index=True, return_inverse=True)
         facts["repeated"] = float((rows[first][same] < rows).mean())
-    held_out, _ = _windows(data.held_out_samples(0, min(_DECODED, data.held_out_len)))
     if held_out.size:
         facts["held_out_repeated"] = float(np.isin(held_out, windows).mean())
     if not learned.all():
