@@ -21,9 +21,9 @@ from phalanx.observe.display.state import State, reduce
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Restored, Stopped
 from phalanx.observe.goodput import goodput
+from phalanx.process.exit_codes import EXIT_STOPPED
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.store.open_store import open_store
-from phalanx.train.lifecycle.worker import EXIT_STOPPED
 from phalanx_process import ended, last_json, start, steps_done, wait_until
 from store.servers import Server
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from phalanx.launch.local import run_locally
+from phalanx.process.exit_codes import EXIT_STOPPED
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import LaunchSpec, RunSpec
 from phalanx.train.lifecycle.ending import report_failure
-from phalanx.train.lifecycle.worker import EXIT_STOPPED
 from phalanx.train.start.open_run import OpenRun
 
 

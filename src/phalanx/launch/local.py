@@ -25,6 +25,7 @@ from phalanx.observe.logs.line import first_failure
 from phalanx.observe.logs.log_file import last_lines, order_for
 from phalanx.observe.record.records import usable_cores
 from phalanx.process.child import Child, describe_exit, end_all
+from phalanx.process.exit_codes import EXIT_STOPPED
 from phalanx.process.this_process import StopOrders, on_stop_signals
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory
@@ -38,7 +39,6 @@ from phalanx.run.spec import RunSpec
 from phalanx.train.compare.observation import RankReplay, Replay, ReplayOrder, order_file, seen_file
 from phalanx.train.compare.runs import Logged
 from phalanx.train.lifecycle.ending import STOP_WORDS, Ending, last_words, read_failure, remove_failure
-from phalanx.train.lifecycle.worker import EXIT_STOPPED
 from phalanx.train.start.open_run import OpenRun, take_lock
 
 TRAIN_RANK = "phalanx.train.lifecycle.worker"

@@ -22,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from phalanx.process.exit_codes import EXIT_FAILED
+
 _POLL_S = 0.02
 _STDERR = 2
 _MOST_REPLY_BYTES = 1 << 20
@@ -313,20 +315,19 @@ def describe_exit(code: int) -> str:
 PARENT_VARIABLE = "PHALANX_LAUNCHER"
 """Environment variable with the parent's process id; ``Child.start`` sets it."""
 _LOOK_S = 0.5
-_EXIT_FAILED = 1
 
 
 def die_with_parent() -> None:
     """Have Linux kill this process when the thread that started it ends (prctl(2), PR_SET_PDEATHSIG).
 
-    Exits with ``_EXIT_FAILED`` if the parent is gone already. Does nothing on other systems.
+    Exits with ``EXIT_FAILED`` if the parent is gone already. Does nothing on other systems.
     """
     if sys.platform != "linux":
         return
     pr_set_pdeathsig = 1  # linux/prctl.h
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != _parent():  # the parent died before the call
-        os._exit(_EXIT_FAILED)
+        os._exit(EXIT_FAILED)
 
 
 def watch_parent() -> None:
@@ -344,4 +345,4 @@ def _end_after(parent: int) -> None:
     """End this process, with an error code, when its parent is no longer ``parent``."""
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
-    os._exit(_EXIT_FAILED)
+    os._exit(EXIT_FAILED)

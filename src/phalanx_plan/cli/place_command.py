@@ -25,6 +25,7 @@ from phalanx.command import (
     written_options,
 )
 from phalanx.command_help import Command
+from phalanx.process.exit_codes import EXIT_REFUSED
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from phalanx_plan.placing import Choice, PlacementAssessment
     from phalanx_plan.planner import RunTraffic
 
-REFUSED = 3
-"""Exit code for nodes that lose more of a step than the limit."""
 _LISTED, _ANY_WIDTH = 6, 10_000
 
 
@@ -74,7 +73,7 @@ class PlaceOptions:
     most_lost_ms: Annotated[
         float | None,
         NOT_NEGATIVE,
-        Option(text=f"With --allocation: exit code {REFUSED} if it loses more of a step than this."),
+        Option(text=f"With --allocation: exit code {EXIT_REFUSED} if it loses more of a step than this."),
     ] = None
     as_json: AsJson = False
 
@@ -144,7 +143,7 @@ def _print_choices(spec: RunSpec, topology: Topology, options: PlaceOptions) -> 
 
 
 def _print_allocation(spec: RunSpec, topology: Topology, hosts: Sequence[str], options: PlaceOptions) -> None:
-    """Print the run's loss on the allocated nodes; exit with ``REFUSED`` if it is over ``most_lost_ms``.
+    """Print the run's loss on the allocated nodes; exit with ``EXIT_REFUSED`` if it is over ``most_lost_ms``.
 
     A run file without a number of nodes or ranks gets all nodes but its spares. Raises ``TopologyError`` if the run
     cannot be placed there.
@@ -217,7 +216,7 @@ def _print_joining(
     """Print a fleet's loss with the joining nodes. Reads the fleet file in ``run_dir``; raises ClickException if it
     cannot.
 
-    Exits with ``REFUSED`` if the loss is over ``most_lost_ms`` and more than without these nodes.
+    Exits with ``EXIT_REFUSED`` if the loss is over ``most_lost_ms`` and more than without these nodes.
     """
     from phalanx.cli.launch.joining_hosts import price_with
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
@@ -232,14 +231,14 @@ def _print_joining(
 
 
 def _print_verdict(verdict: PlacementAssessment, options: PlaceOptions, *, is_worse: bool = True) -> None:
-    """Print an assessment as a sentence or JSON. Exit with ``REFUSED`` if ``is_worse`` and the loss is over ``most_lost_ms``."""
+    """Print an assessment as a sentence or JSON. Exit with ``EXIT_REFUSED`` if ``is_worse`` and the loss is over ``most_lost_ms``."""
     if options.as_json:
         facts = {"lost_s": verdict.lost_s, "good": verdict.good, "sentence": verdict.sentence}
         click.echo(json.dumps(_choice_json(verdict.best) | facts))
     else:
         click.echo(verdict.sentence)
     if options.most_lost_ms is not None and 1e3 * verdict.lost_s > options.most_lost_ms and is_worse:
-        raise SystemExit(REFUSED)
+        raise SystemExit(EXIT_REFUSED)
 
 
 def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, ranked: list[Choice]) -> None:

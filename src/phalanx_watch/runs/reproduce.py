@@ -37,6 +37,7 @@ from phalanx.data.reading.sources import index_of_places, open_places
 from phalanx.observe.record.notes import this_machine
 from phalanx.observe.record.records import code_patch, code_version, git, package_versions, variables
 from phalanx.process.child import Child
+from phalanx.process.exit_codes import EXIT_STOPPED
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.identity import identity
 from phalanx.run.read import found_again, to_table
@@ -354,7 +355,6 @@ def _table(value: object) -> dict[str, object]:
 
 
 _POLL_S = 0.5
-_STOPPED = 75
 
 
 def free_directory(run_dir: Path) -> Path:
@@ -427,4 +427,4 @@ def train_again(
         raise
     finally:
         code = training.end()
-    return 0 if code == _STOPPED and steps is not None else code
+    return 0 if code == EXIT_STOPPED and steps is not None else code

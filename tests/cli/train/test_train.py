@@ -20,10 +20,10 @@ from phalanx.hardware.catalog import cluster
 from phalanx.hardware.local.detect import system_here
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Message
+from phalanx.process.exit_codes import EXIT_FAILED
 from phalanx.process.this_process import StopRequest
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import FleetSpec, ParallelSpec, RunSpec
-from phalanx.train.lifecycle.worker import EXIT_FAILED
 from phalanx.train.start.checks import checkpoint_bytes
 from phalanx.train.start.open_run import OpenRun
 from phalanx_plan.planner import first_halved

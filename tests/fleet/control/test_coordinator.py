@@ -23,12 +23,13 @@ from fleet.stand_in_worker import state_after
 from phalanx.cli.fleet.fleet_command import command
 from phalanx.fleet.control.fleet_file import FleetFile, read_fleet_file
 from phalanx.fleet.control.succession.journal import Journal
-from phalanx.fleet.control.succession.reign import EXIT_CANNOT_START, only_coordinator
+from phalanx.fleet.control.succession.reign import only_coordinator
 from phalanx.fleet.core.invariants import JournalError, replay
 from phalanx.fleet.node.launcher import LocalFleet
 from phalanx.fleet.node.processes import run_fleet
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EpochLeft, Message
+from phalanx.process.exit_codes import EXIT_CANNOT_START
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
 from phalanx.train.lifecycle.ending import Ending

@@ -17,7 +17,6 @@ import pytest
 
 from forked_python import children
 from phalanx.fleet.control.fleet_file import FleetFile, Member, fleet_file, write_fleet_file
-from phalanx.fleet.control.succession.reign import EXIT_SUPERSEDED
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.state import FleetPhase
@@ -26,6 +25,7 @@ from phalanx.fleet.node import processes as supervised
 from phalanx.fleet.node.launcher import Launcher, LocalFleet, SupervisionTimes
 from phalanx.fleet.node.processes import FleetProcesses, run_fleet
 from phalanx.process.child import Child
+from phalanx.process.exit_codes import EXIT_SUPERSEDED
 from phalanx.process.restarts import MOST_DEATHS
 from phalanx.process.this_process import StopOrders
 from phalanx.run.directory.paths import RunDirectory

@@ -20,7 +20,7 @@ import pytest
 from fleet.fleet_processes import FLEET, PATIENCE_S, Fleet, make_run
 from fleet.stand_in_worker import state_after
 from phalanx.fleet.control.fleet_file import FleetFile
-from phalanx.fleet.control.succession.reign import EXIT_SUPERSEDED
+from phalanx.process.exit_codes import EXIT_SUPERSEDED
 
 STEPS, HELD = 60, 20
 SPEC = replace(FLEET, nodes=3, spares=1, min_nodes=2, succession_s=3.0, lease_s=5.0)

@@ -17,7 +17,7 @@ from launch.engines.slurm_orders import order, with_tools
 from phalanx.launch.engines import slurm
 from phalanx.launch.engines.order import EngineError
 from phalanx.launch.engines.slurm_script import batch_script, joining_script
-from phalanx.train.lifecycle.worker import EXIT_STOPPED
+from phalanx.process.exit_codes import EXIT_STOPPED
 
 
 def test_a_script_asks_for_nodes_and_spares_and_says_all_that_the_run_file_says() -> None:

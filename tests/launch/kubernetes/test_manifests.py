@@ -20,8 +20,8 @@ from launch.kubernetes.requests import on_cpu, request, spec_of
 from phalanx.launch.engines.order import EngineError
 from phalanx.launch.kubernetes.manifests import beside, job_of, node_reader, owned_by, text_of
 from phalanx.launch.kubernetes.request import PodRequest, mounts_of, object_name, problems, request_of
+from phalanx.process.exit_codes import EXIT_STOPPED
 from phalanx.run.spec import LaunchSpec, RunSpec
-from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
 ROOT = Path(__file__).parents[3]
 VERSION = "1.37"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.process.exit_codes import EXIT_FAILED
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.train.lifecycle import worker
 from phalanx.train.lifecycle.ending import read_failure
@@ -24,7 +25,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDi
     """A directory without a run, given to ``worker.main`` in this process, which must not end by it."""
 
     def end(code: int) -> None:
-        assert code == worker.EXIT_FAILED
+        assert code == EXIT_FAILED
         raise ProcessEnded
 
     run_dir = tmp_path / "run"

@@ -44,6 +44,7 @@ from phalanx.observe.display.terminal import show_events
 from phalanx.observe.event_log import follow
 from phalanx.observe.logs.capture import also_log
 from phalanx.observe.logs.log_file import order_for
+from phalanx.process.exit_codes import EXIT_FAILED, EXIT_STOPPED
 from phalanx.process.this_process import StopRequest
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, RunFileError
@@ -53,7 +54,7 @@ from phalanx.run.read import RUN_FILE, override, read_run, read_table
 from phalanx.run.spec import RunSpec
 from phalanx.train.compare.observation import Compared, Replay, ReplayOrder, compare_replays
 from phalanx.train.compare.runs import bits
-from phalanx.train.lifecycle.worker import EXIT_FAILED, EXIT_STOPPED, group_timeout_s, known_errors, run_rank
+from phalanx.train.lifecycle.worker import group_timeout_s, known_errors, run_rank
 from phalanx.train.start.origins import child_run, fields_from_model
 from phalanx.train.start.prepare import prepare_run, resolve_with_data
 

@@ -16,14 +16,15 @@ from typing import NamedTuple
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials
 from phalanx.fleet.control.fleet_file import ClaimError, ClaimRegister, FleetFileError, read_fleet_file
-from phalanx.fleet.control.succession.candidate import EXIT_NOT_ELECTED, candidate_addresses
-from phalanx.fleet.control.succession.reign import EXIT_CANNOT_START, EXIT_SUPERSEDED, CoordinatorArgs
+from phalanx.fleet.control.succession.candidate import candidate_addresses
+from phalanx.fleet.control.succession.reign import CoordinatorArgs
 from phalanx.fleet.core.succession import Claim, stands_after_s
 from phalanx.fleet.node.launcher import AgentArgs
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.log_file import order_for
 from phalanx.process.arguments import words_of
 from phalanx.process.child import Child, describe_exit
+from phalanx.process.exit_codes import EXIT_CANNOT_START, EXIT_NOT_ELECTED, EXIT_SUPERSEDED
 from phalanx.process.restarts import Restarts
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.identity import fencing_token, identity

@@ -25,18 +25,18 @@ from phalanx.fleet.control.coordinator_link import operate
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.fleet.control.security import TOKEN_VARIABLES, SecurityError, make_token, require_two_tokens
-from phalanx.fleet.control.succession.reign import EXIT_CANNOT_START, EXIT_SUPERSEDED, HURRY_SIGNAL
+from phalanx.fleet.control.succession.reign import HURRY_SIGNAL
 from phalanx.fleet.control.transport import TransportError
 from phalanx.fleet.core.messages import StopRun
 from phalanx.fleet.core.requests import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.node.launcher import Launcher, LocalFleet
 from phalanx.process.child import Child, describe_exit, end_all
+from phalanx.process.exit_codes import EXIT_CANNOT_START, EXIT_STOPPED, EXIT_SUPERSEDED
 from phalanx.process.restarts import MOST_DEATHS, RestartPolicy, Restarts
 from phalanx.process.this_process import StopOrders, on_stop_signals
 from phalanx.run.factory import rank_environment
 from phalanx.train.lifecycle.ending import STOP_WORDS, Ending, last_words
-from phalanx.train.lifecycle.worker import EXIT_STOPPED
 from phalanx.train.start.open_run import OpenRun
 
 # Run a fleet on this machine.

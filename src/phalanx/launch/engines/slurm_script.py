@@ -31,16 +31,13 @@ from phalanx.launch.engines.order import (
     slurm_time,
 )
 from phalanx.launch.engines.slurm_options import options_in, refuse
+from phalanx.process.exit_codes import EXIT_REFUSED, EXIT_STOPPED
 from phalanx.run.read import launch_variables
 
 COMMENT, JOINING_COMMENT = "phalanx:", "phalanx-joining:"
 """Begin the comment of a job, before its run directory: of one that trains a run, and of one whose nodes join the fleet of another."""
 RETURNED = "returned"
 """A folder of this name is made by who gives borrowed nodes back, so that it happens once."""
-_STOPPED = 75
-"""Exit code of a leading agent whose run was stopped and has saved (``train.lifecycle.worker``, which needs torch)."""
-_REFUSED = 3
-"""Exit code of ``phalanx place`` for nodes that lose too much (``cli.launch.place_command``)."""
 _IN_VAIN = 3
 """Jobs whose time was up and that have saved nothing, after which the run is not queued again."""
 _LAST_WORDS_S, _COPIES_S = 30, 600
@@ -245,7 +242,7 @@ def _queued_again(order: LaunchOrder) -> Iterator[str]:
     """
     folder, checkpoints = shlex.quote(str(order.folder)), shlex.quote(str(order.run_dir / "checkpoints"))
     # A cancelled job is not in state RUNNING; phalanx cancel and phalanx fleet stop write the file ``stopped``.
-    yield f'if [ "$(cat {folder}/lead-exit 2>/dev/null)" = {_STOPPED} ] && [ ! -e {folder}/stopped ] &&'
+    yield f'if [ "$(cat {folder}/lead-exit 2>/dev/null)" = {EXIT_STOPPED} ] && [ ! -e {folder}/stopped ] &&'
     yield '    [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then'
     yield "  in_vain="
     if order.launch.time_limit:
@@ -301,7 +298,7 @@ def _verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
         yield f"( {words} > {price_file} 2>&1 ) &"
         return
     yield f"{words} --most-lost-ms {limit_ms:g} > {price_file} 2>&1; verdict=$?; cat {price_file}"
-    yield f'if [ "$verdict" = {_REFUSED} ]; then'
+    yield f'if [ "$verdict" = {EXIT_REFUSED} ]; then'
     yield f'  echo "error: these nodes lose more of a step than launch.most_lost_ms = {limit_ms:g}: submit again for others, or allow more" >&2; exit 66'
     yield "fi"
 
@@ -321,7 +318,7 @@ def _joining_verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
         yield f"( {words} > {price_file} 2>&1 ) &"
         return
     yield f"{words} --most-lost-ms {limit_ms:g} > {price_file} 2>&1; verdict=$?; cat {price_file}"
-    yield f'if [ "$verdict" = {_REFUSED} ]; then'
+    yield f'if [ "$verdict" = {EXIT_REFUSED} ]; then'
     yield f'  echo "error: with these nodes the fleet loses more of a step than launch.most_lost_ms = {limit_ms:g}: they do not join it" >&2; exit 66'
     yield "fi"
 

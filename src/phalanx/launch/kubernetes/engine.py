@@ -22,8 +22,9 @@ from phalanx.launch.engines.engine import FIELDS_OF_PODS, SubmitReport, SubmitRe
 from phalanx.launch.engines.order import FOLDER, EngineError, refuse_for
 from phalanx.launch.engines.submission import OF_PODS, STOPPED, Submitted
 from phalanx.launch.kubernetes import cluster
-from phalanx.launch.kubernetes.manifests import EXIT_GOES_ON, EXIT_OVER, beside, job_of, node_reader, text_of
+from phalanx.launch.kubernetes.manifests import beside, job_of, node_reader, text_of
 from phalanx.launch.kubernetes.request import PodRequest, request_of, with_pod_run_dir
+from phalanx.process.exit_codes import EXIT_OVER, EXIT_STOPPED
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory, read_small_json
 from phalanx.run.read import to_table
@@ -153,7 +154,7 @@ def begin_submission(run_dir: Path, submission: str) -> None:
 def exit_code(run_dir: Path, code: int, *, leads: bool) -> int:
     """Return the code with which a pod ends, given ``code``, that of its agent.
 
-    0: the run is finished. ``EXIT_GOES_ON``: another pod replaces this one, since the run was saved, or this
+    0: the run is finished. ``EXIT_STOPPED``: another pod replaces this one, since the run was saved, or this
     node left it. ``EXIT_OVER``, only if it ``leads``: the run was stopped for good, or has failed. Any other is
     the code of an agent that does not lead, and is counted as a failure.
     """
@@ -161,8 +162,8 @@ def exit_code(run_dir: Path, code: int, *, leads: bool) -> int:
         return 0
     if leads:
         stopped = (run_dir / FOLDER / STOPPED).exists()
-        return EXIT_GOES_ON if code == EXIT_GOES_ON and not stopped else EXIT_OVER
-    return code or EXIT_GOES_ON
+        return EXIT_STOPPED if code == EXIT_STOPPED and not stopped else EXIT_OVER
+    return code or EXIT_STOPPED
 
 
 def is_over(run_dir: Path) -> bool:

@@ -32,10 +32,9 @@ from phalanx.launch.kubernetes.request import (
     toleration_of,
     user_of,
 )
+from phalanx.process.exit_codes import EXIT_OVER, EXIT_STOPPED
 from phalanx.run.read import launch_variables
 
-EXIT_GOES_ON, EXIT_OVER = 75, 76
-"""Exit codes of a pod: the run was saved and continues, so the pod is started again; the run is over, though not finished."""
 _RETRIES = 10
 JOBSET, VOLCANO_JOB = "jobset.x-k8s.io/v1alpha2", "batch.volcano.sh/v1alpha1"
 
@@ -171,7 +170,7 @@ def _job_set(request: PodRequest, submission: str) -> Json:
 def _indexed_job(request: PodRequest, submission: str) -> Json:
     """Return the indexed Job in a JobSet.
 
-    A pod that ends is replaced under its index; a disruption or ``EXIT_GOES_ON`` costs no retry, and ``EXIT_OVER``
+    A pod that ends is replaced under its index; a disruption or ``EXIT_STOPPED`` costs no retry, and ``EXIT_OVER``
     fails the job. It succeeds with index 0. The deadline is the time limit less the grace.
     """
     launch = request.launch
@@ -193,7 +192,7 @@ def _indexed_job(request: PodRequest, submission: str) -> Json:
             "rules": [
                 on_code("FailJob", EXIT_OVER),
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                on_code("Ignore", EXIT_GOES_ON),
+                on_code("Ignore", EXIT_STOPPED),
             ]
         },
         "successPolicy": {"rules": [{"succeededIndexes": "0"}]},

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from phalanx.hardware.local.detect import set_for_rank
 from phalanx.observe.logs.capture import capture_output
 from phalanx.process.child import die_with_parent
+from phalanx.process.exit_codes import EXIT_FAILED, EXIT_STOPPED
 from phalanx.process.this_process import StopRequest, host_name
 from phalanx.train.lifecycle.ending import RunFailedError, report_failure
 
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from phalanx.train.assemble import EpochInputs, Training
     from phalanx.train.lifecycle.reporter import Reporter
 
-EXIT_FAILED = 1
-EXIT_STOPPED = 75
-"""The run was stopped and can be started again (``EX_TEMPFAIL`` of sysexits.h)."""
 _LAST_EVENT_S = 2.0
 
 

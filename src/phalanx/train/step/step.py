@@ -170,7 +170,7 @@ class Stepper:
         number: int,
         flags: StepFlags = StepFlags(),
         *,
-        lacks_samples: Callable[[], bool] = lambda: False,
+        lacks_samples: Callable[[], bool] | None = None,
         before_sums: Callable[[], None] = lambda: None,
         before_update: Callable[[], None] = lambda: None,
         audit: Audit | None = None,
@@ -180,7 +180,8 @@ class Stepper:
 
         The update is skipped if loss or gradient norm is not finite, or ``withholds`` returns True for them.
         ``flags`` are this rank's own requests; the report has those of all ranks. ``lacks_samples`` is called after this
-        rank's slots: True if ``batches`` had other samples than the step's. Then no rank applies the step.
+        rank's slots: True if ``batches`` had other samples than the step's. Then no rank applies the step. It is given on all
+        ranks or on none.
 
         ``before_sums`` is called before this rank adds its losses to the sums without which no rank can complete the
         step. ``before_update`` is called before the weights change; a checkpoint may still be copying them. ``audit``
@@ -202,15 +203,17 @@ class Stepper:
         # 2. Numbers that all ranks need before the update: mean loss, token count, flags, gradient norm.
         before_sums()
         with self.ledger.bucket(Bucket.COMM_EXPOSED_DP):
-            flags = dataclasses.replace(flags, no_samples=lacks_samples())
+            if lacks_samples is not None:
+                flags = dataclasses.replace(flags, no_samples=lacks_samples())
             loss, count, raised, slot_losses = self._reduce_losses(losses, tokens, flags)
             norm = self._gradient_norm(self._slot_tokens / count)
         lr = spec.optimizer.lr * multiplier(spec.schedule, number, spec.train.steps) * self.rate_scale
         finite = math.isfinite(loss) and math.isfinite(norm)
         sources = _NonFiniteSources() if finite else self._nonfinite_sources(losses)
-        applied = finite and not raised.no_samples and not self.withholds(loss, norm)
+        has_samples = lacks_samples is None or not raised.no_samples
+        applied = finite and has_samples and not self.withholds(loss, norm)
         measured = False
-        if statistics is not None and not raised.no_samples:
+        if statistics is not None and has_samples:
             with self.ledger.bucket(Bucket.EVAL):
                 measured = statistics.before_update(self._slot_tokens / count, finite=finite)
         # 3. The update.

@@ -43,13 +43,12 @@ from phalanx.hardware.local.network import join_address
 from phalanx.observe.logs.capture import capture_output
 from phalanx.process.arguments import parsed
 from phalanx.process.child import die_with_parent
+from phalanx.process.exit_codes import EXIT_NOT_ELECTED
 from phalanx.run.directory.files import read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.open_run import take_lock
 
-EXIT_NOT_ELECTED = 80
-"""The exit code of a candidate that has withdrawn."""
 _STANDS_FOR, _STANDS_AT_LEAST_S = 2, 30.0
 """A candidate withdraws after this multiple of ``fleet.succession_s``, or this many seconds: an agent may
 need 20 s to drop the lost address.

@@ -30,6 +30,7 @@ from phalanx.fleet.control.transport import DescriptorLimitError, TransportError
 from phalanx.fleet.core import invariants
 from phalanx.fleet.core.state import FleetState, note
 from phalanx.fleet.core.succession import Claim, first_claim, inherited, is_behind, is_due, is_untold, renewed
+from phalanx.process.exit_codes import EXIT_CANNOT_START, EXIT_SUPERSEDED
 from phalanx.process.lock_file import LockHeldError, lock_file
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.train.lifecycle.ending import report_failure
@@ -382,12 +383,6 @@ HURRY_SIGNAL = signal.SIGUSR1
 
 SIGTERM, however often it comes, means save and stop: Slurm sends it to all processes of a job.
 """
-EXIT_CANNOT_START = 78
-"""Exit code of a coordinator that a restart would not help: no token, no layout, too few open files
-(``EX_CONFIG``).
-"""
-EXIT_SUPERSEDED = 79
-"""Exit code of a coordinator that was superseded by another one."""
 
 
 @dataclass(frozen=True)

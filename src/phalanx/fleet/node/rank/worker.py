@@ -49,6 +49,7 @@ from phalanx.parallel.process_group import rendezvous
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.torch_compat import flight_record
+from phalanx.process.exit_codes import EXIT_FAILED
 from phalanx.process.this_process import StopRequest
 from phalanx.run.directory.paths import (
     DamagedRecordError,
@@ -68,7 +69,7 @@ from phalanx.train.assemble import EpochInputs, WarmState, make_deterministic, w
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.observers import ObserverError, maker_of
 from phalanx.train.lifecycle.reporter import leave_own_machine
-from phalanx.train.lifecycle.worker import EXIT_FAILED, freeze_gc, known_errors, run_epoch
+from phalanx.train.lifecycle.worker import freeze_gc, known_errors, run_epoch
 from phalanx.train.measure.numerics import require_first
 from phalanx.train.start.open_run import check_data
 from phalanx.wire.messages import WireError

@@ -17,8 +17,9 @@ from phalanx.hardware.local.detect import set_for_rank
 from phalanx.observe.logs.capture import capture_output
 from phalanx.process.arguments import parsed
 from phalanx.process.child import die_with_parent
+from phalanx.process.exit_codes import EXIT_FAILED
 from phalanx.process.this_process import StopRequest
-from phalanx.train.lifecycle.worker import EXIT_FAILED, known_errors, without_gc
+from phalanx.train.lifecycle.worker import known_errors, without_gc
 from phalanx.wire.messages import WireError
 
 
