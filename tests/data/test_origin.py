@@ -85,7 +85,7 @@ def test_a_child_run_with_another_batch_goes_on_where_its_parent_stopped(folder:
     found = readings_of_step(spec, index, 12, origin)
     assert [one.record * SEQ_LEN for one in found] == data.train_samples(84, 4)[:, 0].tolist()
     assert 12 in steps_of_record(spec, index, "", found[0].record, origin)
-    with pytest.raises(DatasetError, match=r"first own step is 11.*ask its parent"):
+    with pytest.raises(DatasetError, match=r"first own step is 11.*directory of the parent"):
         readings_of_step(spec, index, 10, origin)
 
 

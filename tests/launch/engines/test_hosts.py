@@ -303,7 +303,7 @@ def test_the_network_of_hosts_has_a_level_for_each_part_of_their_domains() -> No
 @pytest.mark.parametrize(
     ("hosts", "message"),
     [
-        ([host_in("a"), host_in("b")], "no host says where it is"),
+        ([host_in("a"), host_in("b")], "no host has its place in the network"),
         ([host_in("a", "pod-1"), host_in("b")], "b: no domain=, and other hosts have one"),
     ],
 )
