@@ -8,10 +8,10 @@ EXIT_REFUSED = 3
 EXIT_STOPPED = 75
 """The run was stopped after a save and can be started again (``EX_TEMPFAIL`` of sysexits.h). A pod is started again."""
 EXIT_OVER = 76
-"""Of a pod: the run was stopped for good, or has failed."""
+"""A pod ends its job: the run was stopped for good, or has failed."""
 EXIT_CANNOT_START = 78
-"""Of a coordinator that a restart would not help: no token, no layout, too few open files (``EX_CONFIG``)."""
+"""A coordinator that a restart would not help: no token, no layout, too few open files (``EX_CONFIG``)."""
 EXIT_SUPERSEDED = 79
-"""Of a coordinator that was superseded by another one."""
+"""A coordinator was superseded by another one."""
 EXIT_NOT_ELECTED = 80
-"""Of a candidate for coordinator that has withdrawn."""
+"""A candidate for coordinator has withdrawn."""
