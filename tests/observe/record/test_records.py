@@ -204,3 +204,15 @@ def test_code_outside_of_installed_packages_is_recorded_by_its_digest(
     source.write_text("SCALE = 1.1\n")
     assert module_digests()["helper_of_a_model"] != before["helper_of_a_model"]
     monkeypatch.delitem(sys.modules, "helper_of_a_model")
+
+
+def test_packages_of_another_environment_on_the_path_are_not_taken_for_own_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "dist-packages"
+    packages.mkdir()
+    (packages / "package_of_the_system.py").write_text("")
+    monkeypatch.syspath_prepend(packages)
+    importlib.import_module("package_of_the_system")
+    assert "package_of_the_system" not in module_digests()
+    monkeypatch.delitem(sys.modules, "package_of_the_system")

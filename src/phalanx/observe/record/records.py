@@ -84,6 +84,10 @@ def environment_record() -> dict[str, object]:
     }
 
 
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+"""Folders of installed packages, also of other environments on the path."""
+
+
 def module_digests() -> dict[str, str]:
     """Return the SHA-256 (12 hex digits) of each imported source file that no installed package, nor Python, nor this package has, by the name
     of its module: code of the user's own, and packages installed in place. At most ``_MOST_MODULES``."""
@@ -96,6 +100,7 @@ def module_digests() -> dict[str, str]:
             or not isinstance(file, str)
             or not file.endswith(".py")
             or file.startswith(installed)
+            or not _INSTALLED.isdisjoint(Path(file).parts)
         ):
             continue
         with suppress(OSError):
