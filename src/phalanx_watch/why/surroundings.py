@@ -81,7 +81,7 @@ def _failing(
         doing=observed.doing("training continues, and the next checkpoint is tried when it is due"),
         next=f"see what became of the fleet's coordinator, and whether this node reaches it: phalanx status {observed.run}"
         if last.is_held
-        else f"make room or mend {last.path} (df -h; phalanx checkpoint list {observed.run})",
+        else f"mend what the error names at {last.path} (for room: df -h); phalanx checkpoint list {observed.run}",
     )
 
 

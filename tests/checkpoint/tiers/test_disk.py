@@ -218,6 +218,12 @@ def test_a_disk_that_fills_up_while_writing_says_so(small_disk: Path) -> None:
         write_blocks(small_disk / "f", page_aligned(8 << 20), block_bytes=1 << 20, cancelled=never)
 
 
+def test_too_many_open_files_are_the_processs_and_not_the_disks() -> None:
+    error = explain(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), Path("step-1/rank-0"), 1)
+    assert "ulimit -n" in str(error)
+    assert "disk" not in str(error)
+
+
 def test_a_file_size_limit_is_named_with_its_bytes(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
