@@ -79,9 +79,9 @@ def explain(error: OSError, path: Path, needed_bytes: int) -> CheckpointError:
             "keep fewer checkpoints; the next save tries again."
         )
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return StorageError(
-            f"{path}: {error.strerror}: a process may have {most:,} files open (ulimit -n). Raise the limit; if their number grows with the steps "
+            f"{path}: {error.strerror}: a process may have {most_open:,} files open (ulimit -n). Raise the limit; if their number grows with the steps "
             "(ls /proc/PID/fd), code of the run leaves files open. Earlier checkpoints, if there are any, are intact; the next save tries again."
         )
     if isinstance(error, FileNotFoundError) and needed_bytes:
