@@ -40,7 +40,19 @@ PURE = (
     "phalanx/train/step/rules.py",
     *(
         f"phalanx_watch/why/{name}.py"
-        for name in ("observed", "fleet", "layers", "numbers", "progress", "speed", "surroundings")
+        for name in [
+            "observed",
+            "changes",
+            "checkpoints",
+            "fleet",
+            "layers",
+            "numbers",
+            "progress",
+            "skipped",
+            "speed",
+            "surroundings",
+            "unusual",
+        ]
     ),
     *(
         f"phalanx_watch/profile/{name}.py"

@@ -17,8 +17,10 @@ A model that cannot be trained correctly is refused when it is built, with the r
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, get_args
 
@@ -175,7 +177,7 @@ def custom_facts(spec: ModelSpec, seq_len: int, dtype: torch.dtype = torch.float
     costs = _forward_costs(chain, tokens)
     _require_gradients(chain, tokens)
     _require_same_forward(model, spec, tokens)
-    _require_sound_blocks(spec, parameters)
+    _require_sound_blocks(load_factory(spec.factory), spec, parameters)
     return CustomFacts(parameters, tuple(3 * cost / seq_len for cost in costs))
 
 
@@ -540,7 +542,13 @@ _Probe = tuple[str, nn.Module, Tensor]
 """Name of a block, the block, and hidden states for it."""
 
 
-def _require_sound_blocks(spec: ModelSpec, parameters: Sequence[Parameter]) -> None:
+# Cached, since a worker builds its model again in each epoch. Another source has another factory.
+@functools.lru_cache(maxsize=1)
+def _require_sound_blocks(
+    factory: Callable[..., Any],  # noqa: ARG001
+    spec: ModelSpec,
+    parameters: tuple[Parameter, ...],
+) -> None:
     """Raise ``CustomModelError`` for the first block that reads later tokens or other sequences, or gives two results for one input.
 
     Blocks that cannot be computed on a CPU, and those after ``_PROBED`` parameters, are not checked.
@@ -578,21 +586,26 @@ def _require_sound_blocks(spec: ModelSpec, parameters: Sequence[Parameter]) -> N
                 raise CustomModelError(f"{spec.factory}: {name} {cause}; {remedy}")
 
 
-def gradient_notes(spec: ModelSpec) -> Iterator[str]:
-    """Yield a sentence for each parameter of a user's blocks whose gradient is not the slope of the block's result, and for those whose gradient
+def gradient_notes(spec: ModelSpec) -> tuple[str, ...]:
+    """Return a sentence for each parameter of a user's blocks whose gradient is not the slope of the block's result, and for those whose gradient
     is zero before and after a first step because they and a factor of theirs begin at zero.
 
-    Not judged are gradients at the size of rounding, and slopes that depend on the length of the step, as with routing to experts. Straight-through gradients, of rounded weights for example, are such on purpose. Blocks that cannot be computed on a CPU, and those after
-    ``_PROBED`` parameters, are not checked.
+    Not judged are gradients at the size of rounding, and slopes that depend on the length of the step, as with routing to experts. Straight-through
+    gradients, of rounded weights for example, are such on purpose. Blocks that cannot be computed on a CPU, and those after ``_PROBED`` parameters,
+    are not checked.
     """
+    return _gradient_notes(load_factory(spec.factory), spec)
+
+
+@functools.lru_cache(maxsize=1)
+def _gradient_notes(factory: Callable[..., Any], spec: ModelSpec) -> tuple[str, ...]:
     with torch.device("meta"):
-        model = cast(nn.Module, _build(load_factory(spec.factory), spec))
-        kinds = tuple(_parameters(Chain(spec), model))
+        kinds = tuple(_parameters(Chain(spec), cast(nn.Module, _build(factory, spec))))
+    notes: list[str] = []
     for name, block, x in _probes(spec, kinds):
-        try:
-            yield from _wrong_gradients(name, block, x)
-        except Exception:  # kernels of a GPU, or of a fixed length
-            continue
+        with suppress(Exception):  # kernels of a GPU, or of a fixed length
+            notes += _wrong_gradients(name, block, x)
+    return tuple(notes)
 
 
 def _wrong_gradients(name: str, block: nn.Module, x: Tensor) -> Iterator[str]:

@@ -54,7 +54,18 @@ from phalanx.train.lifecycle.ending import read_failure
 from phalanx.train.step.rules import multiplier
 from phalanx_watch import ranks as comparison
 from phalanx_watch.runs.probe import KernelLocks
-from phalanx_watch.why import changes, fleet, layers, numbers, progress, skipped, speed, surroundings, unusual
+from phalanx_watch.why import (
+    changes,
+    checkpoints,
+    fleet,
+    layers,
+    numbers,
+    progress,
+    skipped,
+    speed,
+    surroundings,
+    unusual,
+)
 from phalanx_watch.why import observed as o
 from phalanx_watch.why.processes import processes_of
 
@@ -98,15 +109,15 @@ RULES: tuple[Rule, ...] = (
         fleet.no_coordinator,
     ),
     *(
-        surroundings.failed_checkpoints,
-        surroundings.full_disk,
-        surroundings.old_checkpoint,
-        surroundings.unsaved_starts,
-        surroundings.slow_checkpoints,
-        surroundings.damaged_checkpoints,
-        surroundings.passed_over_checkpoints,
-        surroundings.removed_checkpoint,
-        surroundings.late_copies,
+        checkpoints.failed_checkpoints,
+        checkpoints.full_disk,
+        checkpoints.old_checkpoint,
+        checkpoints.unsaved_starts,
+        checkpoints.slow_checkpoints,
+        checkpoints.damaged_checkpoints,
+        checkpoints.passed_over_checkpoints,
+        checkpoints.removed_checkpoint,
+        checkpoints.late_copies,
     ),
     *(
         fleet.not_finite_nodes,

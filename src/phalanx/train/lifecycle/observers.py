@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from phalanx.data.reading.dataset import facts_of_samples
+from phalanx.data.reading.first_samples import facts_of_samples
 from phalanx.hardware.local.device import most_memory_bytes, on_gpu
 from phalanx.model.custom import gradient_notes
 from phalanx.observe.event_log import newest_event
@@ -205,14 +205,20 @@ def report_start(training: Training) -> None:
     """
     restored, reporter, inputs = training.restored, training.reporter, training.inputs
     if reporter.speaks:
-        changed = _changed_numerics(training)
-        reporter.emit(_started(training))
+        earlier = newest_event(inputs.directory.events, lambda event: isinstance(event.body, RunStarted))
+        before = earlier.body.environment if earlier and isinstance(earlier.body, RunStarted) else {}
+        changed = _changed_numerics(training, before)
+        # The run's data are those of its earlier starts, so that no recovery waits for their facts.
+        reporter.emit(_started(training, before.get("first_samples") or facts_of_samples(training.data)))
         watch_machines(inputs.directory, reporter)
         if restored is not None and changed:
             reporter.warn(
                 f"this machine computes {', '.join(changed)} with other bits than that of the start before: from here on, the bits of "
                 "the weights are those of this history of machines"
             )
+        if inputs.spec.model.factory:
+            for note in gradient_notes(inputs.spec.model):
+                reporter.warn(note, IncidentKind.MODEL)
     if training.data.cached and inputs.spec.data.read_ahead_mib / 1024 > inputs.spec.data.cache_gib / 4:
         reporter.warn(
             f"ranks read ahead only {inputs.spec.data.cache_gib * 256:.3g} MiB, a quarter of data.cache_gib, instead of "
@@ -226,9 +232,6 @@ def report_start(training: Training) -> None:
         ranks = 1 if is_bound() else machines.count(machines[training.mesh.rank])
         for note in thread_notes(inputs.spec, ranks, usable_cores()):
             reporter.warn(note, IncidentKind.THREADS)
-    if inputs.spec.model.factory and reporter.speaks:
-        for note in gradient_notes(inputs.spec.model):
-            reporter.warn(note, IncidentKind.MODEL)
     if restored is None or restored.taken_over:
         for note in start_notes(inputs.spec, training.data.index):
             reporter.warn(note)
@@ -244,9 +247,9 @@ def report_start(training: Training) -> None:
         reporter.emit(Restored(restored.step, source, restored.seconds, moved_bytes=restored.moved_bytes))
 
 
-def _started(training: Training) -> RunStarted:
-    """Return the event of this start: size, layout, device, parameters, peak and environment. Also writes the patch
-    of changed code into the run directory.
+def _started(training: Training, first_samples: object) -> RunStarted:
+    """Return the event of this start: size, layout, device, parameters, peak and environment, with the facts of ``first_samples``. Also
+    writes the patch of changed code into the run directory.
     """
     inputs, layout, index = training.inputs, training.mesh.layout, training.data.index
     return RunStarted(
@@ -261,19 +264,14 @@ def _started(training: Training) -> RunStarted:
         xz_bits_per_byte=index.held_out_xz_bits_per_byte,
         environment={
             **start_record(inputs.spec, inputs.directory, index, training.numerics.probes),
-            "first_samples": facts_of_samples(training.data),
+            "first_samples": first_samples,
         },
     )
 
 
-def _changed_numerics(training: Training) -> list[str]:
-    """Return the probes whose bits on rank 0's machine differ from those that the run's newest start recorded; none
-    if there is no record.
-    """
-    started = newest_event(training.inputs.directory.events, lambda event: isinstance(event.body, RunStarted))
-    if started is None or not isinstance(started.body, RunStarted):
-        return []
-    before = started.body.environment.get("numerics")
+def _changed_numerics(training: Training, environment: Mapping[str, object]) -> list[str]:
+    """Return the probes whose bits on rank 0's machine differ from those of an earlier start's ``environment``; none if there is no record."""
+    before = environment.get("numerics")
     if not isinstance(before, dict) or not before:
         return []
     return differing(

@@ -13,7 +13,8 @@ from phalanx.data.chat.encode import ChatLayout
 from phalanx.data.chat.messages import conversation_text
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
-from phalanx.data.reading.dataset import RunData, facts_of_samples
+from phalanx.data.reading.dataset import RunData
+from phalanx.data.reading.first_samples import facts_of_samples
 
 SEQ_LEN = 128
 
