@@ -77,7 +77,7 @@ class CountedRun:
     preset: str
     ranks: int
     settings: dict[str, object]
-    """What the run was when it was counted: its slots, sequences, vocabulary, and whether it is compiled."""
+    """Slots, sequences and vocabulary of the run, and whether it is compiled."""
     ours: Work
     bare: Work
 

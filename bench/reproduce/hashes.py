@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What computes a run: an interpreter's command for each rank, threads, and variables of the environment."""
+    """An interpreter's command for each rank of a run, threads, and variables of the environment."""
 
     pythons: tuple[tuple[str, ...], ...]
     threads: int = 1

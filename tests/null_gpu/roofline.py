@@ -161,7 +161,7 @@ MEASURED = {
     for preset in ON_GPU.presets
     for ranks in (1, 8)
 }
-"""What ``make gpu`` measures on one GPU and on eight."""
+"""Runs that ``make gpu`` measures, on one GPU and on eight."""
 RUNS = ROWS | {f"make gpu, {preset}, ranks {ranks}": run for (preset, ranks), run in MEASURED.items()}
 
 
