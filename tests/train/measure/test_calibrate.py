@@ -113,7 +113,10 @@ def test_a_step_of_the_trainer_is_timed_and_weighed() -> None:
 
 FAILING_MODELS = """
 import os, signal
+from pathlib import Path
 import torch.distributed as dist
+
+rank_0_has_connected = Path(__file__).with_suffix(".rank0")
 
 def broken_group(*arguments, **options):
     def fail(): raise RuntimeError("the group is broken")
@@ -121,10 +124,14 @@ def broken_group(*arguments, **options):
     raise ValueError("the layer is too wide")
 
 def killed(*arguments, **options):
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    while True:
-        signal.pause()
+    if dist.get_rank() == 0:
+        rank_0_has_connected.touch()
+        while True:
+            signal.pause()
+    # Before that, rank 0 may still connect to this one, and would fail itself.
+    while not rank_0_has_connected.exists():
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
