@@ -18,6 +18,7 @@ RELATIVE_STARTS = ("What", "That", "Those", "Who", "Whoever", "Whether", "Of")
 SPEECH_VERBS = re.compile(
     r"\b(tell|tells|told|say|says|said|ask|asks|asked|hear|hears|heard)\b", re.IGNORECASE
 )
+_TEST_NAME = re.compile(r"test_\w+")
 _CODE_SPAN = re.compile(r"``[^`]*``|`[^`]*`")
 _WORD = re.compile(r"[^\W\d_][\w'’-]*")
 
@@ -33,6 +34,11 @@ def check_source(path: str, source: str) -> tuple[list[Finding], Words]:
             Finding(path, line, "vague-name", name)
             for name, line in _bindings(node)
             if VAGUE_NAMES.fullmatch(name)
+        ]
+        findings += [
+            Finding(path, line, "test-name", name)
+            for name, line in _tests(node)
+            if SPEECH_VERBS.search(name.replace("_", " "))
         ]
         for docstring in _docstrings(node):
             text = str(docstring.value)
@@ -91,6 +97,13 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, int]]:
         case ast.FunctionDef(name=name, decorator_list=decorators):
             if any("property" in ast.unparse(decorator) for decorator in decorators):
                 yield name, node.lineno
+
+
+def _tests(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the name of a test, and its line."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if _TEST_NAME.fullmatch(name):
+            yield name, node.lineno
 
 
 def _docstrings(node: ast.AST) -> Iterator[ast.Constant]:

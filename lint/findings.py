@@ -11,6 +11,7 @@ ADVICE = {
     "name a loop variable by the singular of its collection",
     "docstring-start": "begin with an imperative or a noun phrase: `Return the layouts that fit in memory.`",
     "comment-start": "begin with an imperative or a noun phrase: `# Ranks of one machine meet in a file.`",
+    "test-name": "name what the code does: programs return, raise, send, receive, log, print, request or record",
     "duplicate-class": "give the class a name that states its role and is unique in the package: `KVBlock`, `RankPlacement`",
     "speech-verb": "programs return, raise, send, receive, log, print, request or record",
     "matched-text": "match on the kind and the fields of an event (`IncidentKind`), not on the English beside it; "

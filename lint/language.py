@@ -21,6 +21,8 @@ from lint.matched_text import check_matched_text
 from lint.prose_rules import check_page
 
 ROOT = Path(__file__).parents[1]
+BESIDE = ("tests", "bench", "validation", "examples", "deploy", "docs/hooks", "lint", "tools", "requirements")
+"""Folders of Python files that no user imports."""
 BASELINE = "lint/language_baseline.toml"
 HEAD = """\
 # Offenses against the language rules by file and rule. Counts only fall: `python -m lint.language --update` lowers them.
@@ -35,7 +37,9 @@ HEAD = """\
     "--root", type=click.Path(exists=True, file_okay=False, path_type=Path), default=ROOT, hidden=True
 )
 def command(update: bool, as_json: bool, root: Path) -> None:
-    """Check names, docstrings and comments in src/, and the prose of README.md and docs/ (docs/evidence/ is exempt).
+    """Check names, docstrings and comments of all Python files, and the prose of README.md and docs/ (docs/evidence/ is exempt).
+
+    Class names and matched text are checked in src/ only.
 
     Exits with 1 if a file has more offenses than lint/language_baseline.toml records, or fewer. CONTRIBUTING.md has the
     rules with examples.
@@ -76,7 +80,8 @@ def check(root: Path) -> tuple[list[Finding], Words, Words]:
     """Return all findings, the totals of the docstrings, and the totals of the prose."""
     sources = _read(root, lambda path: path.startswith("src/phalanx"), "src/phalanx*/**/*.py")
     pages = _read(root, lambda path: not path.startswith("docs/evidence/"), "README.md", "docs/**/*.md")
-    code = [check_source(path, source) for path, source in sources.items()]
+    beside = _read(root, lambda _: True, *(f"{folder}/**/*.py" for folder in BESIDE))
+    code = [check_source(path, source) for path, source in (sources | beside).items()]
     prose = [check_page(path, page) for path, page in pages.items()]
     findings = [finding for part, _ in (*code, *prose) for finding in part] + check_classes(sources)
     findings += check_matched_text(sources)

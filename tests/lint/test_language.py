@@ -49,6 +49,17 @@ def test_a_new_file_may_have_none(root: Path) -> None:
     assert "src/phalanx/new.py:1: What is new." in result.output
 
 
+def test_tests_and_benches_speak_the_same_language_also_in_their_names(root: Path) -> None:
+    (root / "tests").mkdir()
+    (root / "bench").mkdir()
+    (root / "tests/test_new.py").write_text("def test_the_user_is_told() -> None: ...\n")
+    (root / "bench/new.py").write_text("found = 1\n")
+    result = lint(root)
+    assert result.exit_code == 1
+    assert "tests/test_new.py:1: test_the_user_is_told" in result.output
+    assert "bench/new.py:1: found" in result.output
+
+
 def test_fewer_offenses_fail_until_they_are_recorded(root: Path) -> None:
     (root / MODULE).write_text("found = 1\n")
     result = lint(root)
