@@ -19,6 +19,13 @@ from ranks import Ranks
 CPU = torch.device("cpu")
 LARGE_BYTES = 32 << 20
 """More than the kernel keeps of a connection for a peer that does not read."""
+RESCUE = timedelta(seconds=60)
+"""Timeout of a group, after which gloo itself ends an operation.
+
+Once in some ten thousand orders a message begins between the look at its connection and the end of it, and gloo wakes nobody. An agent then
+kills the rank; here it waits for this timeout. Ranks that were never woken by their orders would compute nothing for longer than
+``ranks.TIMEOUT_S``, and the test would fail.
+"""
 
 
 @contextmanager
@@ -122,7 +129,7 @@ def leave_in_the_middle(rounds: int, numbers: int) -> int:
     rank, left = dist.get_rank(), 0
     for number in range(rounds):
         connections, has_left = Connections(), threading.Event()
-        group = dist.new_group(timeout=timedelta(hours=1))
+        group = dist.new_group(timeout=RESCUE)
         connections.settle()
         dist.barrier()
         pause_s = 0.02 + 0.01 * random.Random(f"{number} {rank}").random()

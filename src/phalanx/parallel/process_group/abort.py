@@ -11,7 +11,8 @@ dead. Its agent then kills it.
 The way in which a connection ends matters. Gloo reports the end to operations that wait for their turn, but not to one whose bytes are in
 flight (``Pair::signalException`` in gloo/transport/tcp/pair.cc, PyTorch 2.13). That one waits until the group's timeout, and no
 later call wakes it. This happens in the middle of a message, and if a write fails before the end has been read. Writes fail after
-``shutdown`` of that direction, and after a reset, which closing a connection with unread bytes sends to the peer.
+``shutdown`` of that direction, and after a reset, which closing a connection with unread bytes sends to the peer. It also happens if a
+message begins in the microseconds between the look at a connection and its end. The agent then kills the rank.
 
 - ``interrupt`` shuts down the read direction if no bytes are in flight, and keeps a duplicate of the descriptor. So gloo's own
   ``close`` does not reach the peer, which gets its own order to leave.
