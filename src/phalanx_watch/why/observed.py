@@ -375,6 +375,8 @@ class ProcessSeen:
     dead_links: tuple[DeadLinkSeen, ...] = ()
     cores: frozenset[int] = frozenset()
     """Cores that it may run on; empty if unknown."""
+    core_share: float | None = None
+    """Processor time over time, 1.0 for one core; None if not measured."""
 
 
 @dataclass(frozen=True)

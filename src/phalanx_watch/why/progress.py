@@ -6,7 +6,7 @@ before its timeout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -301,6 +301,8 @@ _HALTED = {
     "D": "waits for a disk (state D)",
 }
 _STOPPED = ("T",)
+_COMPUTES, _WAITS = 0.1, 0.05
+"""Share of a core from which a rank computes, also on a crowded machine, and below which it waits."""
 
 
 @dataclass(frozen=True)
@@ -347,6 +349,11 @@ def standstill(observed: o.Observed) -> Iterator[o.Reason]:
         f"{_called(process)} is out of memory: it has used {process.address_space:.1%} of its limit of address space (ulimit -v)"
         for process in crowded[:4]
     ]
+    computing = _computing(observed.processes)
+    evidence[:0] = [
+        f"{_called(process)} computes, while the other ranks wait for it: an endless loop, or slow work of one rank"
+        for process in computing[:4]
+    ]
     cut = [process for process in observed.processes if process.dead_links]
     evidence[:0] = [
         f"{_called(process)} has sent to {link.peer} in vain: {link.waiting_bytes:,} bytes wait, the first after {link.retransmissions} "
@@ -360,7 +367,7 @@ def standstill(observed: o.Observed) -> Iterator[o.Reason]:
         code=doing.code,
         severity="critical",
         title=f"No step for {format_duration(silent_s)}, while {doing.activity}",
-        where=", ".join(map(_called, (halted or crowded or cut)[:4])) or "the whole run",
+        where=", ".join(map(_called, (halted or crowded or cut or computing)[:4])) or "the whole run",
         since=since,
         evidence=tuple(evidence),
         doing=f"the fleet diagnoses a hang after {stall_s:g} s and replaces who hangs"
@@ -373,6 +380,9 @@ def standstill(observed: o.Observed) -> Iterator[o.Reason]:
         else f"look at the network to {', '.join(link.peer for link in cut[0].dead_links[:2])} (ping, firewall, cable, MTU); then end the run's "
         f"processes (kill), and start again: phalanx train {observed.run}"
         if cut and not fleet
+        else f"see in which line it is (py-spy dump --pid {computing[0].pid}), and mend that; then end the run's processes (kill), and start "
+        f"again: phalanx train {observed.run}"
+        if computing and not fleet
         else doing.next
         or (
             f"phalanx status {observed.run} (the fleet's view); phalanx logs {observed.run}"
@@ -380,6 +390,17 @@ def standstill(observed: o.Observed) -> Iterator[o.Reason]:
             else f"look at {observed.run}/logs; then end its process (kill) and start again: phalanx train {observed.run}"
         ),
     )
+
+
+def _computing(processes: Sequence[o.ProcessSeen]) -> list[o.ProcessSeen]:
+    """Return the ranks that compute while another rank waits; none if all do the same. Ranks that wait for a GPU compute, too."""
+    ranks = [
+        (process, process.core_share)
+        for process in processes
+        if process.rank is not None and process.core_share is not None
+    ]
+    waits = any(share < _WAITS for _, share in ranks)
+    return [process for process, share in ranks if waits and share >= _COMPUTES]
 
 
 def _called(process: o.ProcessSeen) -> str:

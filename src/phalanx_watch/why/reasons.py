@@ -67,7 +67,7 @@ from phalanx_watch.why import (
     unusual,
 )
 from phalanx_watch.why import observed as o
-from phalanx_watch.why.processes import processes_of
+from phalanx_watch.why.processes import processes_of, with_processor_use
 
 Rule = Callable[[o.Observed], Iterator[o.Reason]]
 RULES: tuple[Rule, ...] = (
@@ -338,10 +338,13 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         data_error=data_error,
         events_error=events_error,
     )
-    is_silent = now - observed.last_t >= o.STALL_LEAST_S  # otherwise no rule needs dead links
+    is_silent = (
+        now - observed.last_t >= o.STALL_LEAST_S
+    )  # otherwise no rule needs dead links or processor use
+    processes = tuple(processes_of(directory, with_links=is_silent)) if is_held else ()
     return replace(
         observed,
-        processes=tuple(processes_of(directory, with_links=is_silent)) if is_held else (),
+        processes=with_processor_use(processes) if is_silent and processes else processes,
         nodes=comparison.nodes_of_ranks(directory, observed.started.ranks) if observed.started else {},
         slow_ranks=tuple(slow_ranks(directory, observed.attempt)),
         memory=most_grown_memory(directory, observed.attempt),

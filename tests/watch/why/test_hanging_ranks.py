@@ -1,0 +1,56 @@
+"""Hangs in which one rank computes and the others wait for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx_watch.why.observed import ProcessSeen
+from phalanx_watch.why.processes import with_processor_use
+from watch.why.test_rules import NOTHING_DUE, only
+from watch.why.watched import Watched, steps
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Watched:
+    """A run of 30 healthy steps."""
+    watched = Watched(tmp_path / "run", NOTHING_DUE)
+    watched.write(steps(1, 30))
+    return watched
+
+
+def ranks(*core_shares: float) -> tuple[ProcessSeen, ...]:
+    """The launcher, which has no rank, and ranks that use these shares of a core."""
+    shares = [(None, 0.0), *enumerate(core_shares)]
+    return tuple(ProcessSeen(10 + n, "S", rank, core_share=share) for n, (rank, share) in enumerate(shares))
+
+
+def test_a_hang_names_the_rank_that_computes_while_the_others_wait(run: Watched) -> None:
+    reason = only(run.reasons(60, processes=ranks(0.0, 0.9)))
+    assert (reason.code, reason.where) == ("stalled", "rank 1 (process 12)")
+    assert "rank 1 (process 12) computes, while the other ranks wait for it" in reason.evidence[0]
+    assert "py-spy dump --pid 12" in reason.next
+
+
+@pytest.mark.parametrize(
+    "shares", [(0.9, 0.9), (0.0, 0.01), (0.9,)], ids=["all compute", "all wait", "one rank"]
+)
+def test_a_hang_accuses_no_rank_if_all_do_the_same(run: Watched, shares: tuple[float, ...]) -> None:
+    assert only(run.reasons(60, processes=ranks(*shares))).where == "the whole run"
+
+
+def test_the_share_of_a_core_is_the_processor_time_between_two_readings(tmp_path: Path) -> None:
+    def stat(pid: int, user_ticks: int, kernel_ticks: int) -> None:
+        (tmp_path / str(pid)).mkdir(exist_ok=True)
+        fields = ["R", *["0"] * 10, str(user_ticks), str(kernel_ticks), "0"]
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a name) b) {' '.join(fields)}")
+
+    def pause(seconds: float) -> None:
+        stat(11, 100 + round(50 * seconds), 200 + round(50 * seconds))
+
+    stat(11, 100, 200)
+    stat(12, 500, 0)
+    gone = ProcessSeen(13, "S", 2)
+    processes = with_processor_use([ProcessSeen(11, "R", 0), ProcessSeen(12, "S", 1), gone], tmp_path, pause)
+    assert [process.core_share for process in processes] == [pytest.approx(1.0), 0.0, None]
