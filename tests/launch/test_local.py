@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from phalanx.launch.local import run_locally
+from phalanx.observe.event_log import EventLog, read_events
+from phalanx.observe.events import Restored, RunStarted, Step, Stopped
 from phalanx.process.exit_codes import EXIT_STOPPED
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import LaunchSpec, RunSpec
@@ -102,6 +104,35 @@ def test_a_rank_that_hangs_with_one_that_has_stopped_is_ended_and_the_run_has_st
     impatient = replace(run, spec=replace(run.spec, launch=LaunchSpec(grace_s=1.0)))
     ending = run_locally(impatient, 2, stop_once_ready)
     assert (ending.status, ending.unsaved) == ("stopped", False)
+
+
+@pytest.mark.parametrize(
+    "recorded_last", [Step(7, 10, 2.0, 1.0, 1e-3, 0, 0.0, 0.1), Restored(7, "a disk"), Stopped(7, "saved")]
+)
+def test_the_launcher_records_a_stop_that_the_ranks_were_too_late_to_record(
+    run: OpenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded_last: Step | Restored | Stopped
+) -> None:
+    with EventLog(run.directory.events, run.attempt) as log:
+        log.append(RunStarted("run", 10))
+        log.append(recorded_last)
+    start_instead(
+        monkeypatch, "sh", "-c", f'trap "" TERM; touch {tmp_path}/ready; while :; do sleep 0.01; done'
+    )
+
+    def stop_twice(ended: Callable[[], bool]) -> None:
+        while not (tmp_path / "ready").exists():
+            assert not ended()
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not notices:
+            assert not ended()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    notices = list[str]()
+    assert run_locally(run, 1, stop_twice, notices.append).unsaved
+    stops = [event.body for event in read_events(run.directory.events) if isinstance(event.body, Stopped)]
+    assert [stop.step for stop in stops] == [7]
+    if not isinstance(recorded_last, Stopped):
+        assert "ended at once, on a second request: there is no checkpoint yet" in stops[0].reason
 
 
 def test_ranks_can_be_started_from_another_thread_than_the_main_one(

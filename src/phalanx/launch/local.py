@@ -14,12 +14,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import tomli_w
 
 from phalanx.hardware.local.detect import gpu_count
+from phalanx.observe.event_log import EventLog, EventLogError, newest_event
+from phalanx.observe.events import Finished, Restored, RunStarted, Step, Stopped
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.line import first_failure
 from phalanx.observe.logs.log_file import last_lines, order_for
@@ -43,6 +46,8 @@ from phalanx.train.start.open_run import OpenRun, take_lock
 
 TRAIN_RANK = "phalanx.train.lifecycle.worker"
 _LAST_SAID = 200
+_PROGRESS = RunStarted | Restored | Step
+"""Events after which an attempt has not ended."""
 _FINE = (0, EXIT_STOPPED)
 _GRACE_S = 10.0
 """Time that the other ranks are given to notice that one has died."""
@@ -80,7 +85,10 @@ def run_locally(
         end_all(processes.children, fine=_FINE)
         meeting_point.unlink(missing_ok=True)
         orders.tell_new()
-    return _ending(run, processes)
+    ending = _ending(run, processes)
+    if ending.status == "stopped":
+        _record_stop(run, ending)
+    return ending
 
 
 def _start(
@@ -212,6 +220,23 @@ def _ending(run: OpenRun, processes: _Ranks) -> Ending:
     failure = read_failure(log)
     words = last_words(log, f"ended with exit code {code}")
     return Ending("failed", culprit, code, words, failure.kind if failure else "")
+
+
+def _record_stop(run: OpenRun, ending: Ending) -> None:
+    """Append the event of a stop for the ranks, if they were ended before rank 0 could: at once on a second request, or since one hung.
+
+    Does nothing if this attempt has no event, or the file cannot be written.
+    """
+    events = run.directory.events
+    with suppress(EventLogError, OSError):
+        last = newest_event(events, lambda event: isinstance(event.body, _PROGRESS | Stopped | Finished))
+        if last is None or last.attempt != run.attempt or not isinstance(last.body, _PROGRESS):
+            return
+        step = 0 if isinstance(last.body, RunStarted) else last.body.step
+        how = "at once, on a second request" if ending.unsaved else "as a rank hung"
+        reason = f"stopped on request; ended {how}: {run.directory.newest_checkpoint()}"
+        with EventLog(events, run.attempt) as log:
+            log.append(Stopped(step, reason))
 
 
 # The number of ranks on this machine for a run file without one.

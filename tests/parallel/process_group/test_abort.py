@@ -23,8 +23,7 @@ RESCUE = timedelta(seconds=60)
 """Timeout of a group, after which gloo itself ends an operation.
 
 Once in some ten thousand orders a message begins between the look at its connection and the end of it, and gloo wakes nobody. An agent then
-kills the rank; here it waits for this timeout. Ranks that were never woken by their orders would compute nothing for longer than
-``ranks.TIMEOUT_S``, and the test would fail.
+kills the rank; here it waits for this timeout. If orders woke no rank, each round would last as long, and the test exceed its limit.
 """
 
 

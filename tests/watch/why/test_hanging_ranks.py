@@ -51,6 +51,6 @@ def test_the_share_of_a_core_is_the_processor_time_between_two_readings(tmp_path
 
     stat(11, 100, 200)
     stat(12, 500, 0)
-    gone = ProcessSeen(13, "S", 2)
-    processes = with_processor_use([ProcessSeen(11, "R", 0), ProcessSeen(12, "S", 1), gone], tmp_path, pause)
+    ended = ProcessSeen(13, "S", 2)
+    processes = with_processor_use([ProcessSeen(11, "R", 0), ProcessSeen(12, "S", 1), ended], tmp_path, pause)
     assert [process.core_share for process in processes] == [pytest.approx(1.0), 0.0, None]
