@@ -9,7 +9,7 @@ from phalanx.run.directory.paths import CHECKPOINT_INDEX
 
 
 def rewrite_as_format_1(tier: DiskTier, step: int) -> None:
-    """Replaces the catalogs of a committed step by what format 1 had in their place."""
+    """Replace the catalogs of a committed step by the files that format 1 had in their place."""
     folder, index = tier.folder(step), tier.index(step)
     manifests: list[list[object]] = []
     for ref in index.catalogs:

@@ -42,9 +42,9 @@ class MemoryTier:
     def fail(self, draft: Draft, rank: int, reason: str) -> None:
         self._put(draft, rank, reason)
 
-    def _put(self, draft: Draft, rank: int, what: Image | str) -> None:
+    def _put(self, draft: Draft, rank: int, content: Image | str) -> None:
         with self._changed:
-            self._drafts.setdefault(draft, {})[rank] = what
+            self._drafts.setdefault(draft, {})[rank] = content
             self._changed.notify_all()
 
     def commit(
@@ -72,17 +72,19 @@ class MemoryTier:
             ranks = self._drafts.pop(draft, {})
             images = {rank: image for rank, image in ranks.items() if isinstance(image, Image)}
             if len(images) < record.world_size or cancelled():
-                reasons = [f"rank {rank}: {why}" for rank, why in ranks.items() if isinstance(why, str)]
+                reasons = [
+                    f"rank {rank}: {content}" for rank, content in ranks.items() if isinstance(content, str)
+                ]
                 raise AbandonedError(
                     f"step {draft.step}: {len(images)} of {record.world_size} ranks delivered within {timeout_s} s"
                     + "".join(f"; {reason}" for reason in reasons)
                 )
-            held = [
+            stored = [
                 StoredBox(e.box, BoxLocation(self._name, "", 0))
                 for image in images.values()
                 for e in image.layout.entries
             ]
-            require_complete(held, required)
+            require_complete(stored, required)
             authorize()
             self._committed.setdefault(draft.step, (record, images))
             return sum(image.layout.nbytes for image in images.values())

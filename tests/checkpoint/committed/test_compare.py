@@ -1,4 +1,4 @@
-"""Two checkpoints of a step, bit by bit: what differs is named, however the ranks divided it."""
+"""Two checkpoints of a step, bit by bit: differences are named, in any division among the ranks."""
 
 import numpy as np
 import torch
@@ -28,12 +28,12 @@ def test_the_tensors_that_differ_are_named_with_their_first_element(data: st.Dat
     raw = flat[place : place + 1].view(torch.uint8)
     raw[0] ^= 1
     with folder_in_memory() as folder:
-        one = saved(DiskTier(folder, block_bytes=4096), state, data)
-        assert compare_step(one, saved(MemoryTier(), state, data), 1) == []
-        (found,) = compare_step(one, saved(MemoryTier(), other, data), 1)
+        stored = saved(DiskTier(folder, block_bytes=4096), state, data)
+        assert compare_step(stored, saved(MemoryTier(), state, data), 1) == []
+        (difference,) = compare_step(stored, saved(MemoryTier(), other, data), 1)
     shape = tuple(state[touched].shape)
-    assert (found.name, found.elements) == (touched, 1)
-    assert found.first == tuple(int(at) for at in np.unravel_index(place, shape))
+    assert (difference.name, difference.elements) == (touched, 1)
+    assert difference.first == tuple(int(at) for at in np.unravel_index(place, shape))
     assert not same_bits(state[touched], other[touched])
 
 
@@ -43,9 +43,9 @@ def test_weights_come_before_other_state_and_layers_in_their_order() -> None:
     for value in (1.0, 1.5):
         tiers.append(MemoryTier())
         save_by_all(tiers[-1], 1, [shards_from_whole({name: torch.full((3,), value) for name in names})])
-    found = compare_step(*tiers, 1)
-    assert [difference.name for difference in found] == names[2:] + names[1:2] + names[:1]
-    assert found[0].description == "3 of 3 elements differ, by up to 0.5; the first is [0]"
+    differences = compare_step(*tiers, 1)
+    assert [difference.name for difference in differences] == names[2:] + names[1:2] + names[:1]
+    assert differences[0].description == "3 of 3 elements differ, by up to 0.5; the first is [0]"
 
 
 def test_tensors_that_one_side_lacks_or_has_in_another_shape_are_named() -> None:
@@ -53,7 +53,7 @@ def test_tensors_that_one_side_lacks_or_has_in_another_shape_are_named() -> None
     for state in ({"model/a": torch.ones(2), "model/b": torch.ones(2)}, {"model/a": torch.ones(3)}):
         tiers.append(MemoryTier())
         save_by_all(tiers[-1], 1, [shards_from_whole(state)])
-    assert [(found.name, found.description) for found in compare_step(*tiers, 1)] == [
+    assert [(difference.name, difference.description) for difference in compare_step(*tiers, 1)] == [
         ("model/a", "float32 [2] is not float32 [3]"),
         ("model/b", "only the first has it"),
     ]

@@ -20,8 +20,8 @@ from phalanx.checkpoint.format.image import (
 )
 
 
-def table_of_ranks(held: Sequence[Sequence[Box]]) -> BoxTable:
-    return joined([table_of(image_layout(boxes).entries, rank) for rank, boxes in enumerate(held)])
+def table_of_ranks(rank_boxes: Sequence[Sequence[Box]]) -> BoxTable:
+    return joined([table_of(image_layout(boxes).entries, rank) for rank, boxes in enumerate(rank_boxes)])
 
 
 def boxes_of(table: BoxTable) -> list[Box]:
@@ -40,18 +40,18 @@ def covered(boxes: Sequence[Box]) -> dict[Box, list[bool]]:
 @st.composite
 def worlds(draw: st.DrawFn) -> list[list[Box]]:
     """The boxes of a few ranks, on grids of their own; some of them left out."""
-    held = draw(holdings(draw(states()), draw(st.integers(1, 3))))
+    rank_boxes = draw(holdings(draw(states()), draw(st.integers(1, 3))))
     dropped = draw(st.sets(st.integers(0, 10), max_size=2))
-    every = [(rank, box) for rank, boxes in enumerate(held) for box in sorted(set(boxes))]
-    kept = [one for number, one in enumerate(every) if number not in dropped]
-    return [[box for at, box in kept if at == rank] for rank in range(len(held))]
+    every = [(rank, box) for rank, boxes in enumerate(rank_boxes) for box in sorted(set(boxes))]
+    kept = [entry for number, entry in enumerate(every) if number not in dropped]
+    return [[box for at, box in kept if at == rank] for rank in range(len(rank_boxes))]
 
 
 @settings(max_examples=40)
-@given(held=worlds())
-def test_a_table_gives_each_ranks_boxes_back_also_after_it_was_stored(held: list[list[Box]]) -> None:
-    table = decode_table(encode_table(table_of_ranks(held)))
-    for rank, boxes in enumerate(held):
+@given(rank_boxes=worlds())
+def test_a_table_gives_each_ranks_boxes_back_also_after_it_was_stored(rank_boxes: list[list[Box]]) -> None:
+    table = decode_table(encode_table(table_of_ranks(rank_boxes)))
+    for rank, boxes in enumerate(rank_boxes):
         rows = table.rows_of(rank).tolist()
         entries = image_layout(boxes).entries
         assert sorted((table.box(row), int(table.start[row])) for row in rows) == sorted(
@@ -61,9 +61,9 @@ def test_a_table_gives_each_ranks_boxes_back_also_after_it_was_stored(held: list
 
 
 @settings(max_examples=40)
-@given(held=worlds())
-def test_merging_keeps_every_element_and_adds_none(held: list[list[Box]]) -> None:
-    table = table_of_ranks(held)
+@given(rank_boxes=worlds())
+def test_merging_keeps_every_element_and_adds_none(rank_boxes: list[list[Box]]) -> None:
+    table = table_of_ranks(rank_boxes)
     merged = table.merged(5)
     assert covered(boxes_of(merged)) == {
         full: mask for full, mask in covered(boxes_of(table)).items() if any(mask)
@@ -73,8 +73,10 @@ def test_merging_keeps_every_element_and_adds_none(held: list[list[Box]]) -> Non
 
 
 @settings(max_examples=40)
-@given(held=worlds(), data=st.data())
-def test_a_table_is_whole_exactly_when_its_boxes_are(held: list[list[Box]], data: st.DataObject) -> None:
+@given(rank_boxes=worlds(), data=st.data())
+def test_a_table_is_whole_exactly_when_its_boxes_are(
+    rank_boxes: list[list[Box]], data: st.DataObject
+) -> None:
     required = data.draw(st.sampled_from([[], [full_box("model/other", "float32", (2,))]]))
     place = BoxLocation("", "", DISK)
 
@@ -86,25 +88,27 @@ def test_a_table_is_whole_exactly_when_its_boxes_are(held: list[list[Box]], data
             return type(error)
         return None
 
-    table = table_of_ranks(held)
-    for one in (table, table.merged(0)):
-        assert error_of(lambda one=one: one.require_whole(required)) == error_of(
-            lambda: require_complete([StoredBox(box, place) for boxes in held for box in boxes], required)
+    table = table_of_ranks(rank_boxes)
+    for variant in (table, table.merged(0)):
+        assert error_of(lambda variant=variant: variant.require_whole(required)) == error_of(
+            lambda: require_complete(
+                [StoredBox(box, place) for boxes in rank_boxes for box in boxes], required
+            )
         )
 
 
 @settings(max_examples=40)
-@given(held=worlds(), data=st.data())
+@given(rank_boxes=worlds(), data=st.data())
 def test_what_overlaps_is_found_as_if_every_pair_were_compared(
-    held: list[list[Box]], data: st.DataObject
+    rank_boxes: list[list[Box]], data: st.DataObject
 ) -> None:
     needed = [box for boxes in data.draw(worlds()) for box in boxes]
-    table = table_of_ranks(held)
+    table = table_of_ranks(rank_boxes)
 
     def meets(box: Box) -> bool:
-        same = [one for one in needed if one.name == box.name]
-        alien = any((one.dtype, one.global_shape) != (box.dtype, box.global_shape) for one in same)
-        return alien or any(one.intersection(box) is not None for one in same)
+        same = [other for other in needed if other.name == box.name]
+        alien = any((other.dtype, other.global_shape) != (box.dtype, box.global_shape) for other in same)
+        return alien or any(other.intersection(box) is not None for other in same)
 
     assert table.overlapping(needed).tolist() == [
         row for row, box in enumerate(boxes_of(table)) if meets(box)
@@ -113,20 +117,20 @@ def test_what_overlaps_is_found_as_if_every_pair_were_compared(
 
 def test_rows_of_one_rank_after_another_become_one_box() -> None:
     full = full_box("model/w", "float32", (1000, 8))
-    held = [[full.rows(10 * rank, 10 * rank + 10)] for rank in range(100)]
-    assert boxes_of(table_of_ranks(held).merged(0)) == [full]
+    rank_boxes = [[full.rows(10 * rank, 10 * rank + 10)] for rank in range(100)]
+    assert boxes_of(table_of_ranks(rank_boxes).merged(0)) == [full]
 
 
 def test_a_grid_of_rows_and_columns_becomes_one_box() -> None:
     full = full_box("model/w", "float32", (12, 8))
-    held = [[full.part((row, column), (3, 2))] for row in range(0, 12, 3) for column in range(0, 8, 2)]
-    assert boxes_of(table_of_ranks(held).merged(0)) == [full]
+    rank_boxes = [[full.part((row, column), (3, 2))] for row in range(0, 12, 3) for column in range(0, 8, 2)]
+    assert boxes_of(table_of_ranks(rank_boxes).merged(0)) == [full]
 
 
 def test_a_tensor_in_two_shapes_is_named() -> None:
-    held = [[full_box("w", "float32", (4,))], [full_box("w", "float32", (5,))]]
+    rank_boxes = [[full_box("w", "float32", (4,))], [full_box("w", "float32", (5,))]]
     with pytest.raises(MismatchError, match=r"w: needed float32 \(\d,\), stored float32 \(\d,\)"):
-        table_of_ranks(held).merged(0).require_whole()
+        table_of_ranks(rank_boxes).merged(0).require_whole()
 
 
 def test_what_is_missing_is_named() -> None:
@@ -137,8 +141,8 @@ def test_what_is_missing_is_named() -> None:
 
 def test_the_boxes_of_256_regular_ranks_take_a_few_kilobytes() -> None:
     tensors = [full_box(f"model/layer{i}.weight", "float32", (4096, 512)) for i in range(50)]
-    held = [[tensor.rows(16 * rank, 16 * rank + 16) for tensor in tensors] for rank in range(256)]
-    assert len(encode_table(table_of_ranks(held))) < 8192
+    rank_boxes = [[tensor.rows(16 * rank, 16 * rank + 16) for tensor in tensors] for rank in range(256)]
+    assert len(encode_table(table_of_ranks(rank_boxes))) < 8192
 
 
 @pytest.mark.parametrize(

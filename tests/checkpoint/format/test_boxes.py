@@ -86,13 +86,13 @@ def test_a_box_is_named_by_what_indexes_the_full_tensor() -> None:
 
 
 def test_boxes_of_different_tensors_do_not_contain_each_other_even_if_they_are_empty() -> None:
-    one, other = full_box("one", "float32", (5,)), full_box("other", "float32", (5,))
-    assert not one.contains(other)
-    assert not one.contains(other.rows(2, 2))
-    assert one.contains(one.rows(2, 2))
-    vector = full_box("vector", "float32", (8,))  # of another number of dimensions
-    assert not one.contains(vector)
-    assert not vector.contains(one)
+    box, other = full_box("one", "float32", (5,)), full_box("other", "float32", (5,))
+    assert not box.contains(other)
+    assert not box.contains(other.rows(2, 2))
+    assert box.contains(box.rows(2, 2))
+    vector = full_box("vector", "float32", (8,))  # with another number of dimensions
+    assert not box.contains(vector)
+    assert not vector.contains(box)
 
 
 @pytest.mark.parametrize(("offset", "shape"), [((0,), (2, 2)), ((0, 0), (2,)), ((0,), (2,))])

@@ -1,4 +1,4 @@
-"""Images: valid safetensors files, with every box where the layout says."""
+"""Images: valid safetensors files, with every box at its place in the layout."""
 
 import math
 from pathlib import Path

@@ -33,48 +33,48 @@ def test_each_needed_element_is_read_exactly_once_whatever_the_layouts(data: st.
     state = data.draw(states())
     stored = data.draw(holdings(state, 3))
     needed = [box for boxes in data.draw(holdings(state, 2)) for box in boxes]
-    held = [
+    sources = [
         held_at(box, data.draw(st.sampled_from([0, 2, 3])), str(r))
         for r, boxes in enumerate(stored)
         for box in boxes
     ]
-    reads = plan_restore(needed, held, reader=data.draw(st.integers(0, 3)))
+    reads = plan_restore(needed, sources, reader=data.draw(st.integers(0, 3)))
     times = {name: np.zeros(tuple(tensor.shape), int) for name, tensor in state.items()}
     for read in reads:
         assert read.source.box.contains(read.part)
         times[read.part.name][read.part.slices_in(box_of(read.part.name, state[read.part.name]))] += 1
-    wanted = {name: np.zeros_like(count) for name, count in times.items()}
+    expected_times = {name: np.zeros_like(count) for name, count in times.items()}
     for box in needed:
-        wanted[box.name][box.slices_in(box_of(box.name, state[box.name]))] += 1
-    assert all((times[name] == wanted[name]).all() for name in state)
+        expected_times[box.name][box.slices_in(box_of(box.name, state[box.name]))] += 1
+    assert all((times[name] == expected_times[name]).all() for name in state)
 
 
 @given(st.data())
 def test_no_element_comes_from_further_away_than_it_must(data: st.DataObject) -> None:
-    held = [held_at(box, data.draw(st.integers(0, 4))) for _ in range(2) for box in data.draw(grids(FULL))]
+    sources = [held_at(box, data.draw(st.integers(0, 4))) for _ in range(2) for box in data.draw(grids(FULL))]
     nearest = np.full(FULL.shape, 9)
-    for entry in held:
+    for entry in sources:
         where = entry.box.slices_in(FULL)
         nearest[where] = np.minimum(nearest[where], entry.location.distance)
-    for read in plan_restore([FULL], held):
+    for read in plan_restore([FULL], sources):
         assert (nearest[read.part.slices_in(FULL)] == read.source.location.distance).all()
 
 
 def test_what_memory_lacks_comes_from_a_peer_and_then_from_disk() -> None:
-    held = [held_at(FULL, DISK), held_at(FULL.rows(2, 8), PEER), held_at(FULL.rows(4, 8), OWN_MEMORY)]
-    parts = {read.source.location.distance: read.part for read in plan_restore([FULL], held)}
+    sources = [held_at(FULL, DISK), held_at(FULL.rows(2, 8), PEER), held_at(FULL.rows(4, 8), OWN_MEMORY)]
+    parts = {read.source.location.distance: read.part for read in plan_restore([FULL], sources)}
     assert parts == {OWN_MEMORY: FULL.rows(4, 8), PEER: FULL.rows(2, 4), DISK: FULL.rows(0, 2)}
 
 
-def test_equal_readers_ask_different_equally_near_holders() -> None:
-    held = [held_at(FULL, PEER, str(holder)) for holder in range(4)]
-    asked = {plan_restore([FULL], held, reader=rank)[0].source.location.holder for rank in range(4)}
-    assert asked == {"0", "1", "2", "3"}
+def test_equal_readers_read_from_different_equally_near_holders() -> None:
+    sources = [held_at(FULL, PEER, str(holder)) for holder in range(4)]
+    holders = {plan_restore([FULL], sources, reader=rank)[0].source.location.holder for rank in range(4)}
+    assert holders == {"0", "1", "2", "3"}
 
 
 def test_reads_come_in_the_order_in_which_sources_are_listed() -> None:
-    held = [held_at(FULL.rows(row, row + 1), DISK) for row in (5, 0, 7, 1, 2, 6, 3, 4)]
-    assert [read.source for read in plan_restore([FULL], held)] == held
+    sources = [held_at(FULL.rows(row, row + 1), DISK) for row in (5, 0, 7, 1, 2, 6, 3, 4)]
+    assert [read.source for read in plan_restore([FULL], sources)] == sources
 
 
 def test_elements_held_nowhere_are_named() -> None:
@@ -167,9 +167,9 @@ def test_a_long_list_of_missing_tensors_is_cut_and_counted() -> None:
 
 def test_every_tensor_of_another_shape_is_named_in_order() -> None:
     needed = [full_box(name, "float32", (4,)) for name in "ba"]
-    held = [held_at(full_box(name, "float32", size), DISK) for size in ((5,), (6,)) for name in "ba"]
+    sources = [held_at(full_box(name, "float32", size), DISK) for size in ((5,), (6,)) for name in "ba"]
     with pytest.raises(MismatchError) as caught:
-        plan_restore(needed, held)
+        plan_restore(needed, sources)
     assert caught.value.names == ("a", "b")
     assert str(caught.value).splitlines()[1:3] == [
         f"  {name}: needed float32 (4,), stored float32 (5,)" for name in "ab"
@@ -182,8 +182,8 @@ def test_parts_from_one_source_come_in_the_order_of_their_rows() -> None:
 
 
 def test_what_is_held_and_not_needed_is_passed_over() -> None:
-    held = [held_at(full_box("other", "int64", (3,)), OWN_MEMORY), held_at(FULL, DISK)]
-    assert [read.source for read in plan_restore([FULL], held)] == held[1:]
+    sources = [held_at(full_box("other", "int64", (3,)), OWN_MEMORY), held_at(FULL, DISK)]
+    assert [read.source for read in plan_restore([FULL], sources)] == sources[1:]
 
 
 def test_a_cut_is_moved_to_the_nearest_row() -> None:

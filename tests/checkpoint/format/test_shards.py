@@ -59,7 +59,7 @@ def saved_and_restored(
     with folder_in_memory() as folder:
         outcomes = save_by_all(DiskTier(folder), 1, worlds)
         assert outcomes[0].status == "committed", outcomes[0].error
-        written = sum(held.box.numel for held in DiskTier(folder).boxes(1))
+        written = sum(stored.box.numel for stored in DiskTier(folder).boxes(1))
         assert written == sum(tensor.numel() for tensor in full.values()) + written_twice
         restore(DiskTier(folder), 1, shards_of(target))
     return target
@@ -108,7 +108,7 @@ def test_fsdp2_hsdp_and_tensor_parallel_models_save_their_full_weights(
 ) -> None:
     full = {name: tensor.detach() for name, tensor in network().state_dict().items()}
     worlds = on_every_rank(mesh_shape, lambda mesh: dict(apply(mesh).named_parameters()))
-    # The norm is outside the tensor-parallel plan: its mesh does not tell that the ranks along "b" hold it alike.
+    # The norm is outside the tensor-parallel plan: its mesh does not show that the ranks along "b" have equal copies.
     norm = 10 if apply is tensor_parallel_fsdp else 0
     target = saved_and_restored(worlds, full, written_twice=norm)
     assert all(torch.equal(target[name], full[name]) for name in full)

@@ -1,4 +1,4 @@
-"""Packs: what they hold, what they were made of, and that no damage goes unseen."""
+"""Packs: their content, their origin, and that no damage goes unseen."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from serve.packed_runs import DENSE, MIXTURE, make_pack, make_run, random_model
 def test_a_pack_in_fp32_holds_every_weight_bit_for_bit(tmp_path: Path) -> None:
     file = open_pack(make_pack(tmp_path, MIXTURE, "fp32"))
     expected = random_model(MIXTURE, 1).state_dict()
-    found = {name: torch.full_like(value, torch.nan) for name, value in expected.items()}
+    weights = {name: torch.full_like(value, torch.nan) for name, value in expected.items()}
     for number, section in enumerate(file.index.sections):
         stored = torch.from_numpy(read_section(file, number))
         for place in section.tensors:
-            target = found[section.prefix + place.name]
+            target = weights[section.prefix + place.name]
             write_wide(stored, place, target if section.expert < 0 else target[section.expert])
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 @given(
@@ -76,7 +76,7 @@ def test_a_narrow_element_differs_by_less_than_a_step_of_the_largest_beside_it(
         assert (error <= most * part.abs().amax(1)).all()
 
 
-def test_the_rounding_that_is_told_is_that_of_the_weights(tmp_path: Path) -> None:
+def test_the_recorded_rounding_is_that_of_the_weights(tmp_path: Path) -> None:
     exact = make_pack(tmp_path, DENSE, "fp32")
     rounded = make_pack(tmp_path, DENSE, "bf16")
     assert open_pack(exact).index.rounding.relative_error == 0
@@ -93,9 +93,9 @@ def test_a_changed_byte_is_found_wherever_it_is(tmp_path: Path, where: str) -> N
     data[{"header": 20, "index": len(data) - PAGE_BYTES, "section": section.start + 5}[where]] ^= 1
     path.write_bytes(data)
     if where == "section":
-        (told,) = damage(open_pack(path), lambda *_: None)
-        assert "chunk 0" in told
-        assert "blocks.0." in told
+        (report,) = damage(open_pack(path), lambda *_: None)
+        assert "chunk 0" in report
+        assert "blocks.0." in report
     else:
         with pytest.raises(CorruptError, match=str(path)):
             open_pack(path)

@@ -1,4 +1,4 @@
-"""Import from PyTorch's distributed checkpoints: what PyTorch itself wrote, on several ranks; and nothing that a file asks to be run."""
+"""Import from PyTorch's distributed checkpoints: PyTorch's own files from several ranks are read, and no code in them is run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def titan_state(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_as_torchtitan(folder: Path, ranks: int, spec: ModelSpec = LLAMA) -> None:
-    """Saves on a rank of several, weights and moments divided by rows, by columns, or not at all; a tied embedding twice."""
+    """Save on a rank of several, weights and moments divided by rows, by columns, or not at all; a tied embedding twice."""
     mesh = DeviceMesh("cpu", list(range(ranks)))
     state = titan_state(dict(ours_of(spec).named_parameters()))
     if spec.tie_embeddings:
@@ -96,7 +96,7 @@ def test_a_tied_embedding_that_torchtitan_saved_twice_in_different_pieces_is_rea
 
 @pytest.mark.filterwarnings(MIXED)
 @pytest.mark.parametrize("prefix", ["", "model.", "model/"])
-def test_an_output_projection_is_read_as_the_named_model_says_or_refused_with_what_to_name(
+def test_an_output_projection_is_read_as_the_named_model_has_it_or_refused_with_the_field_to_set(
     prefix: str, tmp_path: Path
 ) -> None:
     weights = dict(ours_of(LLAMA).named_parameters())
@@ -153,7 +153,7 @@ class Runs:
 @pytest.mark.filterwarnings(MIXED)
 @pytest.mark.parametrize("where", ["as a whole", "within"])
 @pytest.mark.parametrize("call", [os.system, eval, getattr, torch.load, torch.hub.load])
-def test_a_metadata_that_asks_for_anything_to_be_run_is_refused_and_nothing_is_run(
+def test_a_metadata_that_would_run_anything_is_refused_and_nothing_is_run(
     call: Callable[..., object], where: str, tmp_path: Path
 ) -> None:
     folder, marker = folder_of({"model/w": torch.zeros(2)}, tmp_path / "dcp"), tmp_path / "ran"
@@ -199,7 +199,7 @@ def test_a_piece_with_fewer_bytes_than_its_elements_need_is_refused_before_memor
 
 
 @pytest.mark.filterwarnings(MIXED)
-def test_a_piece_that_asks_for_anything_to_be_run_is_refused_and_nothing_is_run(tmp_path: Path) -> None:
+def test_a_piece_that_would_run_anything_is_refused_and_nothing_is_run(tmp_path: Path) -> None:
     state = {f"model/{name}": value for name, value in ours_of(LLAMA).named_parameters()}
     folder, marker = folder_of(state, tmp_path / "dcp"), tmp_path / "ran"
     (file,) = folder.glob("*.distcp")
@@ -217,7 +217,7 @@ def test_a_piece_that_asks_for_anything_to_be_run_is_refused_and_nothing_is_run(
 
 @pytest.mark.filterwarnings(MIXED)
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"relative_path": "../secret"}, "not a file of the folder"),
         ({"relative_path": ".."}, "not a file of the folder"),
@@ -228,7 +228,7 @@ def test_a_piece_that_asks_for_anything_to_be_run_is_refused_and_nothing_is_run(
     ],
 )
 def test_a_place_that_is_not_in_the_folder_is_refused(
-    change: dict[str, Any], said: str, tmp_path: Path
+    change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "secret").write_bytes(b"x" * 10_000)
     folder = folder_of({"model/w": torch.zeros(2)}, tmp_path / "dcp")
@@ -238,17 +238,17 @@ def test_a_place_that_is_not_in_the_folder_is_refused(
             vars(info).update(change)
 
     edit_metadata(folder, edit)
-    with pytest.raises(DcpError, match=said):
+    with pytest.raises(DcpError, match=message):
         read_index(folder)
 
 
 @pytest.mark.filterwarnings(MIXED)
-def test_a_damaged_metadata_is_told_whichever_byte_is_wrong(tmp_path: Path) -> None:
+def test_a_damaged_metadata_is_read_or_refused_whichever_byte_is_wrong(tmp_path: Path) -> None:
     folder = folder_of({"model/w": torch.zeros(2)}, tmp_path / "dcp")
     path = folder / ".metadata"
-    whole = path.read_bytes()
-    for at in range(0, len(whole), 3):
-        for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 0x15]) + whole[at + 1 :]):
+    content = path.read_bytes()
+    for at in range(0, len(content), 3):
+        for damaged in (content[:at], content[:at] + bytes([content[at] ^ 0x15]) + content[at + 1 :]):
             path.write_bytes(damaged)
             with suppress(DcpError):
                 read_index(folder)
@@ -256,7 +256,7 @@ def test_a_damaged_metadata_is_told_whichever_byte_is_wrong(tmp_path: Path) -> N
 
 @pytest.mark.filterwarnings(MIXED)
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
         ({"tok_embeddings.weight": torch.zeros(31, 24)}, "layers.0.attention.wq.weight is missing"),
         ({"model/embedding.weight": torch.zeros(30, 20)}, r"has shape \(30, 20\)"),
@@ -268,8 +268,8 @@ def test_a_damaged_metadata_is_told_whichever_byte_is_wrong(tmp_path: Path) -> N
     ],
 )
 def test_a_folder_of_another_model_is_refused_by_name(
-    state: dict[str, Tensor], said: str, tmp_path: Path
+    state: dict[str, Tensor], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         import_dcp(folder_of(state, tmp_path / "dcp"), tmp_path / "run", LLAMA)
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Whatever a ``config.json`` holds, it is imported or refused: no value of any field is an error of ours."""
+"""Any ``config.json`` is imported or refused: no value of a field raises another error."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_a_name_that_is_no_parameter_has_no_translation(name: str) -> None:
         parameter_name(name)
 
 
-def test_the_config_is_read_alike_in_the_words_of_version_4_and_of_version_5() -> None:
+def test_the_config_is_the_same_in_the_words_of_version_4_and_of_version_5() -> None:
     config = hf_config_of(PRESETS["llama3-8b"])
     version_4 = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
     version_5 = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
@@ -66,7 +66,7 @@ def test_a_published_llama_config_is_read_as_the_preset() -> None:
     assert spec_of(config) == dataclasses.replace(resolve(PRESETS["llama3-8b"]), preset="")
 
 
-def test_the_context_that_readers_are_told_of_follows_the_stretched_rotary_embedding() -> None:
+def test_the_published_context_follows_the_stretched_rotary_embedding() -> None:
     assert hf_config_of(PRESETS["llama3-8b"])["max_position_embeddings"] == 8 * 8192
     assert hf_config_of(PRESETS["llama3-8b"], max_seq_len=4096)["max_position_embeddings"] == 4096
 
@@ -107,7 +107,7 @@ def test_a_mistral_with_layer_types_is_a_ministral_as_transformers_reads_it(tmp_
         ({"rms_norm_eps": 0.0}, "model.norm_eps"),
     ],
 )
-def test_a_config_that_asks_for_something_else_is_refused_by_field(
+def test_a_config_with_an_unsupported_value_is_refused_by_field(
     change: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
@@ -161,6 +161,6 @@ def test_models_with_layers_that_are_not_attention_are_refused_by_these_layers_i
     assert model_type in CONFIG_MAPPING
     with pytest.raises(UnsupportedModelError) as refused:
         spec_of({"model_type": model_type, **SMALL})
-    said = f"model_type '{model_type}' is not supported: its layers of {MISSING_LAYERS[model_type]} are not built"
-    assert said in str(refused.value)
+    message = f"model_type '{model_type}' is not supported: its layers of {MISSING_LAYERS[model_type]} are not built"
+    assert message in str(refused.value)
     assert "\n" not in str(refused.value)

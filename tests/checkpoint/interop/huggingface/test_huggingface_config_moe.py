@@ -166,7 +166,7 @@ def test_a_published_config_is_read_as_the_preset(
 
 
 @pytest.mark.parametrize("config", [MIXTRAL_8X7B, QWEN3_30B_A3B, DEEPSEEK_V3, KIMI_K2])
-def test_what_is_written_says_what_the_published_config_says(config: dict[str, Any]) -> None:
+def test_the_written_config_has_the_values_of_the_published_one(config: dict[str, Any]) -> None:
     written = hf_config_of(spec_of(config), max_seq_len=config["max_position_embeddings"])
     ignored = {"model_type", "quantization_config", "ep_size", "max_window_layers", "output_router_logits"}
     ignored |= {"aux_loss_alpha", "seq_aux", "rope_scaling", "router_aux_loss_coef"}
@@ -310,7 +310,7 @@ def test_a_model_that_is_written_is_read_back_as_itself(spec: ModelSpec) -> None
     assert theirs == dataclasses.replace(ours, first_dense=theirs.first_dense, every=theirs.every)
 
 
-# What is refused
+# Refusals
 
 MIXTRAL = {"model_type": "mixtral", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN = {
@@ -362,7 +362,7 @@ QWEN = {
         ),
     ],
 )
-def test_a_config_that_asks_for_something_else_is_refused_by_field(
+def test_a_config_with_an_unsupported_value_is_refused_by_field(
     config: dict[str, Any], change: dict[str, Any], message: str
 ) -> None:
     spec_of(config)

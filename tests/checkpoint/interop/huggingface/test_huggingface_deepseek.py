@@ -143,14 +143,14 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
 def quantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The linear layers of blocks in fp8 with random scales, as DeepSeek publishes them."""
     generator = torch.Generator().manual_seed(3)
-    found = dict(tensors)
+    stored = dict(tensors)
     for name, value in tensors.items():
         if "_proj" in name:
             blocks = [-(-size // of) for size, of in zip(value.shape, BLOCK, strict=True)]
             scale = torch.rand(blocks, generator=generator) + 0.1
-            found[name] = (value / spread(scale, value.shape)).to(torch.float8_e4m3fn)
-            found[f"{name}_scale_inv"] = scale
-    return found
+            stored[name] = (value / spread(scale, value.shape)).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+    return stored
 
 
 @pytest.fixture

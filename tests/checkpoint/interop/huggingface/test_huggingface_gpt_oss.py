@@ -1,4 +1,4 @@
-"""gpt-oss in Hugging Face's format: stacks of experts that lie by turns and transposed, also in mxfp4."""
+"""gpt-oss in Hugging Face's format: interleaved and transposed stacks of experts, also in mxfp4."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.checkpoint.interop.huggingface.stored_weights import PackedStack, u
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.kinds.whole_model import resolve
 
-# openai/gpt-oss-20b, as published, without what says nothing of the model.
+# openai/gpt-oss-20b, as published, without the fields that do not describe the model.
 PUBLISHED = """{
     "architectures": ["GptOssForCausalLM"], "attention_bias": true, "attention_dropout": 0.0, "eos_token_id": 200002,
     "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
@@ -90,7 +90,7 @@ def test_any_part_of_a_packed_stack_is_that_part_of_the_whole() -> None:
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(256, (2, 6, 3, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(120, 134, (2, 6, 3), generator=generator, dtype=torch.uint8)
-    whole = unpack(blocks, scales).transpose(1, 2)
+    full = unpack(blocks, scales).transpose(1, 2)
 
     class Stored:
         def __init__(self, tensor: torch.Tensor) -> None:
@@ -106,10 +106,10 @@ def test_any_part_of_a_packed_stack_is_that_part_of_the_whole() -> None:
             return self.tensor[part]
 
     stack = PackedStack(Stored(blocks), Stored(scales))
-    assert stack.get_shape() == list(whole.shape)
+    assert stack.get_shape() == list(full.shape)
     for first, last in ((0, 96), (5, 33), (31, 32), (64, 65)):
         part = slice(1, 2), slice(first, last), slice(2, 5)
-        assert torch.equal(stack[part], whole[part])
+        assert torch.equal(stack[part], full[part])
 
 
 def test_blocks_without_scales_or_of_another_shape_are_refused(packed: Path, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_blocks_without_scales_or_of_another_shape_are_refused(packed: Path, tmp
         import_hf(packed, tmp_path / "run")
 
 
-def test_gates_and_values_lie_by_turns(tmp_path: Path) -> None:
+def test_gates_and_values_are_interleaved(tmp_path: Path) -> None:
     published = saved_by_transformers(CONFIGS["gpt-oss"], tmp_path / "published")
     theirs = load_file(published / "model.safetensors")
     ours = imported_model(tmp_path / "run", import_hf(published, tmp_path / "run").spec).state_dict()

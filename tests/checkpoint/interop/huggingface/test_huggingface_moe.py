@@ -72,8 +72,8 @@ def test_a_round_trip_keeps_every_bit_the_digest_and_the_description(config: Any
 def test_importing_and_exporting_gives_the_published_tensors_bit_for_bit(config: Any, tmp_path: Path) -> None:
     published = saved_by_transformers(config, tmp_path / "published")
     spec = import_hf(published, tmp_path / "run").spec
-    tier, said = DiskTier(tmp_path / "run" / "checkpoints"), tmp_path / "run" / "published"
-    export_hf(tier, 0, spec, tmp_path / "again", "float32", published_dir=said)
+    tier, publisher_files = DiskTier(tmp_path / "run" / "checkpoints"), tmp_path / "run" / "published"
+    export_hf(tier, 0, spec, tmp_path / "again", "float32", published_dir=publisher_files)
     before = load_file(published / "model.safetensors")
     after = load_file(tmp_path / "again" / "model.safetensors")
     assert before.keys() == after.keys()
@@ -119,18 +119,20 @@ def test_the_size_of_images_changes_nothing_even_where_it_cuts_heads_and_experts
     name: str, tmp_path: Path
 ) -> None:
     published = saved_by_transformers(CONFIGS[name], tmp_path / "published")
-    whole = import_hf(published, tmp_path / "whole")
+    uncut = import_hf(published, tmp_path / "whole")
     cut = import_hf(published, tmp_path / "cut", image_bytes=1000)
-    assert cut == whole
-    assert digest_checkpoint(DiskTier(tmp_path / "cut" / "checkpoints"), 0) == whole.weights_sha256
+    assert cut == uncut
+    assert digest_checkpoint(DiskTier(tmp_path / "cut" / "checkpoints"), 0) == uncut.weights_sha256
 
 
-def test_a_model_that_transformers_saved_in_several_files_is_imported_alike(tmp_path: Path) -> None:
+def test_a_model_that_transformers_saved_in_several_files_is_imported_with_the_same_weights(
+    tmp_path: Path,
+) -> None:
     model = hf_model(CONFIGS["deepseek v3"])
     model.save_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "several", max_shard_size="20KB")
-    one, several = (import_hf(tmp_path / name, tmp_path / f"{name}-run") for name in ("one", "several"))
-    assert one.weights_sha256 == several.weights_sha256
+    single, several = (import_hf(tmp_path / name, tmp_path / f"{name}-run") for name in ("one", "several"))
+    assert single.weights_sha256 == several.weights_sha256
 
 
 def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_a_model_whose_routers_have_no_bias_is_exported_with_one_of_zeros(tmp_pa
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
-# What goes wrong
+# Failures
 
 
 def test_missing_and_foreign_experts_are_named(tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_a_bias_that_the_checkpoint_lacks_is_not_taken_for_zeros(tmp_path: Path)
         export_hf(tier, 7, spec, tmp_path / "hf")
 
 
-def test_tensors_are_written_in_files_of_the_size_asked_for(tmp_path: Path) -> None:
+def test_tensors_are_written_in_files_of_the_requested_size(tmp_path: Path) -> None:
     ours = ours_of(spec_of(CONFIGS["deepseek v3"].to_dict()))
     tier = saved(tmp_path / "run", ours)
     export_hf(tier, 7, ours.spec, tmp_path / "hf", "float32", file_bytes=30_000)

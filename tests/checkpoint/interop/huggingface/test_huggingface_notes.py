@@ -40,7 +40,7 @@ def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
 
 
 def assert_same_logits(published: Path, run: Path) -> tuple[str, ...]:
-    """Imports the folder, compares with ``transformers`` and returns the notes."""
+    """Import the folder, compare with ``transformers`` and return the notes."""
     imported = import_hf(published, run)
     tokens = random_tokens(imported.spec, 2, 40)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_nothing_that_transformers_writes_is_lost_on_the_way_back(config: Any, t
 def test_what_is_read_past_is_named(family: str, change: dict[str, Any], note: str) -> None:
     table = ALL[family].to_dict() | change
     notes = import_notes(table)
-    assert len([said for said in notes if note in said]) == 1
+    assert len([text for text in notes if note in text]) == 1
 
 
 def test_a_load_balancing_loss_is_not_switched_on_by_an_import() -> None:
@@ -102,7 +102,7 @@ def test_a_load_balancing_loss_is_not_switched_on_by_an_import() -> None:
     assert moe.aux_loss == 0
 
 
-def test_an_export_says_that_latents_are_normalized_otherwise_elsewhere() -> None:
+def test_an_export_notes_that_latents_are_normalized_otherwise_elsewhere() -> None:
     spec = spec_of(ALL["deepseek v3"].to_dict())
     assert export_notes(spec) == ()
     (note,) = export_notes(dataclasses.replace(spec, norm_eps=1e-5))
@@ -183,7 +183,7 @@ def test_matrices_of_zero_shared_experts_are_passed_over(family: str, tmp_path: 
     assert_same_logits(published, tmp_path / "run")
 
 
-def test_weights_in_float64_are_rounded_as_in_transformers_and_a_note_says_so(tmp_path: Path) -> None:
+def test_weights_in_float64_are_rounded_as_in_transformers_with_a_note(tmp_path: Path) -> None:
     published = saved_by_transformers(ALL["llama"], tmp_path / "published")
     tensors = load_file(published / "model.safetensors")
     double = {name: value.double() * (1 + 1e-12) for name, value in tensors.items()}
@@ -211,7 +211,7 @@ def test_a_missing_output_projection_is_refused_since_transformers_would_draw_it
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "said"),
+    ("family", "change", "message"),
     [
         (
             "qwen3 moe",
@@ -229,10 +229,10 @@ def test_a_missing_output_projection_is_refused_since_transformers_would_draw_it
         ("llama, yarn", rope_of("llama, yarn", mscale=0.7), "mscale without mscale_all_dim"),
     ],
 )
-def test_what_no_field_here_can_say_is_refused_by_the_name_of_the_published_field(
-    family: str, change: dict[str, Any], said: str
+def test_a_value_that_no_field_here_can_express_is_refused_by_the_name_of_the_published_field(
+    family: str, change: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=said):
+    with pytest.raises(UnsupportedModelError, match=message):
         spec_of(ALL[family].to_dict() | change)
 
 
@@ -270,14 +270,14 @@ def test_a_mistral_without_a_window_is_a_llama_and_written_as_it_was_published(
     torch.testing.assert_close(before, after)
 
 
-def test_a_mistral_that_does_not_speak_of_its_window_has_one() -> None:
+def test_a_mistral_that_does_not_state_its_window_has_the_default_one() -> None:
     table = {"model_type": "mistral", **SMALL, "sliding_window": None}
     assert spec_of(table) == spec_of({"model_type": "llama", **SMALL})
     del table["sliding_window"]
     assert (spec_of(table).attention_pattern, spec_of(table).window) == (("window",), 4096)
 
 
-def test_a_folder_in_pytorchs_distributed_format_is_told_from_a_damaged_one(tmp_path: Path) -> None:
+def test_a_folder_in_pytorchs_distributed_format_is_distinguished_from_a_damaged_one(tmp_path: Path) -> None:
     (tmp_path / ".metadata").touch()
     with pytest.raises(HuggingFaceError, match="PyTorch's distributed format"):
         import_hf(tmp_path, tmp_path / "run")
@@ -333,7 +333,9 @@ def test_a_config_that_is_nested_without_end_is_named(tmp_path: Path) -> None:
         import_hf(tmp_path, tmp_path / "run")
 
 
-def test_a_base_model_without_its_output_projection_is_told_from_a_strange_one(tmp_path: Path) -> None:
+def test_a_base_model_without_its_output_projection_is_distinguished_from_a_strange_one(
+    tmp_path: Path,
+) -> None:
     published = saved_by_transformers(ALL["llama"], tmp_path / "published")
     path = published / "model.safetensors"
     tensors = load_file(path)

@@ -22,7 +22,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_serve.generate import generate
 
-# microsoft/Phi-4-mini-instruct, as published, without what says nothing of the model; its 2 x 48 factors shortened to their kind.
+# microsoft/Phi-4-mini-instruct, as published, without the fields that do not describe the model; its 2 x 48 factors shortened to their kind.
 PHI4_MINI: dict[str, Any] = {
     "architectures": ["Phi3ForCausalLM"],
     "attention_bias": False,
@@ -105,8 +105,8 @@ def test_a_text_that_grows_long_is_generated_as_by_transformers() -> None:
     ours, prompt = our_model(theirs), random_tokens(spec_of(theirs.config.to_dict()), 1, 8)
     theirs.generation_config.update(do_sample=False, eos_token_id=None, max_new_tokens=10)
     expected = theirs.generate(prompt, attention_mask=torch.ones_like(prompt))
-    found = generate(ours, prompt[0].tolist(), tokens=10, temperature=0)
-    assert [*found] == expected[0, 8:].tolist()
+    generated = generate(ours, prompt[0].tolist(), tokens=10, temperature=0)
+    assert [*generated] == expected[0, 8:].tolist()
 
 
 def test_a_cache_of_a_short_text_is_refused_for_a_long_one() -> None:

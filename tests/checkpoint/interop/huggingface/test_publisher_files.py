@@ -45,7 +45,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
-def test_a_round_trip_gives_the_same_files_and_says_all_that_was_said(
+def test_a_round_trip_gives_the_same_files_with_the_same_statements(
     published: Path, imported: tuple[RunDirectory, ModelSpec], tmp_path: Path
 ) -> None:
     assert exported(*imported, tmp_path / "hf", trained_seq_len=64) == ()
@@ -81,11 +81,11 @@ def test_the_published_context_holds_while_the_rotary_embedding_does(
     imported: tuple[RunDirectory, ModelSpec], tmp_path: Path
 ) -> None:
     run, spec = imported
-    asked = exported(run, spec, tmp_path / "asked", max_seq_len=777)
-    assert (config_of(tmp_path / "asked")["max_position_embeddings"], asked) == (777, ())
+    shorter_notes = exported(run, spec, tmp_path / "shorter", max_seq_len=777)
+    assert (config_of(tmp_path / "shorter")["max_position_embeddings"], shorter_notes) == (777, ())
     exported(run, spec, tmp_path / "longer", trained_seq_len=200_000)
     assert config_of(tmp_path / "longer")["max_position_embeddings"] == 200_000
-    # The folder speaks of another rotary embedding than the run's model has.
+    # The folder states another rotary embedding than the run's model has.
     config = config_of(run.published)
     other = tmp_path / "other"
     other.mkdir()

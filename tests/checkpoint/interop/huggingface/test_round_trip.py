@@ -78,13 +78,13 @@ def test_an_imported_model_gives_the_logits_of_transformers(config: Any, tmp_pat
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_that_transformers_saved_in_several_files_is_imported_alike(
+def test_a_model_that_transformers_saved_in_several_files_is_imported_with_the_same_weights(
     published: Path, tmp_path: Path
 ) -> None:
     hf_model(CONFIGS["llama"]).save_pretrained(tmp_path / "several", max_shard_size="20KB")
     assert len(list((tmp_path / "several").glob("*.safetensors"))) > 2
-    several, one = import_hf(tmp_path / "several", tmp_path / "a"), import_hf(published, tmp_path / "b")
-    assert several.weights_sha256 == one.weights_sha256
+    several, single = import_hf(tmp_path / "several", tmp_path / "a"), import_hf(published, tmp_path / "b")
+    assert several.weights_sha256 == single.weights_sha256
 
 
 def test_a_round_trip_keeps_every_bit_and_the_digest(
@@ -109,12 +109,12 @@ def test_the_digest_in_the_record_is_that_of_the_checkpoint(published: Path, tmp
 
 
 def test_the_size_of_images_changes_nothing_but_the_number_of_files(published: Path, tmp_path: Path) -> None:
-    one = import_hf(published, tmp_path / "one")
+    single = import_hf(published, tmp_path / "one")
     many = import_hf(published, tmp_path / "many", image_bytes=1000)  # less than a tensor has
     tier = DiskTier(tmp_path / "many" / "checkpoints")
     assert tier.record(0).world_size > 50
-    assert one == many
-    assert digest_checkpoint(tier, 0) == one.weights_sha256
+    assert single == many
+    assert digest_checkpoint(tier, 0) == single.weights_sha256
 
 
 def test_the_run_file_of_an_imported_model_describes_it(published: Path, tmp_path: Path) -> None:
@@ -169,10 +169,10 @@ def test_a_small_model_is_one_file_without_an_index(
 
 
 @given(st.integers(1, 60_000))
-def test_files_hold_every_tensor_once_and_keep_to_the_size_asked_for(file_bytes: int) -> None:
-    wanted = tensors_of(ODD)
-    files = weight_files(wanted, "bfloat16", file_bytes)
-    assert [tensor for file in files for tensor in file.tensors] == wanted
+def test_files_hold_every_tensor_once_and_keep_to_the_requested_size(file_bytes: int) -> None:
+    all_tensors = tensors_of(ODD)
+    files = weight_files(all_tensors, "bfloat16", file_bytes)
+    assert [tensor for file in files for tensor in file.tensors] == all_tensors
     for file in files:
         nbytes, fields = (
             sum(2 * tensor.parameter.numel for tensor in file.tensors),
@@ -244,7 +244,9 @@ def test_an_imported_model_brings_its_tokenizer(published: Path, tmp_path: Path)
     assert load_tokenizer(tmp_path / "run" / "tokenizer").encode(TEXT[1]) == expected.encode(TEXT[1])
 
 
-def test_a_model_without_a_usable_tokenizer_is_imported_and_says_so(published: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_usable_tokenizer_is_imported_with_the_reason(
+    published: Path, tmp_path: Path
+) -> None:
     assert (
         "has neither tokenizer.json nor tokenizer.model"
         in import_hf(published, tmp_path / "one").no_tokenizer_because
@@ -254,7 +256,7 @@ def test_a_model_without_a_usable_tokenizer_is_imported_and_says_so(published: P
     assert not (tmp_path / "two" / "tokenizer").exists()
 
 
-# What goes wrong, and loses nothing
+# Failures, which lose nothing
 
 
 def test_an_existing_folder_is_refused_and_left_alone(

@@ -1,4 +1,4 @@
-"""A published model is read where it lies as the run is that an import makes of it, and no copy is left."""
+"""A published model is read in place, as the run that an import would make of it, and no copy is left."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_what_stands_in_has_the_files_of_an_imported_run_but_its_weights_and_goe
 ) -> None:
     import_hf(llama3, tmp_path / "llama3")
     imported = _small_files(tmp_path / "llama3")
-    with stand_in(llama3) as found:
-        own = _small_files(found.path)
+    with stand_in(llama3) as substitute:
+        own = _small_files(substitute.path)
         assert own.pop("weights.json") == json.dumps({"folder": str(llama3.resolve())}).encode()
-        assert (own, found.path.name) == (imported, "llama3")
-    assert not found.path.parent.exists()
+        assert (own, substitute.path.name) == (imported, "llama3")
+    assert not substitute.path.parent.exists()
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,12 @@ def test_a_folder_whose_name_no_run_may_have_is_read(
     name: str, stands_in: str, llama3: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(llama3, tmp_path / name)
-    with stand_in(tmp_path / name) as found:
-        assert (found.path.name, read_resolved(RunDirectory(found.path)).name) == (stands_in, stands_in)
-        restored_model(found.path, None)
+    with stand_in(tmp_path / name) as substitute:
+        assert (substitute.path.name, read_resolved(RunDirectory(substitute.path)).name) == (
+            stands_in,
+            stands_in,
+        )
+        restored_model(substitute.path, None)
 
 
 def test_temporary_files_without_room_are_named_with_what_would_help(
@@ -87,8 +90,8 @@ def test_temporary_files_without_room_are_named_with_what_would_help(
 
 
 def test_what_goes_wrong_while_it_is_used_is_not_taken_for_the_copy_s(llama3: Path) -> None:
-    with pytest.raises(FileNotFoundError), stand_in(llama3) as found:
-        (found.path / "none").read_bytes()
+    with pytest.raises(FileNotFoundError), stand_in(llama3) as substitute:
+        (substitute.path / "none").read_bytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -96,8 +99,8 @@ def test_a_model_of_what_stands_in_has_the_bits_of_an_imported_one(
     dtype: torch.dtype, llama3: Path, tmp_path: Path
 ) -> None:
     import_hf(llama3, tmp_path / "run")
-    with stand_in(llama3) as found:
-        model, spec, step = restored_model(found.path, None, dtype=dtype)
+    with stand_in(llama3) as substitute:
+        model, spec, step = restored_model(substitute.path, None, dtype=dtype)
     other, other_spec, other_step = restored_model(tmp_path / "run", None, dtype=dtype)
     assert (spec, step) == (other_spec, other_step)
     state = other.state_dict()
@@ -107,8 +110,8 @@ def test_a_model_of_what_stands_in_has_the_bits_of_an_imported_one(
 
 def test_a_part_of_a_model_reads_its_own_rows(llama3: Path) -> None:
     name = "blocks.0.attention.query.weight"
-    with stand_in(llama3) as found:
-        whole, _, _ = restored_model(found.path, 0)
+    with stand_in(llama3) as substitute:
+        full, _, _ = restored_model(substitute.path, 0)
 
         def halved(model: Transformer) -> Mapping[str, Rows]:
             layer: Any = model.get_submodule(name.rpartition(".")[0])
@@ -116,8 +119,8 @@ def test_a_part_of_a_model_reads_its_own_rows(llama3: Path) -> None:
             layer.weight = torch.nn.Parameter(layer.weight[rows // 2 :], requires_grad=False)
             return {name: Rows(rows // 2, rows)}
 
-        part, _, _ = restored_model(found.path, 0, cut=halved)
-    of_whole, of_part = whole.state_dict()[name], part.state_dict()[name]
+        part, _, _ = restored_model(substitute.path, 0, cut=halved)
+    of_whole, of_part = full.state_dict()[name], part.state_dict()[name]
     assert torch.equal(of_part, of_whole[len(of_whole) // 2 :])
 
 
@@ -127,14 +130,14 @@ def test_a_text_that_is_scored_is_as_long_as_the_publisher_allows(llama3: Path, 
     lengths = {}
     for allowed in (64, 100_000):
         edit_config(folder, max_position_embeddings=allowed)
-        with stand_in(folder) as found:
-            lengths[allowed] = read_resolved(RunDirectory(found.path)).train.seq_len
+        with stand_in(folder) as substitute:
+            lengths[allowed] = read_resolved(RunDirectory(substitute.path)).train.seq_len
     assert lengths == {64: 64, 100_000: 2048}
 
 
 def test_a_step_that_no_published_model_has_is_refused(llama3: Path) -> None:
-    with stand_in(llama3) as found, pytest.raises(NoSuchStepError, match="omit the step"):
-        restored_model(found.path, 7)
+    with stand_in(llama3) as substitute, pytest.raises(NoSuchStepError, match="omit the step"):
+        restored_model(substitute.path, 7)
     for read in (load_weights, weights_sha256):
         with pytest.raises(RunDirectoryError, match=r"there is no step 7 in .*llama3, a published model"):
             read(llama3, 7)
@@ -147,10 +150,10 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, file, {"format": "pt"})
     with (
-        stand_in(tmp_path / "llama3") as found,
+        stand_in(tmp_path / "llama3") as substitute,
         pytest.raises(HuggingFaceError, match=r"model\.norm\.weight"),
     ):
-        restored_model(found.path, 0)
+        restored_model(substitute.path, 0)
 
 
 def test_a_folder_without_its_weights_is_refused_before_anything_stands_in(tmp_path: Path) -> None:
@@ -170,8 +173,8 @@ def test_a_copy_of_the_embedding_that_differs_is_refused_however_the_folder_is_o
     weights = load_file(file)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, file, {"format": "pt"})
-    with stand_in(tmp_path / "llama3") as found:
-        restored_model(found.path, 0)
+    with stand_in(tmp_path / "llama3") as substitute:
+        restored_model(substitute.path, 0)
 
     weights["lm_head.weight"][-1, -1] += 1
     save_file(weights, file, {"format": "pt"})
@@ -203,15 +206,15 @@ def test_weights_that_may_not_be_read_are_refused_by_name(
         FolderTier(llama3)
 
 
-def test_a_pack_of_a_folder_is_that_of_the_imported_run_and_lies_where_it_is_asked_for(
+def test_a_pack_of_a_folder_is_that_of_the_imported_run_and_is_written_to_the_named_path(
     llama3: Path, tmp_path: Path
 ) -> None:
     import_hf(llama3, tmp_path / "run")
     _, imported = pack(tmp_path / "run", form="bf16")
-    with stand_in(llama3) as found:
+    with stand_in(llama3) as substitute:
         with pytest.raises(PackError, match="--out"):
-            pack(found.path)
-        path, index = pack(found.path, path=tmp_path / "llama.pack", form="bf16")
+            pack(substitute.path)
+        path, index = pack(substitute.path, path=tmp_path / "llama.pack", form="bf16")
     assert path == tmp_path / "llama.pack"
     assert (index.weights_sha256, index.checksums) == (imported.weights_sha256, imported.checksums)
     assert str(llama3.resolve()) in index.run
