@@ -77,6 +77,7 @@ Code = Literal[
     "throttled",
     "metrics-elsewhere",
     "too-many-threads",
+    "uneven-slots",
     "slow-data",
     "slower",
     "low-goodput",
@@ -151,6 +152,8 @@ DATA_SHARE = 0.1
 """Share of step time spent waiting for samples. A healthy loader is ahead and waits for none; `phalanx status`
 shows it from 1 %.
 """
+UNEVEN = 0.2
+"""Share of step time in which data-parallel ranks wait for those that compute one more slot."""
 SLOWER = 0.15
 """Lost share of the run's own earlier throughput. Clocks and networks vary by a few percent."""
 SLOWER_DEVIATIONS = 3.0

@@ -129,6 +129,7 @@ RULES: tuple[Rule, ...] = (
         speed.throttled,
         speed.too_many_threads,
         speed.few_cores,
+        speed.uneven_slots,
         fleet.straggler,
         fleet.slow_link,
         fleet.growing_memory,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from phalanx.observe import events as run_events
 from phalanx.observe.throughput import format_duration, usual_deviation
+from phalanx.run.layout import layout_of
 from phalanx_watch.why import observed as o
 
 _MOST_REASONS = 8
@@ -289,3 +290,28 @@ def too_many_threads(observed: o.Observed) -> Iterator[o.Reason]:
                 next="start fewer ranks on that machine, or a run of its own with fewer threads: phalanx train RUN_FILE --set runtime.threads=...",
             )
             return
+
+
+def uneven_slots(observed: o.Observed) -> Iterator[o.Reason]:
+    """Yield a reason if some data-parallel ranks compute a slot more than others, which wait for at least ``UNEVEN`` of their time."""
+    if observed.spec is None or observed.started is None:
+        return
+    slots, ranks = observed.spec.train.slots, observed.started.ranks
+    data_ranks = layout_of(observed.spec.parallel, ranks).data_ranks
+    if not data_ranks or (share := 1 - slots / (most := -(-slots // data_ranks)) / data_ranks) < o.UNEVEN:
+        return
+    yield o.Reason(
+        code="uneven-slots",
+        severity="warning"
+        if observed.fleet is None
+        else "info",  # a fleet that shrinks trains on with what it has
+        title=f"{slots} slots on {data_ranks} data-parallel ranks: {share:.0%} of the time is waiting for the ranks with the most",
+        where="train.slots",
+        since=None,
+        evidence=(
+            f"some ranks compute {most} slot{'s' * (most > 1)} in each step, the others {most - 1}, and wait for them",
+        ),
+        doing=observed.doing("training continues"),
+        next=f"train on a number of data-parallel ranks that divides {slots} (parallel.ranks; the weights stay the same), or give the next run a multiple "
+        f"of {data_ranks} slots",
+    )

@@ -1,11 +1,14 @@
-"""Hangs in which one rank computes and the others wait for it."""
+"""Ranks that wait for others: in a hang in which one computes, and in each step for those with more slots."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from phalanx.observe.events import RunStarted
+from phalanx.run.spec import ParallelSpec, TrainSpec
 from phalanx_watch.why.observed import ProcessSeen
 from phalanx_watch.why.processes import with_processor_use
 from watch.why.test_rules import NOTHING_DUE, only
@@ -54,3 +57,21 @@ def test_the_share_of_a_core_is_the_processor_time_between_two_readings(tmp_path
     ended = ProcessSeen(13, "S", 2)
     processes = with_processor_use([ProcessSeen(11, "R", 0), ProcessSeen(12, "S", 1), ended], tmp_path, pause)
     assert [process.core_share for process in processes] == [pytest.approx(1.0), 0.0, None]
+
+
+@pytest.mark.parametrize(
+    ("slots", "ranks", "share"), [(3, 2, "25%"), (4, 2, ""), (64, 7, ""), (8, 7, "43%"), (6, 12, "")]
+)
+def test_unequal_numbers_of_slots_are_named_from_a_fifth_of_the_time_on(
+    run: Watched, slots: int, ranks: int, share: str
+) -> None:
+    tensor_ranks = 2 if ranks == 12 else 1
+    spec = dataclasses.replace(
+        NOTHING_DUE,
+        train=TrainSpec(slots=slots, batch_size=slots),
+        parallel=ParallelSpec(tensor=tensor_ranks),
+    )
+    run.write([RunStarted("r", 100_000, ranks=ranks), *steps(31, 40)], attempt=1)
+    reasons = [reason for reason in run.reasons(spec=spec) if reason.code == "uneven-slots"]
+    assert [reason.where for reason in reasons] == ["train.slots"] * bool(share)
+    assert all(share in reason.title for reason in reasons)
