@@ -51,7 +51,7 @@ _POLL_S = 0.2
 _UNREAPED_S = 1.0
 """A child that was killed on purpose is waited for sooner than this."""
 _GRACE_S = 10.0
-"""Time for a bench that is told to stop to remove its temporary files."""
+"""Time for a bench that gets a stop signal to remove its temporary files."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def available_gib() -> float:
 
 
 def require_memory(gib: float, smaller: str) -> None:
-    """Raise ``MemoryTooSmallError`` if less than ``gib`` is available; ``smaller`` says what to change."""
+    """Raise ``MemoryTooSmallError`` if less than ``gib`` is available; ``smaller`` is the remedy in the message."""
     available = available_gib()
     if available < gib:
         raise MemoryTooSmallError(
@@ -135,7 +135,7 @@ def record(fields: Mapping[str, Any], *, is_printed: bool = True) -> None:
 def run_bench(main: Callable[[], object], needs: Needs | None = None) -> NoReturn:
     """Run the bench whose module is ``__main__``, with the needs that the catalog states, and exit with its code.
 
-    Exits with ``NO_MEMORY``, ``NO_PEER`` or ``CHILD_DIED`` after one line on stderr that says why. Inside a running bench, where the
+    Exits with ``NO_MEMORY``, ``NO_PEER`` or ``CHILD_DIED`` after one line on stderr with the reason. Inside a running bench, where the
     module is started again for a process of its own, ``main`` alone is called.
     """
     if _INSIDE in os.environ:

@@ -3,7 +3,7 @@
     python -m bench.beside.goodput --vllm-python /venvs/vllm/bin/python [--rate 0.6 --rate 0.9] [--requests 64] [--rounds 1] [--numerics exact]
 
 Both serve the same random Llama (fp32) over HTTP with as many threads. ``vllm bench serve``, vLLM's own load program, sends both the same prompts with Poisson arrivals of the
-same seed, one server after the other. Counted are the requests that are answered within both objectives: the first token within ``--ttft-s``, and the mean of
+same seed, one server after the other. A request counts if it is answered within both objectives: the first token within ``--ttft-s``, and the mean of
 the others within ``--tpot-s``. Goodput is such requests a second; the goal is 0.9 of vLLM's. With ``--guidellm-python``, GuideLLM sends the load instead. Both programs are in environments of their own.
 """
 
@@ -45,7 +45,7 @@ LOAD = (
 
 @dataclass(frozen=True)
 class Load:
-    """One load: Poisson arrivals at ``rate`` requests a second, and what counts as good."""
+    """One load: Poisson arrivals at ``rate`` requests a second, and the objectives of a good answer."""
 
     rate: float
     requests: int
@@ -54,7 +54,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadResult:
     """The times of the requests that a load program sent to one server."""
 
     answered: list[tuple[float, float]]
@@ -69,7 +69,7 @@ class Found:
 
 
 def write_model(folder: Path, dim: int, layers: int) -> None:
-    """Writes a random Llama with a byte-level tokenizer of ``VOCABULARY`` tokens, as both sides read it."""
+    """Write a random Llama with a byte-level tokenizer of ``VOCABULARY`` tokens, as both sides read it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -101,47 +101,47 @@ def write_model(folder: Path, dim: int, layers: int) -> None:
 
 
 def our_command(run: Path, numerics: str) -> list[str]:
-    """``phalanx serve``, but for its port."""
+    """Return the command of ``phalanx serve`` without its port."""
     options = {"--numerics": numerics, "--name": "model", "--context": str(CONTEXT)}
-    given = [word for option in options.items() for word in option]
-    return [sys.executable, "-m", "phalanx", "serve", str(run), *given]
+    arguments = [word for option in options.items() for word in option]
+    return [sys.executable, "-m", "phalanx", "serve", str(run), *arguments]
 
 
 def their_command(python: str, folder: Path) -> list[str]:
-    """vLLM's server, but for its port; no prompt comes twice, so it keeps no prefixes."""
+    """Return the command of vLLM's server without its port. No prompt comes twice, so it keeps no prefixes."""
     options = {
         "--model": str(folder),
         "--served-model-name": "model",
         "--dtype": "float32",
         "--max-model-len": str(CONTEXT),
     }
-    given = [word for option in options.items() for word in option]
+    arguments = [word for option in options.items() for word in option]
     module = "vllm.entrypoints.openai.api_server"
-    return [python, "-P", "-m", module, *given, "--enforce-eager", "--no-enable-prefix-caching"]
+    return [python, "-P", "-m", module, *arguments, "--enforce-eager", "--no-enable-prefix-caching"]
 
 
 @contextmanager
 def server(name: str, command: Sequence[str], port: int, log: Path, threads: int) -> Iterator[str]:
-    """The URL of a server that answers ``/health``, until the end of the block."""
+    """Start a server, yield its URL once ``/health`` answers 200, and end it after the block."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
     if name == "vLLM":
         environment.pop("PYTHONPATH", None)
-    with log.open("w") as written:
+    with log.open("w") as log_file:
         process = subprocess.Popen(
-            command, stdout=written, stderr=written, env=environment, start_new_session=True
+            command, stdout=log_file, stderr=log_file, env=environment, start_new_session=True
         )
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
         try:
             while not is_healthy(url):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"{name} did not start; it said:\n{log.read_text()[-3000:]}")
+                    raise SystemExit(f"{name} did not start; its log ends with:\n{log.read_text()[-3000:]}")
                 time.sleep(0.5)
             yield url
         finally:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
-            with suppress(ProcessLookupError):  # vLLM computes in a process of its own, which may outlive it
+            with suppress(ProcessLookupError):  # vLLM's engine process may outlive its server
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
@@ -154,8 +154,8 @@ def is_healthy(url: str) -> bool:
         return False
 
 
-def by_vllm(python: str, url: str, model: Path, load: Load, seed: int) -> Found:
-    """Has ``vllm bench serve`` send ``load`` to a server, and reads its results. Raises SystemExit where it ended with an error."""
+def by_vllm(python: str, url: str, model: Path, load: Load, seed: int) -> LoadResult:
+    """Send ``load`` to a server with ``vllm bench serve``, and return its results. Raises SystemExit if that fails."""
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "backend": "openai",
@@ -171,36 +171,36 @@ def by_vllm(python: str, url: str, model: Path, load: Load, seed: int) -> Found:
             "num-warmups": 2,
             "temperature": 0,
             "result-dir": folder,
-            "result-filename": "found.json",
+            "result-filename": "results.json",
         }
-        given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         switches = ["--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed"]
-        run_program([python, "-c", LOAD, *given, *switches], Path(folder))
-        return of_vllm(json.loads((Path(folder) / "found.json").read_text()), load)
+        run_program([python, "-c", LOAD, *arguments, *switches], Path(folder))
+        return of_vllm(json.loads((Path(folder) / "results.json").read_text()), load)
 
 
-def of_vllm(found: Mapping[str, Any], load: Load) -> Found:
-    """The results that ``vllm bench serve`` writes (``vllm/benchmarks/serve.py``). Raises SystemExit for answers of another length."""
+def of_vllm(report: Mapping[str, Any], load: Load) -> LoadResult:
+    """Read the results that ``vllm bench serve`` writes (``vllm/benchmarks/serve.py``). Raises SystemExit for answers of another length."""
     require_lengths(
-        [length for length, error in zip(found["output_lens"], found["errors"], strict=True) if not error]
+        [length for length, error in zip(report["output_lens"], report["errors"], strict=True) if not error]
     )
     # A request that failed has no first token.
-    tpot_s = [statistics.fmean(gaps) if gaps else 0.0 for gaps in found["itls"]]
+    tpot_s = [statistics.fmean(gaps) if gaps else 0.0 for gaps in report["itls"]]
     answered = [
         pair
-        for pair, error in zip(zip(found["ttfts"], tpot_s, strict=True), found["errors"], strict=True)
+        for pair, error in zip(zip(report["ttfts"], tpot_s, strict=True), report["errors"], strict=True)
         if not error
     ]
-    return Found(answered, load.requests - len(answered), found["duration"])
+    return LoadResult(answered, load.requests - len(answered), report["duration"])
 
 
-def by_guidellm(python: str, url: str, model: Path, load: Load, seed: int) -> Found:
-    """Has GuideLLM send ``load`` to a server, and reads its results. Raises SystemExit where it ended with an error."""
+def by_guidellm(python: str, url: str, model: Path, load: Load, seed: int) -> LoadResult:
+    """Send ``load`` to a server with GuideLLM, and return its results. Raises SystemExit if that fails."""
     from transformers import AutoTokenizer
 
     words, numbers = AutoTokenizer.from_pretrained(model), random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        prompts, found_at = Path(folder) / "prompts.jsonl", Path(folder) / "found.json"
+        prompts, report_path = Path(folder) / "prompts.jsonl", Path(folder) / "results.json"
         with prompts.open("w") as file:
             for _ in range(load.requests):
                 ids = [numbers.randrange(300, VOCABULARY) for _ in range(PROMPT_TOKENS)]
@@ -213,39 +213,39 @@ def by_guidellm(python: str, url: str, model: Path, load: Load, seed: int) -> Fo
             "data-loader": f"kind=pytorch,prefetch_factor=2,samples={load.requests}",
             "tokenizer": f"kind=hf_auto,model={model}",
             "seed": f"kind=static,value={seed}",
-            "output": f"kind=json,path={found_at}",
+            "output": f"kind=json,path={report_path}",
         }
-        given = [word for name, value in options.items() for word in (f"--{name}", value)]
-        run_program([python, "-m", "guidellm", "run", *given, "--disable-console"], Path(folder))
-        (found,) = json.loads(found_at.read_text())["benchmarks"]
-    return of_guidellm(found)
+        arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
+        run_program([python, "-m", "guidellm", "run", *arguments, "--disable-console"], Path(folder))
+        (report,) = json.loads(report_path.read_text())["benchmarks"]
+    return of_guidellm(report)
 
 
-def of_guidellm(found: Mapping[str, Any]) -> Found:
-    """The results that GuideLLM writes (``GenerativeRequestStats`` in ``guidellm/schemas``). Raises SystemExit for answers of another length."""
-    told = found["requests"]
-    require_lengths([one["output_tokens"] for one in told["successful"]])
+def of_guidellm(report: Mapping[str, Any]) -> LoadResult:
+    """Read the results that GuideLLM writes (``GenerativeRequestStats`` in ``guidellm/schemas``). Raises SystemExit for answers of another length."""
+    requests = report["requests"]
+    require_lengths([request["output_tokens"] for request in requests["successful"]])
     answered = [
-        (one["time_to_first_token_ms"] / 1e3, one["inter_token_latency_ms"] / 1e3)
-        for one in told["successful"]
+        (request["time_to_first_token_ms"] / 1e3, request["inter_token_latency_ms"] / 1e3)
+        for request in requests["successful"]
     ]
-    return Found(answered, len(told["errored"]) + len(told["incomplete"]), found["duration"])
+    return LoadResult(answered, len(requests["errored"]) + len(requests["incomplete"]), report["duration"])
 
 
 def require_lengths(lengths: Sequence[int | None]) -> None:
-    """Raises SystemExit unless all answers have as many tokens as were asked for: what ends early costs its server less."""
+    """Raise SystemExit unless all answers have as many tokens as were requested: a shorter answer costs its server less."""
     wrong = [length for length in lengths if length != NEW_TOKENS]
     if wrong:
         raise SystemExit(
-            f"{len(wrong)} of {len(lengths)} answers have not the {NEW_TOKENS} tokens that were asked for, but {sorted(set(map(str, wrong)))[:5]}: "
-            "nothing can be said of this load; see that the server takes ignore_eos and tells its usage"
+            f"{len(wrong)} of {len(lengths)} answers have not the {NEW_TOKENS} tokens that were requested, but {sorted(set(map(str, wrong)))[:5]}: "
+            "this load has no result; make sure that the server takes ignore_eos and reports its usage"
         )
 
 
 def run_program(command: Sequence[str], folder: Path) -> None:
-    """Runs a load program in ``folder``, away from our modules. Raises SystemExit with the last it said, where it ended with an error."""
+    """Run a load program in ``folder``, away from our modules. Raises SystemExit with the end of its output if it fails."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         env={**environment, "HF_HUB_OFFLINE": "1"},
         cwd=folder,
@@ -253,21 +253,21 @@ def run_program(command: Sequence[str], folder: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    if done.returncode:
-        raise SystemExit(f"the load program ended with {done.returncode}:\n{done.stdout[-3000:]}")
+    if process.returncode:
+        raise SystemExit(f"the load program ended with {process.returncode}:\n{process.stdout[-3000:]}")
 
 
-def line(name: str, found: Found, load: Load) -> str:
-    """One side's result, for people."""
-    if not found.answered:
-        return f"  {name}: goodput 0, none answered, {found.failed} failed"
+def line(name: str, result: LoadResult, load: Load) -> str:
+    """Return one side's result as a line of text."""
+    if not result.answered:
+        return f"  {name}: goodput 0, none answered, {result.failed} failed"
     ttft_ms, tpot_ms = (
-        sorted(1e3 * value for value in values) for values in zip(*found.answered, strict=True)
+        sorted(1e3 * value for value in values) for values in zip(*result.answered, strict=True)
     )
     last = -(-99 * len(ttft_ms) // 100) - 1
     return (
-        f"  {name}: goodput {found.goodput(load):.3f} of {len(found.answered) / found.seconds:.3f} requests/s, {len(found.answered)} answered, "
-        f"{found.failed} failed; TTFT {statistics.median(ttft_ms):.0f} ms (99 %: {ttft_ms[last]:.0f}), "
+        f"  {name}: goodput {result.goodput(load):.3f} of {len(result.answered) / result.seconds:.3f} requests/s, {len(result.answered)} answered, "
+        f"{result.failed} failed; TTFT {statistics.median(ttft_ms):.0f} ms (99 %: {ttft_ms[last]:.0f}), "
         f"{statistics.median(tpot_ms):.0f} ms a token (99 %: {tpot_ms[last]:.0f})"
     )
 
@@ -288,17 +288,17 @@ def main() -> None:
     parser.add_argument("--ttft-s", type=float, default=4.0)
     parser.add_argument("--tpot-s", type=float, default=0.4)
     parser.add_argument("--numerics", choices=["exact", "fast"], default="exact")
-    given = parser.parse_args()
-    require_catalog_peer(shutil.which(given.vllm_python), "beside.goodput")
+    arguments = parser.parse_args()
+    require_catalog_peer(shutil.which(arguments.vllm_python), "beside.goodput")
     threads = torch.get_num_threads()
     send = (
-        partial(by_guidellm, given.guidellm_python)
-        if given.guidellm_python
-        else partial(by_vllm, given.vllm_python)
+        partial(by_guidellm, arguments.guidellm_python)
+        if arguments.guidellm_python
+        else partial(by_vllm, arguments.vllm_python)
     )
     with tempfile.TemporaryDirectory() as name:
         folder, run = Path(name) / "model", Path(name) / "run"
-        write_model(folder, given.dim, given.layers)
+        write_model(folder, arguments.dim, arguments.layers)
         subprocess.run(
             [sys.executable, "-m", "phalanx", "import", str(folder), "--out", str(run)],
             check=True,
@@ -306,28 +306,28 @@ def main() -> None:
         )
         ports = {"ours": free_port(), "vLLM": free_port()}
         commands = {
-            "ours": our_command(run, given.numerics),
-            "vLLM": their_command(given.vllm_python, folder),
+            "ours": our_command(run, arguments.numerics),
+            "vLLM": their_command(arguments.vllm_python, folder),
         }
         print(
-            f"{given.requests} requests of {PROMPT_TOKENS} and {NEW_TOKENS} tokens, width {given.dim}, {given.layers} layers, fp32, {threads} threads each, "
-            f"{given.numerics} numerics; good: first token within {given.ttft_s:g} s and {given.tpot_s:g} s a token",
+            f"{arguments.requests} requests of {PROMPT_TOKENS} and {NEW_TOKENS} tokens, width {arguments.dim}, {arguments.layers} layers, fp32, {threads} threads each, "
+            f"{arguments.numerics} numerics; good: first token within {arguments.ttft_s:g} s and {arguments.tpot_s:g} s a token",
             flush=True,
         )
-        for rate in given.rate or (0.5, 0.9):
-            load = Load(rate, given.requests, given.ttft_s, given.tpot_s)
+        for rate in arguments.rate or (0.5, 0.9):
+            load = Load(rate, arguments.requests, arguments.ttft_s, arguments.tpot_s)
             ratios = []
-            for seed in range(given.rounds):
-                found = {}
+            for seed in range(arguments.rounds):
+                results = {}
                 for side, command in commands.items():
                     log = Path(name) / f"{side}.log"
                     with server(
                         side, [*command, "--port", str(ports[side])], ports[side], log, threads
                     ) as url:
                         time.sleep(REST_S)
-                        found[side] = send(url, folder, load, seed)
-                    print(line(side, found[side], load), flush=True)
-                ratios.append(found["ours"].goodput(load) / max(found["vLLM"].goodput(load), 1e-9))
+                        results[side] = send(url, folder, load, seed)
+                    print(line(side, results[side], load), flush=True)
+                ratios.append(results["ours"].goodput(load) / max(results["vLLM"].goodput(load), 1e-9))
             print(
                 f"{rate:g} requests a second: ours over vLLM {statistics.median(ratios):.2f}",
                 flush=True,

@@ -3,9 +3,9 @@
     python3.11 -m venv llama && llama/bin/pip install --no-deps xllamacpp==2026.10.11549 gguf==0.19.0 numpy pyyaml
     python -m bench.beside.llama --llama-python llama/bin/python [--dim 768 --layers 12] [--row 16,32] [--rounds 3]
 
-llama.cpp comes as the package ``xllamacpp``, which brings it compiled, in a process of its own environment. Both write greedy texts of a fixed length behind random prompts,
-with as many threads, in paired rounds; one waits while the other computes. The goal is 0.8. How many of the first text's tokens are the same is told too:
-kernels differ, so ties of random weights may not.
+llama.cpp comes compiled in the package ``xllamacpp`` and runs in a process of its own environment. Both write greedy texts of a fixed length behind random prompts,
+with as many threads, in paired rounds; one waits while the other computes. The goal is 0.8. It also prints how many of the first text's tokens are the same:
+kernels differ, so ties of random weights may break differently.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROMPT, VOCABULARY, REST_S = 256, 4096, 0.5
 
 
 def prompts(count: int, turn: int) -> list[list[int]]:
-    """Texts that no cache has seen, the same for both."""
+    """Return prompts that no cache has seen, the same for both."""
     return [
         [3 + (7919 * (turn * 64 + n + 1) * (i + 1)) % (VOCABULARY - 3) for i in range(PROMPT)]
         for n in range(count)
@@ -35,7 +35,7 @@ def prompts(count: int, turn: int) -> list[list[int]]:
 
 
 def write_gguf(folder: Path, shape: dict[str, Any]) -> Path:
-    """The weights of ``weights.npz`` as llama.cpp reads them: rotated pairs beside each other."""
+    """Write the weights of ``weights.npz`` as llama.cpp reads them: rotated pairs beside each other."""
     gguf: Any = import_module("gguf")
     numpy: Any = import_module("numpy")
     path = folder / "model.gguf"
@@ -77,9 +77,9 @@ def write_gguf(folder: Path, shape: dict[str, Any]) -> Path:
 
 
 def theirs() -> None:
-    """The other side: answers ``[texts, tokens, turn]`` with seconds and the first text's tokens, line by line."""
+    """Run the other side: for each line ``[texts, tokens, turn]``, write the seconds and the first text's tokens."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what llama.cpp prints is no answer
+    os.dup2(2, 1)  # llama.cpp prints to stdout too
     folder, threads = Path(sys.argv[2]), int(sys.argv[3])
     llama: Any = import_module("xllamacpp")
     params = llama.CommonParams()
@@ -91,7 +91,7 @@ def theirs() -> None:
     print(json.dumps(llama.BUILD_INFO), file=answers, flush=True)
     for line in sys.stdin:
         count, tokens, turn = json.loads(line)
-        asked = {
+        request = {
             "prompt": prompts(count, turn) if count > 1 else prompts(1, turn)[0],
             "n_predict": tokens,
             "max_tokens": tokens,
@@ -100,14 +100,14 @@ def theirs() -> None:
             "cache_prompt": False,
         }
         began = time.perf_counter()
-        found = server.handle_completions(asked)
+        response = server.handle_completions(request)
         taken = time.perf_counter() - began
-        words = found["choices"][0]["text"].split("w")[1:]
+        words = response["choices"][0]["text"].split("w")[1:]
         print(json.dumps([taken, [int(word) for word in words]]), file=answers, flush=True)
 
 
 def save(model: Any, folder: Path) -> None:
-    """Weights and shape, for the other side."""
+    """Write weights and shape for the other side."""
     numpy: Any = import_module("numpy")
     numpy.savez(folder / "weights.npz", **{name: w.numpy() for name, w in model.state_dict().items()})
     spec = model.spec
@@ -117,7 +117,7 @@ def save(model: Any, folder: Path) -> None:
 
 
 def main() -> None:
-    """Prints a line for each shape of the load."""
+    """Print a line for each shape of the load."""
     import torch
 
     from bench.beside.load import ROWS, add_load_options, models_of
@@ -129,15 +129,15 @@ def main() -> None:
     parser.add_argument("--llama-python", default="", help="a Python that has llama.cpp")
     add_load_options(parser)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    given = parser.parse_args()
-    require_catalog_peer(shutil.which(given.llama_python), "beside.llama")
-    torch.set_num_threads(given.threads)
-    models = models_of(given.dim, given.layers, torch.float32)
+    arguments = parser.parse_args()
+    require_catalog_peer(shutil.which(arguments.llama_python), "beside.llama")
+    torch.set_num_threads(arguments.threads)
+    models = models_of(arguments.dim, arguments.layers, torch.float32)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with tempfile.TemporaryDirectory() as name:
         save(models["fast"], Path(name))
         peer = subprocess.Popen(
-            [given.llama_python, "-P", __file__, "--theirs", name, str(given.threads)],
+            [arguments.llama_python, "-P", __file__, "--theirs", name, str(arguments.threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -146,10 +146,10 @@ def main() -> None:
         assert peer.stdin is not None
         assert peer.stdout is not None
 
-        def asked(*question: int) -> tuple[float, list[int]]:
-            print(json.dumps(question), file=peer.stdin, flush=True)
+        def measure_peer(*request: int) -> tuple[float, list[int]]:
+            print(json.dumps(request), file=peer.stdin, flush=True)
             seconds, tokens = json.loads(peer.stdout.readline())  # type: ignore[union-attr]
-            time.sleep(REST_S)  # whose threads wait for work may do so at full speed for a while
+            time.sleep(REST_S)  # idle threads of the other side may spin for a while
             return float(seconds), tokens
 
         def ours(numerics: Any, count: int, tokens: int, turn: int) -> tuple[float, list[int]]:
@@ -159,34 +159,40 @@ def main() -> None:
             text: list[int] = []
             began = time.perf_counter()
             while served.busy:
-                told = served.step()
-                text += [one.id for one in told if isinstance(one, Token) and one.request == "0"]
+                events = served.step()
+                text += [event.id for event in events if isinstance(event, Token) and event.request == "0"]
             taken = time.perf_counter() - began
             time.sleep(REST_S)
             return taken, text
 
-        print(f"llama.cpp {json.loads(peer.stdout.readline())}, {given.threads} threads, fp32", flush=True)
+        print(
+            f"llama.cpp {json.loads(peer.stdout.readline())}, {arguments.threads} threads, fp32", flush=True
+        )
         turn = 0
-        for count, tokens in given.row or ROWS:
+        for count, tokens in arguments.row or ROWS:
             taken: dict[str, list[float]] = {"exact": [], "fast": [], "llama.cpp": []}
             same = 0
-            for warm in range(given.rounds + 1):
+            for warm in range(arguments.rounds + 1):
                 turn += 1
-                seconds, their_text = asked(count, tokens, turn)
+                seconds, their_text = measure_peer(count, tokens, turn)
                 taken["llama.cpp"].append(seconds)
                 for numerics in ("exact", "fast"):
                     seconds, text = ours(numerics, count, tokens, turn)
                     taken[numerics].append(seconds)
-                same += sum(one == other for one, other in zip(text, their_text, strict=False))
+                same += sum(
+                    token == their_token for token, their_token in zip(text, their_text, strict=False)
+                )
                 if not warm:
-                    taken = {one: [] for one in taken}
+                    taken = {side: [] for side in taken}
             ratios = {
-                one: statistics.median(a / b for a, b in zip(taken["llama.cpp"], taken[one], strict=True))
-                for one in ("exact", "fast")
+                numerics: statistics.median(
+                    a / b for a, b in zip(taken["llama.cpp"], taken[numerics], strict=True)
+                )
+                for numerics in ("exact", "fast")
             }
             print(
                 f"{count} x ({PROMPT} in, {tokens} out): llama.cpp {statistics.median(taken['llama.cpp']):.2f} s; ours over llama.cpp "
-                f"{ratios['exact']:.2f} exact, {ratios['fast']:.2f} fast; {same} of {(given.rounds + 1) * tokens} tokens of the first text the same",
+                f"{ratios['exact']:.2f} exact, {ratios['fast']:.2f} fast; {same} of {(arguments.rounds + 1) * tokens} tokens of the first text the same",
                 flush=True,
             )
         peer.stdin.close()

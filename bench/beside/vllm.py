@@ -3,8 +3,8 @@
     python -m bench.beside.vllm --vllm-python /venvs/vllm/bin/python [--dim 768 --layers 12] [--row 16,32] [--rounds 3]
 
 Both hold random weights (vLLM's own ``load_format="dummy"``) and write greedy texts of a fixed length behind random prompts, with as many threads, in paired rounds; one
-waits while the other computes. vLLM is in a process of its own environment: it needs nothing of Phalanx. It does not compile (``enforce_eager``), which it does on a CPU by
-default, and is given none of the libraries that it recommends. Rows: one and sixteen texts, a prompt alone (prefill) and
+waits while the other computes. vLLM is in a process of its own environment: it needs nothing of Phalanx. It does not compile (``enforce_eager``), although it would on a CPU by
+default, and has none of the libraries that it recommends. Rows: one and sixteen texts, a prompt alone (prefill) and
 with 32 tokens; exact and fast numerics. The goal is 0.9.
 """
 
@@ -26,7 +26,7 @@ PROMPT, VOCABULARY, REST_S = 256, 4096, 0.5
 
 
 def prompts(count: int, turn: int) -> list[list[int]]:
-    """Texts that no cache has seen, the same for both."""
+    """Return prompts that no cache has seen, the same for both."""
     return [
         [2 + (7919 * (turn * 64 + n + 1) * (i + 1)) % (VOCABULARY - 2) for i in range(PROMPT)]
         for n in range(count)
@@ -34,9 +34,9 @@ def prompts(count: int, turn: int) -> list[list[int]]:
 
 
 def theirs() -> None:
-    """The other side: answers ``[texts, tokens, turn]`` with seconds, line by line."""
+    """Run the other side: for each line ``[texts, tokens, turn]``, write the seconds."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints is no answer
+    os.dup2(2, 1)  # vLLM prints to stdout too
     from importlib import import_module
 
     vllm: Any = import_module("vllm")
@@ -52,11 +52,11 @@ def theirs() -> None:
     for line in sys.stdin:
         count, tokens, turn = json.loads(line)
         sampling = vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts(count, turn)]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts(count, turn)]
         began = time.perf_counter()
-        found = model.generate(asked, sampling, use_tqdm=False)
+        completions = model.generate(requests, sampling, use_tqdm=False)
         taken = time.perf_counter() - began
-        assert all(len(one.outputs[0].token_ids) == tokens for one in found)
+        assert all(len(completion.outputs[0].token_ids) == tokens for completion in completions)
         print(json.dumps(taken), file=answers, flush=True)
 
 
@@ -72,9 +72,9 @@ def main() -> None:
     parser.add_argument("--vllm-python", default="", help="a Python that has vLLM")
     add_load_options(parser)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    given = parser.parse_args()
-    require_catalog_peer(shutil.which(given.vllm_python), "beside.vllm")
-    models = models_of(given.dim, given.layers, getattr(torch, given.dtype))
+    arguments = parser.parse_args()
+    require_catalog_peer(shutil.which(arguments.vllm_python), "beside.vllm")
+    models = models_of(arguments.dim, arguments.layers, getattr(torch, arguments.dtype))
     spec = models["fast"].spec
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -97,7 +97,7 @@ def main() -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
         environment.pop("PYTHONPATH", None)
         peer = subprocess.Popen(
-            [given.vllm_python, "-P", __file__, "--theirs", name, given.dtype],
+            [arguments.vllm_python, "-P", __file__, "--theirs", name, arguments.dtype],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -106,19 +106,19 @@ def main() -> None:
         assert peer.stdin is not None
         assert peer.stdout is not None
 
-        def asked(*question: int) -> float:
-            print(json.dumps(question), file=peer.stdin, flush=True)
+        def measure_peer(*request: int) -> float:
+            print(json.dumps(request), file=peer.stdin, flush=True)
             seconds = float(json.loads(peer.stdout.readline()))  # type: ignore[union-attr]
-            time.sleep(REST_S)  # whose threads wait for work may do so at full speed for a while
+            time.sleep(REST_S)  # idle threads of the other side may spin for a while
             return seconds
 
-        print(f"vLLM {json.loads(peer.stdout.readline())}, {threads} threads, {given.dtype}", flush=True)
+        print(f"vLLM {json.loads(peer.stdout.readline())}, {threads} threads, {arguments.dtype}", flush=True)
         turn = 0
-        for count, tokens in given.row or ROWS:
+        for count, tokens in arguments.row or ROWS:
             taken: dict[str, list[float]] = {"exact": [], "fast": [], "vLLM": []}
-            for warm in range(given.rounds + 1):
+            for warm in range(arguments.rounds + 1):
                 turn += 1
-                taken["vLLM"].append(asked(count, tokens, turn))
+                taken["vLLM"].append(measure_peer(count, tokens, turn))
                 for numerics, model in models.items():
                     served = engine(model, numerics)
                     began = time.perf_counter()
@@ -128,14 +128,16 @@ def main() -> None:
                     taken[numerics].append(time.perf_counter() - began)
                     time.sleep(REST_S)
                 if not warm:
-                    taken = {one: [] for one in taken}
+                    taken = {side: [] for side in taken}
             pairs = {
-                one: statistics.median(a / b for a, b in zip(taken["vLLM"], taken[one], strict=True))
-                for one in ("exact", "fast")
+                numerics: statistics.median(
+                    a / b for a, b in zip(taken["vLLM"], taken[numerics], strict=True)
+                )
+                for numerics in ("exact", "fast")
             }
-            what = f"{count} x ({PROMPT} in, {tokens} out)"
+            workload = f"{count} x ({PROMPT} in, {tokens} out)"
             print(
-                f"{what}: vLLM {statistics.median(taken['vLLM']):.2f} s; ours over vLLM {pairs['exact']:.2f} exact, {pairs['fast']:.2f} fast",
+                f"{workload}: vLLM {statistics.median(taken['vLLM']):.2f} s; ours over vLLM {pairs['exact']:.2f} exact, {pairs['fast']:.2f} fast",
                 flush=True,
             )
         peer.stdin.close()

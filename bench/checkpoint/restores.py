@@ -1,9 +1,9 @@
-"""Restores of checkpoints from an object store: their rate against plain reads, and how much more than it needs a fleet asks for.
+"""Restores of checkpoints from an object store: their rate against plain reads, and the bytes that a fleet requests over those that it needs.
 
 *Rate*: one rank restores from a real S3 server (ministack, on this machine), each block compared with its checksum and copied into the model's
-memory, and reads that come late asked for twice. Beside it the library's plain parallel reads of the same object, whose bytes nobody looks at; in turns, medians of ratios.
+memory, and late reads requested twice. Beside it the library's plain parallel reads of the same object, whose bytes are not checked; in turns, medians of ratios.
 
-*Amplification*: so many ranks save, others restore: the bytes that the restoring ranks ask the store for, over the distinct bytes that their machine needs. Once
+*Amplification*: some ranks save, others restore: the bytes that the restoring ranks request from the store, over the distinct bytes that their machine needs. Once
 with all ranks on one machine, which share what they fetch, and once each on a machine of its own. Beside it PyTorch's distributed
 checkpoint (DCP) with equal shards: the bytes that its reader takes from its files, which it reads in whole saved chunks.
 
@@ -62,12 +62,12 @@ CHANGES = (
 
 
 class Counting:
-    """A store that counts the bytes that are read of images, and else is the one below it."""
+    """A store that counts the bytes that are read of images, and passes all calls to the store below it."""
 
     def __init__(self, below: Store) -> None:
         self._below = below
         self._lock = threading.Lock()
-        self.asked_bytes = 0
+        self.requested_bytes = 0
 
     @property
     def url(self) -> str:
@@ -75,7 +75,7 @@ class Counting:
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
         with self._lock:
-            self.asked_bytes += sum(stop - start for start, stop in spans)
+            self.requested_bytes += sum(stop - start for start, stop in spans)
         return self._below.ranges(key, spans)
 
     def get(self, key: str) -> bytes:
@@ -100,7 +100,7 @@ def make_state() -> State:
 
 
 def box_of(name: str, tensor: torch.Tensor, cut: Cut, rank: int) -> Box:
-    """What of a tensor a rank holds: its part of a matrix, or of a vector the part along the one dimension."""
+    """Return the part of a tensor that a rank has: of a matrix along ``cut.dim``, of a vector along its one dimension."""
     all_of_it = full_box(name, dtype_name(tensor.dtype), tuple(tensor.shape))
     dim = min(cut.dim, tensor.ndim - 1)
     offset, shape = [0] * tensor.ndim, list(tensor.shape)
@@ -118,8 +118,8 @@ def shards_of(state: State, cut: Cut, rank: int) -> list[Shard]:
 
 
 def amplification(state: State, url: str, folder: Path) -> dict[str, dict[str, float]]:
-    """Bytes asked for over bytes needed, for each change of layout: of one machine with all ranks, and of ranks with a machine each."""
-    found = {}
+    """Return bytes requested over bytes needed for each change of layout: all ranks on one machine, and each on its own."""
+    ratios = {}
     for number, (name, before, after) in enumerate(CHANGES):
         disk, store = DiskTier(folder / str(number)), Counting(open_store(f"{url}/change-{number}"))
         savers = [AsyncSaver(disk, rank, before.ranks) for rank in range(before.ranks)]
@@ -129,22 +129,22 @@ def amplification(state: State, url: str, folder: Path) -> dict[str, dict[str, f
             saver.close()
         copy_step(disk, 1, ObjectTier(store))
         needed = sum(tensor.nbytes for tensor in state.values())
-        asked = []
+        request_ratios = []
         for shared in (True, False):
-            store.asked_bytes = 0
+            store.requested_bytes = 0
             tiers = [ObjectTier(store) for _ in range(after.ranks)]
             restored_by_all(tiers, state, after, shared=shared)
-            asked.append(store.asked_bytes / needed)
-        found[name] = {"one_machine": asked[0], "a_machine_each": asked[1]}
-    return found
+            request_ratios.append(store.requested_bytes / needed)
+        ratios[name] = {"one_machine": request_ratios[0], "a_machine_each": request_ratios[1]}
+    return ratios
 
 
 def restored_by_all(tiers: Sequence[ObjectTier], state: State, cut: Cut, *, shared: bool) -> None:
-    """All ranks restore at the same time, each in a thread; none lets go of what they share before all have."""
+    """Restore on all ranks at the same time, each in a thread; none closes the shared memory before all have restored."""
     together = threading.Barrier(len(tiers))
     failed: list[str] = []
 
-    def one(rank: int) -> None:
+    def restore_rank(rank: int) -> None:
         shards = shards_of({name: torch.zeros_like(tensor) for name, tensor in state.items()}, cut, rank)
         with tiers[rank].shared_on_this_machine() if shared else nullcontext():
             restore(tiers[rank], 1, shards, rank=rank)
@@ -153,7 +153,7 @@ def restored_by_all(tiers: Sequence[ObjectTier], state: State, cut: Cut, *, shar
             if not torch.equal(shard.tensor, right.tensor):
                 failed.append(shard.box.name)
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(tiers))]
+    threads = [threading.Thread(target=restore_rank, args=(rank,)) for rank in range(len(tiers))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -162,17 +162,17 @@ def restored_by_all(tiers: Sequence[ObjectTier], state: State, cut: Cut, *, shar
 
 
 class CountingReader(FileSystemReader):
-    """DCP's reader of files, which loads each saved chunk that it needs a part of as a whole: the bytes of those."""
+    """DCP's reader of files, which loads a saved chunk in full even if it needs a part of it. Counts those bytes."""
 
-    asked_bytes = 0
+    requested_bytes = 0
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        self.asked_bytes += sum(self.storage_data[item.storage_index].length for item in plan.items)
+        self.requested_bytes += sum(self.storage_data[item.storage_index].length for item in plan.items)
         return super().read_data(plan, planner)
 
 
 def dcp_rank(rank: int, cut: Cut, port: int, folder: str, loads: bool, report: str) -> None:
-    """One rank that saves or loads the state by DCP; what it has read it leaves in a file."""
+    """Save or load the state by DCP on one rank; if it loads, write the bytes read and needed to a file."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=cut.ranks)
@@ -187,15 +187,15 @@ def dcp_rank(rank: int, cut: Cut, port: int, folder: str, loads: bool, report: s
         reader = CountingReader(folder)
         load(state, storage_reader=reader)
         needed = sum(tensor.to_local().nbytes for tensor in state.values())
-        Path(report, f"{rank}.json").write_text(json.dumps([reader.asked_bytes, needed]))
+        Path(report, f"{rank}.json").write_text(json.dumps([reader.requested_bytes, needed]))
     else:
         save(state, storage_writer=FileSystemWriter(folder))
     dist.destroy_process_group()
 
 
 def dcp_amplification(folder: Path) -> dict[str, float]:
-    """Bytes that DCP's ranks read over bytes that they need, for each change of layout."""
-    found, port = {}, 29_400 + os.getpid() % 500
+    """Return the bytes that DCP's ranks read over bytes that they need, for each change of layout."""
+    ratios, port = {}, 29_400 + os.getpid() % 500
     for number, (name, before, after) in enumerate(CHANGES):
         saved, report = folder / f"dcp-{number}", folder / f"report-{number}"
         report.mkdir()
@@ -203,12 +203,12 @@ def dcp_amplification(folder: Path) -> dict[str, float]:
             port += 1
             mp.spawn(dcp_rank, (cut, port, str(saved), loads, str(report)), nprocs=cut.ranks)
         counts = [json.loads(path.read_text()) for path in report.iterdir()]
-        found[name] = sum(asked for asked, _ in counts) / sum(needed for _, needed in counts)
-    return found
+        ratios[name] = sum(requested for requested, _ in counts) / sum(needed for _, needed in counts)
+    return ratios
 
 
 def rates(url: str, nbytes: int, rounds: int, folder: Path) -> dict[str, float]:
-    """The rate of restores against plain reads, in turns, and what of the blocks was asked for twice."""
+    """Return the rate of restores against plain reads, in turns, and the part of the blocks that was requested twice."""
     bench = Bench(url, nbytes, folder)
     copy_step(bench.disk, 1, bench.tier)
     bench.raw_upload()

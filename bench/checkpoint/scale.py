@@ -1,8 +1,8 @@
-"""What a checkpoint costs one rank as the fleet grows, through the real code on a synthetic world of that size.
+"""Cost of a checkpoint for one rank as the fleet grows, measured with the real code on a synthetic world of that size.
 
 The state of an 8 B model (weights and two moments, 873 tensors) is sharded over all ranks: the most boxes that a layout can have. The
-images themselves are not written, their files are empty ones of the right size: what is measured is all that a checkpoint costs beside
-its data. Of the groups of ranks that collect each other's manifests one does so for real; what the others would leave is computed
+images themselves are not written, their files are empty ones of the right size: the bench measures all costs of a checkpoint beside
+its data. One group of ranks collects its members' manifests for real; the files of the other groups are computed
 in closed form and written with the same code.
 
 - *group*: the first rank of a group reads its members' manifests and writes their catalog, the first time and at every later save.
@@ -48,42 +48,42 @@ PARTS = ("model/", "optimizer/exp_avg/", "optimizer/exp_avg_sq/")
 
 
 def tensors() -> list[Box]:
-    """The state's tensors, whole."""
-    shapes = {one.name: one.shape for one in parameters(resolve(PRESETS["llama3-8b"], 128_256))}
+    """Return the boxes of the state's full tensors."""
+    shapes = {param.name: param.shape for param in parameters(resolve(PRESETS["llama3-8b"], 128_256))}
     return [full_box(part + name, "float32", shape) for part in PARTS for name, shape in shapes.items()]
 
 
 def rows_of(tensor: Box, rank: int, ranks: int) -> tuple[int, int]:
-    """First row, and row after the last, of a rank's chunk of a tensor: FSDP's division."""
+    """Return the first row, and the row after the last, of a rank's chunk of a tensor: FSDP's division."""
     rows = -(-tensor.shape[0] // ranks)
     return min(rank * rows, tensor.shape[0]), min((rank + 1) * rows, tensor.shape[0])
 
 
 def boxes_of(state: Sequence[Box], rank: int, ranks: int) -> list[Box]:
-    """The parts that a rank holds, without empty boxes."""
+    """Return a rank's parts of the state, without empty boxes."""
     cuts = [(tensor, *rows_of(tensor, rank, ranks)) for tensor in state]
     return [tensor.rows(first, last) for tensor, first, last in cuts if last > first]
 
 
 def entries_of(state: Sequence[Box], rank: int, ranks: int) -> tuple[tuple[ImageEntry, ...], int]:
-    """Where each box lies in a rank's image, and the image's bytes."""
+    """Return each box's place in a rank's image, and the image's bytes."""
     layout = image_layout(boxes_of(state, rank, ranks))
     return layout.entries, layout.nbytes
 
 
 class World:
-    """A checkpoint of ``ranks`` ranks in ``root``, of which most are stood in for."""
+    """A checkpoint of ``ranks`` ranks in ``root``; files of most of them are made in closed form."""
 
     def __init__(self, root: Path, ranks: int) -> None:
         self.state, self.ranks, self.tier = sorted(tensors()), ranks, DiskTier(root)
         self.firsts = list(range(0, ranks, CATALOG_RANKS))
 
     def members(self, first: int) -> range:
-        """The ranks of a group."""
+        """Return the ranks of a group."""
         return range(first, min(first + CATALOG_RANKS, self.ranks))
 
     def leave_images(self, draft: Draft, first: int) -> None:
-        """Leaves what the ranks of a group leave: an image (a hole of its size) and a manifest."""
+        """Write an image (a hole of its size) and a manifest for each rank of a group."""
         folder = self.tier.draft_folder(draft)
         place = f"ranks-{first:05d}" if first else ""
         (folder / place).mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ class World:
             )
 
     def table(self, first: int, *, merged: bool) -> BoxTable:
-        """The boxes of a group, or the rectangles that they make together, in closed form."""
+        """Return the boxes of a group, or the rectangles that they make together, in closed form."""
         members = self.members(first)
         names, ranks, begins, ends = [], [], [], []
         for number, tensor in enumerate(self.state):
@@ -118,7 +118,7 @@ class World:
                 ends.append(np.stack([np.ones_like(end[full]), end[full]], 1))
             else:
                 ends.append(np.stack([end[full], np.full_like(end[full], width)], 1))
-        tensor_of, holder, begin, end = (np.concatenate(one) for one in (names, ranks, begins, ends))
+        tensor_of, holder, begin, end = (np.concatenate(parts) for parts in (names, ranks, begins, ends))
         start = np.zeros_like(holder)
         if not merged:
             nbytes = 4 * (end - begin).prod(1)
@@ -128,7 +128,7 @@ class World:
         return BoxTable(tuple(self.state), tensor_of, holder, start, begin, end)
 
     def leave_summaries(self, draft: Draft, tables: dict[int, bytes], *, but: int | None) -> None:
-        """Leaves the catalogs and summaries of all groups but the first and ``but``."""
+        """Write the summaries of all groups but the first and ``but``."""
         folder = self.tier.draft_folder(draft) / SUMMARIES
         folder.mkdir(exist_ok=True)
         for first in self.firsts[1:]:
@@ -140,10 +140,10 @@ class World:
 
 
 def measure(ranks: int) -> dict[str, object]:
-    """Seconds of wall and of CPU time, and bytes, for one size."""
+    """Return seconds of wall and of CPU time, and bytes, for one size."""
     with tempfile.TemporaryDirectory() as root:
         world = World(Path(root), ranks)
-        # The second group, whose ranks hold something of every tensor also where there are more ranks than rows.
+        # The second group: its ranks have a part of every tensor even if there are more ranks than rows.
         lead = world.firsts[min(1, len(world.firsts) - 1)]
         tables = {first: encode_table(world.table(first, merged=True)) for first in world.firsts}
         report: dict[str, object] = {"ranks": ranks, "catalogs": len(world.firsts)}
@@ -172,10 +172,10 @@ def measure(ranks: int) -> dict[str, object]:
 
 
 def _plan(world: World, rank: int, ranks: int, held_as: int | None) -> tuple[int, int]:
-    tier = DiskTier(world.tier.root)  # nothing is known from before
+    tier = DiskTier(world.tier.root)  # a new object, so that nothing is cached
     needed = boxes_of(world.state, rank, ranks)
-    held = tier.boxes(2, held_as, needed)
-    return len(held), len(plan_restore(needed, held, reader=rank))
+    stored = tier.boxes(2, held_as, needed)
+    return len(stored), len(plan_restore(needed, stored, reader=rank))
 
 
 class _TierOfAnyCatalog(DiskTier):
@@ -188,7 +188,7 @@ class _TierOfAnyCatalog(DiskTier):
 
 
 def _restore_other(world: World, ranks: int) -> dict[str, object]:
-    """The plan of a rank of another fleet, for which the catalogs are first made in closed form."""
+    """Time the plan of a rank of another fleet, after making its catalogs in closed form."""
     rank = min(ranks // 2, CATALOG_RANKS)
     index = world.tier.index(2)
     needed = boxes_of(world.state, rank, ranks)
@@ -196,14 +196,14 @@ def _restore_other(world: World, ranks: int) -> dict[str, object]:
     if index.extents_checksum is not None:
         extents = world.tier.extents(2, index.extents_checksum).table
         opened = sorted(set(extents.holder[extents.overlapping(needed)].tolist()))
-    held: dict[int, Catalog] = {}
+    catalogs: dict[int, Catalog] = {}
     for first in opened:
         members = [
-            StoredImage(one, f"rank-{one}", 1 << 30, BLOCK_BYTES, np.zeros(1, np.uint64))
-            for one in world.members(first)
+            StoredImage(member, f"rank-{member}", 1 << 30, BLOCK_BYTES, np.zeros(1, np.uint64))
+            for member in world.members(first)
         ]
-        held[first] = Catalog(tuple(members), encode_table(world.table(first, merged=False)))
-        (world.tier.folder(2) / f"ranks-{first:05d}.catalog").write_bytes(encode_catalog(held[first]))
+        catalogs[first] = Catalog(tuple(members), encode_table(world.table(first, merged=False)))
+        (world.tier.folder(2) / f"ranks-{first:05d}.catalog").write_bytes(encode_catalog(catalogs[first]))
     tier = _TierOfAnyCatalog(world.tier.root)
 
     def plan() -> None:
@@ -223,16 +223,16 @@ def _timed(function: Callable[[], object]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Prints a line for each size of the fleet."""
+    """Print a line for each size of the fleet."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 1_024, 16_384, 98_304])
     parser.add_argument("--json", action="store_true", help="one JSON object a size")
-    given = parser.parse_args()
-    for ranks in given.ranks:
+    options = parser.parse_args()
+    for ranks in options.ranks:
         report = measure(ranks)
-        print(json.dumps(report) if given.json else "\n  ".join(f"{k}: {v}" for k, v in report.items()))
+        print(json.dumps(report) if options.json else "\n  ".join(f"{k}: {v}" for k, v in report.items()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cost of a snapshot: the training step's stall against one memory copy of the state, and what follows behind its back.
+"""The cost of a snapshot: the training step's stall against one memory copy of the state, and the work that follows in the background.
 
 Each round, on the same state: one memcpy of it into warm memory (the better of one and two threads), a snapshot by
 ``SnapshotWriter`` (the stall, then the time until it is complete with its checksums), a push of it to a buddy over loopback,
@@ -33,7 +33,7 @@ _RUN, _TOKEN = "bench", "the token of this bench only"
 
 
 def plain_shards(tensors: Mapping[str, torch.Tensor]) -> list[Shard]:
-    """Each tensor whole, as on a run with one rank."""
+    """Return one shard for each full tensor, as in a run with one rank."""
     return [
         Shard(full_box(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
         for name, tensor in tensors.items()
@@ -80,19 +80,19 @@ class Bench:
         )
 
     def restore_s(self, tier: SnapshotTier, step: int) -> float:
-        """Reading all of it back, checked, into memory that is mapped already."""
+        """Return the seconds to read all of it back, checked, into memory that is mapped already."""
         for tensor in self.target.values():
             tensor.zero_()
         shards: Sequence[Shard] = plain_shards(self.target)
         with closing(tier):
             taken = timed(lambda: restore(tier, step, shards, rank=0))
         if not all(torch.equal(self.target[name], self.state[name]) for name in self.state):
-            raise RuntimeError("what was restored is not what was taken")
+            raise RuntimeError("the restored tensors are not those of the snapshot")
         return taken
 
 
 def measure(size_gib: float, rounds: int, *, is_printed: bool) -> tuple[int, list[Round]]:
-    """The state's size in bytes and each round's times, after one round that warms all memory."""
+    """Return the state's size in bytes and each round's times, after one round that warms all memory."""
     state = make_state(size_gib)
     nbytes = sum(tensor.nbytes for tensor in state.values())
     warm = page_aligned(nbytes)
@@ -129,8 +129,8 @@ def main() -> None:
         8 * args.size_gib, "give a smaller --size-gib"
     )  # two segments on either side, state, copies
     nbytes, rounds = measure(args.size_gib, args.rounds, is_printed=not args.json)
-    medians = {name: statistics.median(getattr(one, name) for one in rounds) for name in asdict(rounds[0])}
-    ratio = statistics.median(one.stall_s / one.memcpy_s for one in rounds)
+    medians = {name: statistics.median(getattr(turn, name) for turn in rounds) for name in asdict(rounds[0])}
+    ratio = statistics.median(turn.stall_s / turn.memcpy_s for turn in rounds)
     if args.json:
         print(
             json.dumps(

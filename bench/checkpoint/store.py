@@ -1,8 +1,8 @@
-"""What an object store's client costs, against botocore; and copies and restores of checkpoints, against the library's plain calls.
+"""Cost of an object store's client, against botocore; and copies and restores of checkpoints, against the library's plain calls.
 
-All in one run against one server on this machine (ministack, started here, or whatever the environment names with ``--url``), in
-rounds of which the medians of ratios are told: other work on the machine moves all of a round together. Processor time is this
-process's own; the server's is not in it. botocore is what boto3 stands on, without its managed transfers.
+All in one run against one server on this machine (ministack, started here, or the store of the environment with ``--url``), in
+rounds; the figures are medians of ratios within rounds: other work on the machine moves all of a round together. Processor time is this
+process's own; the server's is not in it. botocore is the base of boto3, without its managed transfers.
 
     python -m bench.checkpoint.store [--json] [--rounds 5] [--mib 64] [--url s3://bucket/prefix]
 """
@@ -61,10 +61,10 @@ def cost_of(work: Callable[[], object]) -> Cost:
 
 @contextmanager
 def server() -> Iterator[str]:
-    """A ministack on a free port, with a bucket; the environment names it. Yields the bucket's URL."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    """Start a ministack on a free port, with a bucket, and set the environment to it. Yields the bucket's URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     os.environ |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1"}
     os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench"}
     command = [sys.executable, "-m", "hypercorn", "ministack.app:app", "--bind", f"127.0.0.1:{port}"]
@@ -171,10 +171,10 @@ def report(rounds: list[dict[str, Cost]], nbytes: int) -> dict[str, float]:
         "range_cpu_over_botocore": median(lambda r: r["ranges"].cpu_s / r["ranges_boto"].cpu_s),
         "ranges_per_cpu_s": median(lambda r: READS / r["ranges"].cpu_s),
         **{
-            f"{what}_{unit}{peer}": median(
-                lambda r, key=f"{what}{peer}", unit=unit: megabytes / getattr(r[key], f"{unit}_s")
+            f"{operation}_{unit}{peer}": median(
+                lambda r, key=f"{operation}{peer}", unit=unit: megabytes / getattr(r[key], f"{unit}_s")
             )
-            for what in ("put", "get")
+            for operation in ("put", "get")
             for peer in ("", "_boto")
             for unit in ("wall", "cpu")
         },
@@ -200,7 +200,9 @@ def main() -> None:
         rounds = [bench.one_round() for _ in range(args.rounds)]
     figures = report(rounds, args.mib << 20)
     if args.json:
-        print(json.dumps({**figures, "rounds": [{k: asdict(v) for k, v in one.items()} for one in rounds]}))
+        print(
+            json.dumps({**figures, "rounds": [{k: asdict(v) for k, v in costs.items()} for costs in rounds]})
+        )
         return
     for name, value in figures.items():
         print(f"  {name:26} {value:10.3f}")

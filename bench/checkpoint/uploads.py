@@ -1,10 +1,10 @@
-"""What copying checkpoints to an object store costs the steps that run meanwhile.
+"""Cost of copying checkpoints to an object store for the steps that run meanwhile.
 
-One run saves every few steps to the disk, and copies every second of these checkpoints to a real S3 server (ministack, on this machine). So the steps after a
-save whose checkpoint is copied lie between steps after saves whose checkpoints are not, in one process: whatever else makes processes differ, as the
-place of their memory or the machine's other work, makes both slower alike. The run computes with one thread: of two cores the other is left for the server,
-which in a cluster is elsewhere. Told is the median, over all such stretches, of the time of a stretch with a copy over the mean of its two neighbors, and which part of the
-stretch the copy took, and what sending, and reading and checking, cost the rank itself in processor time. A run without copies must end with the same weights.
+One run saves every few steps to the disk, and copies every second of these checkpoints to a real S3 server (ministack, on this machine). So stretches
+with a copy alternate with stretches without, in one process: other differences, as the place of memory or the machine's other work, slow both equally.
+The run computes with one thread: of two cores the other is left for the server, which in a cluster is elsewhere. The report has the median, over all
+copied stretches, of the time of the stretch over the mean of its two neighbors, the part of the stretch that the copy took, and the
+processor time of the rank for sending, and for reading and checking. A run without copies must end with the same weights.
 
     python -m bench.checkpoint.uploads [--runs 3] [--steps 240] [--every 10] [--mib-s 0]
 """
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--mib-s", type=float, default=0.0, help="checkpoint.store_mib_s; 0 is no limit")
     args = parser.parse_args()
     if args.steps < 6 * args.every:
-        parser.error("--steps must be six times --every or more: of fewer stretches nothing can be told")
+        parser.error("--steps must be six times --every or more: fewer stretches give no result")
     ratios: list[float] = []
     shares: list[float] = []
     weights: set[str] = set()
@@ -51,8 +51,8 @@ def main() -> None:
         for number in range(args.runs):
             url = server.url(secrets.token_hex(4))
             place = trained(args, data, url, Path(folder) / f"{number}-copied")
-            steps, found = steps_and_weights(place)
-            weights.add(found)
+            steps, weights_hash = steps_and_weights(place)
+            weights.add(weights_hash)
             ratios += over_neighbors(stretches([step["logged_s"] for step in steps], args.every))
             copied_s = statistics.median(copies_s(place))
             shares.append(copied_s / (args.every * statistics.median(step["logged_s"] for step in steps)))
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def trained(args: argparse.Namespace, data: Path, store: str, place: Path) -> Path:
-    """A run in a process of its own: its run directory."""
+    """Train in a process of its own, and return its run directory."""
     place.mkdir()
     fields = f"every_steps = {args.every}"
     if store:
@@ -103,12 +103,12 @@ def trained(args: argparse.Namespace, data: Path, store: str, place: Path) -> Pa
 
 
 def stretches(steps_s: list[float], every: int) -> list[float]:
-    """The time of the steps after each save up to the next one, beginning with the first save."""
+    """Return the time of the steps after each save up to the next one, beginning with the first save."""
     return [sum(steps_s[first : first + every]) for first in range(every, len(steps_s) - every + 1, every)]
 
 
 def over_neighbors(times_s: list[float]) -> list[float]:
-    """Each copied stretch (the second, the fourth and so on): its time over the mean of the two beside it."""
+    """Return the time of each copied stretch (the second, the fourth and so on) over the mean of the two beside it."""
     return [
         times_s[at] / statistics.mean((times_s[at - 1], times_s[at + 1]))
         for at in range(1, len(times_s) - 1, 2)
@@ -116,13 +116,13 @@ def over_neighbors(times_s: list[float]) -> list[float]:
 
 
 def copies_s(run: Path) -> list[float]:
-    """The seconds that each copy of a checkpoint took."""
+    """Return the seconds that each copy of a checkpoint took."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     return [event["seconds"] for event in events if event["kind"] == "CheckpointCopied"]
 
 
 def own_cost_ms_per_mib(url: str, file: Path, mib: int = 40, rounds: int = 5) -> dict[str, float]:
-    """The processor time of this process alone, for each MiB that it sends, and that it reads from a disk and checks; medians."""
+    """Return the processor time of this process alone for each MiB that it sends, and that it reads from a disk and checks; medians."""
     content = secrets.token_bytes(mib << 20)
     file.write_bytes(content)
     blocks = [memoryview(content)[at : at + (8 << 20)] for at in range(0, len(content), 8 << 20)]
@@ -144,7 +144,7 @@ def own_cost_ms_per_mib(url: str, file: Path, mib: int = 40, rounds: int = 5) ->
 
 
 def stored_mib(url: str) -> float:
-    """What lies below ``url``, in MiB: the checkpoints that are kept, two by default."""
+    """Return the size of all objects below ``url``, in MiB: the checkpoints that are kept, two by default."""
     return sum(info.nbytes for info in open_store(url).list()) / (1 << 20)
 
 

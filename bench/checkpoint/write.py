@@ -36,7 +36,7 @@ State = dict[str, torch.Tensor]
 
 
 def plain_shards(tensors: Mapping[str, torch.Tensor]) -> list[Shard]:
-    """Each tensor whole, as on a run with one rank."""
+    """Return one shard for each full tensor, as in a run with one rank."""
     return [
         Shard(full_box(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
         for name, tensor in tensors.items()
@@ -58,7 +58,7 @@ class Round:
 
 
 def make_state(size_gib: float) -> State:
-    """A transformer's weights (bf16) with master weights and two moments (fp32), in matrices of 16 Mi elements if they are that many."""
+    """Return a transformer's weights (bf16) with master weights and two moments (fp32), in matrices of 16 Mi elements if they are that many."""
     width = 4096 if size_gib >= 0.2 else 256
     layer_bytes = width**2 * 14
     layers = max(1, round(size_gib * (1 << 30) / layer_bytes))
@@ -79,7 +79,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def memcpy_s(state: State, target: ByteArray) -> float:
-    """One copy of the state by plain memcpy: the better of one thread and two."""
+    """Time one copy of the state by plain memcpy: the better of one thread and two."""
     sources = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in state.values()]
     ends = np.cumsum([source.nbytes for source in sources])
     targets = [target[end - source.nbytes : end] for end, source in zip(ends, sources, strict=True)]
@@ -94,7 +94,7 @@ def memcpy_s(state: State, target: ByteArray) -> float:
 
 
 def disk_limit_s(path: Path, data: ByteArray) -> float:
-    """The bytes of ``data`` by direct writes of 8 MiB from two threads, and fsync: no format, no checksum."""
+    """Time writing the bytes of ``data`` by direct writes of 8 MiB from two threads, and fsync: no format, no checksum."""
     data = data[: data.nbytes // 4096 * 4096]
     begin = time.perf_counter()
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_DIRECT)
@@ -113,7 +113,7 @@ def disk_limit_s(path: Path, data: ByteArray) -> float:
 
 
 def dcp_async_s(state: State, folder: Path) -> tuple[float, float]:
-    """Stall and total of PyTorch's asynchronous save in a thread."""
+    """Return stall and total of PyTorch's asynchronous save in a thread."""
     begin = time.perf_counter()
     future = dcp.async_save(
         state, checkpoint_id=folder, no_dist=True, async_checkpointer_type=dcp.AsyncCheckpointerType.THREAD
@@ -126,11 +126,11 @@ def dcp_async_s(state: State, folder: Path) -> tuple[float, float]:
 
 
 def restore_s(tier: DiskTier, step: int, state: State) -> float:
-    """Reading all of it back, verified, into memory that is mapped already."""
+    """Return the seconds to read all of it back, verified, into memory that is mapped already."""
     target = {name: torch.empty_like(tensor).zero_() for name, tensor in state.items()}
     taken = timed(lambda: restore(tier, step, plain_shards(target)))
     if not all(torch.equal(target[name], state[name]) for name in state):
-        raise RuntimeError("what was restored is not what was saved")
+        raise RuntimeError("the restored tensors are not the saved ones")
     return taken
 
 
@@ -212,7 +212,7 @@ def main() -> None:
         "--folder", type=Path, help="on the disk to be measured; default: the temporary folder"
     )
     args = parser.parse_args()
-    require_memory(6 * args.size_gib, "give a smaller --size-gib")  # state, copies, buffers, what is restored
+    require_memory(6 * args.size_gib, "give a smaller --size-gib")  # state, copies, buffers, restored tensors
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         result = measure(Path(folder), args.size_gib, args.rounds, args.buffers, is_printed=not args.json)

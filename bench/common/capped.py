@@ -25,13 +25,13 @@ class Cap:
     _peak: Path | None = None
 
     def peak_bytes(self) -> int:
-        """The most that the group has held, files' pages among them; 0 where there is no group."""
+        """Return the peak memory of the group with its page cache; 0 if there is no group."""
         return 0 if self._peak is None else int(self._peak.read_text())
 
 
 @contextmanager
 def capped(nbytes: int, number: int) -> Iterator[Cap]:
-    """A cap of ``nbytes``; a process beyond it is killed by the kernel (control group), or gets no memory (limit)."""
+    """Yield a cap of ``nbytes``; a process beyond it is killed by the kernel (control group), or gets no memory (limit)."""
     for root, sign, limit, peak in _PLACES:
         folder = root / f"phalanx-bench-{os.getpid()}-{number}"
         if not (root / sign).exists():

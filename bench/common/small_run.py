@@ -37,7 +37,7 @@ device = "cpu"
 
 @dataclass(frozen=True)
 class SmallRun:
-    """What differs between the benches' runs; ``data_fields`` and the like are further lines of those tables."""
+    """Fields that differ between the benches' runs; ``data_fields`` and the like are further lines of those tables."""
 
     name: str
     data: str
@@ -53,18 +53,18 @@ class SmallRun:
     final_sequences: int = 1
 
     def write(self, file: Path) -> Path:
-        """Writes the run file, and returns where it is."""
+        """Write the run file, and return its path."""
         file.write_text(_TEXT.format(**self.__dict__))
         return file
 
     def command(self, place: Path) -> list[str]:
-        """Writes the run file into ``place`` and returns the command that trains it on one rank, in ``place/run``."""
+        """Write the run file into ``place`` and return the command that trains it on one rank, in ``place/run``."""
         train = [sys.executable, "-m", "phalanx", "train", str(self.write(place / "run.toml"))]
         return [*train, "--run-dir", str(place / "run"), "--set", "parallel.ranks=1"]
 
 
 def steps_and_weights(run: Path) -> tuple[list[dict[str, Any]], str]:
-    """The logged steps of a finished run, and the hash of its weights."""
+    """Return the logged steps of a finished run, and the hash of its weights."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     weights = json.loads((run / "result.json").read_text())["weights_sha256"]
     return [event for event in events if event["kind"] == "Step"], str(weights)

@@ -11,9 +11,9 @@ from typing import Any
 
 
 def on_ranks(main: Callable[..., None], ranks: int, arguments: object) -> dict[str, float]:
-    """Calls ``main(rank, ranks, meeting point, arguments, results)`` on each rank; returns what the first rank puts into ``results``.
+    """Call ``main(rank, ranks, meeting point, arguments, results)`` on each rank; return the first item in ``results``.
 
-    Raises ``SystemExit`` if a rank ends before that.
+    Raises ``SystemExit`` if a rank fails before that.
     """
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
@@ -35,11 +35,11 @@ def on_ranks(main: Callable[..., None], ranks: int, arguments: object) -> dict[s
 def _answer(results: Any, processes: list[Any]) -> dict[str, float]:
     while True:
         try:
-            found: dict[str, float] = results.get(timeout=1.0)
+            answer: dict[str, float] = results.get(timeout=1.0)
         except queue.Empty:
             if any(process.exitcode for process in processes):
                 for process in processes:
                     process.terminate()
-                raise SystemExit("a rank has ended without an answer: see its words above") from None
+                raise SystemExit("a rank has ended without an answer: see its output above") from None
             continue
-        return found
+        return answer

@@ -2,8 +2,8 @@
 
 One dataset of packed records is written in each project's own form (a flat file of uint16; Megatron's ``.bin`` and ``.idx``), and each reads the same number of
 records in a random order into int64, in turns: a turn of ours, then one of each peer, and of the floor beside each, which is slices of a memory map
-one after the other, copied to int64. Peers run in Pythons of their own, each with its project installed; one that is not given is left out, and said so.
-What is reported is the rate over that of the floor in the same turn, the median over the turns.
+one after the other, copied to int64. Peers run in Pythons of their own, each with its project installed; one without a Python is left out, with a line on stderr.
+The report has the rate over that of the floor in the same turn, the median over the turns.
 
     python -m bench.data.beside_peers [--grain PYTHON] [--olmo PYTHON] [--megatron PYTHON] [--tokens N] [--turns N] [--json]
 
@@ -42,7 +42,7 @@ def floor(folder: Path) -> Read:
 
     def read(numbers: NDArray[np.int64]) -> object:
         out = np.empty((len(numbers), SEQ_LEN), dtype=np.int64)
-        for row in range(len(numbers)):  # one after the other, whatever the numbers
+        for row in range(len(numbers)):  # one after the other; the numbers do not matter
             at = (int(numbers[0]) + row) * SEQ_LEN % (len(tokens) - SEQ_LEN)
             out[row] = tokens[at : at + SEQ_LEN]
         return out
@@ -130,7 +130,7 @@ READERS: dict[str, Callable[[Path], Read]] = {
 
 
 def serve(name: str, folder: Path) -> None:
-    """As a child: read what each line of numbers says, and answer with the seconds that it took."""
+    """Run as a child: read the records of each line of numbers, and write the seconds that it took."""
     answers, sys.stdout = sys.stdout, sys.stderr
     read = READERS[name](folder)
     print("ready", file=answers, flush=True)
@@ -162,8 +162,8 @@ class Child:
         )
         assert self._process.stdout is not None
         if self._process.stdout.readline().strip() != "ready":
-            said = (self._process.communicate()[1].strip() or "nothing").splitlines()[-1]
-            raise RuntimeError(f"{name} does not start: {said}")
+            last_line = (self._process.communicate()[1].strip() or "no output").splitlines()[-1]
+            raise RuntimeError(f"{name} does not start: {last_line}")
 
     def seconds(self, *order: int) -> float:
         assert self._process.stdin is not None
@@ -177,7 +177,7 @@ class Child:
 
 
 def write_records(folder: Path, tokens: int) -> None:
-    """A packed dataset of documents with lengths like those of the web, of random bytes."""
+    """Write a packed dataset of documents with lengths like those of the web, of random bytes."""
     from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split
     from phalanx.data.stored.shard_writer import ShardFolder, ShardWriter, commit
     from phalanx.data.tokenizers.tokenizer import BytesTokenizer
@@ -213,22 +213,22 @@ def write_records(folder: Path, tokens: int) -> None:
 
 
 def padding() -> dict[str, float]:
-    """Padding of 2^24 tokens of documents, and the least that whole records could hold, in percent, by the length of records."""
+    """Return the padding of 2^24 tokens of documents, and the least that full records allow, in percent, by the length of records."""
     from phalanx.data.preparing.split_writer import WINDOW_TOKENS, Packer
 
-    random, found = np.random.default_rng(0), {}
+    random, percent = np.random.default_rng(0), {}
     lengths = np.exp(random.normal(6.1, 1.1, 40_000)).astype(int) + 2
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), WINDOW_TOKENS))]
     for seq_len in (2048, 8192):
         packer = Packer(seq_len, END)
         records = [packer.add(np.zeros(length, dtype=np.uint32)) for length in lengths.tolist()]
         last = packer.flush()
-        count = sum(len(one) for one in [*records, last] if one is not None)
-        held = count * seq_len - packer.padding_tokens
-        least = -(-held // seq_len) * seq_len - held
-        found[f"{seq_len}"] = 100 * packer.padding_tokens / (count * seq_len)
-        found[f"{seq_len} least"] = 100 * least / (held + least)
-    return found
+        count = sum(len(packed) for packed in [*records, last] if packed is not None)
+        tokens = count * seq_len - packer.padding_tokens
+        least = -(-tokens // seq_len) * seq_len - tokens
+        percent[f"{seq_len}"] = 100 * packer.padding_tokens / (count * seq_len)
+        percent[f"{seq_len} least"] = 100 * least / (tokens + least)
+    return percent
 
 
 def main() -> None:
@@ -249,9 +249,9 @@ def main() -> None:
         return
     pythons = {"phalanx": sys.executable}
     for name in PEERS:
-        given = getattr(options, name.partition("-")[0])
-        if given:
-            pythons[name] = given
+        python = getattr(options, name.partition("-")[0])
+        if python:
+            pythons[name] = python
         else:
             print(f"{name}: left out, no Python with it was given", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=".") as scratch:
@@ -270,7 +270,7 @@ def main() -> None:
         for turn in range(options.turns):
             order = (turn, turn * options.samples % available, options.samples, options.batch)
             for child in readers:
-                before, own, after = (one.seconds(*order) for one in (lowest, child, lowest))
+                before, own, after = (reader.seconds(*order) for reader in (lowest, child, lowest))
                 ratios[child.name].append((before + after) / 2 / own)
                 rates[child.name].append(options.samples * SEQ_LEN / own)
                 rates[lowest.name].append(options.samples * SEQ_LEN / before)
@@ -280,7 +280,7 @@ def main() -> None:
         {
             "reader": name,
             "million_tokens_per_s": statistics.median(rates[name]) / 1e6,
-            "of_the_floor": statistics.median(found) if (found := ratios.get(name)) else 1.0,
+            "of_the_floor": statistics.median(ratios[name]) if ratios.get(name) else 1.0,
         }
         for name in rates
     ]
@@ -294,7 +294,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "--serve" in sys.argv:  # by the Python of a peer, which has nothing of ours
+    if "--serve" in sys.argv:  # started with the Python of a peer, which has no Phalanx
         main()
     else:
         from bench.running import run_bench

@@ -1,11 +1,11 @@
 """Training on a dataset in an object store: how long steps wait, what an outage costs, and when the first batch is there.
 
-A real S3 server (ministack) is asked through a proxy whose answers are late by an exponential latency. ``waiting`` trains one small model
+All requests to a real S3 server (ministack) pass a proxy whose answers are late by an exponential latency. ``waiting`` trains one small model
 from a folder and from the store in turns, with a latency that lets the client's 32 requests bring twice the samples that the folder's run
 needs, 5% of the requests refused (503) and 1% reset; with that latency one answer in a thousand takes seven times the mean, about two seconds. ``outage`` ends every
 connection for a time in the middle of such a run. ``first`` opens a dataset of many shards in a new process, with nothing cached, and reads
 the first batch; beside it a range of one block by the store's client, and MosaicML Streaming where its Python is given. With an exponential latency the slowest of sixteen
-answers takes 3.4 times the mean, whoever asks; ``--steady`` makes all alike, so that what the reader itself takes is seen. ``cold`` reads every sample
+answers takes 3.4 times the mean for any client; ``--steady`` delays all equally, which shows the time of the reader itself. ``cold`` reads every sample
 of a dataset once, with nothing cached and no proxy, against plain reads of the same ranges by the store's library, in turns.
 
     python -m bench.data.in_stores waiting [--turns 3]
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def waiting_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[str, object]:
-    """Shares of steps spent waiting, and tokens/s against the folder's run."""
+    """Return shares of steps spent waiting, and tokens/s against the folder's run."""
     data = write_dataset(folder / "data", tokens=(args.steps + 1) * BATCH * (SEQ_LEN + 1) * 2, shards=4)
     url = server.url(secrets.token_hex(4))
     copy_dataset(str(data), url)
@@ -117,7 +117,7 @@ def waiting_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[s
 
 
 def outage_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[str, object]:
-    """Seconds that a run waits for a store that is away for a time, with read-ahead and without."""
+    """Return the seconds that a run waits for a store that is away for a time, with read-ahead and without."""
     steps = 600
     data = write_dataset(folder / "data", tokens=(steps + 1) * BATCH * (SEQ_LEN + 1) * 2, shards=4)
     url = server.url(secrets.token_hex(4))
@@ -134,7 +134,7 @@ def outage_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[st
 
 
 def cold_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[str, object]:
-    """The rate at which samples of 32 KiB come into an empty cache and out of it, over that of plain reads of their bytes."""
+    """Return the rate at which samples of 32 KiB come into an empty cache and out of it, over that of plain reads of their bytes."""
     samples = (args.mib << 20) // (2 * COLD_SEQ_LEN)
     data = write_dataset(folder / "data", tokens=samples * COLD_SEQ_LEN + 1, shards=1)
     url = server.url(secrets.token_hex(4))
@@ -179,9 +179,9 @@ def cold_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[str,
 
 
 def seconds_of(call: Callable[[], None]) -> float:
-    begun = time.perf_counter()
+    begin = time.perf_counter()
     call()
-    return time.perf_counter() - begun
+    return time.perf_counter() - begin
 
 
 def train(
@@ -192,7 +192,7 @@ def train(
     ahead_mib: float = 64.0,
     away: tuple[FaultyProxy, int, float, float] | None = None,
 ) -> dict[str, Any]:
-    """Trains in a process of its own with an empty cache; ``away``: a proxy, its server's port, and after how many seconds it loses it for how long."""
+    """Train in a process of its own with an empty cache. ``away``: a proxy, its server's port, seconds until it loses the server, and seconds of the outage."""
     place = folder / secrets.token_hex(4)
     place.mkdir()
     cache = f'cache = "{place / "cache"}"\nread_ahead_mib = {ahead_mib}' if data.startswith("s3:") else ""
@@ -271,12 +271,12 @@ with MDSWriter(out=folder, columns={"tokens": "ndarray:uint16"}, size_limit=limi
 
 
 def first_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[str, object]:
-    """Seconds from a process that has imported its libraries to its first batch, and of one range of one block."""
+    """Return the seconds from a process that has imported its libraries to its first batch, and of one range of one block."""
     per_shard = (args.shard_kib << 10) // (2 * SEQ_LEN)
     url = server.url(secrets.token_hex(4))
     if args.index_alone:
-        one = write_dataset(folder / "data", tokens=per_shard * SEQ_LEN, shards=1)
-        put_what_is_touched(one, open_store(url), args.shards)
+        dataset = write_dataset(folder / "data", tokens=per_shard * SEQ_LEN, shards=1)
+        put_touched_shards(dataset, open_store(url), args.shards)
     else:
         copy_dataset(
             str(write_dataset(folder / "data", args.shards * per_shard * SEQ_LEN, shards=args.shards)), url
@@ -309,7 +309,7 @@ def first_of(args: argparse.Namespace, folder: Path, server: Server) -> dict[str
 
 
 def in_new_process(python: str, code: str, url: str, folder: Path, *more: str) -> tuple[float, float]:
-    """Seconds to the first batch, and of the processor, if the code tells them."""
+    """Return the seconds to the first batch, and of the processor, if the code prints them."""
     cache = folder / secrets.token_hex(4)
     environment = os.environ | {"S3_ENDPOINT_URL": os.environ["AWS_ENDPOINT_URL"]}
     done = subprocess.run(
@@ -321,35 +321,35 @@ def in_new_process(python: str, code: str, url: str, folder: Path, *more: str) -
 
 
 def one_range(store: Store, blocks: int) -> float:
-    """Median seconds of a range of one of a shard's ``blocks``, over a connection that is there."""
+    """Return the median seconds of a range of one of a shard's ``blocks``, over a connection that is there."""
     times = []
     for number in (count % blocks for count in range(20)):
-        begun = time.perf_counter()
+        begin = time.perf_counter()
         store.ranges("train-00000.bin", [(number << 13, (number + 1) << 13)])
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - begin)
     return statistics.median(times)
 
 
-def put_what_is_touched(one: Path, store: Store, shards: int) -> None:
-    """A dataset of so many shards, each a copy of the one in ``one``, of which only those are in the store that a first batch touches."""
-    index = read_index(one)
+def put_touched_shards(dataset: Path, store: Store, shards: int) -> None:
+    """Store a dataset of ``shards`` copies of the shard in ``dataset``, without the shards that a first batch does not read."""
+    index = read_index(dataset)
     (shard,) = index.train.shards
     names = [f"train-{number:05d}.bin" for number in range(shards)]
     copies = tuple(msgspec.structs.replace(shard, file=name) for name in names)
-    whole = replace(index, train=replace(index.train, shards=copies))
+    full_index = replace(index, train=replace(index.train, shards=copies))
     seed = RunSpec().runtime.seed
-    first = SampleOrder(whole.samples(TRAIN, SEQ_LEN), seed).dataset_indices(0, BATCH) * SEQ_LEN
+    first = SampleOrder(full_index.samples(TRAIN, SEQ_LEN), seed).dataset_indices(0, BATCH) * SEQ_LEN
     for number in {0, *(first // shard.tokens).tolist(), *((first + SEQ_LEN) // shard.tokens).tolist()}:
-        store.put(names[number], (one / shard.file).read_bytes())
-        store.put(sums_file(Path(names[number])).name, sums_file(one / shard.file).read_bytes())
-    for file in one.glob("tokenizer*"):
+        store.put(names[number], (dataset / shard.file).read_bytes())
+        store.put(sums_file(Path(names[number])).name, sums_file(dataset / shard.file).read_bytes())
+    for file in dataset.glob("tokenizer*"):
         store.put(file.name, file.read_bytes())
-    store.put("index.json", whole.to_json().encode())
+    store.put("index.json", full_index.to_json().encode())
 
 
 @contextmanager
 def through(server: Server, faults: Faults) -> Iterator[FaultyProxy]:
-    """The environment leads through a proxy."""
+    """Set the environment so that requests pass a proxy; reset it after the block."""
     before = dict(os.environ)
     with faulty_proxy(server.port, faults, seed=5) as proxy:
         os.environ |= server.behind(proxy.port)
@@ -360,7 +360,7 @@ def through(server: Server, faults: Faults) -> Iterator[FaultyProxy]:
 
 
 def write_dataset(directory: Path, tokens: int, shards: int) -> Path:
-    """A dataset of random bytes in so many shards, with a short held-out split."""
+    """Write a dataset of random bytes in so many shards, with a short held-out split."""
     partial = directory.with_name("partial")
     partial.mkdir()
     tokenizer = BytesTokenizer()

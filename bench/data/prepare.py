@@ -3,7 +3,7 @@
     python -m bench.data.prepare [--mib 32] [--rounds 3] [--datatrove PYTHON]
 
 Each figure is MB of text per second of processor time (all processes together). The yardstick is ``encode_batch_fast`` of the same tokenizer on the same texts, in
-memory, in batches of 2 MiB on one thread, and for two processes that of two such side by side. Beside them, where a Python that has it is given, datatrove's
+memory, in batches of 2 MiB on one thread, and for two processes that of two such side by side. Beside them, if ``--datatrove`` is set, datatrove's
 ``JsonlReader`` and ``DocumentTokenizer`` in one task, on the same files. Texts are the Python standard library's source in pieces of some 4 KiB, as ``.jsonl.zst`` in files of 8 MiB of text.
 """
 
@@ -38,7 +38,7 @@ _BATCH_CHARACTERS = 1 << 21
 
 
 def texts_of(mib: int) -> list[str]:
-    """Some MiB of pieces of source code; further rounds are marked, so that no two pieces are equal."""
+    """Return ``mib`` MiB of pieces of source code; further rounds are marked, so that no two pieces are equal."""
     pieces: list[str] = []
     size = round_number = 0
     while size < mib << 20:
@@ -53,20 +53,20 @@ def texts_of(mib: int) -> list[str]:
 
 
 def cpu_s() -> float:
-    """Processor time of this process and its ended children."""
+    """Return the processor time of this process and its ended children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def measured(call: Callable[[], object]) -> tuple[float, float]:
-    """(processor time, clock time) of a call, in s."""
+    """Return (processor time, clock time) of a call, in s."""
     cpu, clock = cpu_s(), time.monotonic()
     call()
     return cpu_s() - cpu, time.monotonic() - clock
 
 
 def encode(tokenizer: BpeTokenizer, texts: list[str]) -> None:
-    """The yardstick."""
+    """Encode the texts with the yardstick, in one thread."""
     batch: list[str] = []
     size = 0
     for text in texts:
@@ -79,7 +79,7 @@ def encode(tokenizer: BpeTokenizer, texts: list[str]) -> None:
 
 
 def encode_in_two(tokenizer: BpeTokenizer, texts: list[str]) -> None:
-    """The yardstick of two processes."""
+    """Encode half of the texts with the yardstick in each of two processes."""
     children = []
     for half in (texts[::2], texts[1::2]):
         if not (child := os.fork()):
@@ -108,7 +108,7 @@ print(json.dumps([ended.user + ended.system - begun.user - begun.system, time.mo
 
 
 def by_datatrove(python: str, folder: Path, number: int, end: str) -> tuple[float, float]:
-    """(processor time, clock time) of its pipeline, in s, its imports left out."""
+    """Return (processor time, clock time) of datatrove's pipeline, in s, without its imports."""
     command = [python, "-c", DATATROVE, str(folder / "raw"), str(folder / f"datatrove-{number}")]
     done = subprocess.run(
         [*command, str(folder / "tokenizer.json"), end],
@@ -121,7 +121,7 @@ def by_datatrove(python: str, folder: Path, number: int, end: str) -> tuple[floa
 
 
 def write_raw(folder: Path, texts: list[str]) -> None:
-    """The texts as compressed JSON lines."""
+    """Write the texts as compressed JSON lines."""
     folder.mkdir()
     lines: list[bytes] = []
     size = files = 0
@@ -134,7 +134,7 @@ def write_raw(folder: Path, texts: list[str]) -> None:
 
 
 def prepared(recipe: Path, out: Path, executor: Executor) -> None:
-    """One preparation, its workers ended."""
+    """Prepare the dataset of a recipe, and end the workers."""
     carry_out(place_plan(read_recipe(recipe), recipe.parent, str(out)), executor)
     executor.close()
 
@@ -190,7 +190,7 @@ def main() -> None:
     sys.stdout.write(f"{text_mb:.1f} MB of text, medians of {options.rounds}\n")
     for name in figures[0]:
         cpu, clock, ratio = (
-            statistics.median(column) for column in zip(*(one[name] for one in figures), strict=True)
+            statistics.median(column) for column in zip(*(figure[name] for figure in figures), strict=True)
         )
         sys.stdout.write(
             f"{name:31} {text_mb / cpu:6.2f} MB per CPU-s  {ratio:5.2f} of encode_batch_fast  {text_mb / clock:6.2f} MB/s\n"
@@ -200,16 +200,16 @@ def main() -> None:
 def round_of(
     runs: dict[str, Callable[[int], tuple[float, float]]], number: int, yardstick: Callable[[], object]
 ) -> dict[str, tuple[float, float, float]]:
-    """(processor time, clock time, ratio) of each; the yardstick is taken before and after each, since machines change their pace."""
-    found: dict[str, tuple[float, float, float]] = {}
+    """Return (processor time, clock time, ratio) of each; the yardstick is taken before and after each, since machines change their pace."""
+    figures: dict[str, tuple[float, float, float]] = {}
     before = measured(yardstick)
-    found["encode_batch_fast in memory"] = (*before, 1.0)
+    figures["encode_batch_fast in memory"] = (*before, 1.0)
     for name, run in runs.items():
         cpu, clock = run(number)
         after = measured(yardstick)
-        found[name] = cpu, clock, (before[0] + after[0]) / 2 / cpu
+        figures[name] = cpu, clock, (before[0] + after[0]) / 2 / cpu
         before = after
-    return found
+    return figures
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """How fast shuffled training samples are, against a plain sequential read of the same memory map.
 
 The floor for any loader is to take slices of the memory map one after the other and copy each to int64. Training
-samples pay on top for the shuffle, for finding the shard, and for the memory's dislike of random access. Both read the
+samples pay on top for the shuffle, for finding the shard, and for random access to memory. Both read the
 same number of tokens in the same shapes, in turns; the ratio is the median over the turns, of the time on the clock and of the processor's, which other
 work on the machine does not stretch. With ``--cold`` the file is
 dropped from the page cache before each turn, so that the disk is read: there, plain page faults in the same random
-order are a third contender, because sequential reads say nothing about a shuffle.
+order are a third contender, because sequential reads are no measure of a shuffle.
 
 Training samples are compared with the checksums of their blocks when these are first touched. That is done once a process, so that
 the reader kept over all turns has mostly done with it; "opened anew" begins each turn with no block compared, which is the cost of a
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def write_dataset(directory: Path, tokens: int) -> None:
-    """A dataset of random bytes; the values do not matter to a reader."""
+    """Write a dataset of random bytes; the values do not matter to a reader."""
     partial = directory.with_name("partial")
     partial.mkdir()
     tokenizer = BytesTokenizer()
@@ -150,7 +150,7 @@ class Cost:
 
 
 def time_turns(directory: Path, args: argparse.Namespace) -> list[list[Cost]]:
-    """What each turn of each reader takes; in a turn all read the same sample numbers, in rotating order of readers."""
+    """Return the cost of each turn of each reader; in a turn all read the same sample numbers, in rotating order of readers."""
     costs: list[list[Cost]] = [[] for _ in READERS]
     kept = [] if args.cold else [reader.open(directory) for reader in READERS]
     available = args.tokens // SEQ_LEN - 1
@@ -190,9 +190,11 @@ def report(costs: list[list[Cost]], args: argparse.Namespace) -> None:
         rows.append(
             {
                 "reader": reader.name,
-                "tokens_per_s": args.samples * SEQ_LEN / statistics.median(one.wall_s for one in own),
-                "ratio_to_sequential": statistics.median(floor.wall_s / one.wall_s for floor, one in turns),
-                "ratio_of_processor_time": statistics.median(floor.cpu_s / one.cpu_s for floor, one in turns),
+                "tokens_per_s": args.samples * SEQ_LEN / statistics.median(cost.wall_s for cost in own),
+                "ratio_to_sequential": statistics.median(floor.wall_s / cost.wall_s for floor, cost in turns),
+                "ratio_of_processor_time": statistics.median(
+                    floor.cpu_s / cost.cpu_s for floor, cost in turns
+                ),
             }
         )
     if args.json:

@@ -16,13 +16,13 @@ LOAD = bench.Load(rate=1.0, requests=4, ttft_s=1.0, tpot_s=0.1)
 
 
 def test_requests_within_both_objectives_count() -> None:
-    found = bench.Found([(0.5, 0.05), (1.0, 0.1), (1.1, 0.05), (0.5, 0.2)], 0, 4.0)
+    found = bench.LoadResult([(0.5, 0.05), (1.0, 0.1), (1.1, 0.05), (0.5, 0.2)], 0, 4.0)
     assert found.goodput(LOAD) == 0.5
     assert "goodput 0.500 of 1.000 requests/s, 4 answered, 0 failed" in bench.line("ours", found, LOAD)
 
 
 def test_a_side_that_answered_nothing_has_a_line_too() -> None:
-    nothing = bench.Found([], 4, 2.0)
+    nothing = bench.LoadResult([], 4, 2.0)
     assert nothing.goodput(LOAD) == 0
     assert bench.line("vLLM", nothing, LOAD) == "  vLLM: goodput 0, none answered, 4 failed"
 
