@@ -1,8 +1,8 @@
 """Faults against real fleets, many of them: every run must end with the weights of the undisturbed one.
 
 Each run is a fleet of three nodes and a spare on this machine, with random faults at random steps and phases: workers, nodes and the
-coordinator killed, ranks that hang, links that break, also during recovery. What is reported of each: the hash against that
-of an undisturbed run of the same layout, recoveries, steps computed again, and whether the ledger sums to wall time.
+coordinator killed, ranks that hang, links that break, also during recovery. The report has for each: the hash against that
+of an undisturbed run of the same layout, recoveries, steps computed again, and the part of wall time that no ledger covers.
 
     python -m bench.fleet.chaos                                  # 40 runs with 5 faults each
     python -m bench.fleet.chaos --runs 3 --faults 2 --seed 100
@@ -64,7 +64,7 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tensor 2": ("", ("parallel.tensor=2", "fleet.workers_per_node=2")),
     "experts over 2": (MOE, ("parallel.expert=2", "parallel.tensor=2", "fleet.workers_per_node=2")),
 }
-"""Names, what they add to the run file, and the fields that they set."""
+"""Names, the lines that they add to the run file, and the fields that they set."""
 
 
 @dataclass(frozen=True)
@@ -79,35 +79,35 @@ class Outcome:
     unaccounted: float
     """Share of the wall time from first to last event that no ledger covers."""
     committed: int = 0
-    """Faults that really happened: one that is meant for a node which is a spare then does not."""
+    """Faults that really happened: a fault for a node that is a spare at that time does not."""
     message: str = ""
 
 
 def phalanx(*arguments: str) -> tuple[int, dict[str, Any] | None, str]:
-    """Runs the command line; exit code, the object on its last line, and what it said."""
-    done = subprocess.run(
+    """Run the command line. Return the exit code, the object on its last line, and its output."""
+    process = subprocess.run(
         [sys.executable, "-m", "phalanx", *arguments], capture_output=True, text=True, check=False
     )
-    lines = done.stdout.strip().splitlines()
-    result = json.loads(lines[-1]) if done.returncode == 0 and lines else None
-    return done.returncode, result, done.stdout + done.stderr
+    lines = process.stdout.strip().splitlines()
+    result = json.loads(lines[-1]) if process.returncode == 0 and lines else None
+    return process.returncode, result, process.stdout + process.stderr
 
 
 def undisturbed(folder: Path, layout: str, steps: int) -> str:
-    """The hash of a layout's run without any fleet."""
+    """Return the hash of a layout's run without any fleet."""
     run_file = write_run(folder, layout, steps)
     ranks = "2" if LAYOUTS[layout][1] and "workers" in LAYOUTS[layout][1][-1] else "1"
     sets = [part for field in LAYOUTS[layout][1] for part in ("--set", field)]
-    code, result, said = phalanx(
+    code, result, output = phalanx(
         "train", str(run_file), "--ranks", ranks, *sets, "--run-dir", str(folder / f"calm {layout}"), "--json"
     )
     if result is None:
-        raise SystemExit(f"the undisturbed run of {layout} ended with {code}:\n{said[-2000:]}")
+        raise SystemExit(f"the undisturbed run of {layout} ended with {code}:\n{output[-2000:]}")
     return str(result["weights_sha256"])
 
 
 def write_run(folder: Path, layout: str, steps: int) -> Path:
-    """The run file of a layout."""
+    """Write the run file of a layout."""
     path = folder / f"{layout.replace(' ', '-')}.toml"
     data = Path(__file__).parents[2] / ".cache/data/python-stdlib"
     path.write_text(RUN.format(moe=LAYOUTS[layout][0], data=data, steps=steps))
@@ -115,11 +115,11 @@ def write_run(folder: Path, layout: str, steps: int) -> Path:
 
 
 def disturbed(folder: Path, layout: str, seed: int, faults: int, steps: int, expected: str) -> Outcome:
-    """One run with random faults."""
+    """Run once with random faults."""
     run_dir = folder / f"{layout} {seed}"
     sets = [part for field in LAYOUTS[layout][1] for part in ("--set", field)]
     begin = time.monotonic()
-    code, result, said = phalanx(
+    code, result, output = phalanx(
         "train",
         str(write_run(folder, layout, steps)),
         *sets,
@@ -131,17 +131,17 @@ def disturbed(folder: Path, layout: str, seed: int, faults: int, steps: int, exp
     )
     seconds = time.monotonic() - begin
     if result is None:
-        return Outcome(layout, seed, False, seconds, (), 0.0, 0, f"ended with {code}: {said[-1500:]}")
+        return Outcome(layout, seed, False, seconds, (), 0.0, 0, f"ended with {code}: {output[-1500:]}")
     same = result["weights_sha256"] == expected
     message = "" if same else f"hash {result['weights_sha256'][:12]} instead of {expected[:12]}"
-    held_s = sum(result["ledger"].values())
-    unattributed = result["ledger"].get("unattributed", 0.0) / held_s
+    ledger_s = sum(result["ledger"].values())
+    unattributed = result["ledger"].get("unattributed", 0.0) / ledger_s
     committed = len(list((run_dir / "faults").glob("*")))  # no folder without a fault
     return Outcome(layout, seed, same, seconds, tuple(result["recoveries"]), unattributed, committed, message)
 
 
 def main() -> int:
-    """Prints one line a run and the sum of all; 1 if any run ended otherwise than it should."""
+    """Print one line a run and the sum of all. Return 1 if any run has another hash or failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -165,7 +165,7 @@ def main() -> int:
             seed = arguments.seed + number
             outcome = disturbed(folder, layout, seed, arguments.faults, arguments.steps, calm[layout])
             outcomes.append(outcome)
-            lost = [one["lost_steps"] for one in outcome.recoveries]
+            lost = [recovery["lost_steps"] for recovery in outcome.recoveries]
             print(
                 f"{layout}, seed {seed}: {'same' if outcome.same else 'WRONG'}, {outcome.committed} faults, {len(lost)} recoveries, lost steps {lost}, "
                 f"{outcome.seconds:.0f} s, unattributed {outcome.unaccounted:.2%} {outcome.message}",
@@ -176,24 +176,25 @@ def main() -> int:
 
 
 def summarize(outcomes: list[Outcome]) -> None:
-    """The figures of all runs together."""
-    recoveries = [one for outcome in outcomes for one in outcome.recoveries]
+    """Print the figures of all runs together."""
+    recoveries = [recovery for outcome in outcomes for recovery in outcome.recoveries]
     print(
         f"{len(outcomes)} runs with {sum(o.committed for o in outcomes)} faults that happened: "
         f"{sum(o.same for o in outcomes)} with the same hash"
     )
     if not recoveries:
         return
-    lost = [one["lost_steps"] for one in recoveries]
+    lost = [recovery["lost_steps"] for recovery in recoveries]
     print(
         f"{len(recoveries)} recoveries; steps computed again: most {max(lost)}, mean {statistics.mean(lost):.2f}"
     )
-    moved = [one["moved_bytes"] / 2**20 for one in recoveries]
+    moved = [recovery["moved_bytes"] / 2**20 for recovery in recoveries]
     print(
         f"moved between nodes for a recovery: median {statistics.median(moved):.2f} MiB, most {max(moved):.2f} MiB"
     )
     again = [
-        sum(s for phase, s in one["seconds"].items() if phase != "fault.undetected") for one in recoveries
+        sum(s for phase, s in recovery["seconds"].items() if phase != "fault.undetected")
+        for recovery in recoveries
     ]
     print(
         f"from detection to the next step: median {statistics.median(again):.2f} s, worst {max(again):.2f} s"

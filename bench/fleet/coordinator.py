@@ -1,16 +1,16 @@
-"""How many agents one coordinator holds, over real sockets on this machine, and what they cost it.
+"""Number of agents that one coordinator serves over real sockets on this machine, and their cost to it.
 
     python -m bench.fleet.coordinator --nodes 12500 --heartbeat-s 5
 
-A real coordinator process serves simulated agents: real streams of one load generator process (this one), that greet, beat,
+A real coordinator process serves simulated agents: real streams of one load generator process (this one). They greet, beat,
 park and bind as agents do, without workers. Reported: the coordinator's share of a core and its memory in steady state, the
-size of its journal, and how long a whole re-formation takes after one node's connection breaks (all park, a spare
+size of its journal, and how long a re-formation takes after one node's connection breaks (all park, a spare
 takes the seat, all bind). The load generator competes for the same cores; its own share is reported too.
 
     python -m bench.fleet.coordinator --describe 200
 
 The data ports of so many nodes instead, each with one rank's snapshot, after a change of the number of ranks: every rank needs the
-descriptions of all. Reported: requests and seconds if each asks all, and if each asks for its share and tells the others.
+descriptions of all. Reported: requests and seconds if each requests all, and if each requests its share and sends it to the others.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SimulatedAgent:
         self.name, self.heartbeat_s = f"node-{number}", heartbeat_s
         self.epoch, self.bound_s = m.NO_EPOCH, 0.0
         self.points = tuple(f"10.{number >> 8}.{number & 255}.1:{5000 + w}" for w in range(WORKERS))
-        self.held: tuple[m.RankSnapshot, ...] = ()
+        self.snapshots: tuple[m.RankSnapshot, ...] = ()
         self.number = number
         self.link = CoordinatorLink(
             lambda: [address], credentials, self.greet, self.on_command, lambda _line: None
@@ -76,17 +76,19 @@ class SimulatedAgent:
         rack = (f"switch-{self.number // 640}", f"rack-{self.number // 16}")
         bound = self.epoch != m.NO_EPOCH
         host = f"10.{self.number >> 8}.{self.number & 255}.1"
-        return [m.Joined(self.name, 1, WORKERS, host, 4000, rack, self.held, self.epoch, bound, self.points)]
+        return [
+            m.Joined(self.name, 1, WORKERS, host, 4000, rack, self.snapshots, self.epoch, bound, self.points)
+        ]
 
     def on_command(self, command: c.Command) -> None:
         match command:
             case c.Bind(epoch=epoch, ranks=ranks, places=places):
                 self.epoch, self.bound_s = epoch, time.monotonic()
-                self.held = tuple(m.RankSnapshot(ranks, rank, 0, "own", 1, epoch) for _, rank in places)
+                self.snapshots = tuple(m.RankSnapshot(ranks, rank, 0, "own", 1, epoch) for _, rank in places)
                 self.link.send(m.Bound(self.name, 1, epoch))
             case c.Park(epoch=epoch):
                 self.epoch = m.NO_EPOCH
-                self.link.send(m.Parked(self.name, 1, epoch, self.points, self.held))
+                self.link.send(m.Parked(self.name, 1, epoch, self.points, self.snapshots))
             case c.TellAll():
                 for report in self.greet():
                     self.link.send(report)
@@ -100,7 +102,7 @@ class SimulatedAgent:
 
 
 def make_run(folder: Path, nodes: int, heartbeat_s: float) -> RunSpec:
-    """A run of one model copy on each node: every node holds its own shards."""
+    """Write the files of a run with one model copy on each node: every node has its own shards."""
     ranks = nodes * WORKERS
     fleet = FleetSpec(
         nodes=nodes, spares=1, workers_per_node=WORKERS, heartbeat_s=heartbeat_s, lease_s=60.0, confirm_s=1.0
@@ -119,18 +121,18 @@ def make_run(folder: Path, nodes: int, heartbeat_s: float) -> RunSpec:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor seconds that a process has used."""
+    """Return the processor seconds that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 def rss_bytes(pid: int) -> int:
-    """Memory of a process."""
+    """Return the resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 async def until(
-    folder: Path, what: str, condition: Callable[[FleetFile], bool], patience_s: float, pid: int
+    folder: Path, state: str, condition: Callable[[FleetFile], bool], patience_s: float, pid: int
 ) -> float:
     """Return the seconds until fleet.json meets ``condition``; raise if the coordinator with ``pid`` ends, or after ``patience_s``."""
     began_s = time.monotonic()
@@ -139,15 +141,17 @@ async def until(
             if condition(read_fleet_file(folder)):
                 return time.monotonic() - began_s
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            raise SystemExit(f"the coordinator (process {pid}) ended before the fleet was {what}")
+            raise SystemExit(f"the coordinator (process {pid}) ended before the fleet was {state}")
         await asyncio.sleep(0.5)
-    raise SystemExit(f"the fleet was not {what} within {patience_s:.0f} s: give fewer nodes or more patience")
+    raise SystemExit(
+        f"the fleet was not {state} within {patience_s:.0f} s: give fewer nodes or more patience"
+    )
 
 
 async def measure(
     folder: Path, spec: RunSpec, pid: int, seconds: float, patience_s: float
 ) -> dict[str, float]:
-    """Attaches all agents, watches, breaks one connection."""
+    """Attach all agents, measure steady state, then break one connection and measure the re-formation."""
     await until(folder, "listening", lambda _: True, patience_s, pid)
     address, credentials = read_fleet_file(folder).coordinator, credentials_of(folder, spec, 0, None)
     agents = [
@@ -173,7 +177,7 @@ async def measure(
     journal_bytes = journal.stat().st_size
     await asyncio.sleep(seconds)
     passed_s = time.monotonic() - began_s
-    found = {
+    report = {
         "agents": float(sum(member.attached for member in read_fleet_file(folder).members)),
         "ranks": float(read_fleet_file(folder).ranks),
         "heartbeat_s": spec.fleet.heartbeat_s,
@@ -189,13 +193,13 @@ async def measure(
     began_s = time.monotonic()
     tasks[victim].cancel()
     await until(folder, "re-formed", lambda f: f.epoch > epoch and f.phase == "running", patience_s, pid)
-    found["reform_s_with_confirm_1s"] = time.monotonic() - began_s
-    found["reform_cpu_s"] = cpu_s(pid) - its_s
-    return found
+    report["reform_s_with_confirm_1s"] = time.monotonic() - began_s
+    report["reform_cpu_s"] = cpu_s(pid) - its_s
+    return report
 
 
 def describe_all(nodes: int) -> dict[str, float]:
-    """Requests to data ports, and seconds, until each of as many readers as nodes has the descriptions of all snapshots."""
+    """Return requests to data ports, and seconds, until each of ``nodes`` readers has the descriptions of all snapshots."""
     memories = [SnapshotMemory("bench", 1) for _ in range(nodes)]
     for rank, memory in enumerate(memories):
         image = np.full(4096, rank % 251, dtype=np.uint8)
@@ -209,48 +213,48 @@ def describe_all(nodes: int) -> dict[str, float]:
     servers = [SnapshotServer(memory, TOKEN) for memory in memories]
     holders = [SnapshotHolder(rank, f"127.0.0.1:{server.port}") for rank, server in enumerate(servers)]
     requests = 0
-    ask = SnapshotClient.record
+    fetch_record = SnapshotClient.record
 
     def counting(client: SnapshotClient, key: SnapshotKey) -> bytes:
         nonlocal requests
         requests += 1
-        return ask(client, key)
+        return fetch_record(client, key)
 
     SnapshotClient.record = counting  # type: ignore[method-assign]
     began_s = time.monotonic()
-    told: dict[int, bytes] = {}
+    shared_records: dict[int, bytes] = {}
     for holder in holders:
-        told |= describe(nodes, 1, [holder], token=TOKEN)
-    found = {"nodes": float(nodes), "shared_requests": float(requests)}
-    for known, name in ((told, "shared"), ({}, "unshared")):
-        began_s, requests = (began_s, requests) if known else (time.monotonic(), 0)
+        shared_records |= describe(nodes, 1, [holder], token=TOKEN)
+    report = {"nodes": float(nodes), "shared_requests": float(requests)}
+    for known_records, name in ((shared_records, "shared"), ({}, "unshared")):
+        began_s, requests = (began_s, requests) if known_records else (time.monotonic(), 0)
         for reader in range(nodes):
-            tier = SnapshotTier(nodes, 1, holders=holders, records=known, token=TOKEN, reader=reader)
+            tier = SnapshotTier(nodes, 1, holders=holders, records=known_records, token=TOKEN, reader=reader)
             assert len(tier.boxes(1)) == nodes
             tier.close()
-        found |= {f"{name}_requests": float(requests), f"{name}_s": time.monotonic() - began_s}
+        report |= {f"{name}_requests": float(requests), f"{name}_s": time.monotonic() - began_s}
     for server in servers:
         server.close()
-    return found
+    return report
 
 
 def main() -> None:
-    """Prints the figures as JSON."""
+    """Print the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nodes", type=int, default=12_500)
     parser.add_argument("--heartbeat-s", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=30.0, help="of steady state")
     parser.add_argument("--patience-s", type=float, default=300.0)
     parser.add_argument("--describe", type=int, help="measure the data ports of so many nodes instead")
-    given = parser.parse_args()
-    if given.describe:
-        print(json.dumps(describe_all(given.describe)))
+    options = parser.parse_args()
+    if options.describe:
+        print(json.dumps(describe_all(options.describe)))
         return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        spec = make_run(folder, given.nodes, given.heartbeat_s)
+        spec = make_run(folder, options.nodes, options.heartbeat_s)
         with (folder / "coordinator.log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "phalanx.fleet.control.coordinator", "--run-dir", name],
@@ -258,7 +262,7 @@ def main() -> None:
                 stderr=log,
             )
         try:
-            asyncio.run(_measured(folder, spec, process, given.seconds, given.patience_s))
+            asyncio.run(_measured(folder, spec, process, options.seconds, options.patience_s))
         finally:
             process.kill()
 

@@ -1,13 +1,13 @@
 """Real fleets, disturbed from outside: every run must end within a bound, with the undisturbed weights or with a clear error.
 
-``bench.fleet.chaos`` asks the fleet to break itself. Here nothing of Phalanx helps: signals to the launcher, the coordinator, agents and
+``bench.fleet.chaos`` uses faults built into the fleet. Here the faults come from outside of Phalanx: signals to the launcher, the coordinator, agents and
 workers (found through /proc as children of the launcher), damaged, truncated and deleted files of the run directory while it trains,
-and strangers on every listening port. A disturbance comes when so many steps have been written to the event stream, so it hits a
+and strangers on every listening port. A disturbance waits until its step is written to the event stream, so it hits a
 fleet that trains. A launcher that ends by a signal is started again with the same command. Each run ends in one of these ways:
 
     same        exit code 0 and the hash of the undisturbed run
     refused     another exit code, an error message and no traceback
-    WRONG       another hash; or a traceback; or an exit without a word
+    WRONG       another hash; or a traceback; or an exit without a message
     HANG        it has not ended ``--bound-s`` after the last disturbance and the last step
 
     python -m bench.fleet.outside --runs 20 --seed 0
@@ -77,7 +77,7 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "experts": ("[model.moe]\nexperts = 4\nper_token = 2\nffn_dim = 48\n", ()),
     "tensor 2 or 1": ("", ("model.lanes=2", "parallel.tensor=2", "fleet.least_tensor=1", "fleet.spares=0")),
 }
-"""Names, what they add to the run file, and the fields that they set."""
+"""Names, the lines that they add to the run file, and the fields that they set."""
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 PROGRAMS = ("launcher", "coordinator", "agent", "worker")
 FILES = (
@@ -91,27 +91,27 @@ _POLL_S, _MOST_STARTS, _IDLE_CONNECTIONS, _IDLE_S = 0.1, 12, 100, 8.0
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Something that befalls a fleet from outside, once so many steps have been written."""
+    """A fault from outside, which happens once step ``at_step`` has been written."""
 
     at_step: int
-    what: str
+    kind: str
     """A signal, a damage, or a kind of stranger."""
-    whom: str = ""
+    target: str = ""
     """A program or a file."""
     for_s: float = 0.0
     """Seconds until SIGCONT, for "stop"."""
     then_kill: str = ""
-    """The program that is killed afterwards, so that somebody has to read the damaged file."""
+    """The program that is killed afterwards, so that a process has to read the damaged file."""
 
     def __str__(self) -> str:
         span = f" {self.for_s:.1f} s" if self.for_s else ""
         then = f", kill {self.then_kill}" if self.then_kill else ""
-        return f"{self.what} {self.whom}".strip() + f"{span}{then} @{self.at_step}"
+        return f"{self.kind} {self.target}".strip() + f"{span}{then} @{self.at_step}"
 
 
 @dataclass
 class Outcome:
-    """How one run ended."""
+    """The end of one run."""
 
     layout: str
     seed: int
@@ -124,54 +124,56 @@ class Outcome:
 
 
 def planned(seed: int, count: int, steps: int, kinds: tuple[str, ...]) -> list[Disturbance]:
-    """The disturbances of a run, in the order of their steps; the same for the same seed."""
+    """Draw the disturbances of a run, in the order of their steps; the same for the same seed."""
     chance = random.Random(seed)
-    found = []
+    disturbances = []
     for _ in range(count):
         at_step, kind = chance.randint(2, max(3, steps * 2 // 3)), chance.choice(kinds)
         if kind == "signals":
-            what = chance.choice(tuple(SIGNALS))
-            for_s = round(chance.choice((0.5, 2.0, 8.0, 12.0)), 1) if what == "stop" else 0.0
-            found.append(Disturbance(at_step, what, chance.choice(PROGRAMS), for_s))
+            sent = chance.choice(tuple(SIGNALS))
+            for_s = round(chance.choice((0.5, 2.0, 8.0, 12.0)), 1) if sent == "stop" else 0.0
+            disturbances.append(Disturbance(at_step, sent, chance.choice(PROGRAMS), for_s))
         elif kind == "files":
             reader = chance.choice(("coordinator", "worker", "agent", "launcher"))
-            found.append(Disturbance(at_step, chance.choice(DAMAGES), chance.choice(FILES), then_kill=reader))
+            disturbances.append(
+                Disturbance(at_step, chance.choice(DAMAGES), chance.choice(FILES), then_kill=reader)
+            )
         else:
-            found.append(Disturbance(at_step, chance.choice(STRANGERS)))
-    return sorted(found, key=lambda one: one.at_step)
+            disturbances.append(Disturbance(at_step, chance.choice(STRANGERS)))
+    return sorted(disturbances, key=lambda disturbance: disturbance.at_step)
 
 
 # --- processes ------------------------------------------------------------------------------------
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the direct children, in the order in which they were started."""
-    found = []
+    """Return the process ids of the direct children, in the order of their start."""
+    pids = []
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with suppress(OSError):
-                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    return sorted(found)
+                pids += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return sorted(pids)
 
 
 def programs(launcher: int) -> dict[str, list[int]]:
-    """The living processes of a fleet, by kind."""
-    found: dict[str, list[int]] = {name: [] for name in PROGRAMS}
-    found["launcher"] = [launcher]
+    """Return the living processes of a fleet, by kind."""
+    pids_of: dict[str, list[int]] = {name: [] for name in PROGRAMS}
+    pids_of["launcher"] = [launcher]
     for child in children(launcher):
         with suppress(OSError):
             command = Path(f"/proc/{child}/cmdline").read_bytes()
             if b"phalanx.fleet.control.coordinator" in command:
-                found["coordinator"].append(child)
+                pids_of["coordinator"].append(child)
             elif b"phalanx.fleet.node.agent" in command:
-                found["agent"].append(child)
-                found["worker"] += children(child)
-    return found
+                pids_of["agent"].append(child)
+                pids_of["worker"] += children(child)
+    return pids_of
 
 
 def listening_ports(pid: int) -> list[tuple[str, int]]:
-    """The IPv4 addresses on which a process listens."""
-    inodes, found = set(), []
+    """Return the IPv4 addresses on which a process listens."""
+    inodes, addresses = set(), []
     with suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):
@@ -181,66 +183,67 @@ def listening_ports(pid: int) -> list[tuple[str, int]]:
         for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                found.append(("127.0.0.1", int(fields[1].partition(":")[2], 16)))
-    return found
+                addresses.append(("127.0.0.1", int(fields[1].partition(":")[2], 16)))
+    return addresses
 
 
 # --- disturbances ---------------------------------------------------------------------------------
 
 
-def disturb(one: Disturbance, launcher: int, run_dir: Path, chance: random.Random) -> str:
-    """Commits one disturbance; returns what happened, "" if there was nothing to disturb."""
-    if one.what in SIGNALS:
-        return f"{one}" if hit(one.whom, one.what, launcher, chance, one.for_s) else ""
-    if one.what in STRANGERS:
+def disturb(disturbance: Disturbance, launcher: int, run_dir: Path, chance: random.Random) -> str:
+    """Commit a disturbance. Return its text for the report, "" if there was nothing to disturb."""
+    kind, target = disturbance.kind, disturbance.target
+    if kind in SIGNALS:
+        return f"{disturbance}" if hit(target, kind, launcher, chance, disturbance.for_s) else ""
+    if kind in STRANGERS:
         doors = [
             door for pids in programs(launcher).values() for pid in pids for door in listening_ports(pid)
         ]
         for door in doors:
-            threading.Thread(target=visit, args=(one.what, door, chance.random()), daemon=True).start()
-        return f"{one} on {len(doors)} ports"
-    damaged = damage(run_dir, one.whom, one.what, chance)
-    hit(one.then_kill, "kill", launcher, chance)
-    return f"{one}" if damaged else ""
+            threading.Thread(target=visit, args=(kind, door, chance.random()), daemon=True).start()
+        return f"{disturbance} on {len(doors)} ports"
+    damaged = damage(run_dir, target, kind, chance)
+    hit(disturbance.then_kill, "kill", launcher, chance)
+    return f"{disturbance}" if damaged else ""
 
 
-def hit(kind: str, what: str, launcher: int, chance: random.Random, for_s: float = 0.0) -> bool:
-    """Sends a signal to one process of a kind."""
-    there = programs(launcher)[kind]
-    if not there:
+def hit(program: str, sent: str, launcher: int, chance: random.Random, for_s: float = 0.0) -> bool:
+    """Send a signal to one process of a program. Return False if there is none."""
+    pids = programs(launcher)[program]
+    if not pids:
         return False
-    victim = chance.choice(there)
+    victim = chance.choice(pids)
     with suppress(ProcessLookupError):
-        os.kill(victim, SIGNALS[what])
-    if what == "stop":
+        os.kill(victim, SIGNALS[sent])
+    if sent == "stop":
         threading.Timer(for_s, wake, (victim,)).start()
     return True
 
 
 def wake(pid: int) -> None:
-    """SIGCONT."""
+    """Send SIGCONT."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
 
 
-def damage(run_dir: Path, name: str, what: str, chance: random.Random) -> bool:
-    """Damages a file of the run directory; False if it is not there."""
+def damage(run_dir: Path, name: str, kind: str, chance: random.Random) -> bool:
+    """Damage a file of the run directory. Return False if it does not exist."""
     path = run_dir / name
     if name == "journal":
         path = max((run_dir / "fleet").glob("journal-*"), default=path)
     elif name == "checkpoint":
-        files = sorted(one for one in run_dir.glob("checkpoints/step-*/*") if one.is_file())
+        files = sorted(file for file in run_dir.glob("checkpoints/step-*/*") if file.is_file())
         path = chance.choice(files) if files else path
     try:
         if path.is_dir():
-            if what == "delete":
+            if kind == "delete":
                 shutil.rmtree(path, ignore_errors=True)
-            return what == "delete"
+            return kind == "delete"
         size = path.stat().st_size
-        if what == "delete":
+        if kind == "delete":
             path.unlink()
-        elif what in ("cut", "empty"):
-            os.truncate(path, size // 2 if what == "cut" else 0)
+        elif kind in ("cut", "empty"):
+            os.truncate(path, size // 2 if kind == "cut" else 0)
         elif size:
             with path.open("r+b") as file:
                 file.seek(chance.randrange(size))
@@ -252,19 +255,19 @@ def damage(run_dir: Path, name: str, what: str, chance: random.Random) -> bool:
     return True
 
 
-def visit(what: str, door: tuple[str, int], seed: float) -> None:
-    """One stranger at one port."""
+def visit(kind: str, door: tuple[str, int], seed: float) -> None:
+    """Connect to a port as one kind of stranger."""
     noise = random.Random(seed)
-    held = []
-    for _ in range(_IDLE_CONNECTIONS if what == "idle" else 3):
+    connections = []
+    for _ in range(_IDLE_CONNECTIONS if kind == "idle" else 3):
         with suppress(OSError):
-            held.append(socket.create_connection(door, timeout=2.0))
-            if what == "garbage":
-                held[-1].sendall(noise.randbytes(noise.choice((1, 100, 1 << 16))))
-            elif what == "halves":
-                held[-1].sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + (1 << 20).to_bytes(4, "little"))
+            connections.append(socket.create_connection(door, timeout=2.0))
+            if kind == "garbage":
+                connections[-1].sendall(noise.randbytes(noise.choice((1, 100, 1 << 16))))
+            elif kind == "halves":
+                connections[-1].sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + (1 << 20).to_bytes(4, "little"))
     time.sleep(_IDLE_S)
-    for connection in held:
+    for connection in connections:
         connection.close()
 
 
@@ -272,7 +275,7 @@ def visit(what: str, door: tuple[str, int], seed: float) -> None:
 
 
 def steps_written(run_dir: Path) -> int:
-    """The number of the newest step in the event stream; -1 before the first."""
+    """Return the number of the newest step in the event stream; -1 before the first."""
     newest = -1
     with suppress(OSError):
         for line in (run_dir / "events.jsonl").read_bytes().splitlines():
@@ -284,17 +287,17 @@ def steps_written(run_dir: Path) -> int:
 
 
 def phalanx(*arguments: str) -> list[str]:
-    """The command line of Phalanx."""
+    """Return a command line of Phalanx."""
     return [sys.executable, "-m", "phalanx", *arguments]
 
 
 def settings(layout: str) -> list[str]:
-    """The options that set a layout's fields."""
+    """Return the options that set a layout's fields."""
     return [part for setting in LAYOUTS[layout][1] for part in ("--set", setting)]
 
 
 def undisturbed(run_file: Path, layout: str, folder: Path) -> str:
-    """The hash of a layout's run that nobody disturbs."""
+    """Return the hash of a layout's undisturbed run."""
     command = phalanx("train", str(run_file), *settings(layout), "--run-dir", str(folder / f"calm-{layout}"))
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -313,7 +316,7 @@ def disturbed(
     run_dir: Path,
     bound_s: float,
 ) -> Outcome:
-    """One run, with its disturbances, to its end."""
+    """Train with disturbances to the end of the run."""
     chance, happened, todo = random.Random(seed), list[str](), list(plan)
     command = phalanx("train", str(run_file), *settings(layout), "--run-dir", str(run_dir), "--json")
     output = run_dir.with_suffix(".out")
@@ -334,21 +337,23 @@ def disturbed(
         code = process.poll()
         if code is not None:
             process = None
-            said = output.read_text(errors="replace")
+            log_text = output.read_text(errors="replace")
             if code == 0:
-                same = expected in said
-                return outcome("same" if same else "WRONG", "" if same else said[-300:])
+                same = expected in log_text
+                return outcome("same" if same else "WRONG", "" if same else log_text[-300:])
             stopped = code < 0 or code in (75, 128 + signal.SIGTERM)
             if not stopped or starts >= _MOST_STARTS:
-                clear = "Traceback" not in said and "rror: " in said
-                return outcome("refused" if clear else "WRONG", _last_error(said) if clear else said[-1500:])
+                clear = "Traceback" not in log_text and "rror: " in log_text
+                return outcome(
+                    "refused" if clear else "WRONG", _last_error(log_text) if clear else log_text[-1500:]
+                )
             continue
         step = max(step, steps_written(run_dir))
         if step > before:
             before, moved_s = step, time.monotonic()
         if todo and step >= todo[0].at_step:
-            if what := disturb(todo.pop(0), process.pid, run_dir, chance):
-                happened.append(what)
+            if text := disturb(todo.pop(0), process.pid, run_dir, chance):
+                happened.append(text)
             moved_s = time.monotonic()
         if time.monotonic() - moved_s > bound_s:
             state = _state(run_dir)
@@ -358,7 +363,7 @@ def disturbed(
 
 
 def end(launcher: subprocess.Popen[bytes]) -> None:
-    """Kills a fleet that hangs: the kernel ends the rest with its launcher."""
+    """Kill a fleet that hangs: the kernel ends the rest with its launcher."""
     for pids in programs(launcher.pid).values():
         for pid in pids:
             wake(pid)
@@ -366,21 +371,21 @@ def end(launcher: subprocess.Popen[bytes]) -> None:
     launcher.wait()
 
 
-def _last_error(said: str) -> str:
-    return next(line for line in reversed(said.splitlines()) if "rror: " in line)[:300]
+def _last_error(log_text: str) -> str:
+    return next(line for line in reversed(log_text.splitlines()) if "rror: " in line)[:300]
 
 
 def _state(run_dir: Path) -> str:
     try:
         seen = json.loads((run_dir / "fleet.json").read_text())
-        last = [one["what"] for one in seen["happenings"][-2:]]
+        last = [happening["what"] for happening in seen["happenings"][-2:]]
         return f"{seen['phase']}, epoch {seen['epoch']}: {last}"
     except (OSError, ValueError, KeyError) as error:
         return f"fleet.json: {error!r}"
 
 
 def outcomes_of(arguments: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
-    """Runs them all, one after the other."""
+    """Run all, one after the other."""
     layouts, kinds = arguments.layout or list(LAYOUTS), tuple(arguments.kinds)
     calm: dict[str, str] = {}
     for number in range(arguments.runs):
@@ -399,17 +404,19 @@ def outcomes_of(arguments: argparse.Namespace, folder: Path) -> Iterator[Outcome
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """All runs, for people."""
+    """Return all runs as a table in Markdown."""
     rows = ["| seed | layout | from outside | starts | ending | wall s |", "|---|---|---|---|---|---|"]
-    for one in outcomes:
-        ending = one.ending if one.ending == "same" else f"{one.ending}: {one.message[:200]}"
-        things = ", ".join(one.disturbances) or "nothing was there to disturb"
-        rows.append(f"| {one.seed} | {one.layout} | {things} | {one.starts} | {ending} | {one.seconds:.0f} |")
+    for outcome in outcomes:
+        ending = outcome.ending if outcome.ending == "same" else f"{outcome.ending}: {outcome.message[:200]}"
+        things = ", ".join(outcome.disturbances) or "nothing was there to disturb"
+        rows.append(
+            f"| {outcome.seed} | {outcome.layout} | {things} | {outcome.starts} | {ending} | {outcome.seconds:.0f} |"
+        )
     return "\n".join(rows)
 
 
 def main(arguments: list[str] | None = None, show: Callable[[str], None] = print) -> int:
-    """Runs and reports; 1 if any run ended otherwise than it may."""
+    """Run and report. Return 1 if any run ended as WRONG or HANG."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -429,14 +436,14 @@ def main(arguments: list[str] | None = None, show: Callable[[str], None] = print
         "--keep", type=Path, help="folder for the run directories, which are removed otherwise"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a run, and one for all")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = given.keep or Path(temporary)
+        folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        for outcome in outcomes_of(given, folder):
+        for outcome in outcomes_of(options, folder):
             outcomes.append(outcome)
-            if given.json:
+            if options.json:
                 show(json.dumps(asdict(outcome)))
             else:
                 things = ", ".join(outcome.disturbances)
@@ -445,7 +452,7 @@ def main(arguments: list[str] | None = None, show: Callable[[str], None] = print
             sys.stdout.flush()
     endings = Counter(outcome.ending for outcome in outcomes)
     disturbances = sum(len(outcome.disturbances) for outcome in outcomes)
-    if given.json:
+    if options.json:
         show(json.dumps({"runs": len(outcomes), "disturbances": disturbances, "endings": endings}))
     else:
         counted = ", ".join(f"{number} {ending}" for ending, number in sorted(endings.items()))

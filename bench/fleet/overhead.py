@@ -1,12 +1,12 @@
-"""The cost to a step of being watched: the same run on two ranks, with and without a fleet around them, by turns.
+"""Cost of a fleet to a step: the same run on two ranks, with and without a fleet around them, by turns.
 
 *Bare*: ``phalanx train --ranks 2``. *Watched*: ``--nodes 2``, a coordinator, two agents, heartbeats and leases, but no snapshots.
 *Kept*: the same with a snapshot after every step, streamed to a buddy. Each number is the median of the steps of a run, without
 the first ones; the ratios are those of the medians of all runs. Agents and coordinator share the cores with the ranks here; on
 a node with more cores than accelerators they do not.
 
-Where a machine's noise hides a hundredth of a step, the processor tells: how much of its time agents and coordinator used
-a second while the steps ran, beside the ranks.
+If a machine's noise hides a hundredth of a step, processor time shows it: the report has the processor time that agents and
+coordinator used a second while the steps ran, beside the ranks.
 
     python -m bench.fleet.overhead
     python -m bench.fleet.overhead --runs 5 --json
@@ -65,7 +65,7 @@ WATCHERS = ("phalanx.fleet.node.agent", "phalanx.fleet.control.coordinator")
 
 
 def step_s(folder: Path, way: str, number: int, steps: int) -> tuple[float, float]:
-    """The median step of one run; and the processor time of the watchers in a second, in all (s)."""
+    """Return the median step of one run, and the processor time that all watchers use in a second (s)."""
     run_file, run_dir = folder / "run.toml", folder / f"{way}-{number}"
     data = Path(__file__).parents[2] / ".cache/data/python-stdlib"
     run_file.write_text(RUN.format(data=data, steps=steps))
@@ -74,9 +74,9 @@ def step_s(folder: Path, way: str, number: int, steps: int) -> tuple[float, floa
         [*command, "--json"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         share = watchers_share(process, run_dir, steps)
-        _, said = process.communicate()
+        _, errors = process.communicate()
     if process.returncode != 0:
-        raise SystemExit(f"{way}: {said[-2000:]}")
+        raise SystemExit(f"{way}: {errors[-2000:]}")
     bodies = [event.body for event in read_events(run_dir / "events.jsonl")]
     median_s = statistics.median(
         body.step_s for body in bodies if isinstance(body, Step) and body.step > WARM_UP_STEPS
@@ -85,7 +85,7 @@ def step_s(folder: Path, way: str, number: int, steps: int) -> tuple[float, floa
 
 
 def watchers_share(process: subprocess.Popen[str], run_dir: Path, steps: int) -> float:
-    """The share of a core that agents and coordinator used while the steps after the first ones ran."""
+    """Return the share of a core that agents and coordinator used while the steps after the first ones ran."""
     samples = []
     while process.poll() is None:
         time.sleep(0.2)
@@ -98,7 +98,7 @@ def watchers_share(process: subprocess.Popen[str], run_dir: Path, steps: int) ->
 
 
 def steps_done(run_dir: Path) -> int:
-    """Steps that have ended by now."""
+    """Return the number of the newest step that has ended."""
     if not (run_dir / "events.jsonl").exists():
         return 0
     event = newest_event(run_dir / "events.jsonl", lambda event: isinstance(event.body, Step))
@@ -106,7 +106,7 @@ def steps_done(run_dir: Path) -> int:
 
 
 def processor_s(run_dir: Path) -> float:
-    """Processor time that the agents and the coordinator of a run have used."""
+    """Return the processor time that the agents and the coordinator of a run have used."""
     ticks = 0
     for folder in Path("/proc").iterdir():
         with suppress(OSError):
@@ -117,7 +117,7 @@ def processor_s(run_dir: Path) -> float:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -130,11 +130,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(arguments.runs):
             for way in WAYS:
-                one_s, share = step_s(Path(folder), way, number, arguments.steps)
-                taken[way].append(one_s)
+                step_time_s, share = step_s(Path(folder), way, number, arguments.steps)
+                taken[way].append(step_time_s)
                 shares[way].append(share)
-                record({"way": way, "step_s": one_s, "share": share}, is_printed=False)
-                print(f"{way}: {one_s:.3f} s, {share:.1%} of a core", file=sys.stderr, flush=True)
+                record({"way": way, "step_s": step_time_s, "share": share}, is_printed=False)
+                print(f"{way}: {step_time_s:.3f} s, {share:.1%} of a core", file=sys.stderr, flush=True)
     bare = statistics.median(taken["bare"])
     ratios = {way: statistics.median(each) / bare for way, each in taken.items()}
     for way, ratio in ratios.items():

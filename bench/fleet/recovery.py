@@ -5,14 +5,14 @@ The same small model on the same machine, three ranks, fp32 on the CPU. Each sam
 - *worker killed*: SIGKILL to a rank's process; the spare steps in;
 - *node killed, spare*: SIGKILL to a node's agent and worker, so that its memory is gone; the spare steps in;
 - *node killed, no spare*: as before; the fleet shrinks to two ranks;
-- *rank stopped*: SIGSTOP; its sockets stay open, and only its lease (1 s) tells;
-- *torchrun*: SIGKILL to a rank of the same run under ``torchrun --max-restarts 3``, which starts all ranks anew from the
+- *rank stopped*: SIGSTOP; its sockets stay open, and only its lease (1 s) detects it;
+- *torchrun*: SIGKILL to a rank of the same run under ``torchrun --max-restarts 3``, which restarts all ranks from the
   newest checkpoint;
-- *torchft*: SIGKILL to one of three replicas under torchft 0.2 (``bench.fleet.torchft_loop``); two go on. It needs a Python
+- *torchft*: SIGKILL to one of three replicas under torchft 0.2 (``bench.fleet.torchft_loop``); two continue. It needs a Python
   that has torchft: ``--torchft-python``.
 
-A fleet's moment of the fault is when the saboteur left its mark in the run directory; the next step's is that of its event.
-Hashes are compared with an undisturbed run's, and process ids of those that were not hit are watched all the time.
+A fleet's fault has the time of the file that marks it in the run directory; the next step has the time of its event.
+Hashes are compared with an undisturbed run's, and process ids of the survivors are watched all the time.
 
     python -m bench.fleet.recovery                                  # 10 samples of each
     python -m bench.fleet.recovery --samples 5 --case "rank stopped" --json
@@ -94,12 +94,12 @@ class Case:
     fault: str
     spares: int = 1
     lease_s: float = 0.0
-    """Time that has to pass before anybody can know."""
+    """Time that has to pass before the fleet can detect the fault."""
 
 
 CASES = {
     "worker killed": Case(f"kill rank {HIT} at step {AT_STEP}"),
-    "node killed, spare": Case(f"kill node {HIT} at step {AT_STEP}"),  # which is not the spare, started last
+    "node killed, spare": Case(f"kill node {HIT} at step {AT_STEP}"),  # not the spare, which is started last
     "node killed, no spare": Case(f"kill node {HIT} at step {AT_STEP}", spares=0),
     "rank stopped": Case(f"stop rank {HIT} at step {AT_STEP}", lease_s=LEASE_S),
 }
@@ -116,19 +116,19 @@ class Sample:
     """Time of a usual step before the fault."""
     ranks_after: int
     same_hash: bool | None = None
-    """As an undisturbed run's; ``None`` where there is none to compare with."""
+    """True if the hash is that of an undisturbed run; ``None`` if there is none to compare with."""
     same_processes: bool | None = None
     """True if each survivor was one process from beginning to end."""
     phases: Mapping[str, float] | None = None
-    """Seconds by phase, as the run's own account has them."""
+    """Seconds by phase, from the run's own ledger."""
 
 
 class BenchError(RuntimeError):
-    """A run did not do what the bench needs of it."""
+    """A run ended without the data that the bench needs."""
 
 
 def write_run(folder: Path, steps: int) -> Path:
-    """The run file."""
+    """Write the run file."""
     path = folder / "recovery.toml"
     data = Path(__file__).parents[2] / ".cache/data/python-stdlib"
     text = RUN.format(**MODEL, data=data, steps=steps, sequences=SEQUENCES, seq_len=SEQ_LEN, lease_s=LEASE_S)
@@ -140,7 +140,7 @@ def write_run(folder: Path, steps: int) -> Path:
 
 
 def start(command: Iterable[str], log: Path, environment: Mapping[str, str] | None = None) -> Any:
-    """A process in a session of its own, that prints into ``log``."""
+    """Start a process in a session of its own, with its output in ``log``."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -149,30 +149,30 @@ def start(command: Iterable[str], log: Path, environment: Mapping[str, str] | No
 
 
 def phalanx(*arguments: str) -> list[str]:
-    """The command line of a ``phalanx`` command."""
+    """Return the command line of a ``phalanx`` command."""
     return [sys.executable, "-m", "phalanx", *arguments]
 
 
 def result_of(log: Path) -> dict[str, Any]:
-    """The object on the last line of what a run has printed."""
+    """Return the object on the last line of a run's output."""
     lines = log.read_text(errors="replace").strip().splitlines()
     try:
-        found: dict[str, Any] = json.loads(lines[-1])
+        result: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
-        raise BenchError(f"the run ended without a result; its last words: {lines[-8:]}") from None
-    return found
+        raise BenchError(f"the run ended without a result; its last lines: {lines[-8:]}") from None
+    return result
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and its session."""
+    """Kill a process and its session."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def processes(pattern: str) -> dict[int, str]:
-    """The running processes whose command line matches, by process id: what the pattern's group holds."""
-    found = {}
+    """Return the first group of ``pattern`` for each running process whose command line matches, by process id."""
+    matches = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -180,20 +180,20 @@ def processes(pattern: str) -> dict[int, str]:
             line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             match = re.search(pattern, line)
             if match:
-                found[int(entry.name)] = match.group(1)
-    return found
+                matches[int(entry.name)] = match.group(1)
+    return matches
 
 
 # --- a fleet ------------------------------------------------------------------------------------
 
 
 def fleet_sample(folder: Path, name: str, number: int, steps: int, expected: str) -> Sample:
-    """One run of a fleet with one fault. A node that is to be killed may turn out to be the spare: then another run."""
+    """Run a fleet with one fault. If the node to be killed is the spare by chance, run again."""
     for attempt in range(_MOST_ATTEMPTS):
         sample = _fleet_run(folder, name, f"{number}-{attempt}", steps, expected)
         if sample is not None:
             return sample
-    raise BenchError(f"{name}: the fault has hit nobody in {_MOST_ATTEMPTS} runs")
+    raise BenchError(f"{name}: the fault has hit no node in {_MOST_ATTEMPTS} runs")
 
 
 def _fleet_run(folder: Path, name: str, number: str, steps: int, expected: str) -> Sample | None:
@@ -227,15 +227,15 @@ def _fleet_run(folder: Path, name: str, number: str, steps: int, expected: str) 
 
 
 def hit_node(run_dir: Path) -> str:
-    """The node whose worker committed the fault, by its log."""
+    """Return the node whose worker committed the fault, by its log."""
     for line in read_lines(RunDirectory(run_dir), LogQuery(grep="^fault: "), None):
         if line.node is not None:
             return line.node
-    raise BenchError(f"no worker of {run_dir} says that it was hit")
+    raise BenchError(f"no worker of {run_dir} has logged the fault")
 
 
 def _watch_workers(process: subprocess.Popen[bytes], run_dir: Path) -> dict[str, set[int]]:
-    """The process ids of the workers of each node, gathered until the run has ended."""
+    """Return the process ids of the workers of each node, gathered until the run has ended."""
     seen: dict[str, set[int]] = defaultdict(set)
     pattern = rf"{re.escape(WORKER_PROGRAM[-1])} .*{re.escape(run_dir.name)} .*--node (\S+)"
     deadline_s = time.monotonic() + PATIENCE_S
@@ -250,7 +250,7 @@ def _watch_workers(process: subprocess.Popen[bytes], run_dir: Path) -> dict[str,
 
 
 def next_step(events: Iterable[Event], fault_s: float) -> Event:
-    """The first step that ended in an attempt which began after the fault."""
+    """Return the first step that ended in an attempt which began after the fault."""
     events = list(events)
     hit = max(event.attempt for event in events if event.t <= fault_s)
     for event in events:
@@ -260,13 +260,13 @@ def next_step(events: Iterable[Event], fault_s: float) -> Event:
 
 
 def usual_step_s(events: Iterable[Event], before_s: float) -> float:
-    """The median step before a moment, without the first two, which warm up."""
+    """Return the median step before a moment, without the first two, which warm up."""
     ends_s = [event.t for event in events if isinstance(event.body, Step) and event.t < before_s]
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(ends_s[2:]))
 
 
 def ranks_of(events: Iterable[Event], attempt: int) -> int:
-    """The number of ranks of an attempt."""
+    """Return the number of ranks of an attempt."""
     return next(
         event.body.ranks for event in events if event.attempt == attempt and hasattr(event.body, "ranks")
     )
@@ -276,7 +276,7 @@ def ranks_of(events: Iterable[Event], attempt: int) -> int:
 
 
 def torchrun_sample(folder: Path, number: int, steps: int, expected: str) -> Sample:
-    """The same run under ``torchrun``, one of whose ranks is killed."""
+    """Train the same run under ``torchrun``, and kill one of its ranks."""
     run_dir, log = folder / f"torchrun-{number}", folder / f"torchrun-{number}.log"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
     process = start(
@@ -285,7 +285,7 @@ def torchrun_sample(folder: Path, number: int, steps: int, expected: str) -> Sam
             "--run-dir", str(run_dir), "--json",
         ],
         log,
-        # Otherwise ranks that start again find in torchrun's own store where those before them listened (PyTorch 2.13).
+        # Otherwise restarted ranks find the addresses of the ranks before them in torchrun's own store (PyTorch 2.13).
         {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )  # fmt: skip
     try:
@@ -314,7 +314,9 @@ def _wait_for(reached: Any, process: subprocess.Popen[bytes], log: Path) -> None
     deadline_s = time.monotonic() + PATIENCE_S
     while not reached():
         if process.poll() is not None or time.monotonic() > deadline_s:
-            raise BenchError(f"no step was reached to break; see {log}: {log.read_text()[-800:]}")
+            raise BenchError(
+                f"the run has not reached the step of the fault; see {log}: {log.read_text()[-800:]}"
+            )
         time.sleep(0.02)
 
 
@@ -325,7 +327,7 @@ def _steps_done(run_dir: Path) -> int:
 
 
 def _rank_of(pid: int) -> str:
-    """The RANK of a process's environment; empty if it has none (``torchrun`` itself)."""
+    """Return the RANK of a process's environment; empty if it has none (``torchrun`` itself)."""
     environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return next((entry[5:].decode() for entry in environment if entry.startswith(b"RANK=")), "")
 
@@ -334,7 +336,7 @@ def _rank_of(pid: int) -> str:
 
 
 def torchft_sample(folder: Path, number: int, python: Path) -> Sample:
-    """The same model under torchft, one of whose three replicas is killed; it has no last step, and is ended."""
+    """Train the same model under torchft, kill one of its three replicas, and end it, since it has no last step."""
     port = 29600 + number
     lighthouse = start(
         [
@@ -366,19 +368,19 @@ def torchft_sample(folder: Path, number: int, python: Path) -> Sample:
             end(process)
     done = _committed(logs[0])
     after = _after(done, fault_s)[0]
-    together = [one for one in done if one["t"] < fault_s and one["replicas"] == RANKS]
-    usual = statistics.median(one["step_s"] for one in together[2:])
+    together = [step for step in done if step["t"] < fault_s and step["replicas"] == RANKS]
+    usual = statistics.median(step["step_s"] for step in together[2:])
     return Sample(after["t"] - fault_s, usual, after["replicas"], same_processes=True)
 
 
 def _after(done: list[dict[str, Any]], fault_s: float) -> list[dict[str, Any]]:
-    """The steps without the replica that was killed; the first ones after the fault may still be with it."""
-    return [one for one in done if one["t"] > fault_s and one["replicas"] < RANKS]
+    """Return the steps without the killed replica; the first ones after the fault may still be with it."""
+    return [step for step in done if step["t"] > fault_s and step["replicas"] < RANKS]
 
 
 def _steps_of_all(log: Path) -> int:
-    """How many steps were committed by all replicas together."""
-    return sum(one["replicas"] == RANKS for one in _committed(log))
+    """Return the number of steps that all replicas committed together."""
+    return sum(step["replicas"] == RANKS for step in _committed(log))
 
 
 def _committed(log: Path) -> list[dict[str, Any]]:
@@ -390,29 +392,29 @@ def _committed(log: Path) -> list[dict[str, Any]]:
 
 
 def summary(name: str, samples: list[Sample]) -> dict[str, Any]:
-    """Medians of a case, and whether it met its goal."""
-    recovery_s = statistics.median(one.recovery_s for one in samples)
-    step_s = statistics.median(one.step_s for one in samples)
+    """Return the medians of a case, and True under ``met`` if it met its goal."""
+    recovery_s = statistics.median(sample.recovery_s for sample in samples)
+    step_s = statistics.median(sample.step_s for sample in samples)
     case = CASES.get(name)
     goal_s = case.lease_s + GOAL_S + step_s if case else None
     return {
         "case": name,
         "samples": len(samples),
         "recovery_s": recovery_s,
-        "worst_s": max(one.recovery_s for one in samples),
+        "worst_s": max(sample.recovery_s for sample in samples),
         "step_s": step_s,
         "goal_s": goal_s,
         "met": goal_s is None or recovery_s <= goal_s,
-        "ranks_after": sorted({one.ranks_after for one in samples}),
-        "same_hash": _all(one.same_hash for one in samples),
-        "same_processes": _all(one.same_processes for one in samples),
-        "each": [asdict(one) for one in samples],
+        "ranks_after": sorted({sample.ranks_after for sample in samples}),
+        "same_hash": _all(sample.same_hash for sample in samples),
+        "same_processes": _all(sample.same_processes for sample in samples),
+        "each": [asdict(sample) for sample in samples],
     }
 
 
 def _all(answers: Iterable[bool | None]) -> bool | None:
-    known = [answer for answer in answers if answer is not None]
-    return all(known) if known else None
+    measured = [answer for answer in answers if answer is not None]
+    return all(measured) if measured else None
 
 
 def _line(of: Mapping[str, Any]) -> str:
@@ -426,7 +428,7 @@ def _line(of: Mapping[str, Any]) -> str:
 
 
 def undisturbed(folder: Path, steps: int) -> str:
-    """The hash of the run when nothing goes wrong, on one rank."""
+    """Return the hash of the run without a fault, on one rank."""
     log = folder / "undisturbed.log"
     run_dir = str(folder / "undisturbed")
     arguments = ("train", str(write_run(folder, steps)), "--ranks", "1", "--run-dir", run_dir, "--json")
@@ -435,7 +437,7 @@ def undisturbed(folder: Path, steps: int) -> str:
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """All cases; the samples of different cases by turns, since the machine's load changes."""
+    """Measure all cases; the samples of different cases by turns, since the machine's load changes."""
     names = arguments.case or [*CASES, "torchrun", *(["torchft"] if arguments.torchft_python else [])]
     expected = undisturbed(folder, arguments.steps)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
@@ -459,7 +461,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
 
 
 def main() -> int:
-    """Prints the table; 1 if a hash or a process id was not what it had to be."""
+    """Print the table. Return 1 if a hash or a survivor's process id differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -467,7 +469,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--case", action="append", choices=[*CASES, *OTHERS])
     parser.add_argument("--torchft-python", type=Path, help="the Python of an environment with torchft 0.2")
-    parser.add_argument("--keep", type=Path, help="folder for what runs leave, which is removed otherwise")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for the files of the runs, which is removed otherwise"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if "torchft" in (arguments.case or ()) and not arguments.torchft_python:
@@ -475,16 +479,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        found = measure(folder, arguments)
+        rows = measure(folder, arguments)
     print(
         f"{'case':<22} {'n':>3} {'median s':>9} {'worst':>7} {'step s':>7} {'goal':>7} {'met':>5} {'hash':>5} {'processes':>10}  ranks"
     )
-    for one in found:
-        print(_line(one))
+    for row in rows:
+        print(_line(row))
     if arguments.json:
-        print(json.dumps(found))
-    ours = [one for one in found if one["case"] in CASES]
-    return 0 if all(one["same_hash"] and one["same_processes"] for one in ours) else 1
+        print(json.dumps(rows))
+    ours = [row for row in rows if row["case"] in CASES]
+    return 0 if all(row["same_hash"] and row["same_processes"] for row in ours) else 1
 
 
 if __name__ == "__main__":

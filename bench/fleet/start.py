@@ -1,4 +1,4 @@
-"""What each phase of a start costs for one node or rank, measured here, and what follows for thousands (``phalanx_plan.whole_run.recovery``).
+"""Cost of each phase of a start for one node or rank, measured here, and its projection to thousands (``phalanx_plan.whole_run.recovery``).
 
     python -m bench.fleet.start                                  # about a minute on two cores
     python -m bench.fleet.start --only attach --agents 500 1000 2000 --tls
@@ -6,9 +6,9 @@
 
 - *attach*: real agents' connections (``bench.fleet.coordinator``: TCP, the proof of the token, sealed messages; with ``--tls`` mutual TLS) to a
   real coordinator on loopback, without workers. Processor time of its event loop, which is one thread, and of the whole process, for one agent; all but
-  two attach, then those two, with which the first epoch forms. A straight line through the event loop's time for one agent says what is the
-  same for every agent, and what grows with those that are there.
-- *imports*: time of an agent's and a worker's imports, their calls that name a file (by strace) and the bytes of what they read and map.
+  two attach, then those two, with which the first epoch forms. A straight line through the event loop's time for one agent separates the
+  constant cost of an agent from the cost that grows with the number of agents.
+- *imports*: time of an agent's and a worker's imports, their calls that name a file (by strace) and the bytes that they read and map.
 - *meet*: time of the store's thread for a connection and a call, and of a rank for the proof of another.
 """
 
@@ -62,7 +62,7 @@ def threads_s(pid: int | str) -> dict[str, float]:
 
 
 def certificates(folder: Path) -> Path:
-    """A folder with certificates for mutual TLS on loopback."""
+    """Make a folder with certificates for mutual TLS on loopback."""
     folder.mkdir()
 
     def openssl(*words: str) -> None:
@@ -78,7 +78,7 @@ def certificates(folder: Path) -> Path:
 
 
 async def attached(folder: Path, spec: RunSpec, pid: int, shown: Path | None) -> dict[str, float]:
-    """Milliseconds of the coordinator's event loop, and of all its threads, for one agent: to attach, and to form the first epoch."""
+    """Return milliseconds of the coordinator's event loop, and of all its threads, for one agent: to attach, and to form the first epoch."""
     await until(folder, "listening", lambda _: True, PATIENCE_S, pid)
     address, credentials = read_fleet_file(folder).coordinator, credentials_of(folder, spec, 0, shown)
     total = spec.fleet.nodes + spec.fleet.spares
@@ -98,24 +98,24 @@ async def attached(folder: Path, spec: RunSpec, pid: int, shown: Path | None) ->
                 await asyncio.sleep(PAUSE_S)
         await until(folder, f"ready with {most}", condition, PATIENCE_S, pid)
         marks.append(threads_s(pid))
-    found = {"agents": float(total), "tls": float(shown is not None)}
+    report = {"agents": float(total), "tls": float(shown is not None)}
     for name, before, after in (("attach", marks[0], marks[1]), ("form", marks[1], marks[2])):
         loop_s = after[str(pid)] - before[str(pid)]
         all_s = sum(seconds - before.get(thread, 0.0) for thread, seconds in after.items())
-        found |= {f"{name}_loop_ms": 1e3 * loop_s / total, f"{name}_all_ms": 1e3 * all_s / total}
-    return found
+        report |= {f"{name}_loop_ms": 1e3 * loop_s / total, f"{name}_all_ms": 1e3 * all_s / total}
+    return report
 
 
 def attach(agents: int, tls: bool) -> dict[str, float]:
-    """The same, in a process of its own: thousands of connections are not closed one by one."""
+    """Return the result of ``attached`` from a process of its own: thousands of connections are not closed one by one."""
     words = [sys.executable, "-m", "bench.fleet.start", "--one", str(agents), *(["--tls"] if tls else [])]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    report: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return report
 
 
 def attach_here(agents: int, tls: bool) -> None:
-    """Prints ``attached`` of so many agents, and ends this process."""
+    """Print the result of ``attached`` for so many agents, and end this process."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with tempfile.TemporaryDirectory() as name:
@@ -128,7 +128,7 @@ def attach_here(agents: int, tls: bool) -> None:
             stderr=subprocess.DEVNULL,
         )
 
-        async def one() -> None:
+        async def measure() -> None:
             try:
                 print(json.dumps(await attached(folder, spec, process.pid, shown)), flush=True)
             finally:
@@ -136,13 +136,13 @@ def attach_here(agents: int, tls: bool) -> None:
                 subprocess.run(["rm", "-rf", name], check=False)
                 os._exit(0)
 
-        asyncio.run(one())
+        asyncio.run(measure())
 
 
 def imports(module: str) -> dict[str, float]:
-    """Seconds of a module's import, its calls that name a file (-1 without strace), and the bytes that it reads and maps."""
+    """Return the seconds of a module's import, its calls that name a file (-1 without strace), and the bytes that it reads and maps."""
     began_s = time.monotonic()
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", f"import {module}{_LOOK}"], capture_output=True, text=True, check=True
     ).stdout
     took_s = time.monotonic() - began_s
@@ -155,11 +155,11 @@ def imports(module: str) -> dict[str, float]:
             calls = float(re.split(r"\s+", counted.read().splitlines()[-1].strip())[3])
         except (FileNotFoundError, subprocess.CalledProcessError):
             calls = -1.0
-    return {"seconds": took_s, "file_calls": calls, "bytes": float(said.split()[-1])}
+    return {"seconds": took_s, "file_calls": calls, "bytes": float(output.split()[-1])}
 
 
 def meet(ranks: int) -> dict[str, float]:
-    """Microseconds of the store's thread for one connection and one call, and of a rank for one proof."""
+    """Return microseconds of the store's thread for one connection and one call, and of a rank for one proof."""
     before = threads_s("self").keys()
     store = TCPStore("127.0.0.1", 0, ranks + 1, True, timedelta(seconds=60), wait_for_workers=False)
     own = threads_s("self").keys() - before
@@ -195,7 +195,7 @@ def meet(ranks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints what was measured, and what the closed forms say."""
+    """Print the measurements, and the results of the closed forms."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=["attach", "imports", "meet"])
     parser.add_argument("--agents", type=int, nargs="+", default=[500, 1000, 2000, 4000])
@@ -203,27 +203,27 @@ def main() -> None:
     parser.add_argument("--tls", action="store_true", help="attach over mutual TLS")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    if given.one:
-        attach_here(given.one, given.tls)
+    options = parser.parse_args()
+    if options.one:
+        attach_here(options.one, options.tls)
         return
-    wanted = given.only or ["attach", "imports", "meet"]
-    found: dict[str, object] = {}
-    if "imports" in wanted:
-        found["imports"] = {name: imports(module) for name, module in PROGRAMS.items()}
-    if "meet" in wanted:
-        found["meet"] = meet(given.ranks)
-    if "attach" in wanted:
-        each = [attach(agents, given.tls) for agents in given.agents]
-        found["attach"] = each
+    phases = options.only or ["attach", "imports", "meet"]
+    report: dict[str, object] = {}
+    if "imports" in phases:
+        report["imports"] = {name: imports(module) for name, module in PROGRAMS.items()}
+    if "meet" in phases:
+        report["meet"] = meet(options.ranks)
+    if "attach" in phases:
+        each = [attach(agents, options.tls) for agents in options.agents]
+        report["attach"] = each
         if len(each) > 1:
             for name in ("attach", "form"):
                 slope, same = np.polyfit([x["agents"] for x in each], [x[f"{name}_loop_ms"] for x in each], 1)
-                found[f"{name}_line"] = {"ms": float(same), "ms_more_for_each_1000": 1e3 * float(slope)}
-    if given.json:
-        print(json.dumps(found))
+                report[f"{name}_line"] = {"ms": float(same), "ms_more_for_each_1000": 1e3 * float(slope)}
+    if options.json:
+        print(json.dumps(report))
         return
-    print(json.dumps(found, indent=1))
+    print(json.dumps(report, indent=1))
     for nodes in (1, 100, 1_000, 10_000, 25_000):
         local, shared = start(nodes), start(nodes, files="shared")
         print(

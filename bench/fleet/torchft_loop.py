@@ -23,7 +23,7 @@ from phalanx.run.spec import ModelSpec
 
 
 def main() -> None:
-    """Trains on random tokens until it is killed."""
+    """Train on random tokens until it is killed."""
     from torchft import Manager, Optimizer, ProcessGroupGloo
     from torchft.ddp import PureDistributedDataParallel
 
@@ -73,8 +73,8 @@ def main() -> None:
         F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optimizer.step()
         if manager.current_step() > before:
-            said = {"t": time.time(), "step": manager.current_step(), "step_s": time.monotonic() - begin_s}
-            print(json.dumps(said | {"replicas": manager.num_participants()}), flush=True)
+            line = {"t": time.time(), "step": manager.current_step(), "step_s": time.monotonic() - begin_s}
+            print(json.dumps(line | {"replicas": manager.num_participants()}), flush=True)
 
 
 if __name__ == "__main__":
