@@ -3,7 +3,7 @@
 A comparison is turned around or moved by one, an operand dropped, a constant one off, ``min`` put for ``max``, a keyword
 argument or a whole statement left out, a condition negated. Annotations, decorators and the texts of messages stay.
 The kinds are the usual ones (Offutt et al., "An experimental determination of sufficient mutant operators", TOSEM 1996),
-with at most two neighbors for each operator: a test that tells ``+`` from ``-`` would tell it from ``%`` too.
+with at most two neighbors for each operator: a test that distinguishes ``+`` from ``-`` would distinguish it from ``%`` too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNTOUCHED = ("annotation", "returns", "decorator_list", "ctx")
 
 
 def alternatives(node: ast.AST, in_function: bool) -> Iterator[ast.AST]:
-    """The code that a mutant has in the place of ``node``."""
+    """Yield the code that a mutant has in the place of ``node``."""
     for neighbor in NEIGHBORS.get(type(node), ()):
         yield neighbor()
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
@@ -59,19 +59,19 @@ def alternatives(node: ast.AST, in_function: bool) -> Iterator[ast.AST]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed module: in function ``place``, ``before`` and ``after`` are the statement concerned, ``source`` is all of it."""
+    """One changed module: in function ``place``, ``before`` and ``after`` are the statement concerned, ``source`` is the full text."""
 
     line: int
     place: str
     before: str
     after: str
     nth: int
-    """There may be more than one mutant of which all that is the same."""
+    """Number among the mutants with equal ``place``, ``before`` and ``after``."""
     source: str
 
 
 def mutants(source: str) -> Iterator[Mutant]:
-    """Every mutant of a module, from top to bottom."""
+    """Yield every mutant of a module, from top to bottom."""
     tree, original = ast.parse(source), ast.unparse(ast.parse(source))
     seen, alike = {original}, Counter[tuple[str, str, str]]()
 
@@ -100,10 +100,10 @@ def mutants(source: str) -> Iterator[Mutant]:
 
 
 def difference(original: str, text: str) -> tuple[str, str]:
-    """The lines of two texts that differ, without what they have in common before and after."""
+    """Return the lines of two texts that differ, without their common start and end."""
     before, after = original.splitlines(), text.splitlines()
     start = next(
-        i for i, (one, other) in enumerate(zip([*before, ""], [*after, ""], strict=False)) if one != other
+        i for i, (old, new) in enumerate(zip([*before, ""], [*after, ""], strict=False)) if old != new
     )
     back = zip(reversed(before[start:]), reversed(after[start:]), strict=False)
     end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], back))

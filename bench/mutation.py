@@ -1,13 +1,13 @@
-"""Mutation testing: would a test fail if the fleet's core, or a reduction, computed something else?
+"""Mutation testing: do the tests fail if the fleet's core, or a reduction, computes something else?
 
-A mutant (``mutants.py``) is a module with one small change. It is judged by the tests of the module (``TARGETS``): first, to
+A mutant (``mutants.py``) is a module with one small change. The tests of the module judge it (``TARGETS``): first, to
 save time, in a fork of a process that has already imported and collected everything, with few examples of each property;
-then, if it lives, in a fresh import with all examples and with wider tests. What no test tells from the original is printed,
-and docs/evidence/mutation.md says what became of it.
+then, if it lives, in a fresh import with all examples and with wider tests. It prints the mutants that no test distinguishes from the original;
+docs/evidence/mutation.md has the follow-up for each.
 
     python -m bench.mutation                                   # all targets: an hour
     python -m bench.mutation fleet/core/decide.py --sample 50
-    python -m bench.mutation parallel/divisions.py --results lived.jsonl   # the next run with this file judges only what lived
+    python -m bench.mutation parallel/divisions.py --results lived.jsonl   # the next run with this file judges only the survivors
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SLOTS, RESTORE = "tests/parallel/mesh/test_slots.py", "tests/checkpoint/format/test_restore_plan.py"
 CORE = ("tests/fleet/core",)
 WORLDS = ("tests/plan/simulate/hostile",)
-# Module -> its own tests, quickest first, and the wider ones that judge what these let live.
+# Module -> its own tests, quickest first, and the wider ones that judge the survivors of these.
 TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "parallel/divisions.py": (
         (
@@ -72,8 +72,8 @@ FEW_EXAMPLES, ALL_EXAMPLES = 12, 100
 class Screen:
     """A pytest plugin that, instead of running the tests once, runs them in a fork for each of ``sources``.
 
-    A fork puts the changed code into the functions of the module that is there. Where that is not enough (a constant has
-    changed, say), the mutant seems to live.
+    A fork puts the changed code into the functions of the imported module. If that is not enough (for example, for a
+    changed constant), the mutant seems to live.
     """
 
     def __init__(self, target: str, sources: Sequence[str], verdicts: Path) -> None:
@@ -81,7 +81,7 @@ class Screen:
         self.sources, self.verdicts = sources, verdicts
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Writes a line for each source: True if the tests pass with it."""
+        """Write a line for each source: True if the tests pass with it."""
         began_s = time.process_time()
         if not all_pass(session.items):
             return False
@@ -105,7 +105,7 @@ class Screen:
 
 
 def put_in(present: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-    """Puts changed code into the functions, methods and properties that are there."""
+    """Put changed code into the present functions, methods and properties."""
     for name, new in changed.items():
         old = present.get(name)
         if hasattr(old, "cache_clear"):
@@ -122,7 +122,7 @@ def put_in(present: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
 
 
 def all_pass(items: list[pytest.Item]) -> bool:
-    """Runs tests up to the first that fails."""
+    """Run tests up to the first that fails."""
     return not any(
         report.failed
         for item, following in zip(items, [*items[1:], None], strict=True)
@@ -131,7 +131,7 @@ def all_pass(items: list[pytest.Item]) -> bool:
 
 
 def in_fork(judge: Callable[[], bool], limit_s: int) -> bool:
-    """Runs ``judge`` in a fork and returns its verdict; False if it needs more than ``limit_s`` of CPU time, or hangs."""
+    """Run ``judge`` in a fork and return its verdict; False if it needs more than ``limit_s`` of CPU time, or hangs."""
     child, began_s = os.fork(), time.monotonic()
     if not child:
         os.setsid()
@@ -155,7 +155,7 @@ def in_fork(judge: Callable[[], bool], limit_s: int) -> bool:
 
 
 def run_tests(sources: Path, tests: Sequence[str], examples: int, *plugins: object) -> bool:
-    """True if ``tests`` pass with Phalanx imported from ``sources``, with so many examples of each property."""
+    """Return True if ``tests`` pass with Phalanx imported from ``sources``, with so many examples of each property."""
     os.chdir(ROOT)
     os.environ["PYTHONPATH"] = str(sources)
     sys.path[0] = str(sources)  # in the place of this folder: its ``checkpoint`` is not the tests'
@@ -173,14 +173,14 @@ def run_tests(sources: Path, tests: Sequence[str], examples: int, *plugins: obje
 
 
 def judge(target: str, sample: int | None, results: Path) -> str:
-    """Judges the mutants of a module, writes each verdict to ``results``, and prints those that live."""
+    """Judge the mutants of a module, write each verdict to ``results``, and print those that live."""
     own, wider = TARGETS[target]
-    known = {json.dumps(line["mutant"]) for line in map(json.loads, results.open()) if line["killed"]}
+    killed = {json.dumps(line["mutant"]) for line in map(json.loads, results.open()) if line["killed"]}
     original = (ROOT / "src" / "phalanx" / target).read_text()
-    found = list(mutants(original))
-    chosen = random.Random(0).sample(found, min(sample or len(found), len(found)))
+    candidates = list(mutants(original))
+    chosen = random.Random(0).sample(candidates, min(sample or len(candidates), len(candidates)))
     keys = [[target, mutant.place, mutant.before, mutant.after, mutant.nth] for mutant in chosen]
-    to_do = [(mutant, key) for mutant, key in zip(chosen, keys, strict=True) if json.dumps(key) not in known]
+    to_do = [(mutant, key) for mutant, key in zip(chosen, keys, strict=True) if json.dumps(key) not in killed]
     with tempfile.TemporaryDirectory() as folder, results.open("a") as out:
         copy = Path(shutil.copytree(ROOT / "src", Path(folder) / "src"))
         module, verdicts = copy / "phalanx" / target, Path(folder) / "verdicts"
@@ -205,11 +205,11 @@ def judge(target: str, sample: int | None, results: Path) -> str:
                     f"{target}:{mutant.line} in {mutant.place}: {mutant.before}  ->  {mutant.after}",
                     flush=True,
                 )
-    return f"{target}: {len(found)} mutants, {len(chosen)} judged, {lived} live"
+    return f"{target}: {len(candidates)} mutants, {len(chosen)} judged, {lived} live"
 
 
 def main() -> None:
-    """Reads the command line, judges, and prints how many mutants of each module live."""
+    """Read the command line, judge, and print how many mutants of each module live."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -6,5 +6,5 @@
     python -m bench.gpu --device cpu           # a small stand-in, anywhere
 
 Parts run in order of worth, each in processes of its own with a limit, so that an error, a hang or a full memory ends no other
-part. Whatever a part has found is written at once; at the end there are one JSON file and one Markdown page.
+part. The findings of a part are written at once; at the end there are one JSON file and one Markdown page.
 """

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bench.gpu.prediction import comparisons
-from bench.gpu.processes import run_processes, tell
+from bench.gpu.processes import report_finding, run_processes
 from bench.gpu.report import PartResult, page, verdicts
 from phalanx.hardware.local.detect import set_for_rank
 from phalanx.run.directory.files import write_atomically
@@ -34,7 +34,7 @@ TESTS = (
     "tests/parallel/pipeline/test_weight_gradients.py",
     "tests/parallel/context/test_tiles.py",
 )
-"""Tests that need a GPU, or say whether this PyTorch has what is expected of it."""
+"""Tests that need a GPU, or check the features that we expect of this PyTorch."""
 PACKAGES = (
     "torch",
     "triton",
@@ -59,12 +59,12 @@ class Part:
     name: str
     limit_s: float
     least_s: float
-    """Time that the parts before leave for it: PyTorch starts, and finds what is worth most."""
+    """Time that the parts before leave for it: enough to start PyTorch and to report the most important findings."""
     ranks: int = 1
 
 
 def parts_for(gpus: int, ranks: int) -> list[Part]:
-    """The parts in the order of their worth."""
+    """Return the parts in the order of their worth."""
     counts = (2, 3) if gpus < 2 else sorted({2, 3, ranks} & set(range(2, gpus + 1)))
     return [
         Part("hashes", 150, 75),
@@ -90,25 +90,25 @@ def limit_of(part: Part, later: Sequence[Part], remaining_s: float) -> float:
 
 
 def environment() -> dict[str, object]:
-    """Describes this machine as far as it can be asked without PyTorch."""
-    found: dict[str, object] = {"python": platform.python_version(), "machine": platform.node()}
+    """Describe this machine as far as that needs no PyTorch."""
+    facts: dict[str, object] = {"python": platform.python_version(), "machine": platform.node()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            facts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "absent"
+            facts[name] = "absent"
     with suppress(OSError, subprocess.SubprocessError):
         query = [
             "nvidia-smi",
             "--query-gpu=name,driver_version,memory.total,power.limit",
             "--format=csv,noheader",
         ]
-        found["GPUs"] = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
-    return found
+        facts["GPUs"] = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
+    return facts
 
 
 def gpu_count() -> int:
-    """The GPUs that the driver lists."""
+    """Return the number of GPUs that the driver lists."""
     if shutil.which("nvidia-smi") is None:
         return 0
     with suppress(OSError, subprocess.SubprocessError):
@@ -118,11 +118,12 @@ def gpu_count() -> int:
 
 
 def run_part(part: Part, arguments: argparse.Namespace, limit_s: float, stop: threading.Event) -> PartResult:
-    """Runs one part in processes of its own."""
+    """Run one part in processes of its own."""
     if part.name == "tests":
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
-        found = run_processes(part.name, [command], limit_s, {}, stop)
-        return dataclasses.replace(found, found={"pytest": found.output.splitlines()[-1:] or found.ended})
+        result = run_processes(part.name, [command], limit_s, {}, stop)
+        last_line = result.output.splitlines()[-1:] or result.ended
+        return dataclasses.replace(result, findings={"pytest": last_line})
     with tempfile.TemporaryDirectory() as folder:
         own = {"OMP_NUM_THREADS": "4"}
         if part.name.startswith("hashes of"):
@@ -137,7 +138,7 @@ def run_part(part: Part, arguments: argparse.Namespace, limit_s: float, stop: th
 
 
 def be_rank(arguments: argparse.Namespace) -> None:
-    """Runs one part as one of its ranks; rank 0 tells what is found."""
+    """Run one part as one of its ranks; rank 0 reports the findings."""
     import torch
     import torch.distributed as dist
 
@@ -160,7 +161,7 @@ def be_rank(arguments: argparse.Namespace) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     else:
         join(RankEnvironment(rank, ranks, rank, point, "phalanx"), device, _TIMEOUT_S)
-    report = tell if rank == 0 else lambda _name, _value: None
+    report = report_finding if rank == 0 else lambda _name, _value: None
     presets = tuple(arguments.preset)
     match arguments.run:
         case "hashes":
@@ -189,7 +190,7 @@ def be_rank(arguments: argparse.Namespace) -> None:
 
 
 def measure(arguments: argparse.Namespace, machine: dict[str, object], stop: threading.Event) -> None:
-    """Runs the parts until the time is over or ``stop`` is set, and writes the report after each."""
+    """Run the parts until the time is over or ``stop`` is set, and write the report after each."""
     deadline_s = time.monotonic() + arguments.minutes * 60
     gpus = gpu_count() if arguments.device == "cuda" else 0
     parts = [
@@ -215,7 +216,7 @@ def measure(arguments: argparse.Namespace, machine: dict[str, object], stop: thr
 
 
 def write(out: Path, machine: dict[str, object], results: dict[str, PartResult]) -> None:
-    """Writes the report on ``results`` in place of an earlier one."""
+    """Write the report on ``results`` in place of an earlier one."""
     compared = comparisons(str(machine.get("GPUs", "")), results)
     record = {
         "environment": machine,
@@ -228,7 +229,7 @@ def write(out: Path, machine: dict[str, object], results: dict[str, PartResult])
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measures, and writes the report."""
+    """Measure, and write the report."""
     parser = argparse.ArgumentParser(prog="bench.gpu", description=__doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--ranks", type=int, default=0, help="of the parts that measure speed; 0: one a GPU")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu.setting import Tell, attempt, run_of, sizes_for, weights_after
+from bench.gpu.setting import Report, attempt, run_of, sizes_for, weights_after
 from bench.train.step import build_stepper
 from phalanx.checkpoint.save.staging import StagingBuffers
 from phalanx.hardware.kernels.choose import fused_kernels
@@ -26,8 +26,8 @@ from phalanx.run.spec import MemorySpec, MlaSpec, ModelSpec, MoeSpec, RunSpec
 from phalanx.train.step.state import state_shards
 
 
-def hashes(device: torch.device, tell: Tell) -> None:
-    """Hashes of the weights of one run: eager and compiled, with everything of which the bits must not depend."""
+def hashes(device: torch.device, report: Report) -> None:
+    """Report hashes of the weights of one run: eager and compiled, under all settings that must not change the bits."""
     sizes = sizes_for(device)
     plain = run_of(sizes.bits, sizes.bits_train, device)
     ways: dict[str, MemorySpec] = {
@@ -38,32 +38,37 @@ def hashes(device: torch.device, tell: Tell) -> None:
         ", offloaded moments": MemorySpec(offload_optimizer="host"),
     }
     for name, memory in (ways | {", recompute selective": MemorySpec(recompute="selective")}).items():
-        attempt(tell, f"eager{name}", device, partial(weights_after, replace(plain, memory=memory), device))
-    attempt(tell, "eager, other addresses", device, partial(_at_other_addresses, plain, device))
+        attempt(report, f"eager{name}", device, partial(weights_after, replace(plain, memory=memory), device))
+    attempt(report, "eager, other addresses", device, partial(_at_other_addresses, plain, device))
     if on_gpu(device):
-        attempt(tell, "eager, beside another stream", device, partial(_beside_another_stream, plain, device))
+        attempt(
+            report, "eager, beside another stream", device, partial(_beside_another_stream, plain, device)
+        )
     if not sizes.compile:
         return
     compiled = replace(plain, runtime=replace(plain.runtime, compile=True))
     for name, memory in ways.items():
         attempt(
-            tell, f"compiled{name}", device, partial(weights_after, replace(compiled, memory=memory), device)
+            report,
+            f"compiled{name}",
+            device,
+            partial(weights_after, replace(compiled, memory=memory), device),
         )
     budget = replace(compiled, memory=MemorySpec(recompute="budget"))
-    attempt(tell, "compiled, recompute budget", device, partial(weights_after, budget, device))
+    attempt(report, "compiled, recompute budget", device, partial(weights_after, budget, device))
 
 
-def hashes_elsewhere(device: torch.device, tell: Tell) -> None:
-    """The same hashes from another process, whose compiler starts with an empty cache, or from several ranks."""
+def hashes_elsewhere(device: torch.device, report: Report) -> None:
+    """Report the same hashes from another process, whose compiler starts with an empty cache, or from several ranks."""
     sizes = sizes_for(device)
     plain = run_of(sizes.bits, sizes.bits_train, device)
     ranks = dist.get_world_size()
     for sharding in ("zero2",) if ranks == 1 else ("zero2", "zero3", "none"):
         spec = replace(plain, parallel=replace(plain.parallel, sharding=sharding))  # type: ignore[arg-type]
-        attempt(tell, f"eager, {ranks} ranks, {sharding}", device, partial(weights_after, spec, device))
+        attempt(report, f"eager, {ranks} ranks, {sharding}", device, partial(weights_after, spec, device))
     if sizes.compile and ranks == 1:
         compiled = replace(plain, runtime=replace(plain.runtime, compile=True))
-        attempt(tell, "compiled, 1 ranks, zero2", device, partial(weights_after, compiled, device))
+        attempt(report, "compiled, 1 ranks, zero2", device, partial(weights_after, compiled, device))
 
 
 def _at_other_addresses(spec: RunSpec, device: torch.device) -> str:
@@ -83,8 +88,8 @@ def _beside_another_stream(spec: RunSpec, device: torch.device) -> str:
     return weights_after(spec, device)
 
 
-def kinds(device: torch.device, tell: Tell) -> None:
-    """Some steps of each kind of layer: which of them have kernels that PyTorch refuses in deterministic mode."""
+def kinds(device: torch.device, report: Report) -> None:
+    """Report for each kind of layer if PyTorch has deterministic kernels for its steps."""
     sizes = sizes_for(device)
     base = replace(sizes.bits, layers=2)
     width = base.dim // base.heads
@@ -120,37 +125,37 @@ def kinds(device: torch.device, tell: Tell) -> None:
     }
     for name, model in models.items():
         spec = run_of(model, sizes.bits_train, device)
-        attempt(tell, name, device, partial(_same_twice, spec, device))
+        attempt(report, name, device, partial(_same_twice, spec, device))
     masked = run_of(base, replace(sizes.bits_train, document_mask=True, end_of_document=0), device)
-    attempt(tell, "document mask", device, partial(_same_twice, masked, device))
+    attempt(report, "document mask", device, partial(_same_twice, masked, device))
     for matmul in ("fp8-tensorwise", "fp8-rowwise", "mxfp8"):
         spec = run_of(base, sizes.bits_train, device)
         spec = replace(spec, precision=replace(spec.precision, matmul=matmul))  # type: ignore[arg-type]
-        attempt(tell, matmul, device, partial(_same_twice, spec, device))
+        attempt(report, matmul, device, partial(_same_twice, spec, device))
 
 
 def _same_twice(spec: RunSpec, device: torch.device) -> bool:
     return weights_after(spec, device) == weights_after(spec, device)
 
 
-def kernels(device: torch.device, tell: Tell) -> None:
-    """Kernels of which the promise assumes that a row's result does not depend on the other rows."""
+def kernels(device: torch.device, report: Report) -> None:
+    """Test the kernels of which the promise assumes that a row's result does not depend on the other rows."""
     width, inner, _experts, tokens = sizes_for(device).experts
     attempt(
-        tell,
+        report,
         "grouped product: other rows beside, empty groups",
         device,
         partial(_grouped_rows, device, width, inner),
     )
-    attempt(tell, "slots of a hand at once and one by one", device, partial(_hand, device, width, inner))
-    attempt(tell, "put-off weight gradients", device, partial(_put_off, device, width, inner, tokens))
-    attempt(tell, "attention of a batch and of its sequences", device, partial(_attention, device))
-    attempt(tell, "update and sums in one pass", device, partial(_one_pass, device))
-    attempt(tell, "snapshot during the next update", device, partial(_snapshot, device))
+    attempt(report, "slots of a hand at once and one by one", device, partial(_hand, device, width, inner))
+    attempt(report, "put-off weight gradients", device, partial(_put_off, device, width, inner, tokens))
+    attempt(report, "attention of a batch and of its sequences", device, partial(_attention, device))
+    attempt(report, "update and sums in one pass", device, partial(_one_pass, device))
+    attempt(report, "snapshot during the next update", device, partial(_snapshot, device))
 
 
 def _one_pass(device: torch.device) -> bool:
-    """The kernels that go over memory once were found to have the bits of PyTorch's operations, and so are used."""
+    """Return True if the one-pass kernels have the bits of PyTorch's operations, and so are in use."""
     return fused_kernels(device) is not REFERENCE
 
 
@@ -205,11 +210,11 @@ def _hand(device: torch.device, width: int, inner: int) -> bool:
     result.backward(slope)
     assert rows.grad is not None
     same = [
-        torch.equal(result[mine], found[0]) and torch.equal(rows.grad[mine], found[1])
-        for mine, found in alone
+        torch.equal(result[mine], tensors[0]) and torch.equal(rows.grad[mine], tensors[1])
+        for mine, tensors in alone
     ]
     for number, (name, _) in enumerate(experts.named_parameters()):
-        leaves = torch.stack([found[2 + number] for _, found in alone], 1)
+        leaves = torch.stack([tensors[2 + number] for _, tensors in alone], 1)
         same.append(torch.equal(torch.cat(taken[name]), leaves))
     return all(same)
 
@@ -243,13 +248,13 @@ def _put_off(device: torch.device, width: int, inner: int, tokens: int) -> bool:
 def _attention(device: torch.device) -> bool:
     shape = (4, 8, 512, 64) if on_gpu(device) else (2, 2, 16, 8)
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
-    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    one = F.scaled_dot_product_attention(q[1:2], k[1:2], v[1:2], is_causal=True)
-    return torch.equal(whole[1:2], one)
+    batch = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    sequence = F.scaled_dot_product_attention(q[1:2], k[1:2], v[1:2], is_causal=True)
+    return torch.equal(batch[1:2], sequence)
 
 
 def _snapshot(device: torch.device) -> bool:
-    """A copy to pinned memory that is under way while the optimizer is told to go on: the fence keeps them apart."""
+    """Return True if a copy to pinned memory that is under way is kept from the next update by the fence."""
     sizes = sizes_for(device)
     stepper, step = build_stepper(run_of(sizes.bits, sizes.bits_train, device), device)
     step()
@@ -263,8 +268,8 @@ def _snapshot(device: torch.device) -> bool:
         image, same = staged.image, []
         for entry in image.layout.entries:
             tensor = expected[entry.box].cpu().contiguous()
-            held = torch.from_numpy(image.data[entry.start : entry.stop])
-            same.append(torch.equal(held, tensor.reshape(-1).view(torch.uint8)))
+            staged_bytes = torch.from_numpy(image.data[entry.start : entry.stop])
+            same.append(torch.equal(staged_bytes, tensor.reshape(-1).view(torch.uint8)))
         changed = any(not torch.equal(expected[shard.box], shard.tensor) for shard in shards)
         staging.release(staged)
     return all(same) and changed

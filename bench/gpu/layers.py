@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.gpu.setting import Tell, attempt, sizes_for, speed_run
+from bench.gpu.setting import Report, attempt, sizes_for, speed_run
 from bench.gpu.trace import profiled, summary
 from bench.train.step import build_stepper, seconds_of
 from phalanx.hardware.kernels.choose import fused_kernels
@@ -24,10 +24,10 @@ from phalanx.train.step.meters import MemoryMeter
 PER_TOKEN = 8
 
 
-def mixture(device: torch.device, tell: Tell) -> None:
-    """Forward and backward of one layer's experts, their rows belonging to one slot and to several."""
+def mixture(device: torch.device, report: Report) -> None:
+    """Time forward and backward of one layer's experts, their rows belonging to one slot and to several."""
     for slots in sizes_for(device).slots:
-        attempt(tell, f"{slots} slots", device, partial(_experts, device, slots))
+        attempt(report, f"{slots} slots", device, partial(_experts, device, slots))
 
 
 def _experts(device: torch.device, slots: int) -> dict[str, float]:
@@ -39,7 +39,9 @@ def _experts(device: torch.device, slots: int) -> dict[str, float]:
     experts.to(torch.bfloat16)
     rows = tokens * PER_TOKEN // slots
     chosen = [torch.randint(0, number, (rows,), device=device) for _ in range(slots)]
-    counts = torch.stack([one.bincount(minlength=number) for one in chosen], 1)  # (experts, slots)
+    counts = torch.stack(
+        [experts_of.bincount(minlength=number) for experts_of in chosen], 1
+    )  # (experts, slots)
     groups = groups_of_slots(counts, counts.sum(1).tolist(), apart=device.type != "cuda")
     x = torch.randn(rows * slots, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     slope = torch.ones_like(x)
@@ -58,40 +60,40 @@ def _experts(device: torch.device, slots: int) -> dict[str, float]:
     }
 
 
-def one_pass(device: torch.device, tell: Tell) -> None:
-    """Time of an AdamW update and of the parts of an exact norm, in one pass over memory and as PyTorch's operations."""
+def one_pass(device: torch.device, report: Report) -> None:
+    """Time an AdamW update and of the parts of an exact norm, in one pass over memory and as PyTorch's operations."""
     ways = {"one pass": fused_kernels(device), "PyTorch's operations": REFERENCE}
     for name, kernels in ways.items():
-        attempt(tell, name, device, partial(_picoseconds, kernels, device))
+        attempt(report, name, device, partial(_picoseconds, kernels, device))
 
 
 def _picoseconds(kernels: Kernels, device: torch.device) -> dict[str, float]:
-    """For each element."""
+    """Return picoseconds for each element."""
     count = 1 << (28 if on_gpu(device) else 16)
-    held = [torch.rand(count, device=device) for _ in range(4)]
+    tensors = [torch.rand(count, device=device) for _ in range(4)]
     factors = UpdateFactors(0.5, 0.9, 0.1, 0.95, 0.05, 0.3, 1e-8, 1e-3, 0.999)
     constants = (1.5 * 2.0**31, 1.5 * 2.0**8)
 
     def update() -> None:
         size = kernels.chunk_elements(device)
-        for pieces in zip(*(tensor.split(size) for tensor in held), strict=True):
+        for pieces in zip(*(tensor.split(size) for tensor in tensors), strict=True):
             kernels.adamw([pieces[0]], [pieces[1]], [pieces[2]], [pieces[3]], factors)
 
     def norm() -> None:
-        kernels.peak(held[1:2], device)
-        kernels.extracted_sums(held[1:2], constants, device)
+        kernels.peak(tensors[1:2], device)
+        kernels.extracted_sums(tensors[1:2], constants, device)
 
-    found = {}
+    figures = {}
     for name, call in (("update_ps_per_element", update), ("norm_ps_per_element", norm)):
         call()
-        found[name] = statistics.median(seconds_of(call, device) for _ in range(5)) / count * 1e12
-    return found
+        figures[name] = statistics.median(seconds_of(call, device) for _ in range(5)) / count * 1e12
+    return figures
 
 
-def memory(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
-    """Memory at a step's peak, by kind, for each model."""
+def memory(device: torch.device, report: Report, presets: tuple[str, ...]) -> None:
+    """Report memory at a step's peak, by kind, for each model."""
     for preset in presets or sizes_for(device).presets:
-        attempt(tell, preset, device, partial(_memory_of, preset, device))
+        attempt(report, preset, device, partial(_memory_of, preset, device))
 
 
 def _memory_of(preset: str, device: torch.device) -> dict[str, object]:
@@ -102,9 +104,9 @@ def _memory_of(preset: str, device: torch.device) -> dict[str, object]:
     meter = MemoryMeter(built.model.parts, built.optimizer_tensors, device, compiled=spec.runtime.compile)
     with meter:
         stepper.run(2, before_update=meter.gradients_complete)
-    found: dict[str, object] = dataclasses.asdict(meter.result())
+    figures: dict[str, object] = dataclasses.asdict(meter.result())
     if on_gpu(device):
-        found["most_allocated"] = torch.cuda.max_memory_allocated(device)
-        found["most_reserved"] = torch.cuda.max_memory_reserved(device)
-        found["allocations_tried_again"] = torch.cuda.memory_stats(device)["num_alloc_retries"]
-    return found
+        figures["most_allocated"] = torch.cuda.max_memory_allocated(device)
+        figures["most_reserved"] = torch.cuda.max_memory_reserved(device)
+        figures["allocations_tried_again"] = torch.cuda.memory_stats(device)["num_alloc_retries"]
+    return figures

@@ -93,7 +93,7 @@ def counted_runs() -> dict[tuple[str, int], CountedRun]:
 
 
 def comparisons(gpus: str, parts: Mapping[str, PartResult]) -> list[Comparison]:
-    """Compare what the parts "speed" and "trace" measured with the prediction for the accelerator.
+    """Compare the findings of the parts "speed" and "trace" with the prediction for the accelerator.
 
     Empty for an accelerator without assumed rates.
 
@@ -105,23 +105,23 @@ def comparisons(gpus: str, parts: Mapping[str, PartResult]) -> list[Comparison]:
     if rates is None:
         return []
     return [
-        *_of_speed(parts.get("speed", PartResult("speed")).found, rates),
-        *_of_trace(parts.get("trace", PartResult("trace")).found, rates),
+        *_of_speed(parts.get("speed", PartResult("speed")).findings, rates),
+        *_of_trace(parts.get("trace", PartResult("trace")).findings, rates),
     ]
 
 
-def _of_speed(found: Mapping[str, object], rates: Rates) -> Iterator[Comparison]:
+def _of_speed(findings: Mapping[str, object], rates: Rates) -> Iterator[Comparison]:
     for (preset, ranks), run in counted_runs().items():
         for contender, work in (("ours", run.ours), ("bare PyTorch, FlashAttention", run.bare)):
-            match found.get("ranks"), found.get(f"{preset}, {contender}"):
+            match findings.get("ranks"), findings.get(f"{preset}, {contender}"):
                 case int(measured_ranks), {"step_s": float(step_s)} if measured_ranks == ranks:
                     step_ms = max(work.seconds(rates), work.host_s) * 1e3
                     yield Comparison(f"{preset}, {contender}", "step, ms", step_ms, step_s * 1e3)
 
 
-def _of_trace(found: Mapping[str, object], rates: Rates) -> Iterator[Comparison]:
-    run = counted_runs().get((str(found.get("preset")), int(str(found.get("ranks", 0)))))
-    match found.get("steps"), found.get("profile"):
+def _of_trace(findings: Mapping[str, object], rates: Rates) -> Iterator[Comparison]:
+    run = counted_runs().get((str(findings.get("preset")), int(str(findings.get("ranks", 0)))))
+    match findings.get("steps"), findings.get("profile"):
         case int(steps), {
             "kernels": int(kernels),
             "span_ms": float(span_ms),

@@ -1,4 +1,4 @@
-"""Processes of one part, which may fail or hang: they are given a limit, and what they have told until then is kept."""
+"""Processes of one part, which may fail or hang: they have a time limit, and their findings until then are kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_processes(
     environment: Mapping[str, str],
     stop: threading.Event,
 ) -> PartResult:
-    """Runs ``commands`` side by side, for ``limit_s`` at most and until ``stop`` is set.
+    """Run ``commands`` side by side, for ``limit_s`` at most and until ``stop`` is set.
 
     Each may append findings to the file that ``BENCH_FOUND`` names, one JSON pair of name and value a line. When one fails the
     others get a few seconds.
@@ -35,8 +35,8 @@ def run_processes(
     result = PartResult(name)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        told, log = Path(folder) / "found.jsonl", Path(folder) / "log"
-        inherited = {**os.environ, **environment, "BENCH_FOUND": str(told)}
+        findings_file, log = Path(folder) / "found.jsonl", Path(folder) / "log"
+        inherited = {**os.environ, **environment, "BENCH_FOUND": str(findings_file)}
         with log.open("wb") as output:
             processes = [
                 subprocess.Popen(
@@ -57,7 +57,7 @@ def run_processes(
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         result.seconds = time.monotonic() - begin
-        result.found = _read(told)
+        result.findings = _read(findings_file)
         if result.ended != "ok":
             result.output = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
     return result
@@ -79,18 +79,18 @@ def _ending(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float, sto
         stop.wait(_POLL_S)
 
 
-def _read(told: Path) -> dict[str, object]:
-    found: dict[str, object] = {}
-    if told.exists():
-        for line in told.read_text().splitlines():
+def _read(file: Path) -> dict[str, object]:
+    findings: dict[str, object] = {}
+    if file.exists():
+        for line in file.read_text().splitlines():
             with suppress(ValueError):  # torn by a kill
                 name, value = json.loads(line)
-                found[name] = value
-    return found
+                findings[name] = value
+    return findings
 
 
-def tell(name: str, value: object) -> None:
-    """Reports a finding to whoever started this process; prints it if nobody did."""
+def report_finding(name: str, value: object) -> None:
+    """Print a finding, and append it to the file of the parent process if there is one."""
     line = json.dumps([name, value], default=str)
     print(line, flush=True)
     if "BENCH_FOUND" in os.environ:

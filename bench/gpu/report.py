@@ -1,4 +1,4 @@
-"""The report of ``bench.gpu``: verdicts on what was found, and a Markdown page. Functions on values alone."""
+"""The report of ``bench.gpu``: verdicts on the findings, and a Markdown page. Functions on values alone."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class PartResult:
     ended: str = "not run"
     """"ok", "time over", "exit code 1", "not run: no time left"."""
     seconds: float = 0.0
-    found: dict[str, object] = field(default_factory=dict)
+    findings: dict[str, object] = field(default_factory=dict)
     output: str = ""
     """The end of its output, if it did not end well."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One statement that should be true, and what was found."""
+    """A statement that should be true, and its verdict."""
 
     statement: str
     holds: bool | None
-    """``None``: not enough was found to say."""
+    """``None``: the findings do not decide it."""
     detail: str = ""
 
 
@@ -45,14 +45,14 @@ class Comparison:
 
 
 def verdicts(parts: Mapping[str, PartResult]) -> list[Verdict]:
-    """The promise about bits, statement by statement."""
+    """Judge the promise about bits, statement by statement."""
     hashes = {
         name: value
         for part in parts.values()
         if part.name.startswith("hashes")
-        for name, value in part.found.items()
+        for name, value in part.findings.items()
     }
-    found = [
+    judged = [
         _one_hash("eager steps have one hash, however they are computed", hashes, "eager"),
         _one_hash("compiled steps have one hash, however they are computed", hashes, "compiled"),
     ]
@@ -61,8 +61,8 @@ def verdicts(parts: Mapping[str, PartResult]) -> list[Verdict]:
         ("kernels", "depends on nothing beside it"),
     ):
         if part in parts:
-            found += [_true(f"{name}: {statement}", value) for name, value in parts[part].found.items()]
-    return found
+            judged += [_true(f"{name}: {statement}", value) for name, value in parts[part].findings.items()]
+    return judged
 
 
 def _one_hash(statement: str, hashes: Mapping[str, object], kind: str) -> Verdict:
@@ -88,7 +88,7 @@ def page(
     parts: Mapping[str, PartResult],
     comparisons: Sequence[Comparison] = (),
 ) -> str:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     lines = ["# A GPU, first run", ""]
     lines += _table(("", ""), [(name, _shown(value)) for name, value in environment.items()])
     lines += ["## What should hold", ""]
@@ -99,7 +99,7 @@ def page(
     lines += _compared(comparisons)
     for part in parts.values():
         lines += [f"## {part.name}", "", f"{part.ended}, {part.seconds:.0f} s", ""]
-        lines += _found(part.found)
+        lines += _findings(part.findings)
         if part.output:
             lines += ["```", part.output.replace("```", "'''"), "```", ""]
     return "\n".join(lines)
@@ -125,13 +125,13 @@ def _compared(comparisons: Sequence[Comparison]) -> list[str]:
     ]
 
 
-def _found(found: Mapping[str, object]) -> list[str]:
-    """A table of the findings: those that are records with the same fields in columns, others by name and value."""
+def _findings(findings: Mapping[str, object]) -> list[str]:
+    """Return tables of the findings: records with the same fields in columns, others by name and value."""
     lines: list[str] = []
-    flat = {name: value for name, value in found.items() if not _is_record(value)}
+    flat = {name: value for name, value in findings.items() if not _is_record(value)}
     lines += _table(("", ""), [(name, _shown(value)) for name, value in flat.items()])
     records = {
-        name: value for name, value in found.items() if isinstance(value, Mapping) and name not in flat
+        name: value for name, value in findings.items() if isinstance(value, Mapping) and name not in flat
     }
     columns = list(
         dict.fromkeys(
@@ -144,7 +144,7 @@ def _found(found: Mapping[str, object]) -> list[str]:
     for name, value in records.items():
         for key, inner in value.items():
             if _is_record(inner) and isinstance(inner, Mapping):
-                lines += [f"{name}, {key}:", "", *_found(inner)]
+                lines += [f"{name}, {key}:", "", *_findings(inner)]
     return lines
 
 

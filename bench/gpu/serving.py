@@ -1,4 +1,4 @@
-"""Serving on a device: which kernels keep rows apart, a decode step against the memory's bandwidth, prefill, and vLLM where it is installed."""
+"""Serving on a device: kernels that keep rows apart, a decode step against the memory's bandwidth, prefill, and vLLM if it is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from bench.gpu.rows import rows
-from bench.gpu.setting import Tell, attempt
+from bench.gpu.setting import Report, attempt
 from bench.gpu.speed import not_deterministic
 from bench.serve.engine import decode_s, prefill_s
 from bench.train.step import seconds_of
@@ -30,7 +30,7 @@ from phalanx_serve.traffic.events import ServeError
 
 @dataclass(frozen=True)
 class Serving:
-    """Sizes of what is served."""
+    """Sizes of the served model and of its load."""
 
     model: ModelSpec
     dtype: torch.dtype
@@ -66,17 +66,17 @@ STAND_IN = Serving(
 )
 
 
-def serve(device: torch.device, tell: Tell) -> None:
-    """The parts in the order of their worth: rows, decode and prefill, exact over fast, vLLM."""
+def serve(device: torch.device, report: Report) -> None:
+    """Run the parts in the order of their worth: rows, decode and prefill, exact over fast, vLLM."""
     sizes = ON_GPU if on_gpu(device) else STAND_IN
     with not_deterministic():  # as a server computes
-        rows(device, tell)
-        attempt(tell, "decode and prefill", device, partial(_rates, sizes, device, tell))
-        attempt(tell, "exact", device, partial(_exact, sizes, device))
+        rows(device, report)
+        attempt(report, "decode and prefill", device, partial(_rates, sizes, device, report))
+        attempt(report, "exact", device, partial(_exact, sizes, device))
     if importlib.util.find_spec("vllm") is None:
-        tell("vLLM", "not installed here: not compared")
+        report("vLLM", "not installed here: not compared")
     else:
-        attempt(tell, "vLLM", device, partial(_vllm, sizes))
+        attempt(report, "vLLM", device, partial(_vllm, sizes))
 
 
 def _model(sizes: Serving, device: torch.device) -> Transformer:
@@ -92,8 +92,8 @@ def _model(sizes: Serving, device: torch.device) -> Transformer:
     return model.requires_grad_(False).eval()
 
 
-def _rates(sizes: Serving, device: torch.device, tell: Tell) -> dict[str, float]:
-    """The read bandwidth and prefill; each decode step is told as it is found."""
+def _rates(sizes: Serving, device: torch.device, report: Report) -> dict[str, float]:
+    """Return the read bandwidth and prefill rate; report each decode step as soon as it is measured."""
     model = _model(sizes, device)
     embedding = model.embedding.weight.nbytes if model.embedding is not None and model.head is not None else 0
     nbytes = sum(parameter.nbytes for parameter in model.parameters()) - embedding
@@ -104,12 +104,12 @@ def _rates(sizes: Serving, device: torch.device, tell: Tell) -> dict[str, float]
     served = _engine(model, sizes)
     for batch in sizes.batches:
         step_s = decode_s(served, batch, sizes.steps)
-        found = {
+        finding = {
             "step_ms": step_s * 1e3,
             "tokens_per_s": batch / step_s,
             "of_read_bandwidth": nbytes / step_s / bandwidth,
         }
-        tell(f"decode, {batch} texts", found)
+        report(f"decode, {batch} texts", finding)
     prompt = tuple(number % sizes.model.vocab_size for number in range(sizes.prompt))
     prefill_s(served, prompt)
     wait_for_device(device)
@@ -134,7 +134,7 @@ def _engine(model: Transformer, sizes: Serving, numerics: str = "fast") -> Engin
 
 
 def _exact(sizes: Serving, device: torch.device) -> dict[str, object]:
-    """Fast over exact, or why the device has no exact numerics."""
+    """Return fast over exact, or the reason if the device has no exact numerics."""
     model, batch = _model(sizes, device), sizes.batches[-1]
     fast_s = decode_s(_engine(model, sizes), batch, sizes.steps)
     try:
@@ -145,7 +145,7 @@ def _exact(sizes: Serving, device: torch.device) -> dict[str, object]:
 
 
 def _vllm(sizes: Serving) -> dict[str, object]:
-    """Tokens/s of vLLM for the same shape, weights of its own, and the same texts."""
+    """Return tokens/s of vLLM for the same shape, weights of its own, and the same texts."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
     from vllm.inputs import TokensPrompt  # type: ignore[import-not-found]
 
@@ -167,7 +167,7 @@ def _vllm(sizes: Serving) -> dict[str, object]:
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-    found: dict[str, object] = {}
+    rates: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         name = str(sizes.dtype).removeprefix("torch.")
@@ -181,5 +181,5 @@ def _vllm(sizes: Serving) -> dict[str, object]:
                 begin = time.perf_counter()
                 engine.generate(prompts, options, use_tqdm=False)
                 seconds.append(time.perf_counter() - begin)
-            found[f"decode_{batch}_tokens_per_s"] = batch * made / (seconds[1] - seconds[0])
-    return found
+            rates[f"decode_{batch}_tokens_per_s"] = batch * made / (seconds[1] - seconds[0])
+    return rates

@@ -1,4 +1,4 @@
-"""Sizes of what is measured, on a GPU and in the small stand-in for a CPU, and what all parts use to run steps."""
+"""Sizes of the measured runs, on a GPU and in the small stand-in for a CPU, and the functions by which all parts run steps."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from phalanx.run.spec import (
 )
 from phalanx.train.step.state import weights_sha256
 
-Tell = Callable[[str, object], None]
-"""Reports a finding under a name; it is kept whatever happens to the part later."""
+Report = Callable[[str, object], None]
+"""Reports a finding under a name; it is kept even if the part fails later."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Sizes:
     vocab_size: int
     """Vocabulary of the models whose speed is measured."""
     presets: tuple[str, ...]
-    """Models whose speed is measured, the most wanted first."""
+    """Models whose speed is measured, the most important first."""
     seq_len: int
     batch: int
     micro_batch: int
@@ -87,7 +87,7 @@ STAND_IN = Sizes(
 
 
 def sizes_for(device: torch.device) -> Sizes:
-    """The sizes that suit ``device``."""
+    """Return the sizes for ``device``."""
     return ON_GPU if device.type == "cuda" else STAND_IN
 
 
@@ -99,7 +99,7 @@ def run_of(
     compiled: bool = False,
     sharding: str = "zero2",
 ) -> RunSpec:
-    """A run in bf16 with a constant learning rate."""
+    """Return a run in bf16 with a constant learning rate."""
     return RunSpec(
         model=resolve(model),
         train=train,
@@ -111,7 +111,7 @@ def run_of(
 
 
 def speed_run(preset: str, sizes: Sizes, device: torch.device, ranks: int) -> RunSpec:
-    """The run whose speed is measured: two slots a rank, so that the tree has something to add."""
+    """Return the run whose speed is measured: two slots a rank, so that the tree has something to add."""
     batch = sizes.batch * ranks
     train = TrainSpec(
         steps=1000,
@@ -138,7 +138,7 @@ def settings_of(spec: RunSpec) -> dict[str, object]:
 
 
 def weights_after(spec: RunSpec, device: torch.device) -> str:
-    """SHA-256 of the weights after a few steps on random tokens."""
+    """Return the SHA-256 of the weights after a few steps on random tokens."""
     stepper, step = build_stepper(spec, device)
     for _ in range(sizes_for(device).hashed_steps):
         step()
@@ -149,20 +149,20 @@ def weights_after(spec: RunSpec, device: torch.device) -> str:
 
 
 def free(device: torch.device) -> None:
-    """Gives back the memory of what was deleted: FSDP's modules and their hooks refer to each other."""
+    """Give back the memory of what was deleted: FSDP's modules and their hooks refer to each other."""
     gc.collect()
     wait_for_device(device)
     give_back_memory(device)
 
 
-def attempt(tell: Tell, name: str, device: torch.device, find: Callable[[], object]) -> None:
-    """Reports what ``find`` returns, or the error that it raises; then gives its memory back."""
+def attempt(report: Report, name: str, device: torch.device, measure: Callable[[], object]) -> None:
+    """Report the result of ``measure``, or the error that it raises; then give its memory back."""
     try:
-        found = find()
+        finding = measure()
     except Exception as error:
         traceback.print_exc()
-        tell(name, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]})
+        report(name, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]})
     else:
-        tell(name, found)
-    with suppress(RuntimeError):  # a GPU that answers everything with an old error: what follows says so
+        report(name, finding)
+    with suppress(RuntimeError):  # a GPU may repeat an old error; the next part then reports it
         free(device)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.gpu.setting import Sizes, Tell, attempt, sizes_for, speed_run
+from bench.gpu.setting import Report, Sizes, attempt, sizes_for, speed_run
 from bench.train.step import Step, build_stepper, random_samples, seconds_of
 from phalanx.hardware.local.detect import accelerator_named
 from phalanx.hardware.local.device import measure_matmul_flops, on_gpu
@@ -40,7 +40,7 @@ def contenders(*, on_gpu: bool) -> tuple[Contender, ...]:
     """Return our step and the bare loop.
 
     On a GPU the loop runs twice. PyTorch prefers cuDNN's attention on some GPUs. It is not deterministic, so ours is
-    FlashAttention: the loop with the same attention shows what our step costs, the one with cuDNN's what determinism costs.
+    FlashAttention: the loop with the same attention shows the cost of our step, the one with cuDNN's the cost of determinism.
     """
     own = Contender("ours", ours)
     if not on_gpu:
@@ -52,32 +52,32 @@ def contenders(*, on_gpu: bool) -> tuple[Contender, ...]:
     )
 
 
-def speed(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
-    """Tokens per second and MFU of our step and of the bare loop, one after the other, for each model."""
+def speed(device: torch.device, report: Report, presets: tuple[str, ...]) -> None:
+    """Report tokens per second and MFU of our step and of the bare loop, one after the other, for each model."""
     sizes, ranks = sizes_for(device), dist.get_world_size()
     peak = measure_matmul_flops(device, torch.bfloat16)
-    tell("measured matrix product, FLOP/s", peak)
-    tell("ranks", ranks)
+    report("measured matrix product, FLOP/s", peak)
+    report("ranks", ranks)
     for preset in presets or sizes.presets:
         spec = speed_run(preset, sizes, device, ranks)
         for contender in contenders(on_gpu=on_gpu(device)):
             with nullcontext() if contender.attention is None else attention_by(contender.attention):
                 find = partial(timed, contender.build, spec, device, sizes, peak * ranks)
-                attempt(tell, f"{preset}, {contender.name}", device, find)
+                attempt(report, f"{preset}, {contender.name}", device, find)
 
 
-def variants(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
-    """Our step with one choice changed at a time; some are refused or change the bits, and show only what they would be worth."""
+def variants(device: torch.device, report: Report, presets: tuple[str, ...]) -> None:
+    """Time our step with one choice changed at a time. Some choices fail or change the bits, and only show their worth."""
     sizes, ranks = sizes_for(device), dist.get_world_size()
     spec = speed_run((presets or sizes.presets)[0], sizes, device, ranks)
     peak = measure_matmul_flops(device, torch.bfloat16) * ranks
     train = spec.train
-    whole = replace(train, micro_batch_size=train.batch_size // train.slots)
+    full_slots = replace(train, micro_batch_size=train.batch_size // train.slots)
     one_slot = replace(train, slots=ranks)
     changes: dict[str, RunSpec] = {
         "as it is": spec,
         "not compiled": replace(spec, runtime=replace(spec.runtime, compile=False)),
-        "one micro-batch a slot": replace(spec, train=whole),
+        "one micro-batch a slot": replace(spec, train=full_slots),
         "one slot a rank": replace(spec, train=one_slot),
         "fast reduction": replace(spec, train=replace(train, reduction="fast")),
         "fp8, a scale a row": replace(spec, precision=replace(spec.precision, matmul="fp8-rowwise")),
@@ -87,18 +87,18 @@ def variants(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None
     for name, changed in changes.items():
         if name == "not compiled" and not sizes.compile:
             continue
-        attempt(tell, name, device, partial(timed, ours, changed, device, sizes, peak))
+        attempt(report, name, device, partial(timed, ours, changed, device, sizes, peak))
     with not_deterministic():
-        attempt(tell, "not deterministic", device, partial(timed, ours, spec, device, sizes, peak))
+        attempt(report, "not deterministic", device, partial(timed, ours, spec, device, sizes, peak))
         if on_gpu(device):
             with attention_by(SDPBackend.CUDNN_ATTENTION):
                 find = partial(timed, ours, spec, device, sizes, peak)
-                attempt(tell, "not deterministic, cuDNN's attention", device, find)
+                attempt(report, "not deterministic, cuDNN's attention", device, find)
 
 
 @contextmanager
 def attention_by(backend: SDPBackend) -> Iterator[None]:
-    """Inside, attention is computed by ``backend``. Which kernel it gets is fixed when a block is compiled."""
+    """Compute attention by ``backend`` inside the block. A compiled block fixes its kernel at compile time."""
     torch.compiler.reset()
     try:
         with sdpa_kernel([backend]):
@@ -109,7 +109,7 @@ def attention_by(backend: SDPBackend) -> Iterator[None]:
 
 @contextmanager
 def not_deterministic() -> Iterator[None]:
-    """Inside, PyTorch may choose kernels whose sums have no fixed order."""
+    """Let PyTorch choose kernels whose sums have no fixed order inside the block."""
     torch.use_deterministic_algorithms(False)
     try:
         yield
@@ -120,7 +120,7 @@ def not_deterministic() -> Iterator[None]:
 def timed(
     build: StepBuilder, spec: RunSpec, device: torch.device, sizes: Sizes, peak_flops_per_s: float
 ) -> dict[str, float]:
-    """Median time of a step, and what follows from it, after two steps to warm up."""
+    """Return the median time of a step, and the rates that follow from it, after two steps to warm up."""
     step = build(spec, device)
     for _ in range(2):
         step()
@@ -130,27 +130,27 @@ def timed(
     step_s = statistics.median(times)
     tokens = spec.train.batch_size * spec.train.seq_len
     flops_per_s = count(spec.model, spec.train.seq_len).flops_per_token * tokens / step_s
-    found = {
+    figures = {
         "step_s": step_s,
         "slowest_step_s": max(times),
         "tokens_per_s": tokens / step_s,
         "of_measured_peak": flops_per_s / peak_flops_per_s,
     }
     if on_gpu(device):
-        known = accelerator_named(torch.cuda.get_device_name(device))
-        if known is not None:
-            found["mfu"] = flops_per_s / (known.bf16_flops * dist.get_world_size())
-        found["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
-    return found
+        accelerator = accelerator_named(torch.cuda.get_device_name(device))
+        if accelerator is not None:
+            figures["mfu"] = flops_per_s / (accelerator.bf16_flops * dist.get_world_size())
+        figures["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+    return figures
 
 
 def ours(spec: RunSpec, device: torch.device) -> Step:
-    """This project's step."""
+    """Build this project's step."""
     return build_stepper(spec, device)[1]
 
 
 def bare(spec: RunSpec, device: torch.device) -> Step:
-    """The same model in a loop of PyTorch's own parts: FSDP2 with bf16, compiled blocks, fused AdamW, no determinism."""
+    """Build a step of the same model from PyTorch's own parts: FSDP2 with bf16, compiled blocks, fused AdamW, no determinism."""
     with device:
         module = Transformer(spec.model)
     for parameter in module.parameters():

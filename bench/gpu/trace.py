@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a GPU: kernels by class, and gaps in which it stands idle by what the host did meanwhile.
+"""Time of a step on a GPU: kernels by class, and idle gaps by the host's operation at that time.
 
 ``profiled`` measures; ``summary`` is a function of the events of PyTorch's profiler (Chrome's trace format, times in microseconds).
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.gpu.setting import Tell, attempt, sizes_for, speed_run
+from bench.gpu.setting import Report, attempt, sizes_for, speed_run
 from bench.gpu.speed import ours
 from bench.train.step import Step
 from phalanx.hardware.local.device import on_gpu, wait_for_device
@@ -52,13 +52,13 @@ CLASSES = (
 """Classes of kernels, and words in their names, the first that fits."""
 
 
-def trace(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
-    """Profiles some steps of the first model."""
+def trace(device: torch.device, report: Report, presets: tuple[str, ...]) -> None:
+    """Profile some steps of the first model."""
     sizes, ranks, steps = sizes_for(device), dist.get_world_size(), 3
     preset = (presets or sizes.presets)[0]
     spec = speed_run(preset, sizes, device, ranks)
     for name, value in (("preset", preset), ("ranks", ranks), ("steps", steps)):
-        tell(name, value)
+        report(name, value)
 
     def find() -> dict[str, Any]:
         step = ours(spec, device)
@@ -66,11 +66,11 @@ def trace(device: torch.device, tell: Tell, presets: tuple[str, ...]) -> None:
             step()
         return summary(profiled(step, device, steps))
 
-    attempt(tell, "profile", device, find)
+    attempt(report, "profile", device, find)
 
 
 def profiled(step: Step, device: torch.device, steps: int) -> list[Event]:
-    """The profiler's events of some steps."""
+    """Return the profiler's events of some steps."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu(device):
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -87,7 +87,7 @@ def profiled(step: Step, device: torch.device, steps: int) -> list[Event]:
 
 
 def summary(events: Iterable[Event]) -> dict[str, Any]:
-    """Busy and idle time of the GPU between its first and its last kernel, kernels by class, and gaps by host call."""
+    """Return busy and idle time of the GPU between its first and its last kernel, kernels by class, and gaps by host call."""
     timed = [event for event in events if event.get("ph") == "X"]
     work = sorted(
         (event for event in timed if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")),
@@ -117,23 +117,23 @@ def summary(events: Iterable[Event]) -> dict[str, Any]:
 
 
 def kernel_class(name: str) -> str:
-    """The class of a kernel by its name."""
+    """Return the class of a kernel by its name."""
     low = name.lower()
     return next((label for label, words in CLASSES if any(word in low for word in words)), "other")
 
 
 def _gaps(work: Sequence[Event]) -> list[tuple[float, Event]]:
-    """Times (us) in which no kernel ran, each with the kernel that ended it."""
-    found, end = [], float(work[0]["ts"])
+    """Return the times (us) in which no kernel ran, each with the kernel that ended it."""
+    gaps, end = [], float(work[0]["ts"])
     for event in work:
         if float(event["ts"]) > end:
-            found.append((float(event["ts"]) - end, event))
+            gaps.append((float(event["ts"]) - end, event))
         end = max(end, float(event["ts"]) + float(event["dur"]))
-    return found
+    return gaps
 
 
 def _by_host_call(gaps: Sequence[tuple[float, Event]], timed: Sequence[Event]) -> dict[str, list[float]]:
-    """Long gaps by the operation from which the kernel that ended them was launched."""
+    """Sum long gaps by the operation from which the kernel that ended them was launched."""
     launches = {
         event["args"]["correlation"]: event
         for event in timed
@@ -143,7 +143,7 @@ def _by_host_call(gaps: Sequence[tuple[float, Event]], timed: Sequence[Event]) -
     for event in sorted(timed, key=lambda event: float(event["ts"])):
         if event.get("cat") in ("cpu_op", "user_annotation"):
             operations[event.get("tid")].append(event)
-    starts = {thread: [float(event["ts"]) for event in held] for thread, held in operations.items()}
+    starts = {thread: [float(event["ts"]) for event in calls] for thread, calls in operations.items()}
     table: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for length, kernel in gaps:
         if length <= GAP_US:
@@ -158,10 +158,10 @@ def _by_host_call(gaps: Sequence[tuple[float, Event]], timed: Sequence[Event]) -
 def _around(
     launch: Event, operations: Mapping[object, list[Event]], starts: Mapping[object, list[float]]
 ) -> str:
-    """The innermost operation of the same thread during which ``launch`` was made."""
+    """Return the innermost operation of the same thread during which ``launch`` was made."""
     thread, at = launch.get("tid"), float(launch["ts"])
-    held = operations.get(thread, [])
-    for event in reversed(held[: bisect_right(starts.get(thread, []), at)]):
+    calls = operations.get(thread, [])
+    for event in reversed(calls[: bisect_right(starts.get(thread, []), at)]):
         if float(event["ts"]) + float(event["dur"]) >= at:
             return str(event["name"])[:100]
     return str(launch["name"])

@@ -82,7 +82,7 @@ def test_every_part_runs_in_small_on_a_cpu_and_what_should_hold_does(ranks: Rank
     assert [
         (part.name, name, value)
         for part in parts.values()
-        for name, value in part.found.items()
+        for name, value in part.findings.items()
         if isinstance(value, dict) and "error" in value
     ] == []
     held = verdicts(parts)
@@ -103,10 +103,10 @@ def test_what_a_part_has_told_is_kept_when_it_hangs_or_fails() -> None:
         hung := one_part("tell('hash', 'abc')\nprint('waiting', flush=True)\ntime.sleep(600)", limit_s)
     ).output:
         limit_s *= 4  # on a busy machine Python begins late
-    assert (hung.ended, hung.found, hung.output) == ("time over", {"hash": "abc"}, "waiting\n")
+    assert (hung.ended, hung.findings, hung.output) == ("time over", {"hash": "abc"}, "waiting\n")
     failed = one_part("tell('hash', 'abc')\nsys.exit('no memory')", 60.0)
-    assert (failed.ended, failed.found, failed.output) == ("exit code 1", {"hash": "abc"}, "no memory\n")
-    assert one_part("tell('n', 1)", 60.0).found == {"n": 1}
+    assert (failed.ended, failed.findings, failed.output) == ("exit code 1", {"hash": "abc"}, "no memory\n")
+    assert one_part("tell('n', 1)", 60.0).findings == {"n": 1}
 
 
 def test_a_signal_ends_a_part_and_the_report_has_it(tmp_path: Path) -> None:
